@@ -1,0 +1,61 @@
+# Every target sets up what it needs on first use and is quick afterwards.
+#   make test ARGS="-k digest -x"      pass options on
+#   make test VENV=/tmp/env PYTHON=python3.12
+
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= 2
+ARGS   ?=
+# Files that start with an underscore are helpers, not benchmarks.
+BENCH  ?= $(sort $(wildcard benchmarks/[a-z]*.py))
+
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
+READY  := $(VENV)/.deltawire-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all bench lint format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY)  ## create the virtual environment with pinned versions (again only when the pins change)
+	@echo "$(VENV) is ready"
+
+demo: $(READY)  ## train a small model, publish its versions, watch two followers keep up
+	@$(BIN)/deltawire demo $(ARGS)
+
+test: $(READY)  ## run the tests, except the slow ones
+	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-all: $(READY)  ## run all tests, the slow ones too
+	@$(BIN)/python -m pytest -n $(JOBS) -m "" --timeout 900 $(ARGS)
+
+bench: $(READY)  ## run the benchmarks (one of them: make bench BENCH=benchmarks/memory.py)
+	@test -n "$(BENCH)" || { echo "no benchmarks found in benchmarks/"; exit 1; }
+	@for file in $(BENCH); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
+
+lint: $(READY)  ## check style, formatting and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python -m mypy
+
+format: $(READY)  ## sort imports, fix what can be fixed, format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:  ## remove caches and build outputs (the virtual environment stays)
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# torch goes first and alone: resolved together with others, pip may choose a build of several GB.
+# The build back end is pinned too, hence no build isolation.
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "deltawire needs Python 3.10 or newer, and '$(PYTHON)' was not found; try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { echo "deltawire needs Python 3.10 or newer, and '$(PYTHON)' is not ($$($(PYTHON) -V 2>&1 | head -n 1)); try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -c constraints.txt torch==2.13.0
+	@$(PIP) -c constraints.txt hatchling
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@

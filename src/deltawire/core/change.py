@@ -1,0 +1,236 @@
+"""Where weights changed and what they became: regions, changes, and the blocks a model is cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from . import digest
+from .dtypes import Bits, lookup
+from .schema import Schema, TensorSpec
+
+BLOCK_UNITS = 1 << 24
+"""About how many units a block covers: enough for stable statistics, few enough to hold several in memory."""
+
+_CHUNK = 1 << 20
+"""Units compared at a time, so that scratch arrays stay in the cache's reach whatever the density."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A rectangle of one tensor, in the tensor's matrix of units. Positions inside count row by row."""
+
+    tensor: TensorSpec
+    row: int
+    # first row
+    rows: int
+    column: int
+    # first column
+    columns: int
+
+    @property
+    def units(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def base(self) -> int:
+        """Flat position of the region's first unit."""
+        return self.row * self.tensor.columns + self.column
+
+    @property
+    def contiguous(self) -> bool:
+        return self.columns == self.tensor.columns or self.rows <= 1
+
+    def matrix(self, bits: Bits) -> Bits:
+        """The region as a 2-D view of the whole tensor's flat bits."""
+        whole = bits.reshape(self.tensor.rows, self.tensor.columns)
+        return whole[self.row : self.row + self.rows, self.column : self.column + self.columns]
+
+    def cut(self, bits: Bits) -> Bits:
+        """The region's own flat bits: a view where it is contiguous in the tensor, else a copy."""
+        if self.contiguous:
+            return bits[self.base : self.base + self.units]
+        return self.matrix(bits).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What turns a region of the base version into the same region of a later one."""
+
+    region: Region
+    positions: npt.NDArray[np.uint32]
+    # ascending, counted within the region
+    old: Bits
+    # the base version's bits at these positions
+    new: Bits
+
+    @property
+    def count(self) -> int:
+        return int(self.positions.size)
+
+    @property
+    def nbytes(self) -> int:
+        return self.positions.nbytes + self.old.nbytes + self.new.nbytes
+
+    def digest(self) -> digest.StateDigest:
+        """How the state digest moves when this change is applied."""
+        base, width, stride = _geometry(self.region)
+        return digest.of_change(
+            self.region.tensor.name, self.positions, self.old, self.new, base=base, width=width, stride=stride
+        )
+
+    def write(self, bits: Bits) -> None:
+        """Put the new values into the tensor's flat bits, in place."""
+        scatter(self.region, self.positions, self.new, bits)
+
+    def undo(self, bits: Bits) -> None:
+        scatter(self.region, self.positions, self.old, bits)
+
+
+@njit(cache=True, nogil=True)
+def _scatter(bits: Any, positions: Any, values: Any, base: int, width: int, stride: int) -> None:
+    for i in range(positions.size):
+        local = np.int64(positions[i])
+        flat = base + local if width == stride else base + (local // width) * stride + local % width
+        bits[flat] = values[i]
+
+
+@njit(cache=True, nogil=True)
+def _gather(bits: Any, positions: Any, values: Any, base: int, width: int, stride: int) -> None:
+    for i in range(positions.size):
+        local = np.int64(positions[i])
+        flat = base + local if width == stride else base + (local // width) * stride + local % width
+        values[i] = bits[flat]
+
+
+def _geometry(region: Region) -> tuple[int, int, int]:
+    stride = max(region.tensor.columns, 1)
+    return region.base, stride if region.contiguous else region.columns, stride
+
+
+def scatter(region: Region, positions: npt.NDArray[np.uint32], values: Bits, bits: Bits) -> None:
+    """Write values at (already checked) positions of a region into the tensor's flat bits."""
+    _scatter(bits, positions, values, *_geometry(region))
+
+
+def gather(region: Region, positions: npt.NDArray[np.uint32], bits: Bits) -> Bits:
+    """The tensor's bits at (already checked) positions of a region."""
+    values = np.empty(positions.size, bits.dtype)
+    _gather(bits, positions, values, *_geometry(region))
+    return values
+
+
+Block = tuple[Region, ...]
+"""Regions of one dtype that are coded together and can be fetched alone."""
+
+
+def blocks(schema: Schema, block_units: int = BLOCK_UNITS) -> list[Block]:
+    """Cut a model into blocks, the same way on every machine: by dtype, then by name, large tensors by rows."""
+    result: list[Block] = []
+    current: list[Region] = []
+    room = block_units
+    last_dtype = None
+    for tensor in sorted(schema.tensors, key=lambda t: (t.dtype, t.name)):
+        for region in _cut(tensor, block_units):
+            if current and (tensor.dtype != last_dtype or region.units > room):
+                result.append(tuple(current))
+                current, room = [], block_units
+            current.append(region)
+            room -= region.units
+            last_dtype = tensor.dtype
+    if current:
+        result.append(tuple(current))
+    return result
+
+
+def _cut(tensor: TensorSpec, block_units: int) -> Iterator[Region]:
+    if tensor.units == 0:
+        return
+    rows, columns = tensor.rows, tensor.columns
+    width = min(columns, block_units)
+    height = max(1, block_units // width)
+    for row in range(0, rows, height):
+        for column in range(0, columns, width):
+            yield Region(tensor, row, min(height, rows - row), column, min(width, columns - column))
+
+
+@njit(cache=True, nogil=True)
+def _compare(old: Any, new: Any, start: int, positions: Any, was: Any, now: Any) -> int:
+    found = 0
+    size = old.size
+    i = 0
+    # eight at a time: at one changed weight in a hundred most groups are equal and cost one test
+    while i + 8 <= size:
+        a = old[i : i + 8]
+        b = new[i : i + 8]
+        different = a[0] ^ b[0]
+        for j in range(1, 8):
+            different |= a[j] ^ b[j]
+        if different != 0:
+            for j in range(8):
+                positions[found] = start + i + j
+                was[found] = a[j]
+                now[found] = b[j]
+                found += a[j] != b[j]
+        i += 8
+    while i < size:
+        positions[found] = start + i
+        was[found] = old[i]
+        now[found] = new[i]
+        found += old[i] != new[i]
+        i += 1
+    return found
+
+
+def compare(region: Region, old: Bits, new: Bits) -> Change:
+    """Every position where the bits of a region differ. Both are the region's own flat bits (see `Region.cut`)."""
+    size = min(_CHUNK, region.units)
+    # one spare slot: the kernel writes first and counts afterwards
+    positions = np.empty(size + 1, np.uint32)
+    was, now = np.empty(size + 1, old.dtype), np.empty(size + 1, old.dtype)
+    parts: list[tuple[npt.NDArray[Any], ...]] = []
+    for start in range(0, region.units, size):
+        n = _compare(old[start : start + size], new[start : start + size], start, positions, was, now)
+        if n:
+            parts.append((positions[:n].copy(), was[:n].copy(), now[:n].copy()))
+    if not parts:
+        unit = lookup(region.tensor.dtype).unit
+        return Change(region, np.empty(0, np.uint32), np.empty(0, unit), np.empty(0, unit))
+    return Change(region, *(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+@njit(cache=True, nogil=True)
+def _compose(pa: Any, oa: Any, na: Any, pb: Any, nb: Any, ob: Any, positions: Any, old: Any, new: Any) -> int:
+    i = 0
+    j = 0
+    n = 0
+    while i < pa.size or j < pb.size:
+        if j == pb.size or (i < pa.size and pa[i] < pb[j]):
+            positions[n], old[n], new[n] = pa[i], oa[i], na[i]
+            i += 1
+        elif i == pa.size or pb[j] < pa[i]:
+            positions[n], old[n], new[n] = pb[j], ob[j], nb[j]
+            j += 1
+        else:
+            positions[n], old[n], new[n] = pa[i], oa[i], nb[j]
+            i += 1
+            j += 1
+        # a weight that came back to where it was did not change
+        n += old[n] != new[n]
+    return n
+
+
+def compose(first: Change, second: Change) -> Change:
+    """One change with the effect of both, `first` before `second`, over the same region."""
+    size = first.count + second.count + 1
+    positions = np.empty(size, np.uint32)
+    old, new = np.empty(size, first.old.dtype), np.empty(size, first.old.dtype)
+    n = _compose(
+        first.positions, first.old, first.new, second.positions, second.new, second.old, positions, old, new
+    )
+    return Change(first.region, positions[:n].copy(), old[:n].copy(), new[:n].copy())

@@ -1,0 +1,22 @@
+"""The encodings. One file each; adding one is a file and a line here (see CONTRIBUTING).
+
+`raw` is laid out by tensor and lives in `sparse.py`'s hands directly; the others code a block at a time.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from ..errors import UnknownFormat
+from . import packed, raw
+
+BLOCK_ENCODINGS: dict[str, ModuleType] = {packed.name: packed}
+
+ENCODINGS: tuple[str, ...] = (raw.name, *BLOCK_ENCODINGS)
+
+
+def block_encoding(name: str) -> ModuleType:
+    try:
+        return BLOCK_ENCODINGS[name]
+    except KeyError:
+        raise UnknownFormat(f"encoding {name!r} is unknown here; known: {', '.join(ENCODINGS)}") from None

@@ -1,0 +1,95 @@
+"""What an encoding is: two functions over a block, and the checks every one of them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from ..change import Change, Region
+from ..dtypes import Bits
+from ..errors import CorruptStream, CountMismatch
+
+BaseBits = Callable[[str], Bits]
+"""Flat bits of a tensor of the base version, by name. What the encoder diffed against and the decoder holds."""
+
+
+class Stream(msgspec.Struct, frozen=True, array_like=True):
+    """One byte stream of a coded block, zstd-compressed where that made it smaller."""
+
+    raw: int
+    # bytes after decompression
+    stored: int
+    # bytes in the file; equal to `raw` when stored as it is
+
+
+class CodedBlock(msgspec.Struct, frozen=True):
+    """The record of a block in a file's index: enough to check and decode its bytes."""
+
+    encoding: str
+    regions: list[tuple[int, int, int, int, int, int]]
+    # (tensor number, row, rows, column, columns, changed)
+    streams: dict[str, Stream]
+    # in file order
+    parameters: dict[str, int] = {}
+
+
+class Coded(msgspec.Struct, frozen=True):
+    """An encoder's answer: named streams, as they will stand in the file, and what the decoder must know."""
+
+    streams: dict[str, bytes]
+    parameters: dict[str, int] = {}
+
+
+class Encoding(Protocol):
+    name: str
+
+    def encode(self, changes: Sequence[Change], base: BaseBits) -> Coded:
+        """Code the changes of one block. All have the same dtype and at least one position each."""
+        ...
+
+    def decode(
+        self, coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes], base: BaseBits
+    ) -> list[Change]:
+        """The changes again. Streams are untrusted: nothing may be allocated or indexed on their word alone."""
+        ...
+
+
+def squeeze(data: bytes) -> tuple[Stream, bytes]:
+    """Compress a stream if that pays."""
+    packed = zstandard.ZstdCompressor(level=1, write_content_size=True).compress(data) if data else b""
+    if len(packed) >= len(data):
+        packed = data
+    return Stream(len(data), len(packed)), packed
+
+
+def expand(stream: Stream, stored: bytes, limit: int, what: str) -> bytes:
+    """The stream again, which may have at most `limit` bytes: the caller knows how many its counts can explain."""
+    if not 0 <= stream.raw <= limit:
+        raise CorruptStream(f"{what} claims {stream.raw} bytes where at most {limit} make sense")
+    if stream.stored == stream.raw:
+        return stored
+    try:
+        if zstandard.frame_content_size(stored) != stream.raw:
+            raise CorruptStream(f"{what} does not decompress to the {stream.raw} bytes it claims")
+        data = zstandard.ZstdDecompressor().decompress(stored, max_output_size=stream.raw)
+    except zstandard.ZstdError as error:
+        raise CorruptStream(f"{what} does not decompress: {error}") from None
+    if len(data) != stream.raw:
+        raise CorruptStream(f"{what} does not decompress to the {stream.raw} bytes it claims")
+    return data
+
+
+def exactly(coded: CodedBlock, streams: dict[str, bytes], name: str, limits: tuple[int, int]) -> npt.NDArray[Any]:
+    """A stream of the block as bytes, its length checked against what the counts allow."""
+    low, high = limits
+    data = streams.get(name, b"")
+    stream = coded.streams.get(name, Stream(0, 0))
+    data = expand(stream, data, high, f"stream {name!r}")
+    if len(data) < low:
+        raise CountMismatch(f"stream {name!r} holds {len(data)} bytes, its counts need {low}")
+    return np.frombuffer(data, np.uint8)

@@ -1,0 +1,108 @@
+"""safetensors as a container: read and write the header, check every claim it makes, leave the data where it is.
+
+    8 bytes   header length, little endian
+    JSON      {"__metadata__": {str: str}, name: {"dtype", "shape", "data_offsets": [begin, end]}}, padded to 8 bytes
+    data      the tensors, end to end, no gaps and nothing after them
+
+Written by hand because data objects are streamed: they are larger than memory and are read a range at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from . import dtypes
+from .errors import HeaderError, TruncatedFile
+from .schema import check_name
+
+MAX_HEADER = 100_000_000
+PREFIX = 8
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    # first byte, from the beginning of the file
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    metadata: dict[str, str]
+    items: dict[str, Item]
+    # in file order
+    size: int
+    # bytes up to the first data byte
+    file_size: int
+
+
+def header_size(prefix: bytes, file_size: int) -> int:
+    """Bytes before the data, from a file's first eight. Checked before anything is read or allocated on their word."""
+    if len(prefix) < PREFIX or file_size < PREFIX:
+        raise TruncatedFile(f"a safetensors file has at least 8 bytes, this one {file_size}")
+    claimed = int.from_bytes(prefix[:PREFIX], "little")
+    if claimed > MAX_HEADER:
+        raise HeaderError(f"the header claims {claimed:,} bytes; safetensors allows {MAX_HEADER:,}")
+    if PREFIX + claimed > file_size:
+        raise TruncatedFile(f"the header claims {claimed:,} bytes, the file has {file_size:,} in all")
+    return PREFIX + claimed
+
+
+def parse(head: bytes, file_size: int) -> Header:
+    """The header of a file whose first `header_size` bytes are `head`."""
+    size = header_size(head, file_size)
+    try:
+        raw = msgspec.json.decode(head[PREFIX:size], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HeaderError(f"the header is not the JSON of a safetensors file: {error}") from None
+    items: dict[str, Item] = {}
+    position = 0
+    for name, entry in sorted(entries.items(), key=lambda pair: pair[1].data_offsets):
+        check_name(name)
+        begin, end = entry.data_offsets
+        if begin != position or end < begin:
+            raise HeaderError(f"tensor {name!r} covers bytes {begin}–{end}, but the data before it ends at {position}")
+        if any(side < 0 for side in entry.shape):
+            raise HeaderError(f"tensor {name!r} cannot have the shape {entry.shape}")
+        if math.prod(entry.shape) * dtypes.lookup(entry.dtype).size != end - begin:
+            raise HeaderError(f"tensor {name!r} is {entry.dtype} {list(entry.shape)} but covers {end - begin} bytes")
+        items[name] = Item(name, entry.dtype, entry.shape, size + begin, end - begin)
+        position = end
+    if size + position > file_size:
+        raise TruncatedFile(f"the tensors end at byte {size + position:,}, the file at {file_size:,}")
+    if size + position < file_size:
+        raise HeaderError(f"{file_size - size - position:,} bytes follow the last tensor")
+    return Header(metadata, items, size, file_size)
+
+
+def build(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes before the data, for tensors in file order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    position = 0
+    for name, dtype, shape in tensors:
+        end = position + math.prod(shape) * dtypes.lookup(dtype).size
+        header[name] = _Entry(dtype, shape, (position, end))
+        position = end
+    text = msgspec.json.encode(header)
+    # data aligned to 8 bytes, so that a memory map gives aligned tensors
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise HeaderError(f"a header of {len(text):,} bytes is more than safetensors allows; use fewer tensors")
+    return len(text).to_bytes(PREFIX, "little") + text

@@ -1,0 +1,222 @@
+"""Full weights as safetensors: the anchors of a run and the checkpoint folders of the world."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from . import container, digest
+from .change import BLOCK_UNITS, Region, blocks
+from .dtypes import Bits, lookup
+from .errors import FormatError, ManifestError, SchemaMismatch, TruncatedFile
+from .parallel import ordered_map
+from .schema import Schema, TensorSpec, check_name
+from .sparse import FORMAT, FORMAT_VERSION, DataFile, Read
+
+INDEX_NAME = "model.safetensors.index.json"
+SHARD_BYTES = 5 << 30
+_READ_UNITS = BLOCK_UNITS >> 2
+
+
+class Source(Protocol):
+    """Anything that can give the bits of a region: a model in memory, a checkpoint folder, an anchor."""
+
+    schema: Schema
+
+    def region(self, region: Region) -> Bits:
+        """The region's own flat bits (see `Region.cut`)."""
+        ...
+
+
+def file_order(schema: Schema) -> list[TensorSpec]:
+    """Widest dtype first, then by name: every tensor then starts at a multiple of its own width."""
+    return sorted(schema.tensors, key=lambda t: (-lookup(t.dtype).size, t.name))
+
+
+def chunks(tensors: list[TensorSpec], read: Callable[[Region], Bits]) -> Iterator[memoryview]:
+    """The data part of a file, a few megabytes at a time."""
+    for tensor in tensors:
+        for block in blocks(Schema.build([tensor]), _READ_UNITS):
+            for region in block:
+                yield memoryview(np.ascontiguousarray(read(region))).cast("B")
+
+
+def anchor(schema: Schema, read: Callable[[Region], Bits], metadata: Mapping[str, str]) -> DataFile:
+    """The full weights as a data object. Reads everything once to hash it, and again for every put."""
+    tensors = file_order(schema)
+    everything = {"format": FORMAT, "version": FORMAT_VERSION, "sparse": "false", **metadata}
+    head = container.build(((t.name, t.dtype, t.shape) for t in tensors), everything)
+
+    def parts() -> Iterator[bytes]:
+        yield head
+        for chunk in chunks(tensors, read):
+            yield bytes(chunk)
+
+    whole = blake3(max_threads=blake3.AUTO)
+    size = 0
+    for part in parts():
+        whole.update(part)
+        size += len(part)
+    head_hash = blake3(head).hexdigest(length=16)
+    return DataFile(size, whole.hexdigest(length=16), len(head), head_hash, schema.elements, parts)
+
+
+class FullFile:
+    """One opened safetensors file of full tensors."""
+
+    def __init__(self, read: Read, size: int) -> None:
+        self._read = read
+        head = read(0, container.header_size(read(0, min(container.PREFIX, size)), size))
+        self.header = container.parse(head, size)
+        self.metadata = self.header.metadata
+        if self.metadata.get("sparse") == "true":
+            raise SchemaMismatch("this file is a delta, not full weights")
+        self.tensors = [TensorSpec(i.name, i.dtype, i.shape) for i in self.header.items.values()]
+
+    def region(self, region: Region) -> Bits:
+        item = self.header.items[region.tensor.name]
+        unit = lookup(item.dtype).unit
+        size = np.dtype(unit).itemsize
+        if region.contiguous:
+            return np.frombuffer(self._read(item.start + region.base * size, region.units * size), unit)
+        # whole rows, then the columns wanted of them
+        width = region.tensor.columns
+        data = self._read(item.start + region.row * width * size, region.rows * width * size)
+        rows = np.frombuffer(data, unit).reshape(region.rows, width)
+        return rows[:, region.column : region.column + region.columns].reshape(-1)
+
+
+class Checkpoint:
+    """A Hugging Face checkpoint folder, in one file or several, read a region at a time."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._files: dict[str, FullFile] = {}
+        tensors: list[TensorSpec] = []
+        for path in weight_files(self.folder):
+            file = FullFile(_LocalFile(path), path.stat().st_size)
+            for tensor in file.tensors:
+                if tensor.name in self._files:
+                    raise SchemaMismatch(f"{tensor.name!r} stands in two files of {self.folder}")
+                self._files[tensor.name] = file
+                tensors.append(tensor)
+        self.schema = Schema.build(tensors)
+
+    def region(self, region: Region) -> Bits:
+        return self._files[region.tensor.name].region(region)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder, as its index names them where it has one."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        try:
+            names = set(msgspec.json.decode(index.read_bytes(), type=_ShardIndex).weight_map.values())
+        except msgspec.DecodeError as error:
+            raise ManifestError(f"{index} does not parse: {error}") from None
+        for name in names:
+            check_name(name)
+        files = [folder / name for name in sorted(names)]
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    missing = [path for path in files if not path.is_file()]
+    if missing or not files:
+        what = f"{missing[0]} is missing" if missing else f"{folder} holds no *.safetensors"
+        raise SchemaMismatch(f"not a checkpoint folder: {what}")
+    return files
+
+
+class _ShardIndex(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _LocalFile:
+    """Ranged reads of a local file. pread, not a memory map: a map would count every page of it as our memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the object)
+
+    def __call__(self, start: int, length: int) -> bytes:
+        data = bytearray(length)
+        view, done = memoryview(data), 0
+        while done < length:
+            n = os.preadv(self._file.fileno(), [view[done : done + (1 << 30)]], start + done)
+            if n == 0:
+                raise TruncatedFile(f"{self._path} ends at byte {start + done:,}, {length - done:,} bytes early")
+            done += n
+        return data  # type: ignore[return-value]
+
+
+def digest_of(source: Source, threads: int | None = None) -> digest.StateDigest:
+    """The state digest of any source, recomputed in one pass."""
+
+    def one(region: Region) -> digest.StateDigest:
+        bits = source.region(region)
+        if region.contiguous:
+            return digest.of_bits(region.tensor.name, bits, region.base)
+        total = digest.StateDigest()
+        for row in range(region.rows):
+            line = bits[row * region.columns : (row + 1) * region.columns]
+            total += digest.of_bits(region.tensor.name, line, region.base + row * region.tensor.columns)
+        return total
+
+    total = digest.StateDigest()
+    regions = (region for block in blocks(source.schema, _READ_UNITS) for region in block)
+    for part in ordered_map(one, regions, threads):
+        total += part
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    name: str
+    tensors: list[TensorSpec]
+
+
+def write_checkpoint(
+    folder: Path, source: Source, *, shard_bytes: int = SHARD_BYTES, progress: Callable[[int], None] | None = None
+) -> None:
+    """The weights as a checkpoint folder that transformers and vLLM load. The folder must exist."""
+    shards: list[_Shard] = []
+    room = 0
+    for tensor in file_order(source.schema):
+        if not shards or tensor.nbytes > room:
+            shards.append(_Shard("", []))
+            room = shard_bytes
+        shards[-1].tensors.append(tensor)
+        room -= tensor.nbytes
+    if not shards:
+        raise FormatError("a checkpoint needs at least one tensor")
+    n = len(shards)
+    names = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    for name, shard in zip(names, shards, strict=True):
+        with open(folder / name, "wb") as out:
+            out.write(container.build(((t.name, t.dtype, t.shape) for t in shard.tensors), {"format": "pt"}))
+            for chunk in chunks(shard.tensors, source.region):
+                out.write(chunk)
+                if progress:
+                    progress(chunk.nbytes)
+            out.flush()
+            os.fsync(out.fileno())
+    if n > 1:
+        index = {
+            "metadata": {"total_size": source.schema.nbytes},
+            "weight_map": {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard.tensors},
+        }
+        (folder / INDEX_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=2))
+
+
+def check_anchor(file: FullFile, schema: Schema) -> None:
+    """An anchor must hold exactly the run's tensors."""
+    Schema.build(file.tensors, schema.ties).require_equal(schema, ours="the anchor", theirs="the run")
+

@@ -1,0 +1,62 @@
+"""Where things are in a bucket. All keys are relative to the run's prefix."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import ForeignObject
+
+RUN = "run.json"
+HEAD = "head.json"
+PRUNED = "pruned.json"
+ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, VERSIONS = "anchors/", "deltas/", "files/", "history/", "replicas/", "versions/"
+
+_DATA = re.compile(r"(anchors|deltas)/step_[0-9]{6,18}(-[0-9]{6,18})?\.[0-9a-f]{8}\.safetensors")
+_FILE = re.compile(r"files/[0-9a-f]{32}")
+_MANIFEST = re.compile(r"versions/([0-9]{6,18})\.json")
+_REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def anchor(version: int, writer: str) -> str:
+    return f"{ANCHORS}step_{version:06d}.{writer}.safetensors"
+
+
+def delta(base: int, version: int, writer: str) -> str:
+    """The writer's mark keeps two trainers that race for one version from overwriting each other's data."""
+    span = f"{base:06d}-{version:06d}" if version - base > 1 else f"{version:06d}"
+    return f"{DELTAS}step_{span}.{writer}.safetensors"
+
+
+def file(hash: str) -> str:
+    return f"{FILES}{hash}"
+
+
+def manifest(version: int) -> str:
+    return f"{VERSIONS}{version:06d}.json"
+
+
+def version_of(manifest_key: str) -> int | None:
+    match = _MANIFEST.fullmatch(manifest_key)
+    return int(match[1]) if match else None
+
+
+def history(end: int) -> str:
+    """Summaries of the versions before `end` (see history.py)."""
+    return f"{HISTORY}{end:06d}.json"
+
+
+def replica(id: str) -> str:
+    if not _REPLICA.fullmatch(id):
+        raise ValueError(f"a replica id is letters, digits, '.', '_' and '-', at most 128; not {id[:40]!r}")
+    return f"{REPLICAS}{id}.json"
+
+
+def check_data(key: str) -> None:
+    """A manifest may name data objects of its own run only: no other prefix, no way up."""
+    if not _DATA.fullmatch(key):
+        raise ForeignObject(f"a manifest names {key[:120]!r}, which is not a data object of this run")
+
+
+def check_file(key: str) -> None:
+    if not _FILE.fullmatch(key):
+        raise ForeignObject(f"a manifest names {key[:120]!r}, which is not a file of this run")

@@ -1,0 +1,237 @@
+"""The small JSON objects: what a run is, what a version is, which is newest, how a replica does.
+
+All are read from a bucket and so are untrusted: `parse_*` checks types and meaning before anybody acts on them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Literal, TypeVar
+
+import msgspec
+
+from . import keys
+from .errors import ForeignObject, ManifestError, UnknownFormat
+from .schema import Schema, check_name
+
+FORMAT = 1
+
+_HEX128 = re.compile(r"[0-9a-f]{32}")
+
+Kind = Literal["anchor", "delta", "reference"]
+
+
+class Blob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A data object: where, how large, and the blake3 hash of its bytes."""
+
+    key: str
+    size: int
+    hash: str
+    head_size: int = 0
+    # header and index, for readers that fetch a part; 0 where there is nothing to check them by
+    head_hash: str = ""
+
+
+class Link(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One way to reach a version: the full weights, a delta from a base, or a checkpoint everybody can get."""
+
+    kind: Kind
+    base: int | None = None
+    # the version a delta starts from
+    objects: tuple[Blob, ...] = ()
+    encoding: str = ""
+    changed: int = 0
+    # elements that differ from the base
+    source: str = ""
+    # a reference's folder or hub id
+    nbytes: int = 0
+    # of a reference: the size of its weights
+
+    @property
+    def bytes(self) -> int:
+        return self.nbytes + sum(blob.size for blob in self.objects)
+
+
+class File(msgspec.Struct, frozen=True):
+    """A small file that goes with the weights: config, tokenizer."""
+
+    name: str
+    key: str
+    size: int
+    hash: str
+
+
+class SummaryLink(msgspec.Struct, frozen=True, array_like=True):
+    kind: Kind
+    base: int | None
+    bytes: int
+    objects: int
+    encoding: str
+
+
+class Summary(msgspec.Struct, frozen=True, array_like=True):
+    """A version in one line: what `log` shows and `chain.plan` needs."""
+
+    version: int
+    parent: int | None
+    digest: str
+    created: float
+    step: int | None
+    changed: int
+    links: tuple[SummaryLink, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The commit of a version. Created last and once, never overwritten."""
+
+    run: str
+    version: int
+    parent: int | None
+    schema: str
+    # hash of the run's schema
+    digest: str
+    # state digest of the version's weights
+    links: tuple[Link, ...]
+    created: float
+    # seconds since the epoch
+    writer: str
+    format: int = FORMAT
+    step: int | None = None
+    # the trainer's own count
+    changed: int = 0
+    # elements that differ from the parent
+    metrics: dict[str, float] = {}
+    # whatever the trainer wants to be seen in `log`
+    timings: dict[str, float] = {}
+    # seconds: detect, encode, put
+    files: tuple[File, ...] = ()
+    recent: tuple[Summary, ...] = ()
+    # the versions since the last page of history
+
+    def summary(self) -> Summary:
+        links = tuple(SummaryLink(x.kind, x.base, x.bytes, len(x.objects), x.encoding) for x in self.links)
+        return Summary(self.version, self.parent, self.digest, self.created, self.step, self.changed, links)
+
+    def link(self, kind: str, base: int | None) -> Link:
+        for link in self.links:
+            if link.kind == kind and link.base == base:
+                return link
+        raise ManifestError(f"version {self.version} has no {kind} link from {base}")
+
+
+class RunInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """run.json: created once, with the run."""
+
+    run: str
+    # a random id, so that a rerun under the same name is not mistaken for this one
+    created: float
+    schema: Schema
+    schema_hash: str
+    format: int = FORMAT
+    model: str = ""
+    # what the user calls it
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The newest version, as a hint. Manifests are the truth."""
+
+    run: str
+    version: int
+
+
+class Pruned(msgspec.Struct, frozen=True):
+    """Versions whose manifests are gone. Written before they go."""
+
+    run: str
+    versions: tuple[int, ...]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a replica says of itself."""
+
+    run: str
+    replica: str
+    version: int | None
+    # the version whose digest its weights matched
+    newest: int | None
+    healthy: bool
+    at: float
+    error: str = ""
+    timings: dict[str, float] = {}
+
+
+T = TypeVar("T")
+
+
+def dump(value: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def parse(data: bytes, kind: type[T], what: str) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"{what} does not parse: {error}") from None
+
+
+def parse_run(data: bytes) -> RunInfo:
+    _check_format(data, keys.RUN)
+    info = parse(data, RunInfo, keys.RUN)
+    info.schema.check()
+    if info.schema.hash != info.schema_hash:
+        raise ManifestError(f"the schema in {keys.RUN} does not have the hash it states")
+    return info
+
+
+def parse_manifest(data: bytes, version: int, run: RunInfo) -> Manifest:
+    """The manifest of a version of this run; anything that contradicts either is refused."""
+    what = keys.manifest(version)
+    _check_format(data, what)
+    manifest = parse(data, Manifest, what)
+    if manifest.run != run.run or manifest.schema != run.schema_hash:
+        raise ForeignObject(f"{what} belongs to run {manifest.run[:32]!r}, not to {run.run!r}")
+    if manifest.version != version:
+        raise ManifestError(f"{what} says it is version {manifest.version}")
+    if (manifest.parent is None) != (version == 0) or (manifest.parent is not None and manifest.parent >= version):
+        raise ManifestError(f"{what} cannot have the parent {manifest.parent}")
+    if not _HEX128.fullmatch(manifest.digest):
+        raise ManifestError(f"{what} has no state digest")
+    if not manifest.links:
+        raise ManifestError(f"{what} names no way to reach its version")
+    for link in manifest.links:
+        _check_link(link, manifest)
+    for file in manifest.files:
+        check_name(file.name)
+        if "/" in file.name or "\\" in file.name:
+            raise ManifestError(f"{what} names the file {file.name[:80]!r}, which is not a plain name")
+        keys.check_file(file.key)
+    return manifest
+
+
+def _check_link(link: Link, manifest: Manifest) -> None:
+    what = keys.manifest(manifest.version)
+    if (link.base is not None) != (link.kind == "delta"):
+        raise ManifestError(f"{what} has a {link.kind} link with base {link.base}")
+    if link.base is not None and not 0 <= link.base < manifest.version:
+        raise ManifestError(f"{what} has a delta from version {link.base}")
+    if (link.kind == "reference") != bool(link.source) or (link.kind == "reference") == bool(link.objects):
+        raise ManifestError(f"{what} has a {link.kind} link that names neither objects nor a source, or both")
+    for blob in link.objects:
+        keys.check_data(blob.key)
+        if blob.size < 8 or not _HEX128.fullmatch(blob.hash):
+            raise ManifestError(f"{what} names {blob.key!r} without a size and hash")
+
+
+class _Format(msgspec.Struct):
+    format: int = FORMAT
+
+
+def _check_format(data: bytes, what: str) -> None:
+    found = parse(data, _Format, what).format
+    if found != FORMAT:
+        raise UnknownFormat(f"{what} has format {found}; this build reads {FORMAT}: upgrade deltawire")
+
+
+def now() -> float:
+    return round(time.time(), 3)

@@ -1,0 +1,38 @@
+"""Ordered work on several threads. The numba kernels release the GIL, so threads are all that is needed."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def default_threads() -> int:
+    """DELTAWIRE_THREADS, or the cores this process may use."""
+    configured = os.environ.get("DELTAWIRE_THREADS")
+    return max(1, int(configured)) if configured else len(os.sched_getaffinity(0))
+
+
+def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int | None = None) -> Iterator[R]:
+    """`map` on several threads: results in order, and never more than one item per thread plus one in memory."""
+    threads = threads or default_threads()
+    if threads == 1:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="deltawire") as pool:
+        waiting: deque[Future[R]] = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

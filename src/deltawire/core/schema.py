@@ -1,0 +1,114 @@
+"""What a run's weights look like: names, shapes, dtypes and ties. Both sides check everything else against it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import msgspec
+from blake3 import blake3
+
+from . import dtypes
+from .errors import SchemaMismatch, UnsafeName
+
+MAX_NAME = 1024
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * dtypes.lookup(self.dtype).size
+
+    @property
+    def units(self) -> int:
+        return self.elements * dtypes.lookup(self.dtype).units_per_element
+
+    @property
+    def rows(self) -> int:
+        """Every tensor is also a matrix of units, its last dimension the columns; regions are rectangles of it."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def columns(self) -> int:
+        width = self.shape[-1] if self.shape else 1
+        return width * dtypes.lookup(self.dtype).units_per_element
+
+
+class Schema(msgspec.Struct, frozen=True):
+    tensors: tuple[TensorSpec, ...]
+    # sorted by name; each stored and travelling once
+    ties: dict[str, str] = {}
+    # alias → the tensor above that it shares storage with
+
+    @classmethod
+    def build(cls, tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -> Schema:
+        schema = cls(tuple(sorted(tensors, key=lambda t: t.name)), dict(sorted((ties or {}).items())))
+        schema.check()
+        return schema
+
+    def check(self) -> None:
+        """Refuse what could not have come from a publisher. A schema read from a bucket is untrusted input."""
+        names = [t.name for t in self.tensors]
+        if names != sorted(set(names)):
+            raise SchemaMismatch("the schema's tensors are not sorted by name, or a name stands twice")
+        for tensor in self.tensors:
+            check_name(tensor.name)
+            dtypes.lookup(tensor.dtype)
+            if any(side < 0 for side in tensor.shape) or tensor.elements >= 1 << 48:
+                raise SchemaMismatch(f"tensor {tensor.name!r} cannot have the shape {tensor.shape}")
+        known = set(names)
+        for alias, name in self.ties.items():
+            check_name(alias)
+            if name not in known or alias in known:
+                raise SchemaMismatch(f"the tie {alias!r} → {name!r} does not lead from an alias to a stored tensor")
+
+    @property
+    def elements(self) -> int:
+        return sum(t.elements for t in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def hash(self) -> str:
+        return blake3(msgspec.json.encode(self)).hexdigest(length=16)
+
+    def by_name(self) -> dict[str, TensorSpec]:
+        return {t.name: t for t in self.tensors}
+
+    def require_equal(self, other: Schema, *, ours: str, theirs: str) -> None:
+        """SchemaMismatch that names the first difference."""
+        mine, yours = self.by_name(), other.by_name()
+        for name in sorted(mine.keys() | yours.keys()):
+            a, b = mine.get(name), yours.get(name)
+            if a is None or b is None:
+                raise SchemaMismatch(f"tensor {name!r} is in {theirs if a is None else ours} only")
+            if a != b:
+                raise SchemaMismatch(
+                    f"tensor {name!r} is {a.dtype} {list(a.shape)} in {ours} but {b.dtype} {list(b.shape)} in {theirs}"
+                )
+        if self.ties != other.ties:
+            raise SchemaMismatch(f"tied tensors differ: {self.ties} in {ours}, {other.ties} in {theirs}")
+
+
+def check_name(name: str) -> None:
+    """Tensor and file names come from untrusted files and may end up in paths and terminals."""
+    parts = name.replace("\\", "/").split("/")
+    if (
+        not name
+        or len(name) > MAX_NAME
+        or name == "__metadata__"
+        or name.startswith(("/", "\\"))
+        or ".." in parts
+        or not name.isprintable()
+    ):
+        raise UnsafeName(f"refused the name {name[:80]!r}: empty, reserved, unprintable or leading out of its folder")

@@ -1,0 +1,334 @@
+"""Sparse safetensors: a delta as a file.
+
+A file holds string metadata, an `index` (zstd-compressed JSON: tensors, and per block its regions, streams and hash), and
+one byte tensor per block. `raw` files have no index: they are `{name}.indices` and `{name}.values` (see codecs/raw.py).
+The full specification is docs/format.md.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+import msgspec
+from blake3 import blake3
+
+from . import container
+from .change import Change, Region
+from .codecs import block_encoding, raw
+from .codecs.base import BaseBits, CodedBlock, Stream, expand, squeeze
+from .dtypes import lookup
+from .errors import CorruptStream, CountMismatch, HashMismatch, HeaderError, PositionError, SchemaMismatch, UnknownFormat
+from .parallel import ordered_map
+from .schema import Schema, TensorSpec
+
+FORMAT = "deltawire"
+FORMAT_VERSION = "1"
+INDEX = "index"
+MAX_INDEX = 64 << 20
+SPOOL_LIMIT = 64 << 20
+_COPY = 4 << 20
+
+Read = Callable[[int, int], bytes]
+"""(start, length) → bytes of the file. A memory buffer, a local file or ranged requests."""
+
+
+class _Block(CodedBlock, frozen=True):
+    hash: str = ""
+    # blake3 of the block's bytes as stored, so that a part fetched alone can be checked
+
+
+class _Index(msgspec.Struct, frozen=True):
+    tensors: list[TensorSpec]
+    blocks: list[_Block]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """A coded block on its way into a file."""
+
+    tensors: list[TensorSpec]
+    # those its regions lie in, in order
+    record: _Block | None
+    # None for `raw`, whose index is its names
+    parts: list[tuple[str, str, bytes]]
+    # (file tensor, dtype, bytes); block encodings use the name ""
+    changed: int
+
+
+def encode_block(changes: Sequence[Change], encoding: str, base: BaseBits) -> EncodedBlock:
+    """Code one block. Pure and free of shared state: blocks are coded on several threads."""
+    changes = [change for change in changes if change.count]
+    changed = sum(change.count for change in changes)
+    tensors = list(dict.fromkeys(change.region.tensor for change in changes))
+    if encoding == raw.name or not changes:
+        if encoding != raw.name:
+            block_encoding(encoding)
+        return EncodedBlock(tensors, None, raw.encode(changes) if changes else [], changed)
+    coded = block_encoding(encoding).encode(changes, base)
+    streams: dict[str, Stream] = {}
+    stored: list[bytes] = []
+    for name, data in coded.streams.items():
+        streams[name], packed = squeeze(data)
+        stored.append(packed)
+    payload = b"".join(stored)
+    number = {tensor: i for i, tensor in enumerate(tensors)}
+    regions = [
+        (number[c.region.tensor], c.region.row, c.region.rows, c.region.column, c.region.columns, c.count)
+        for c in changes
+    ]
+    record = _Block(encoding, regions, streams, coded.parameters, blake3(payload).hexdigest(length=16))
+    return EncodedBlock(tensors, record, [("", "U8", payload)], changed)
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A finished data object, ready to be put as often as a store needs it."""
+
+    size: int
+    hash: str
+    head_size: int
+    # header and index: what must be read to know where the rest is
+    head_hash: str
+    changed: int
+    chunks: Callable[[], Iterator[bytes]]
+
+
+class DeltaWriter:
+    """Collects coded blocks and makes the file. What does not fit in memory is spooled to a temporary file."""
+
+    def __init__(self, encoding: str) -> None:
+        self.encoding = encoding
+        self.changed = 0
+        self.size = 0
+        self._spool: IO[bytes] = tempfile.SpooledTemporaryFile(SPOOL_LIMIT)  # noqa: SIM115 (lives as long as the writer)
+        self._pieces: dict[str, list[tuple[int, int]]] = {}
+        self._dtypes: dict[str, str] = {}
+        self._tensors: dict[TensorSpec, int] = {}
+        self._blocks: list[_Block] = []
+
+    def add(self, block: EncodedBlock) -> None:
+        for name, dtype, data in block.parts:
+            name = name or f"block.{len(self._blocks):05d}"
+            self._pieces.setdefault(name, []).append((self.size, len(data)))
+            self._dtypes[name] = dtype
+            self._spool.write(data)
+            self.size += len(data)
+        if block.record is not None:
+            numbers = [self._tensors.setdefault(tensor, len(self._tensors)) for tensor in block.tensors]
+            regions = [(numbers[r[0]], *r[1:]) for r in block.record.regions]
+            self._blocks.append(msgspec.structs.replace(block.record, regions=regions))
+        self.changed += block.changed
+
+    def finish(self, metadata: Mapping[str, str]) -> DataFile:
+        everything = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "sparse": "true",
+            "encoding": self.encoding,
+            "changed_params": str(self.changed),
+            **metadata,
+        }
+        items = [
+            (name, self._dtypes[name], (sum(n for _, n in pieces) // lookup(self._dtypes[name]).size,))
+            for name, pieces in self._pieces.items()
+        ]
+        index = b""
+        if self.encoding != raw.name:
+            plain = msgspec.json.encode(_Index(list(self._tensors), self._blocks))
+            if len(plain) > MAX_INDEX:
+                raise HeaderError(f"an index of {len(plain):,} bytes is more than the {MAX_INDEX:,} a reader accepts")
+            stream, index = squeeze(plain)
+            everything["index_size"] = str(stream.raw)
+            items.insert(0, (INDEX, "U8", (len(index),)))
+        head = container.build(items, everything) + index
+        pieces = [piece for name in self._pieces for piece in self._pieces[name]]
+        spool = self._spool
+
+        def chunks() -> Iterator[bytes]:
+            yield head
+            for start, length in pieces:
+                spool.seek(start)
+                while length:
+                    data = spool.read(min(length, _COPY))
+                    length -= len(data)
+                    yield data
+
+        whole = blake3()
+        for chunk in chunks():
+            whole.update(chunk)
+        return DataFile(
+            len(head) + self.size,
+            whole.hexdigest(length=16),
+            len(head),
+            blake3(head).hexdigest(length=16),
+            self.changed,
+            chunks,
+        )
+
+    def close(self) -> None:
+        self._spool.close()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRef:
+    """A block of an opened file: where it is and which regions it changes. Nothing of it was read yet."""
+
+    regions: tuple[tuple[Region, int], ...]
+    # (region, changed)
+    start: int
+    nbytes: int
+    record: _Block | None
+    # None for `raw`
+    indices: container.Item | None = None
+    values: container.Item | None = None
+
+    @property
+    def changed(self) -> int:
+        return sum(changed for _, changed in self.regions)
+
+
+class DeltaFile:
+    """An opened delta. Opening checks the header and index; `decode` reads and checks one block."""
+
+    def __init__(self, read: Read, size: int, schema: Schema | None = None) -> None:
+        self._read = read
+        head = read(0, container.header_size(read(0, min(container.PREFIX, size)), size))
+        self.header = container.parse(head, size)
+        self.metadata = self.header.metadata
+        if self.metadata.get("format", FORMAT) != FORMAT or self.metadata.get("version", "1") != FORMAT_VERSION:
+            raise UnknownFormat(
+                f"this is format {self.metadata.get('format')!r} version {self.metadata.get('version')!r}; "
+                f"this build reads {FORMAT!r} version {FORMAT_VERSION}"
+            )
+        self.encoding = self.metadata.get("encoding", raw.name)
+        self.blocks = self._raw_blocks(schema) if self.encoding == raw.name else self._indexed_blocks(schema)
+
+    def decode(self, block: BlockRef, base: BaseBits) -> list[Change]:
+        """The changes of one block against the base version's bits. Touches nothing."""
+        if block.record is None:
+            assert block.indices is not None and block.values is not None
+            region = block.regions[0][0]
+            indices = self._read(block.indices.start, block.indices.nbytes)
+            values = self._read(block.values.start, block.values.nbytes)
+            return [raw.decode(region.tensor, block.indices.dtype, indices, values, base)]
+        payload = self._read(block.start, block.nbytes)
+        if blake3(payload).hexdigest(length=16) != block.record.hash:
+            raise HashMismatch(f"the block at byte {block.start} does not have the hash its index names")
+        streams, at = {}, 0
+        for name, stream in block.record.streams.items():
+            streams[name] = payload[at : at + stream.stored]
+            at += stream.stored
+        changes: list[Change] = block_encoding(block.record.encoding).decode(
+            block.record, block.regions, streams, base
+        )
+        return changes
+
+    def changes(self, base: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
+        """Block after block, decoded on several threads, a few blocks ahead at the most."""
+        return ordered_map(lambda block: self.decode(block, base), self.blocks, threads)
+
+    def _raw_blocks(self, schema: Schema | None) -> list[BlockRef]:
+        known = schema.by_name() if schema else None
+        blocks = []
+        for name, (indices, values) in raw.tensors(self.header).items():
+            if known is None:
+                # somebody's file, looked at without its model: all that can be said is that indices are below 2^31
+                tensor = TensorSpec(name, values.dtype, (1 << 31,))
+            elif name not in known:
+                raise SchemaMismatch(f"the delta changes {name!r}, which the run's schema does not have")
+            else:
+                tensor = known[name]
+                if values.dtype != raw.value_dtype(tensor):
+                    raise SchemaMismatch(f"{name!r} is {tensor.dtype} in the schema but {values.dtype} in the delta")
+            count = indices.shape[0]
+            if count > tensor.units:
+                raise CountMismatch(f"the delta changes {count} units of {name!r}, which has {tensor.units}")
+            region = Region(tensor, 0, tensor.rows, 0, tensor.columns)
+            blocks.append(
+                BlockRef(((region, count),), indices.start, indices.nbytes + values.nbytes, None, indices, values)
+            )
+        return blocks
+
+    def _indexed_blocks(self, schema: Schema | None) -> list[BlockRef]:
+        index = self._parse_index()
+        known = schema.by_name() if schema else None
+        for tensor in index.tensors:
+            if known is not None and known.get(tensor.name) != tensor:
+                raise SchemaMismatch(f"the delta's {tensor.name!r} is not the one of the run's schema")
+        if known is None:
+            Schema.build(index.tensors)
+        blocks = []
+        covered: dict[int, Region] = {}
+        for number, record in enumerate(index.blocks):
+            item = self.header.items.get(f"block.{number:05d}")
+            if item is None or item.dtype != "U8":
+                raise HeaderError(f"the index names block {number}, the file has none")
+            block_encoding(record.encoding)
+            if any(s.stored < 0 or s.raw < s.stored for s in record.streams.values()):
+                raise CorruptStream(f"block {number} has a stream of impossible size")
+            if sum(s.stored for s in record.streams.values()) != item.nbytes:
+                raise CountMismatch(f"the streams of block {number} do not add up to its {item.nbytes} bytes")
+            regions = tuple(_region(index.tensors, entry, covered) for entry in record.regions)
+            if not regions or len({region.tensor.dtype for region, _ in regions}) != 1:
+                raise CorruptStream(f"block {number} must hold regions of exactly one dtype")
+            blocks.append(BlockRef(regions, item.start, item.nbytes, record))
+        if len(self.header.items) != len(blocks) + 1:
+            raise HeaderError("the file holds tensors that its index does not name")
+        return blocks
+
+    def _parse_index(self) -> _Index:
+        item = self.header.items.get(INDEX)
+        if item is None:
+            raise UnknownFormat(f"encoding {self.encoding!r} needs an {INDEX!r}; this file has none")
+        claimed = self.metadata.get("index_size", "")
+        raw_size = int(claimed) if claimed.isdecimal() and len(claimed) < 12 else -1
+        plain = expand(Stream(raw_size, item.nbytes), self._read(item.start, item.nbytes), MAX_INDEX, "the index")
+        try:
+            return msgspec.json.decode(plain, type=_Index)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise CorruptStream(f"the index does not parse: {error}") from None
+
+
+def _region(
+    tensors: list[TensorSpec], entry: tuple[int, int, int, int, int, int], covered: dict[int, Region]
+) -> tuple[Region, int]:
+    """Check one region: inside its tensor, and after everything of that tensor seen before, so that none overlap."""
+    number, row, rows, column, columns, changed = entry
+    if not 0 <= number < len(tensors):
+        raise SchemaMismatch(f"a region names tensor number {number} of {len(tensors)}")
+    tensor = tensors[number]
+    region = Region(tensor, row, rows, column, columns)
+    if min(row, rows, column, columns) < 0 or row + rows > tensor.rows or column + columns > tensor.columns:
+        raise PositionError(f"a region of {tensor.name!r} lies outside its {tensor.rows} × {tensor.columns} units")
+    if region.units >= 1 << 32:
+        raise PositionError(f"a region of {tensor.name!r} has {region.units} units; the limit is 2^32")
+    if not 0 < changed <= region.units:
+        raise CountMismatch(f"a region of {region.units} units of {tensor.name!r} cannot have {changed} changes")
+    before = covered.get(number)
+    if before is not None:
+        same_band = (before.row, before.rows) == (row, rows) and column >= before.column + before.columns
+        if not same_band and row < before.row + before.rows:
+            raise PositionError(f"regions of {tensor.name!r} overlap or are out of order")
+    covered[number] = region
+    return region, changed
+
+
+def write_delta(
+    blocks: Iterable[Sequence[Change]],
+    encoding: str,
+    base: BaseBits,
+    metadata: Mapping[str, str],
+    threads: int | None = None,
+) -> tuple[DeltaWriter, DataFile]:
+    """Code blocks on several threads and make the file. Close the writer when the file is no longer needed."""
+    writer = DeltaWriter(encoding)
+    try:
+        for block in ordered_map(lambda changes: encode_block(changes, encoding, base), blocks, threads):
+            writer.add(block)
+        return writer, writer.finish(metadata)
+    except BaseException:
+        writer.close()
+        raise

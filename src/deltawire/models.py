@@ -1,0 +1,145 @@
+"""What people hand us: numpy mappings, torch modules and state dicts, seen as named bits.
+
+torch is never imported here; it is only used where the caller already has, by way of the objects it passed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from .core import dtypes
+from .core.change import Region
+from .core.dtypes import Bits
+from .core.errors import SchemaMismatch, UnsupportedDtype
+from .core.schema import Schema, TensorSpec
+
+_TORCH_DTYPES = {
+    "torch.bool": "BOOL",
+    "torch.uint8": "U8",
+    "torch.int8": "I8",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.float8_e8m0fnu": "F8_E8M0",
+    "torch.float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "torch.float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "torch.int16": "I16",
+    "torch.uint16": "U16",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.int32": "I32",
+    "torch.uint32": "U32",
+    "torch.float32": "F32",
+    "torch.int64": "I64",
+    "torch.uint64": "U64",
+    "torch.float64": "F64",
+    "torch.complex64": "C64",
+}
+_WIRE_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
+_UNIT_NAMES = {1: "uint8", 2: "int16", 4: "int32"}
+
+
+def is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def tensors_of(model: Any) -> dict[str, Any]:
+    """The named tensors of a module or mapping, in its own order, tied ones included."""
+    if isinstance(model, Mapping):
+        return dict(model)
+    if hasattr(model, "state_dict"):
+        # state_dict of a module gives detached tensors that share the parameters' storage
+        return dict(model.state_dict())
+    raise TypeError(f"cannot read weights from a {type(model).__name__}: pass a module, a state dict or a mapping")
+
+
+class ModelView:
+    """The weights of a model as bits, read a tensor at a time."""
+
+    def __init__(self, model: Any, wire_dtype: str | None = None) -> None:
+        if wire_dtype is not None and wire_dtype not in _WIRE_DTYPES:
+            raise UnsupportedDtype(f"wire dtype {wire_dtype!r} is unknown; known: {', '.join(sorted(_WIRE_DTYPES))}")
+        self._wire = _WIRE_DTYPES[wire_dtype] if wire_dtype else None
+        self._tensors: dict[str, Any] = {}
+        ties: dict[str, str] = {}
+        seen: dict[tuple[Any, ...], str] = {}
+        for name, tensor in tensors_of(model).items():
+            identity = _identity(tensor)
+            first = seen.setdefault(identity, name) if identity is not None else name
+            if first == name:
+                self._tensors[name] = tensor
+            else:
+                ties[name] = first
+        self.schema = Schema.build(
+            (TensorSpec(name, self._dtype(t), tuple(t.shape)) for name, t in self._tensors.items()), ties
+        )
+
+    def bits(self, name: str) -> Bits:
+        """Flat bits of a tensor: a view where the tensor is contiguous, on the CPU and already in the wire dtype."""
+        tensor = self._tensors[name]
+        if not is_torch(tensor):
+            return dtypes.bits_of(np.asarray(tensor))
+        if self._casts(tensor):
+            tensor = tensor.to(getattr(sys.modules["torch"], self._wire))  # type: ignore[arg-type]
+        return torch_bits(tensor)
+
+    def region(self, region: Region) -> Bits:
+        return region.cut(self.bits(region.tensor.name))
+
+    def __iter__(self) -> Iterator[tuple[str, Bits]]:
+        return ((tensor.name, self.bits(tensor.name)) for tensor in self.schema.tensors)
+
+    def _casts(self, tensor: Any) -> bool:
+        return bool(self._wire and tensor.is_floating_point() and tensor.dtype.itemsize > 1)
+
+    def _dtype(self, tensor: Any) -> str:
+        if not is_torch(tensor):
+            return dtypes.of_numpy(np.asarray(tensor))
+        name = f"torch.{self._wire}" if self._casts(tensor) else str(tensor.dtype)
+        if name not in _TORCH_DTYPES:
+            raise UnsupportedDtype(f"{name} cannot travel; known: {', '.join(sorted(_TORCH_DTYPES))}")
+        return _TORCH_DTYPES[name]
+
+
+def torch_bits(tensor: Any) -> Bits:
+    """Flat bits of a torch tensor: a live view of it where it is contiguous and on the CPU, else a copy."""
+    torch = sys.modules["torch"]
+    dtype = dtypes.lookup(_TORCH_DTYPES[str(tensor.dtype)])
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    # torch knows few unsigned dtypes: go through the signed one of the same width
+    signed = flat.view(getattr(torch, _UNIT_NAMES[dtype.unit_size]))
+    return signed.numpy().view(dtype.unit)  # type: ignore[no-any-return]
+
+
+def like(template: Any, bits: Bits) -> Any:
+    """A new array or tensor with these bits and the shape and dtype of `template`."""
+    if not is_torch(template):
+        array = np.asarray(template)
+        return bits.view(array.dtype).reshape(array.shape)
+    torch = sys.modules["torch"]
+    signed = torch.from_numpy(bits.view(f"i{bits.itemsize}" if bits.itemsize > 1 else np.uint8))
+    return signed.view(template.dtype).reshape(template.shape).to(template.device)
+
+
+def require_schema(view: ModelView, schema: Schema, what: str) -> None:
+    """The model must be exactly what the run carries, ties included."""
+    if view.schema != schema:
+        schema.require_equal(view.schema, ours="the run", theirs=what)
+        raise SchemaMismatch(f"{what} differs from the run's schema")
+
+
+def _identity(tensor: Any) -> tuple[Any, ...] | None:
+    """Equal for two names of one piece of memory. None for empty tensors, which share nothing."""
+    if is_torch(tensor):
+        if tensor.numel() == 0:
+            return None
+        return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+    array = np.asarray(tensor)
+    if array.size == 0:
+        return None
+    interface = array.__array_interface__
+    return "numpy", interface["data"][0], array.shape, array.strides, array.dtype.str

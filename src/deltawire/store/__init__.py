@@ -1,0 +1,73 @@
+"""Where a run lives: one small protocol, and the places that speak it.
+
+    file:///path or a bare path    a folder, shared between processes
+    memory://name                  this process's memory, for tests and demos
+    s3://bucket/run                S3 and compatible servers (AWS_ENDPOINT_URL names them)
+    gs://bucket/run                Google Cloud Storage
+    az://container/run             Azure Blob Storage
+
+Credentials, region and endpoint come from the environment, never from the URL.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from deltawire.core.errors import BadURL
+from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store
+from deltawire.store.local import LocalStore
+from deltawire.store.object import SCHEMES, ObjectStore
+from deltawire.store.retry import Retrying
+
+__all__ = [
+    "Chunks",
+    "Fetched",
+    "LocalStore",
+    "ObjectInfo",
+    "ObjectStore",
+    "Retrying",
+    "Store",
+    "open_store",
+]
+
+
+def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> Store:
+    """The store at a URL or path. Nothing is contacted or created yet. A `Store` is handed back as it is."""
+    if isinstance(where, Store):
+        return where
+    store = _open(os.fspath(where))
+    return Retrying(store) if retry else store
+
+
+def _open(where: str) -> Store:
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", where)
+    if scheme is None:
+        if not where:
+            raise BadURL(f"an empty address; {_known()}")
+        return LocalStore(Path(where).expanduser())
+    name = scheme[1].lower()
+    if name not in ("file", *SCHEMES):
+        raise BadURL(f"no store speaks {name}://; {_known()}")
+    if not where.startswith("://", len(name)):
+        raise BadURL(f"{name}: wants two slashes, as in {name}://…")
+    where = name + where[len(name) :]
+    return LocalStore(_file_path(where)) if name == "file" else ObjectStore.from_url(where)
+
+
+def _file_path(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.query or parts.fragment:
+        raise BadURL(f"{url}: write '?' as %3F and '#' as %23, or give the path without file://")
+    if parts.netloc not in ("", "localhost"):
+        raise BadURL(f"{url}: names the machine {parts.netloc!r}; a path on this one has three slashes, file:///path")
+    if not parts.path.startswith("/"):
+        raise BadURL(f"{url}: no path; write file:///path/to/run")
+    return unquote(parts.path)
+
+
+def _known() -> str:
+    schemes = ", ".join(f"{name}://" for name in sorted(("file", *SCHEMES)))
+    return f"use one of {schemes} or a path"

@@ -1,0 +1,75 @@
+"""The store protocol: all that deltawire asks of a bucket.
+
+Keys are relative to the run's prefix and use `/`; one that could mean another place (`..`, an empty part, a backslash,
+a control character, …) is UnsafeName in every store. A reader never sees part of an object: a `put` becomes visible
+whole or not at all. Lower-layer errors are translated once, here in `store/`, into `deltawire.core.errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+Chunks = Callable[[], Iterable[bytes | memoryview]]
+"""What `put` streams: called once per attempt, so that a retry starts from the first byte again.
+
+A chunk is bytes or a contiguous memoryview of bytes; its buffer may be filled anew once the next chunk is asked for. What
+the producer raises reaches the caller of `put` unchanged, and nothing becomes visible.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    key: str
+    # relative to the store's root
+    size: int
+    # bytes
+    modified: float
+    # seconds since the epoch, by the store's clock
+    etag: str | None = None
+    # changes whenever the content does; None where the store has no such thing
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    data: bytes
+    etag: str | None
+
+
+@runtime_checkable
+class Store(Protocol):
+    url: str
+    """Where this store is, as the user named it, without credentials."""
+
+    def get(self, key: str) -> Fetched:
+        """The whole object. ObjectNotFound if there is none."""
+        ...
+
+    def get_if_changed(self, key: str, etag: str | None) -> Fetched | None:
+        """The object, or None when it still has this etag (a conditional request where the store knows one)."""
+        ...
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Exactly `length` bytes from `start`. TruncatedFile when the object ends before that."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Size and etag without the bytes. ObjectNotFound if there is none."""
+        ...
+
+    def put(self, key: str, data: bytes | Chunks) -> None:
+        """Create or replace. Durable when it returns; other readers see the old object or the new one, never a mix."""
+        ...
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """Create, or AlreadyExists. Of any number of concurrent callers exactly one succeeds."""
+        ...
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        """Objects whose key starts with `prefix`, in key order, those greater than `after` only."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove; no error when it is already gone."""
+        ...

@@ -1,0 +1,278 @@
+"""A store in a bucket: S3 and what speaks its language, Google Cloud Storage, Azure, or this process's memory.
+
+Other modules never see the bucket client; its errors are translated in `object_errors`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.exceptions import NotModifiedError
+from obstore.store import MemoryStore, from_url
+
+from deltawire.core.errors import BadURL, ObjectNotFound, StoreUnavailable, TruncatedFile, UnsafeName
+from deltawire.store.base import Chunks, Fetched, ObjectInfo
+from deltawire.store.names import check_key, check_prefix
+from deltawire.store.object_errors import CLIENT_ERRORS, translate
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ClientConfig
+    from obstore.store import ObjectStore as Client
+
+SCHEMES = ("az", "gs", "memory", "s3")
+
+# S3 takes at most 10,000 parts, so this bounds one object at 160 GB; a put holds at most _PARTS_AT_ONCE + 1 of them.
+_PART_BYTES = 16 << 20
+_PARTS_AT_ONCE = 6
+_MAX_OFFSET = (1 << 63) - 1
+# A stalled connection is given up after `read_timeout`; `timeout` bounds a whole request, so it must fit a large get.
+_TIMEOUTS = {"connect_timeout": "5s", "read_timeout": "60s", "timeout": "900s"}
+# HTTP options that users set by environment. Given any of ours, the client ignores all of theirs, so carry them over.
+_CLIENT_VARIABLES = (
+    "allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url", "read_timeout", "timeout", "user_agent",
+)  # fmt: skip
+
+_memory: dict[str, MemoryStore] = {}
+_memory_lock = threading.Lock()
+
+
+class ObjectStore:
+    """Over any obstore client; `prefix` is where the run lives in the bucket.
+
+    `creator` is the client for put_if_absent. It should not retry by itself: after a lost answer its own repeat would
+    come back as "already exists", and the winner would take itself for the loser. `Retrying` knows how to tell.
+    """
+
+    def __init__(self, client: Client, url: str, *, prefix: str = "", creator: Client | None = None) -> None:
+        self.url = url
+        self._client = client
+        self._creator = creator or client
+        self._root = check_key(prefix) + "/" if prefix else ""
+
+    @classmethod
+    def from_url(cls, url: str, *, retries: int = 3) -> ObjectStore:
+        """`retries` are the client's own, per request: one failed part need not repeat a large upload."""
+        scheme, bucket, prefix = _parse(url)
+        clean = f"{scheme}://{bucket}" + (f"/{prefix}" if prefix else "")
+        if scheme == "memory":
+            with _memory_lock:
+                return cls(_memory.setdefault(bucket, MemoryStore()), clean, prefix=prefix)
+        with _border(clean):
+            client, creator = (_connect(f"{scheme}://{bucket}", count) for count in (retries, 0))
+        return cls(client, clean, prefix=prefix, creator=creator)
+
+    def get(self, key: str) -> Fetched:
+        path = self._path(key)
+        with self._border(key):
+            return self._read(key, obstore.get(self._client, path))
+
+    def get_if_changed(self, key: str, etag: str | None) -> Fetched | None:
+        if not etag:
+            return self.get(key)
+        path = self._path(key)
+        with self._border(key):
+            try:
+                result = obstore.get(self._client, path, options={"if_none_match": etag})
+            except NotModifiedError:
+                return None
+            # Some gateways ignore the condition; the body is not fetched before we ask for it.
+            return None if result.meta["e_tag"] == etag else self._read(key, result)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        if start < 0 or length < 0:
+            raise ValueError(f"a range needs start ≥ 0 and length ≥ 0, got {start} and {length}")
+        path = self._path(key)
+        if length == 0 or start + length > _MAX_OFFSET:  # HTTP has no empty range, the client no larger number
+            if start + length > self.head(key).size:
+                raise TruncatedFile(f"{self._where(key)} ends before byte {start + length}")
+            return b""
+        with self._border(key):
+            data = obstore.get_range(self._client, path, start=start, length=length).to_bytes()
+        if len(data) != length:  # past the end, a server sends what there is
+            raise TruncatedFile(f"{self._where(key)} ends at byte {start + len(data)}, before byte {start + length}")
+        return data
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        with self._border(key):
+            return self._info(obstore.head(self._client, path))
+
+    def put(self, key: str, data: bytes | Chunks) -> None:
+        path = self._path(key)
+        if not callable(data):
+            with self._border(key):
+                self._upload(path, data)
+            return
+        source = _Source(data)
+        try:
+            with self._border(key):
+                self._pour(path, source)
+        except Exception:
+            # A producer's error must reach its caller as it is, and some (FileNotFoundError) look like the client's own.
+            if source.failure is not None:
+                raise source.failure from None
+            raise
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with self._border(key):
+            obstore.put(self._creator, path, data, mode="create")
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        folder = check_prefix(prefix)
+        offset = _safe_offset(folder, after or "")
+        # The client matches prefixes by whole path parts, not by text; so ask for the folder and compare here.
+        with _border(self.url):
+            pages = obstore.list(
+                self._client,
+                (self._root + folder) or None,
+                offset=self._root + offset if offset else None,
+                chunk_size=1000,
+            )
+            found = [self._info(meta) for meta in itertools.chain.from_iterable(pages)]
+        # Not every server lists in key order (those built on folders put 'a/x' before 'a b'), so none is trusted to.
+        found.sort(key=lambda info: info.key)
+        return (info for info in found if info.key.startswith(prefix) and info.key > (after or ""))
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with contextlib.suppress(ObjectNotFound), self._border(key):
+            obstore.delete(self._client, path)
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _pour(self, path: str, source: _Source) -> None:
+        """What fits in one part goes up as one request; the rest as a multipart upload, visible when complete."""
+        head, size = [], 0
+        chunks = iter(source)
+        for chunk in chunks:
+            head.append(chunk)
+            size += len(chunk)
+            if size > _PART_BYTES:
+                break
+        else:
+            self._upload(path, b"".join(head))
+            return
+        self._upload(path, itertools.chain(head, chunks))
+
+    def _upload(self, path: str, data: bytes | Iterable[bytes]) -> None:
+        obstore.put(self._client, path, data, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read(self, key: str, result: Any) -> Fetched:
+        data: bytes = result.bytes().to_bytes()
+        meta: ObjectMeta = result.meta
+        if len(data) != meta["size"]:
+            raise StoreUnavailable(f"{self._where(key)}: {len(data)} of {meta['size']} bytes arrived")
+        return Fetched(data, meta["e_tag"])
+
+    def _info(self, meta: ObjectMeta) -> ObjectInfo:
+        key = meta["path"][len(self._root) :]
+        return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), meta["e_tag"])
+
+    # ── names and errors ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _path(self, key: str) -> str:
+        return self._root + check_key(key)
+
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    def _border(self, key: str) -> contextlib.AbstractContextManager[None]:
+        return _border(self._where(key))
+
+
+class _Source:
+    """A producer's chunks as bytes of our own, and the error it failed with.
+
+    The copy is not for comfort: the client reads buffers after it asked for the next one, so a producer that fills one
+    buffer again and again would upload the wrong bytes.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        self.failure: BaseException | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for chunk in self._chunks():
+                yield bytes(chunk)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
+@contextlib.contextmanager
+def _border(where: str) -> Iterator[None]:
+    """The bucket client's errors stop here."""
+    try:
+        yield
+    except CLIENT_ERRORS as error:
+        raise translate(error, where) from error
+
+
+def _safe_offset(folder: str, after: str) -> str:
+    """How far the server may skip in a listing of `folder` and lose nothing greater than `after`; "" for not at all.
+
+    A server that lists folder by folder has 'a/x' before 'a b', the other way round than by key, and drops 'a/x' when
+    told to start after 'a b', or after 'a'. The two orders differ only from the first character below '/' on, so the
+    offset ends before that, and one character earlier to keep a folder of exactly that name.
+    """
+    if not after.startswith(folder):
+        return ""
+    name = "".join(itertools.takewhile(lambda char: char >= "/", after[len(folder) :]))[:-1].rstrip("/")
+    return folder + name if name else ""
+
+
+def _parse(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and prefix. No message repeats the URL before it is known to hold no secret."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query:
+        raise BadURL(
+            f"a {parts.scheme}:// URL has no place for credentials or options; set them in the environment "
+            "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION, …)"
+        )
+    if parts.fragment:
+        raise BadURL(f"{url}: write '#' as %23")
+    prefix = unquote(parts.path).strip("/")
+    if not parts.netloc:
+        raise BadURL(f"{url}: no bucket; write {parts.scheme}://bucket/run")
+    if prefix:
+        try:
+            check_key(prefix)
+        except UnsafeName as error:
+            raise BadURL(f"{url}: {error}") from None
+    return parts.scheme, parts.netloc, prefix
+
+
+def _connect(url: str, retries: int) -> Client:
+    backoff: Any = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2}
+    return from_url(
+        url,
+        client_options=_client_options(url),
+        retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=30), "backoff": backoff},
+    )
+
+
+def _client_options(url: str) -> ClientConfig:
+    family = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}[url.partition(":")[0]]
+    options: Any = dict(_TIMEOUTS)
+    options |= {name: value for name in _CLIENT_VARIABLES if (value := os.environ.get(f"{family}_{name.upper()}"))}
+    # An http:// endpoint is a decision the user has already taken; a second variable for it would only be a riddle.
+    endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+    chosen = [os.environ[name] for name in endpoints if name.startswith(family) and os.environ.get(name)]
+    if any(endpoint.startswith("http://") for endpoint in chosen):
+        options["allow_http"] = True
+    return options  # type: ignore[no-any-return]

@@ -1,0 +1,148 @@
+"""Patience for any store: StoreUnavailable is retried, every other error is an answer.
+
+Delays grow exponentially with full jitter, so that a fleet of replicas does not come back in step.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from deltawire.core.errors import AlreadyExists, ObjectNotFound, StoreUnavailable, TruncatedFile
+from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store
+
+T = TypeVar("T")
+
+
+class Retrying:
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        attempts: int = 6,
+        total_s: float = 60.0,
+        first_delay_s: float = 0.1,
+        max_delay_s: float = 5.0,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        if attempts < 1:
+            raise ValueError(f"attempts must be at least 1, got {attempts}")
+        self.inner = inner
+        self.url = inner.url
+        self._attempts = attempts
+        self._total_s = total_s
+        self._first_delay_s = first_delay_s
+        self._max_delay_s = max_delay_s
+        self._sleep = sleep
+        self._clock = clock
+        self._rng = rng or random.Random()
+
+    def get(self, key: str) -> Fetched:
+        return self._retry(lambda: self.inner.get(key))
+
+    def get_if_changed(self, key: str, etag: str | None) -> Fetched | None:
+        return self._retry(lambda: self.inner.get_if_changed(key, etag))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._retry(lambda: self.inner.get_range(key, start, length))
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._retry(lambda: self.inner.head(key))
+
+    def put(self, key: str, data: bytes | Chunks) -> None:
+        self._retry(lambda: self.inner.put(key, data))
+
+    def delete(self, key: str) -> None:
+        self._retry(lambda: self.inner.delete(key))
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        """As in the protocol. After a failure that may have had its effect, the stored bytes tell whose object it is.
+
+        Two writers that create the same bytes can therefore both be told they won; give each writer's bytes a mark of
+        their own where that matters.
+        """
+        patience = self._patience()
+        while True:
+            try:
+                self.inner.put_if_absent(key, data)
+                return
+            except StoreUnavailable as error:
+                failure = error
+            except AlreadyExists:
+                if patience.failures == 0:
+                    raise
+                if self._holds(key, data):
+                    return
+                raise
+            try:
+                patience.wait(failure)
+            except StoreUnavailable:
+                # Out of patience, but the last attempt may have gone through: say so if it did.
+                if self._holds(key, data):
+                    return
+                raise
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        return self._list(prefix, after)
+
+    def _list(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
+        patience = self._patience()
+        while True:
+            try:
+                for info in self.inner.list(prefix, after):
+                    after = info.key  # a listing that breaks off goes on from here
+                    patience = self._patience()
+                    yield info
+                return
+            except StoreUnavailable as error:
+                patience.wait(error)
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        """Whether the object at `key` is exactly `data`. By size and range: a plain get may come back short."""
+
+        def look() -> bool:
+            try:
+                return self.inner.head(key).size == len(data) and self.inner.get_range(key, 0, len(data)) == data
+            except ObjectNotFound:
+                return False
+            except TruncatedFile as error:
+                raise StoreUnavailable(str(error)) from error
+
+        return self._retry(look)
+
+    def _retry(self, call: Callable[[], T]) -> T:
+        patience = self._patience()
+        while True:
+            try:
+                return call()
+            except StoreUnavailable as error:
+                patience.wait(error)
+
+    def _patience(self) -> _Patience:
+        return _Patience(self)
+
+
+class _Patience:
+    """How much longer one operation may take."""
+
+    def __init__(self, policy: Retrying) -> None:
+        self._policy = policy
+        self._started = policy._clock()
+        self.failures = 0
+
+    def wait(self, error: StoreUnavailable) -> None:
+        """Sleep before the next attempt, or raise when there is none."""
+        policy = self._policy
+        self.failures += 1
+        # The exponent is capped because 2**n overflows a float long before an operator's patience ends.
+        ceiling = min(policy._max_delay_s, policy._first_delay_s * 2.0 ** min(self.failures - 1, 60))
+        delay = policy._rng.uniform(0.0, ceiling)
+        spent = policy._clock() - self._started
+        if self.failures >= policy._attempts or spent + delay > policy._total_s:
+            attempts = "1 attempt" if self.failures == 1 else f"{self.failures} attempts"
+            raise StoreUnavailable(f"{error}; gave up after {attempts} in {spent:.1f} s") from error
+        policy._sleep(delay)
