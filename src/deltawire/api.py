@@ -34,7 +34,7 @@ def encode(
         "sparsity": f"{1 - count / max(schema.elements, 1):.6f}",
         **(metadata or {}),
     }
-    writer, file = write_delta(found, encoding, before.bits, described, threads)
+    writer, file = write_delta(found, encoding, before.region, described, threads)
     try:
         return b"".join(file.chunks())
     finally:

@@ -136,7 +136,7 @@ def blocks(schema: Schema, block_units: int = BLOCK_UNITS) -> list[Block]:
     room = block_units
     last_dtype = None
     for tensor in sorted(schema.tensors, key=lambda t: (t.dtype, t.name)):
-        for region in _cut(tensor, block_units):
+        for region in regions(tensor, block_units):
             if current and (tensor.dtype != last_dtype or region.units > room):
                 result.append(tuple(current))
                 current, room = [], block_units
@@ -148,7 +148,8 @@ def blocks(schema: Schema, block_units: int = BLOCK_UNITS) -> list[Block]:
     return result
 
 
-def _cut(tensor: TensorSpec, block_units: int) -> Iterator[Region]:
+def regions(tensor: TensorSpec, block_units: int = BLOCK_UNITS) -> Iterator[Region]:
+    """A tensor in pieces of at most a block, in the order of its bytes."""
     if tensor.units == 0:
         return
     rows, columns = tensor.rows, tensor.columns
@@ -199,9 +200,13 @@ def compare(region: Region, old: Bits, new: Bits) -> Change:
         if n:
             parts.append((positions[:n].copy(), was[:n].copy(), now[:n].copy()))
     if not parts:
-        unit = lookup(region.tensor.dtype).unit
-        return Change(region, np.empty(0, np.uint32), np.empty(0, unit), np.empty(0, unit))
+        return no_change(region)
     return Change(region, *(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def no_change(region: Region) -> Change:
+    unit = lookup(region.tensor.dtype).unit
+    return Change(region, np.empty(0, np.uint32), np.empty(0, unit), np.empty(0, unit))
 
 
 @njit(cache=True, nogil=True)

@@ -13,7 +13,7 @@ import numpy as np
 from blake3 import blake3
 
 from . import container, digest
-from .change import BLOCK_UNITS, Region, blocks
+from .change import BLOCK_UNITS, Region, blocks, regions
 from .dtypes import Bits, lookup
 from .errors import FormatError, ManifestError, SchemaMismatch, TruncatedFile
 from .parallel import ordered_map
@@ -22,6 +22,8 @@ from .sparse import FORMAT, FORMAT_VERSION, DataFile, Read
 
 INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
+COMPANION_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
+MAX_COMPANION = 64 << 20
 _READ_UNITS = BLOCK_UNITS >> 2
 
 
@@ -43,9 +45,8 @@ def file_order(schema: Schema) -> list[TensorSpec]:
 def chunks(tensors: list[TensorSpec], read: Callable[[Region], Bits]) -> Iterator[memoryview]:
     """The data part of a file, a few megabytes at a time."""
     for tensor in tensors:
-        for block in blocks(Schema.build([tensor]), _READ_UNITS):
-            for region in block:
-                yield memoryview(np.ascontiguousarray(read(region))).cast("B")
+        for region in regions(tensor):
+            yield memoryview(np.ascontiguousarray(read(region))).cast("B")
 
 
 def anchor(schema: Schema, read: Callable[[Region], Bits], metadata: Mapping[str, str]) -> DataFile:
@@ -133,6 +134,19 @@ def weight_files(folder: Path) -> list[Path]:
         what = f"{missing[0]} is missing" if missing else f"{folder} holds no *.safetensors"
         raise SchemaMismatch(f"not a checkpoint folder: {what}")
     return files
+
+
+def companion_files(folder: Path) -> dict[str, bytes]:
+    """The small files that belong to a checkpoint: config, tokenizer, chat template. Never code, never a pickle."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.suffix in COMPANION_SUFFIXES
+        and path.name != INDEX_NAME
+        and not path.name.startswith(".")
+        and path.is_file()
+        and path.stat().st_size <= MAX_COMPANION
+    }
 
 
 class _ShardIndex(msgspec.Struct):

@@ -32,6 +32,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return self.elements * dtypes.lookup(self.dtype).units_per_element
 
     @property
+    def unit_size(self) -> int:
+        return dtypes.lookup(self.dtype).unit_size
+
+    @property
     def rows(self) -> int:
         """Every tensor is also a matrix of units, its last dimension the columns; regions are rectangles of it."""
         return math.prod(self.shape[:-1])

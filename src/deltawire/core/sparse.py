@@ -18,7 +18,7 @@ from blake3 import blake3
 from . import container
 from .change import Change, Region
 from .codecs import block_encoding, raw
-from .codecs.base import BaseBits, CodedBlock, Stream, expand, squeeze
+from .codecs.base import BaseBits, Before, CodedBlock, Stream, expand, squeeze
 from .dtypes import lookup
 from .errors import CorruptStream, CountMismatch, HashMismatch, HeaderError, PositionError, SchemaMismatch, UnknownFormat
 from .parallel import ordered_map
@@ -58,16 +58,14 @@ class EncodedBlock:
     changed: int
 
 
-def encode_block(changes: Sequence[Change], encoding: str, base: BaseBits) -> EncodedBlock:
+def encode_block(changes: Sequence[Change], encoding: str, before: Before) -> EncodedBlock:
     """Code one block. Pure and free of shared state: blocks are coded on several threads."""
     changes = [change for change in changes if change.count]
     changed = sum(change.count for change in changes)
     tensors = list(dict.fromkeys(change.region.tensor for change in changes))
     if encoding == raw.name or not changes:
-        if encoding != raw.name:
-            block_encoding(encoding)
-        return EncodedBlock(tensors, None, raw.encode(changes) if changes else [], changed)
-    coded = block_encoding(encoding).encode(changes, base)
+        return EncodedBlock(tensors, None, raw.encode(changes), changed)
+    coded = block_encoding(encoding).encode(changes, before)
     streams: dict[str, Stream] = {}
     stored: list[bytes] = []
     for name, data in coded.streams.items():
@@ -319,14 +317,14 @@ def _region(
 def write_delta(
     blocks: Iterable[Sequence[Change]],
     encoding: str,
-    base: BaseBits,
+    before: Before,
     metadata: Mapping[str, str],
     threads: int | None = None,
 ) -> tuple[DeltaWriter, DataFile]:
     """Code blocks on several threads and make the file. Close the writer when the file is no longer needed."""
     writer = DeltaWriter(encoding)
     try:
-        for block in ordered_map(lambda changes: encode_block(changes, encoding, base), blocks, threads):
+        for block in ordered_map(lambda changes: encode_block(changes, encoding, before), blocks, threads):
             writer.add(block)
         return writer, writer.finish(metadata)
     except BaseException:

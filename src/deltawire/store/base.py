@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 Chunks = Callable[[], Iterable[bytes | memoryview]]
 """What `put` streams: called once per attempt, so that a retry starts from the first byte again.
 
-A chunk is bytes or a contiguous memoryview of bytes; its buffer may be filled anew once the next chunk is asked for. What
-the producer raises reaches the caller of `put` unchanged, and nothing becomes visible.
+A chunk is bytes or a contiguous memoryview; its buffer may be filled anew once the next chunk is asked for. What the
+producer raises reaches the caller of `put` unchanged, and nothing becomes visible.
 """
 
 

@@ -117,7 +117,7 @@ class ObjectStore:
             with self._border(key):
                 self._pour(path, source)
         except Exception:
-            # A producer's error must reach its caller as it is, and some (FileNotFoundError) look like the client's own.
+            # A producer's error must reach the caller as it is; some, like FileNotFoundError, look like the client's.
             if source.failure is not None:
                 raise source.failure from None
             raise
@@ -228,12 +228,15 @@ def _safe_offset(folder: str, after: str) -> str:
 
     A server that lists folder by folder has 'a/x' before 'a b', the other way round than by key, and drops 'a/x' when
     told to start after 'a b', or after 'a'. The two orders differ only from the first character below '/' on, so the
-    offset ends before that, and one character earlier to keep a folder of exactly that name.
+    offset ends before that; and it must not be the name of a folder with wanted keys, so a character above '/' follows.
     """
     if not after.startswith(folder):
         return ""
-    name = "".join(itertools.takewhile(lambda char: char >= "/", after[len(folder) :]))[:-1].rstrip("/")
-    return folder + name if name else ""
+    same = "".join(itertools.takewhile(lambda char: char >= "/", after[len(folder) :]))
+    for end in range(len(same) - 1, 0, -1):
+        if same[end] > "/" and same[end - 1] != "/":  # the client would strip a '/' at the end
+            return folder + same[:end]
+    return ""
 
 
 def _parse(url: str) -> tuple[str, str, str]:

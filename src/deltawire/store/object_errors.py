@@ -33,7 +33,7 @@ from deltawire.core.errors import (
 CLIENT_ERRORS = (BaseError, FileNotFoundError, ValueError)
 """All that a call into the client raises on its own account."""
 
-# Error codes, as servers write them between <Code> tags. Never searched for in the whole text, which also has the key.
+# Error codes, as servers write them between <Code> tags.
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _BUSY = {"ConditionalRequestConflict", "OperationAborted", "RequestTimeout", "ServerBusy", "SlowDown"}
 _BAD_LOGIN = {"AuthFailure", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "TokenRefreshRequired"}
@@ -53,8 +53,10 @@ _LOGIN_HINT = (
 def translate(error: Exception, where: str) -> DeltawireError:
     """`where` is the URL of the object, or of the store for a listing."""
     text, _, debug = str(error).partition("\n\nDebug source:")
-    status, code = _status(text), _tag("Code", text)
-    reason = _reason(text, debug)
+    # What the server answered, apart from what precedes it: the key, which could say anything.
+    answer = text.partition("Server returned non-2xx status code: ")[2]
+    status, code = int(answer[:3] or 0), _tag("Code", answer)
+    reason = _reason(text, answer, debug)
 
     if code in _NO_BUCKET:
         return BadURL(f"{where}: no such bucket; create it first, or check its name and the endpoint")
@@ -77,17 +79,12 @@ def translate(error: Exception, where: str) -> DeltawireError:
         return UnsafeName(f"{where}: {reason}")
     if text.endswith("HTTP error: builder error"):
         return BadURL(f"{where}: the endpoint is not a URL this client may use: {reason}")
-    if status is None and ("HTTP error" in text or isinstance(error, JoinError)):
+    if not answer and ("HTTP error: " in text or isinstance(error, JoinError)):
         return StoreUnavailable(f"{where}: {reason}")
     # 501 is an answer about the request, not about the moment.
-    if status is not None and status != 501 and (status in (408, 425, 429) or status >= 500):
+    if status in (408, 425, 429) or (status >= 500 and status != 501):
         return StoreUnavailable(f"{where}: {reason}")
     return StoreError(f"{where}: {reason}")
-
-
-def _status(text: str) -> int | None:
-    found = re.search(r"status code: (\d{3})", text)
-    return int(found[1]) if found else None
 
 
 def _tag(name: str, text: str) -> str | None:
@@ -95,11 +92,10 @@ def _tag(name: str, text: str) -> str | None:
     return found[1] if found else None
 
 
-def _reason(text: str, debug: str) -> str:
+def _reason(text: str, answer: str, debug: str) -> str:
     """One line a person can act on: the server's own words, or what the socket said."""
-    status = re.search(r"status code: (\d{3}[^:<]*)", text)
-    if status:
-        said = (status[1].strip(), _tag("Code", text), _tag("Message", text))
+    if answer:
+        said = (answer.partition(":")[0], _tag("Code", answer), _tag("Message", answer))
         return ": ".join(part for part in said if part)
     short = text.rpartition(" - ")[2].strip()
     below = re.search(r'(?:message|error): "([^"]+)"|source: (TimedOut)', debug)

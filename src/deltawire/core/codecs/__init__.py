@@ -20,3 +20,9 @@ def block_encoding(name: str) -> ModuleType:
         return BLOCK_ENCODINGS[name]
     except KeyError:
         raise UnknownFormat(f"encoding {name!r} is unknown here; known: {', '.join(ENCODINGS)}") from None
+
+
+def check_encoding(name: str) -> None:
+    """UnknownFormat for a name that no encoding has."""
+    if name != raw.name:
+        block_encoding(name)

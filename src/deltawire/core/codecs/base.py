@@ -15,7 +15,10 @@ from ..dtypes import Bits
 from ..errors import CorruptStream, CountMismatch
 
 BaseBits = Callable[[str], Bits]
-"""Flat bits of a tensor of the base version, by name. What the encoder diffed against and the decoder holds."""
+"""Flat bits of a tensor of the base version, by name: what the decoder holds."""
+
+Before = Callable[[Region], Bits]
+"""The base version's own flat bits of a region: what the encoder diffed against, for encodings that code in its light."""
 
 
 class Stream(msgspec.Struct, frozen=True, array_like=True):
@@ -48,7 +51,7 @@ class Coded(msgspec.Struct, frozen=True):
 class Encoding(Protocol):
     name: str
 
-    def encode(self, changes: Sequence[Change], base: BaseBits) -> Coded:
+    def encode(self, changes: Sequence[Change], before: Before) -> Coded:
         """Code the changes of one block. All have the same dtype and at least one position each."""
         ...
 

@@ -20,7 +20,7 @@ from numba import njit
 from ..change import Change, Region, gather
 from ..dtypes import Bits, lookup
 from ..errors import CorruptStream, CountMismatch, PositionError
-from .base import BaseBits, Coded, CodedBlock, exactly
+from .base import BaseBits, Before, Coded, CodedBlock, exactly
 
 name = "packed"
 
@@ -28,7 +28,7 @@ _ESCAPE = 15
 _OK, _RAN_OUT, _OUT_OF_RANGE, _LEFT_OVER, _BAD_STEP = range(5)
 
 
-def encode(changes: Sequence[Change], base: BaseBits) -> Coded:
+def encode(changes: Sequence[Change], before: Before) -> Coded:
     positions = np.concatenate([c.positions for c in changes])
     old = np.concatenate([c.old for c in changes])
     new = np.concatenate([c.new for c in changes])

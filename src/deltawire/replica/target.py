@@ -1,0 +1,121 @@
+"""Live weights as something to read bits from and write bits to: numpy mappings and torch modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..core.change import Change, Region
+from ..core.dtypes import Bits
+from ..core.errors import SchemaMismatch
+from ..core.full import Source
+from ..core.schema import Schema
+from ..models import ModelView, is_torch, like, tensors_of, torch_bits
+
+
+class Target:
+    """The weights of a model, by the names of the run's schema. Reads and writes go straight to the live memory."""
+
+    def __init__(self, model: Any, schema: Schema, *, strict: bool = True) -> None:
+        self.model = model
+        self.schema = schema
+        tensors = tensors_of(model)
+        _require(ModelView(model).schema, tensors, schema, strict)
+        # an alias that does not share storage with its tensor here is written beside it
+        names: dict[str, list[str]] = {t.name: [t.name] for t in schema.tensors}
+        for alias, name in schema.ties.items():
+            if alias in tensors:
+                names[name].append(alias)
+        self._cells = {
+            name: [_cell(tensors[n], n) for n in aliases if n in tensors] for name, aliases in names.items()
+        }
+
+    def bits(self, name: str) -> Bits:
+        """The tensor's present bits: a live view for weights on the CPU, a copy for others. Not to be written to."""
+        return self._cells[name][0].bits()
+
+    def region(self, region: Region) -> Bits:
+        return region.cut(self.bits(region.tensor.name))
+
+    def write(self, change: Change) -> None:
+        for cell in self._cells[change.region.tensor.name]:
+            bits = cell.bits()
+            change.write(bits)
+            cell.put(bits)
+
+    def undo(self, change: Change) -> None:
+        for cell in self._cells[change.region.tensor.name]:
+            bits = cell.bits()
+            change.undo(bits)
+            cell.put(bits)
+
+    def load(self, source: Source) -> None:
+        """Overwrite everything with a verified source, tensor by tensor."""
+        for tensor in self.schema.tensors:
+            region = Region(tensor, 0, tensor.rows, 0, tensor.columns)
+            new = source.region(region)
+            for cell in self._cells[tensor.name]:
+                bits = cell.bits()
+                bits[:] = new
+                cell.put(bits)
+
+
+class _Live:
+    """Weights in host memory: the view is the weight."""
+
+    def __init__(self, bits: Bits) -> None:
+        self._bits = bits
+
+    def bits(self) -> Bits:
+        return self._bits
+
+    def put(self, bits: Bits) -> None:
+        pass
+
+
+class _Copied:
+    """Weights on a device, or not contiguous: read as a copy, written back whole."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def bits(self) -> Bits:
+        bits = torch_bits(self._tensor)
+        return bits.copy() if self._tensor.device.type == "cpu" else bits
+
+    def put(self, bits: Bits) -> None:
+        self._tensor.copy_(like(self._tensor, bits))
+
+
+def _cell(tensor: Any, name: str) -> _Live | _Copied:
+    if is_torch(tensor):
+        tensor = tensor.detach()
+        live = tensor.device.type == "cpu" and tensor.is_contiguous()
+        return _Live(torch_bits(tensor)) if live else _Copied(tensor)
+    if not isinstance(tensor, np.ndarray) or not tensor.flags.c_contiguous or not tensor.flags.writeable:
+        raise SchemaMismatch(f"{name!r} must be a writable, contiguous array to be patched in place")
+    return _Live(tensor.reshape(-1).view(f"u{min(tensor.itemsize, 4)}"))
+
+
+def _require(found: Schema, tensors: dict[str, Any], schema: Schema, strict: bool) -> None:
+    """Every tensor of the run must be there as the run has it; with `strict`, nothing else may be."""
+    specs = found.by_name()
+    specs.update((alias, specs[name]) for alias, name in found.ties.items())
+    for tensor in schema.tensors:
+        names = [tensor.name, *(alias for alias, name in schema.ties.items() if name == tensor.name)]
+        present = [specs[n] for n in names if n in specs]
+        if not present:
+            raise SchemaMismatch(f"the run has {tensor.name!r}, this model does not")
+        for spec in present:
+            if (spec.dtype, spec.shape) != (tensor.dtype, tensor.shape):
+                raise SchemaMismatch(
+                    f"{tensor.name!r} is {tensor.dtype} {list(tensor.shape)} in the run but {spec.dtype} "
+                    f"{list(spec.shape)} in this model; load the model in the run's dtype"
+                )
+    if strict:
+        extra = tensors.keys() - {t.name for t in schema.tensors} - schema.ties.keys()
+        if extra:
+            raise SchemaMismatch(
+                f"this model has {sorted(extra)[0]!r}, which the run does not carry; pass strict=False to leave it alone"
+            )

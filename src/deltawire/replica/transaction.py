@@ -1,0 +1,78 @@
+"""Patch live weights all or nothing.
+
+    stage    fetch, hash, decode, predict the digest      nothing touched; any error ends here
+    apply    scatter the new bits                         on an error: scatter the old ones back
+    prove    recompute the digest of the live weights     on a mismatch: scatter the old ones back
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from ..bucket.fetch import Progress
+from ..bucket.replay import open_delta
+from ..bucket.run import Run
+from ..core import full
+from ..core.change import Change
+from ..core.digest import StateDigest
+from ..core.errors import DigestMismatch
+from ..core.manifest import Link, Manifest
+from .target import Target
+
+
+@dataclass(slots=True)
+class Staged:
+    """A checked delta, decoded against the live weights and ready to be written."""
+
+    version: int
+    digest: StateDigest
+    # what the weights will have
+    changes: list[Change]
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+def stage(
+    run: Run, manifest: Manifest, link: Link, target: Target, present: StateDigest, progress: Progress | None = None
+) -> Staged:
+    """Everything that can go wrong with a delta goes wrong here, before a weight is touched."""
+    staged = Staged(manifest.version, present, [])
+    clock = time.perf_counter()
+    for blob in link.objects:
+        with open_delta(run, manifest.version, link.base or 0, blob, progress) as file:
+            staged.timings["fetch"] = staged.timings.get("fetch", 0.0) + time.perf_counter() - clock
+            for changes in file.changes(target.bits):
+                staged.changes.extend(changes)
+            clock = time.perf_counter()
+    staged.digest = sum((change.digest() for change in staged.changes), present)
+    staged.timings["decode"] = time.perf_counter() - clock
+    if str(staged.digest) != manifest.digest:
+        raise DigestMismatch(
+            manifest.version,
+            manifest.digest,
+            str(staged.digest),
+            "the delta does not lead there; nothing was changed",
+        )
+    return staged
+
+
+def apply(target: Target, staged: Staged, *, prove: bool = True) -> None:
+    """Write a staged delta. On any failure the old bits are back when the exception leaves."""
+    clock = time.perf_counter()
+    written: list[Change] = []
+    try:
+        for change in staged.changes:
+            # noted first: a write that dies half-way is undone whole
+            written.append(change)
+            target.write(change)
+        staged.timings["apply"] = time.perf_counter() - clock
+        if prove:
+            clock = time.perf_counter()
+            found = full.digest_of(target)
+            staged.timings["prove"] = time.perf_counter() - clock
+            if found != staged.digest:
+                raise DigestMismatch(staged.version, str(staged.digest), str(found), "the old weights were put back")
+    except BaseException:
+        for change in reversed(written):
+            target.undo(change)
+        raise

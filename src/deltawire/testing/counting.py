@@ -1,0 +1,92 @@
+"""A store that counts: how many requests, how many bytes. For tests that bound the cost of an operation."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store
+
+
+class CountingStore:
+    """Passes everything on. Thread-safe.
+
+    `requests` counts calls per verb, failed ones too (a listing is one call, however many pages it takes);
+    `bytes_in` is what was read from the store and `bytes_out` what was written to it, repeated attempts included.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        with self._lock:
+            self.requests: Counter[str] = Counter()
+            self.bytes_in = 0
+            self.bytes_out = 0
+
+    def get(self, key: str) -> Fetched:
+        self._count("get")
+        fetched = self.inner.get(key)
+        self._read(len(fetched.data))
+        return fetched
+
+    def get_if_changed(self, key: str, etag: str | None) -> Fetched | None:
+        self._count("get_if_changed")
+        fetched = self.inner.get_if_changed(key, etag)
+        self._read(len(fetched.data) if fetched else 0)
+        return fetched
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self._count("get_range")
+        data = self.inner.get_range(key, start, length)
+        self._read(len(data))
+        return data
+
+    def head(self, key: str) -> ObjectInfo:
+        self._count("head")
+        return self.inner.head(key)
+
+    def put(self, key: str, data: bytes | Chunks) -> None:
+        self._count("put")
+        if callable(data):
+            self.inner.put(key, self._counted(data))
+        else:
+            self.inner.put(key, data)
+            self._wrote(len(data))
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self._count("put_if_absent")
+        self.inner.put_if_absent(key, data)
+        self._wrote(len(data))
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        self._count("list")
+        return self.inner.list(prefix, after)
+
+    def delete(self, key: str) -> None:
+        self._count("delete")
+        self.inner.delete(key)
+
+    def _counted(self, chunks: Chunks) -> Chunks:
+        def counted() -> Iterator[bytes | memoryview]:
+            for chunk in chunks():
+                self._wrote(memoryview(chunk).nbytes)
+                yield chunk
+
+        return counted
+
+    def _count(self, verb: str) -> None:
+        with self._lock:
+            self.requests[verb] += 1
+
+    def _read(self, size: int) -> None:
+        with self._lock:
+            self.bytes_in += size
+
+    def _wrote(self, size: int) -> None:
+        with self._lock:
+            self.bytes_out += size

@@ -1,0 +1,247 @@
+"""A store that misbehaves the way networks and buckets do, the same way for the same seed.
+
+    drop            StoreUnavailable, before the effect or after it: the caller cannot know which
+    delay           the call takes up to `max_delay_s` longer
+    truncate_read   a get returns the beginning of the object (with its true etag), a get_range raises TruncatedFile
+    truncate_put    a put dies part-way with StoreUnavailable; nothing becomes visible
+    duplicate       a put, put_if_absent or delete is carried out twice
+    reorder         a put returns, but shows up only after 1 to `max_late` further calls: later keys may come first
+
+`truncate_read` of a get and `reorder` break the protocol on purpose: code that checks sizes and hashes survives the
+one, code that waits when a manifest names what is not there yet survives the other. Never broken: an object is whole or
+absent in the store itself, the puts of one key keep their order, one put_if_absent wins, listings are in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from deltawire.core.errors import AlreadyExists, StoreUnavailable, TruncatedFile
+from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store
+from deltawire.store.names import check_key
+
+
+@dataclass(frozen=True, slots=True)
+class _Luck:
+    drop: Literal["before", "after"] | None
+    delay_s: float
+    truncated: bool
+    twice: bool
+    late: int
+    # after how many further calls a put shows up; 0 is at once
+    share: float
+    # how far a truncated transfer, or a listing that breaks off, gets
+
+
+@dataclass(frozen=True, slots=True)
+class _LatePut:
+    due: int
+    # the number of the call that will see it
+    data: bytes
+
+
+class FlakyStore:
+    """Each rate is the probability of that fault per call. `injected` counts what was done.
+
+    The fate of a call depends on the seed, the verb, the key and how often that verb was called for that key, not on
+    what other threads do meanwhile. Only `reorder` counts calls of all threads together.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        seed: int = 0,
+        drop: float = 0.0,
+        delay: float = 0.0,
+        truncate_read: float = 0.0,
+        truncate_put: float = 0.0,
+        duplicate: float = 0.0,
+        reorder: float = 0.0,
+        max_delay_s: float = 0.002,
+        max_late: int = 4,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.injected: Counter[str] = Counter()
+        self._seed = seed
+        self._drop = drop
+        self._delay = delay
+        self._truncate_read = truncate_read
+        self._truncate_put = truncate_put
+        self._duplicate = duplicate
+        self._reorder = reorder
+        self._max_delay_s = max_delay_s
+        self._max_late = max_late
+        self._sleep = sleep
+        # Reentrant: showing a late put is itself part of a call.
+        self._lock = threading.RLock()
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._clock = 0
+        self._late: dict[str, _LatePut] = {}
+
+    def settle(self) -> None:
+        """Let every late put show up now, as time would."""
+        with self._lock:
+            for key in list(self._late):
+                self._show(key)
+
+    def get(self, key: str) -> Fetched:
+        luck = self._begin("get", key)
+        fetched = self._cut(luck, self.inner.get(key))
+        self._end("get", key, luck)
+        return fetched
+
+    def get_if_changed(self, key: str, etag: str | None) -> Fetched | None:
+        luck = self._begin("get_if_changed", key)
+        fetched = self.inner.get_if_changed(key, etag)
+        if fetched is not None:
+            fetched = self._cut(luck, fetched)
+        self._end("get_if_changed", key, luck)
+        return fetched
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        luck = self._begin("get_range", key)
+        data = self.inner.get_range(key, start, length)
+        if luck.truncated:
+            self._count("truncate_read")
+            raise TruncatedFile(f"{self.url}/{key}: injected: {int(length * luck.share)} of {length} bytes arrived")
+        self._end("get_range", key, luck)
+        return data
+
+    def head(self, key: str) -> ObjectInfo:
+        luck = self._begin("head", key)
+        info = self.inner.head(key)
+        self._end("head", key, luck)
+        return info
+
+    def put(self, key: str, data: bytes | Chunks) -> None:
+        luck = self._begin("put", key)
+        if luck.truncated:
+            self._die_partway("put", key, luck, data)
+        if luck.late:
+            self._count("reorder")
+            whole = b"".join(data()) if callable(data) else data
+            with self._lock:
+                self._show(key)  # the puts of one key keep their order
+                self._late[key] = _LatePut(self._clock + luck.late + 1, whole)
+        else:
+            with self._lock:
+                self._show(key)
+            self.inner.put(key, data)
+            if luck.twice:
+                self._count("duplicate")
+                self.inner.put(key, data)
+        self._end("put", key, luck)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        luck = self._begin("put_if_absent", key)
+        if luck.truncated:
+            self._die_partway("put_if_absent", key, luck, data)
+        with self._lock:
+            self._show(key)
+        self.inner.put_if_absent(key, data)
+        if luck.twice:
+            self._count("duplicate")
+            with contextlib.suppress(AlreadyExists):  # of its own first time, which is the one the caller hears of
+                self.inner.put_if_absent(key, data)
+        self._end("put_if_absent", key, luck)
+
+    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
+        luck = self._begin("list", prefix)
+        return self._list(prefix, after, luck)
+
+    def _list(self, prefix: str, after: str | None, luck: _Luck) -> Iterator[ObjectInfo]:
+        if luck.drop is None:
+            yield from self.inner.list(prefix, after)
+            return
+        found = [*self.inner.list(prefix, after)]
+        yield from found[: int(len(found) * luck.share)]
+        self._end("list", prefix, luck)
+
+    def delete(self, key: str) -> None:
+        luck = self._begin("delete", key)
+        with self._lock:
+            self._show(key)
+        self.inner.delete(key)
+        if luck.twice:
+            self._count("duplicate")
+            self.inner.delete(key)
+        self._end("delete", key, luck)
+
+    # ── one call ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, verb: str, key: str) -> _Luck:
+        if verb != "list":
+            check_key(key)  # here already: a late put must not fail in somebody else's call
+        with self._lock:
+            self._clock += 1
+            for late in [name for name, put in self._late.items() if put.due <= self._clock]:
+                self._show(late)
+            luck = self._draw(verb, key, self._calls[verb, key])
+            self._calls[verb, key] += 1
+        if luck.delay_s:
+            self._count("delay")
+            self._sleep(luck.delay_s)
+        if luck.drop == "before":
+            self._count("drop_before")
+            raise StoreUnavailable(f"{self.url}/{key}: injected: {verb} never arrived")
+        return luck
+
+    def _end(self, verb: str, key: str, luck: _Luck) -> None:
+        if luck.drop == "after":
+            self._count("drop_after")
+            raise StoreUnavailable(f"{self.url}/{key}: injected: the answer to {verb} was lost")
+
+    def _draw(self, verb: str, key: str, nth: int) -> _Luck:
+        """Every number is drawn every time, so that changing one rate leaves the other faults where they were."""
+        dice = random.Random(f"{self._seed}/{verb}/{nth}/{key}")
+        writes = verb in ("put", "put_if_absent")
+        drop = dice.random() < self._drop
+        before = dice.random() < 0.5
+        delay = dice.random() < self._delay
+        delay_s = dice.uniform(0.0, self._max_delay_s)
+        truncated = dice.random() < (self._truncate_put if writes else self._truncate_read)
+        twice = dice.random() < self._duplicate
+        late = dice.random() < self._reorder
+        calls = dice.randint(1, self._max_late)
+        return _Luck(
+            drop=("before" if before else "after") if drop else None,
+            delay_s=delay_s if delay else 0.0,
+            truncated=truncated,
+            twice=twice,
+            late=calls if late else 0,
+            share=dice.random(),
+        )
+
+    def _cut(self, luck: _Luck, fetched: Fetched) -> Fetched:
+        if not luck.truncated or not fetched.data:
+            return fetched
+        self._count("truncate_read")
+        return Fetched(fetched.data[: int(len(fetched.data) * luck.share)], fetched.etag)
+
+    def _die_partway(self, verb: str, key: str, luck: _Luck, data: bytes | Chunks) -> None:
+        if callable(data):
+            for number, _ in enumerate(data()):  # the producer sees its stream taken up, and dropped
+                if number >= luck.share * 4:
+                    break
+        self._count("truncate_put")
+        raise StoreUnavailable(f"{self.url}/{key}: injected: {verb} broke off part-way")
+
+    def _show(self, key: str) -> None:
+        put = self._late.get(key)
+        if put is not None:
+            self.inner.put(key, put.data)
+            del self._late[key]  # only now: a put that fails is still owed
+
+    def _count(self, fault: str) -> None:
+        with self._lock:
+            self.injected[fault] += 1

@@ -1,0 +1,111 @@
+"""Data first, manifest last: the only place that writes versions into a bucket."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+
+from blake3 import blake3
+
+from ..bucket.run import Run
+from ..core import history, keys
+from ..core.errors import AlreadyExists, StoreError, WriterConflict
+from ..core.manifest import Blob, File, Head, Link, Manifest, Summary, dump, now
+from ..core.sparse import DataFile
+
+log = logging.getLogger("deltawire")
+
+
+class Committer:
+    """Knows the versions of a run and appends to them. One per live publisher."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.writer = secrets.token_hex(4)
+        newest = run.newest()
+        self.versions: dict[int, Summary] = run.timeline(newest) if newest is not None else {}
+        self.newest: Manifest | None = run.manifest(newest) if newest is not None else None
+
+    @property
+    def next_version(self) -> int:
+        return 0 if self.newest is None else self.newest.version + 1
+
+    def put(self, key: str, file: DataFile, progress: Callable[[int], None] | None = None) -> Blob:
+        def chunks() -> object:
+            for chunk in file.chunks():
+                yield chunk
+                if progress:
+                    progress(len(chunk))
+
+        self.run.store.put(key, chunks)  # type: ignore[arg-type]
+        return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
+
+    def put_files(self, files: Mapping[str, bytes] | None) -> tuple[File, ...]:
+        """Config and tokenizer files, by content: uploaded once, named by every later manifest. None keeps the parent's."""
+        inherited = self.newest.files if self.newest else ()
+        if files is None:
+            return inherited
+        known = {file.key for file in inherited}
+        result = []
+        for name, data in sorted(files.items()):
+            hash = blake3(data).hexdigest(length=16)
+            key = keys.file(hash)
+            if key not in known:
+                self.run.store.put(key, data)
+            result.append(File(name, key, len(data), hash))
+        return tuple(result)
+
+    def commit(
+        self,
+        links: tuple[Link, ...],
+        *,
+        digest: str,
+        changed: int,
+        step: int | None,
+        metrics: Mapping[str, float],
+        timings: Mapping[str, float],
+        files: tuple[File, ...],
+    ) -> Manifest:
+        """Create the manifest of the next version. WriterConflict if somebody else has it already."""
+        version = self.next_version
+        if history.needs_page(version):
+            self._put_page(version)
+        start = history.recent_start(version)
+        manifest = Manifest(
+            run=self.run.info.run,
+            version=version,
+            parent=None if self.newest is None else self.newest.version,
+            schema=self.run.info.schema_hash,
+            digest=digest,
+            links=links,
+            created=now(),
+            writer=self.writer,
+            step=step,
+            changed=changed,
+            metrics={name: float(value) for name, value in metrics.items()},
+            timings={name: round(value, 6) for name, value in timings.items()},
+            files=files,
+            recent=tuple(s for v, s in self.versions.items() if start <= v < version),
+        )
+        try:
+            # created, never overwritten: two trainers must not share a version
+            self.run.store.put_if_absent(keys.manifest(version), dump(manifest))
+        except AlreadyExists:
+            raise WriterConflict(
+                f"another writer committed version {version} of {self.run.store.url} first; "
+                "only one trainer may publish to a run: stop this one, or give it a run of its own"
+            ) from None
+        self.newest = manifest
+        self.versions[version] = manifest.summary()
+        try:
+            self.run.store.put(keys.HEAD, dump(Head(self.run.info.run, version)))
+        except StoreError as error:
+            # only a hint: readers look one manifest past it
+            log.warning("version %d is committed, but head was not moved: %s", version, error)
+        return manifest
+
+    def _put_page(self, end: int) -> None:
+        start = end - history.span(end)
+        page = history.Page(self.run.info.run, end, tuple(s for v, s in self.versions.items() if start <= v < end))
+        self.run.store.put(keys.history(end), dump(page))

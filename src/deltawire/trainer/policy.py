@@ -1,0 +1,36 @@
+"""When a version gets an anchor of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..core import chain
+from ..core.errors import MissingBase, VersionNotFound
+from ..core.manifest import Summary
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorPolicy:
+    every: int | None = None
+    # a fixed cadence: an anchor at the latest every so many versions
+    ratio: float = 1.0
+    # an anchor once catching up from the last one would cost more than this many times its bytes
+
+    def wants_anchor(self, version: int, delta_bytes: int, full_bytes: int, versions: Mapping[int, Summary]) -> bool:
+        """Pure: decided from what was published before and the size of the delta at hand."""
+        if not versions:
+            return True
+        last = max((v for v in versions if any(x.kind != "delta" for x in versions[v].links)), default=None)
+        if last is None or (self.every is not None and version - last >= self.every):
+            return True
+        return replay_bytes(versions) + delta_bytes > self.ratio * full_bytes
+
+
+def replay_bytes(versions: Mapping[int, Summary]) -> int:
+    """What a newcomer must fetch on top of full weights to reach the newest of these versions."""
+    try:
+        steps = chain.plan(None, max(versions), versions)
+    except (MissingBase, VersionNotFound):
+        return 1 << 62
+    return sum(step.bytes for step in steps if step.kind == "delta")

@@ -1,0 +1,426 @@
+"""The trainer's side: `publish` notes what changed and returns; a background thread encodes, uploads and commits.
+
+    publish ──capture──▶ waiting ──▶ in flight ──encode, put, commit──▶ version
+                            ▲ a second publish merges into what waits: a slow bucket makes fewer, larger versions
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..bucket.replay import State, checkout, find_reference, reference_source
+from ..bucket.run import Run
+from ..core import full
+from ..core.change import Block, Change
+from ..core.codecs import check_encoding
+from ..core.digest import StateDigest
+from ..core.errors import (
+    DeltawireError,
+    DivergedRun,
+    PublisherClosed,
+    PublishFailed,
+    RunNotFound,
+    WriterConflict,
+)
+from ..core.manifest import Link
+from ..core.parallel import ordered_map
+from ..core.sparse import EncodedBlock, encode_block
+from ..models import ModelView
+from ..store import Store, open_store
+from .commit import Committer
+from .mirror import Capture, Mirror, TooLarge
+from .policy import AnchorPolicy
+from .writer import Draft, Progress, Published, Skip, VersionWriter, say
+
+log = logging.getLogger("deltawire")
+
+MIN_PENDING = 64 << 20
+
+
+class PublishHandle:
+    """What `publish` returns at once. `result()` waits for the version that carries the publish."""
+
+    def __init__(self) -> None:
+        self._future: Future[Published] = Future()
+
+    def result(self, timeout: float | None = None) -> Published:
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+
+@dataclass(slots=True)
+class _Job:
+    capture: Capture
+    handles: list[PublishHandle] = field(default_factory=list)
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    held: float = 0.0
+
+
+class Publisher:
+    """Publishes versions of a model to a run. One live publisher per run; a second one loses cleanly.
+
+    encoding       "packed" (default) or "raw"
+    wire_dtype     "bf16" or "fp16": what floating-point torch weights are cast to before they are compared; None sends
+                   them as they are
+    anchor_every   an anchor at the latest every so many versions; `anchor_ratio` rules in any case
+    anchor_ratio   an anchor once the deltas since the last one cost more than this many times its bytes
+    skip_every     also publish a delta over this many versions at a time, so that late joiners fetch fewer objects
+    reference      a checkpoint folder or hub id that version 0 points to, instead of an upload of the full weights
+    files          names and contents, or a checkpoint folder, of config and tokenizer files that go with the weights
+    max_pending    bytes that one capture may hold while it waits (default: half the model); a denser change is published
+                   block by block before `publish` returns
+    """
+
+    def __init__(
+        self,
+        run: str | Path | Store,
+        *,
+        encoding: str = "packed",
+        wire_dtype: str | None = None,
+        anchor_every: int | None = None,
+        anchor_ratio: float = 1.0,
+        skip_every: int | None = None,
+        reference: str | Path | None = None,
+        files: Mapping[str, bytes] | str | Path | None = None,
+        model_name: str = "",
+        max_pending: int | None = None,
+    ) -> None:
+        check_encoding(encoding)
+        self._encoding = encoding
+        self._policy = AnchorPolicy(anchor_every, anchor_ratio)
+        self._wire_dtype = wire_dtype
+        self._skip_every = skip_every
+        self._reference = str(reference) if reference is not None else None
+        self._files = full.companion_files(Path(files)) if isinstance(files, (str, Path)) else files
+        self._model_name = model_name
+        self._max_pending = max_pending
+        self._store = open_store(str(run) if isinstance(run, Path) else run)
+        self._writer: VersionWriter | None = None
+        self._mirror: Mirror | None = None
+        # what to diff against; None until the first publish, and again when it no longer is what the bucket has
+        self._skip: tuple[int, Capture] | None = None
+        # everything since a base version, where skip deltas are wanted
+
+        self._work = threading.Condition()
+        self._waiting: _Job | None = None
+        self._in_flight: _Job | None = None
+        self._leftover: Capture | None = None
+        # captured but not published, because that failed: goes out with the next job
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        try:
+            self._take_up(Run.open(self._store))
+        except RunNotFound:
+            pass  # made by the first publish, which knows the schema
+
+    # ── what a trainer calls ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def publish(
+        self,
+        model: Any,
+        *,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = False,
+        progress: Progress | None = None,
+    ) -> PublishHandle:
+        """Make the model's present weights the next version.
+
+        Takes a torch module, a state dict, a mapping of arrays, or anything with `schema` and `region` (a checkpoint
+        folder). Returns once it has seen what changed; the model may train on. With `wait` it returns after the commit
+        and holds no more than one copy of the model plus a few blocks.
+        """
+        began = time.perf_counter()
+        self._raise_failure()
+        source = self._open(model)
+        handle = PublishHandle()
+        job = None if wait else self._capture(source)
+        if job is None:
+            self._stream(source, handle, step, metrics or {}, began, progress)
+            return handle
+        job.handles.append(handle)
+        job.step, job.metrics = step, metrics or {}
+        job.held += time.perf_counter() - began
+        with self._work:
+            self._waiting = job
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="deltawire-publisher", daemon=True)
+                self._thread.start()
+            self._work.notify_all()
+        return handle
+
+    def resume(self, model: Any) -> int:
+        """Declare that these weights are the run's newest version, and check it. DivergedRun if they are not."""
+        if self._writer is None or self._writer.committer.newest is None:
+            raise DivergedRun(f"{self._store.url} has no version to resume from")
+        committer = self._writer.committer
+        source = self._source(model)
+        committer.run.schema.require_equal(source.schema, ours="the run", theirs="this model")
+        newest = committer.run.manifest(committer.newest.version) if committer.newest else None
+        found = str(full.digest_of(source))
+        assert newest is not None
+        if found != newest.digest:
+            same = [v for v, summary in committer.versions.items() if summary.digest == found]
+            what = f"version {same[-1]}" if same else "no version of it"
+            raise DivergedRun(f"{self._store.url} is at version {newest.version}; these weights are {what}")
+        self._adopt(source)
+        return newest.version
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything published so far is committed; raise what went wrong."""
+        with self._work:
+            idle = self._work.wait_for(lambda: self._waiting is None and self._in_flight is None, timeout)
+        if not idle:
+            raise TimeoutError(f"{self._store.url} has not taken everything within {timeout} s")
+        self._raise_failure()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Publish what waits, stop the thread, and raise a background failure that nobody saw yet."""
+        if self._closed:
+            return
+        try:
+            self.flush(timeout)
+        finally:
+            with self._work:
+                self._closed = True
+                self._work.notify_all()
+            if self._thread is not None:
+                self._thread.join(timeout)
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except DeltawireError:
+            # an error already on its way out of the block is the one to see
+            if kind is None:
+                raise
+
+    @property
+    def version(self) -> int | None:
+        """The newest committed version."""
+        newest = self._writer.committer.newest if self._writer else None
+        return newest.version if newest else None
+
+    # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _take_up(self, run: Run) -> VersionWriter:
+        self._writer = VersionWriter(Committer(run), self._encoding, self._policy, self._files)
+        return self._writer
+
+    def _source(self, model: Any) -> full.Source:
+        if hasattr(model, "schema") and hasattr(model, "region"):
+            return model  # type: ignore[no-any-return]
+        return ModelView(model, self._wire_dtype)
+
+    def _open(self, model: Any) -> full.Source:
+        """Before the first diff: create the run, or take up its newest version as what to diff against."""
+        source = self._source(model)
+        writer = self._writer or self._take_up(Run.create(self._store, source.schema, self._model_name))
+        run, newest = writer.committer.run, writer.committer.newest
+        run.schema.require_equal(source.schema, ours=f"the run {self._store.url}", theirs="this model")
+        if self._mirror is not None:
+            return source
+        if newest is None and self._reference is not None:
+            self._commit_reference(writer)
+        elif newest is None:
+            self._mirror = Mirror(State(run.schema))
+        elif str(full.digest_of(source)) == newest.digest:
+            self._adopt(source)
+        else:
+            log.info("rebuilding version %d from %s to diff against", newest.version, self._store.url)
+            self._mirror = Mirror(checkout(run, newest.version))
+        return source
+
+    def _adopt(self, source: full.Source) -> None:
+        state = State(source.schema)
+        state.load(source)
+        self._mirror = Mirror(state)
+
+    def _commit_reference(self, writer: VersionWriter) -> None:
+        """Version 0 is a checkpoint that everybody can get: its name and digest travel, its weights do not."""
+        assert self._reference is not None
+        committer = writer.committer
+        schema = committer.run.schema
+        link = Link("reference", source=self._reference, nbytes=schema.nbytes)
+        state = State(schema)
+        state.load(reference_source(committer.run, link, find_reference))
+        manifest = committer.commit(
+            (link,),
+            digest=str(state.digest),
+            changed=0,
+            step=None,
+            metrics={},
+            timings={},
+            files=committer.put_files(self._files),
+        )
+        self._mirror = Mirror(state)
+        say(manifest, schema.elements)
+
+    # ── detecting ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _capture(self, source: full.Source) -> _Job | None:
+        """What changed, merged into the job that waits, if one does. None where it is too dense to hold in memory."""
+        assert self._mirror is not None
+        budget = self._max_pending or max(MIN_PENDING, self._mirror.state.schema.nbytes // 2)
+        with self._work:
+            # out of the background's reach while it grows
+            job, self._waiting = self._waiting, None
+        try:
+            capture = self._mirror.capture(source, budget, job.capture if job else None)
+        except TooLarge:
+            with self._work:
+                self._waiting = job
+                self._work.notify_all()
+            return None
+        if job is None:
+            return _Job(capture)
+        job.capture = capture
+        return job
+
+    def _stream(
+        self,
+        source: full.Source,
+        handle: PublishHandle,
+        step: int | None,
+        metrics: Mapping[str, float],
+        began: float,
+        progress: Progress | None,
+    ) -> None:
+        """Compare, encode and take over one block after the other, in the caller's thread: one model copy, no more."""
+        self.flush()
+        assert self._writer is not None
+        if self._leftover is not None:
+            # the mirror is ahead of the bucket by something that was never published
+            self._mirror = self._leftover = None
+            source = self._open(source)
+        mirror, first = self._mirror, self._writer.committer.newest is None
+        assert mirror is not None
+        moved = [StateDigest()]
+
+        def one(block: Block) -> tuple[list[Change], EncodedBlock]:
+            changes = mirror.compare(source, block)
+            return changes, encode_block([] if first else changes, self._encoding, mirror.state.region)
+
+        def blocks() -> Iterator[EncodedBlock]:
+            for block, (changes, encoded) in zip(mirror.plan, ordered_map(one, mirror.plan), strict=True):
+                # coded against the old bits, so they may go now
+                moved[0] += sum((change.digest() for change in changes), StateDigest())
+                mirror.write(changes)
+                if progress:
+                    progress("detect", sum(region.units * region.tensor.unit_size for region in block))
+                yield encoded
+
+        def digest() -> StateDigest:
+            mirror.state.digest += moved[0]
+            return mirror.state.digest
+
+        # until the commit the mirror is ahead of the bucket; if anything fails it must be rebuilt from there
+        self._mirror = self._skip = None
+        draft = Draft(blocks(), mirror.state.region, digest, step, metrics, {}, None, progress)
+        published = self._writer.write(draft)
+        self._mirror = mirror
+        published.timings["held"] = time.perf_counter() - began
+        handle._future.set_result(published)
+
+    # ── the background ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _loop(self) -> None:
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._waiting is not None or self._closed)
+                if self._waiting is None:
+                    return
+                job, self._waiting = self._waiting, None
+                self._in_flight = job
+            try:
+                published = self._publish(job)
+            except BaseException as error:
+                log.error("publish failed: %s", error)
+                with self._work:
+                    self._failure, self._leftover = error, job.capture
+                for handle in job.handles:
+                    handle._future.set_exception(error)
+            else:
+                for handle in job.handles:
+                    handle._future.set_result(published)
+            with self._work:
+                self._in_flight = None
+                self._work.notify_all()
+
+    def _publish(self, job: _Job) -> Published:
+        """Encode, upload and commit one job. Nothing is lost on failure: it is part of whatever is published next."""
+        assert self._mirror is not None and self._writer is not None
+        mirror = self._mirror
+        if self._leftover is not None:
+            job.capture, self._leftover = mirror.fold(self._leftover, job.capture), None
+        capture, version = job.capture, self._writer.committer.next_version
+        before = mirror.before(capture)
+
+        def encoded() -> Iterator[EncodedBlock]:
+            return ordered_map(lambda changes: encode_block(changes, self._encoding, before), capture.blocks)
+
+        since = self._since_skip_base(capture, version)
+        draft = Draft(
+            encoded() if version else (),
+            mirror.at(capture),
+            lambda: mirror.digest_at(capture),
+            job.step,
+            job.metrics,
+            {"held": job.held},
+            self._skip_draft(since, capture, version),
+        )
+        published = self._writer.write(draft)
+        mirror.settle(capture)
+        self._skip = (version, Capture.empty(mirror.plan)) if self._is_skip_base(version) else since
+        return published
+
+    def _raise_failure(self) -> None:
+        if self._closed:
+            raise PublisherClosed(f"this publisher of {self._store.url} is closed")
+        with self._work:
+            failure = self._failure
+            if not isinstance(failure, WriterConflict):
+                self._failure = None
+        if isinstance(failure, WriterConflict):
+            raise failure
+        if failure is not None:
+            raise PublishFailed(
+                f"publishing to {self._store.url} failed in the background: {failure}. "
+                "Nothing is lost: the next publish carries what this one should have"
+            ) from failure
+
+    # ── skip deltas ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _is_skip_base(self, version: int) -> bool:
+        return bool(self._skip_every) and version % (self._skip_every or 1) == 0
+
+    def _since_skip_base(self, capture: Capture, version: int) -> tuple[int, Capture] | None:
+        if self._skip is None:
+            return None
+        base, since = self._skip
+        return base, since.then(capture)
+
+    def _skip_draft(self, since: tuple[int, Capture] | None, capture: Capture, version: int) -> Skip | None:
+        if since is None or not self._is_skip_base(version) or since[0] == version - 1:
+            return None
+        assert self._mirror is not None
+        base, changes = since
+        before = self._mirror.before(capture, since=changes)
+        return Skip(
+            base,
+            lambda: ordered_map(lambda block: encode_block(block, self._encoding, before), changes.blocks),
+        )

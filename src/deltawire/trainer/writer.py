@@ -1,0 +1,149 @@
+"""How a version gets into the bucket: delta, perhaps an anchor, perhaps a skip delta, then the manifest."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..core import full, keys
+from ..core.change import Region
+from ..core.digest import StateDigest
+from ..core.dtypes import Bits
+from ..core.manifest import Link, Manifest
+from ..core.sparse import DataFile, DeltaWriter, EncodedBlock
+from .commit import Committer
+from .policy import AnchorPolicy
+
+log = logging.getLogger("deltawire")
+
+Progress = Callable[[str, int], None]
+"""(phase, bytes since the last call); the phases are "detect" and "put"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A committed version, as `PublishHandle.result` returns it."""
+
+    version: int
+    digest: str
+    changed: int
+    # elements that differ from the version before
+    bytes: int
+    # uploaded for this version
+    kinds: tuple[str, ...]
+    # "delta", "anchor", "reference"
+    timings: dict[str, float]
+    # seconds: held (the trainer's thread), encode, put
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A delta over several versions, to go into the bucket beside the ordinary one."""
+
+    base: int
+    blocks: Callable[[], Iterable[EncodedBlock]]
+
+
+@dataclass(slots=True)
+class Draft:
+    """A version on its way: everything about it that is not yet in the bucket."""
+
+    blocks: Iterable[EncodedBlock]
+    # the coded changes since the version before; consumed once, before `weights` and `digest` are asked for
+    weights: Callable[[Region], Bits]
+    # the full weights, for an anchor
+    digest: Callable[[], StateDigest]
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    skip: Skip | None = None
+    progress: Progress | None = None
+
+
+class VersionWriter:
+    def __init__(
+        self, committer: Committer, encoding: str, policy: AnchorPolicy, files: Mapping[str, bytes] | None
+    ) -> None:
+        self.committer, self.encoding, self.policy, self.files = committer, encoding, policy, files
+
+    def write(self, draft: Draft) -> Published:
+        committer, schema = self.committer, self.committer.run.schema
+        version = committer.next_version
+        put = (lambda n: draft.progress("put", n)) if draft.progress else None
+        clock = time.perf_counter()
+        delta = DeltaWriter(self.encoding)
+        links: list[Link] = []
+        try:
+            file = self._delta(delta, draft.blocks, version - 1, version)
+            draft.timings["encode"] = time.perf_counter() - clock
+            clock = time.perf_counter()
+            delta_bytes = file.size if version else 0
+            if version and delta_bytes < schema.nbytes:
+                blob = committer.put(keys.delta(version - 1, version, committer.writer), file, put)
+                links.append(Link("delta", version - 1, (blob,), self.encoding, file.changed))
+            if not links or self.policy.wants_anchor(version, delta_bytes, schema.nbytes, committer.versions):
+                metadata = {**self._metadata(version), "total_params": str(schema.elements)}
+                whole = full.anchor(schema, draft.weights, metadata)
+                blob = committer.put(keys.anchor(version, committer.writer), whole, put)
+                links.append(Link("anchor", None, (blob,)))
+        finally:
+            delta.close()
+        if draft.skip is not None:
+            links.append(self._skip(draft.skip, version))
+        files = committer.put_files(self.files)
+        draft.timings["put"] = time.perf_counter() - clock
+        manifest = committer.commit(
+            tuple(links),
+            digest=str(draft.digest()),
+            changed=file.changed if version else schema.elements,
+            step=draft.step,
+            metrics=draft.metrics,
+            timings=draft.timings,
+            files=files,
+        )
+        say(manifest, schema.elements)
+        return Published(
+            version,
+            manifest.digest,
+            manifest.changed,
+            sum(link.bytes for link in links),
+            tuple(link.kind for link in links),
+            dict(manifest.timings),
+        )
+
+    def _delta(self, writer: DeltaWriter, blocks: Iterable[EncodedBlock], base: int, version: int) -> DataFile:
+        for block in blocks:
+            writer.add(block)
+        total = max(self.committer.run.schema.elements, 1)
+        return writer.finish(
+            {
+                **self._metadata(version),
+                "base_version": str(base),
+                "total_params": str(total),
+                "sparsity": f"{1 - writer.changed / total:.6f}",
+            }
+        )
+
+    def _skip(self, skip: Skip, version: int) -> Link:
+        writer = DeltaWriter(self.encoding)
+        try:
+            file = self._delta(writer, skip.blocks(), skip.base, version)
+            blob = self.committer.put(keys.delta(skip.base, version, self.committer.writer), file)
+            return Link("delta", skip.base, (blob,), self.encoding, file.changed)
+        finally:
+            writer.close()
+
+    def _metadata(self, version: int) -> dict[str, str]:
+        return {"run": self.committer.run.info.run, "model_version": str(version)}
+
+
+def say(manifest: Manifest, elements: int) -> None:
+    """One line per version."""
+    kinds = "+".join(link.kind for link in manifest.links)
+    size = sum(blob.size for link in manifest.links for blob in link.objects)
+    times = "  ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in manifest.timings.items())
+    parent = f" ← v{manifest.parent}" if manifest.parent is not None else ""
+    share = 100 * manifest.changed / max(elements, 1)
+    log.info("v%d%s  %s  %.2f %% changed  %.1f MB  %s", manifest.version, parent, kinds, share, size / 1e6, times)

@@ -1,0 +1,240 @@
+"""How failures of a server reach the caller, against a server that fails as told."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from deltawire.core.errors import (
+    AlreadyExists,
+    BadURL,
+    DeltawireError,
+    ObjectNotFound,
+    PermissionDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    TruncatedFile,
+)
+from deltawire.store import Fetched, ObjectStore
+from deltawire.store.object import _safe_offset
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    status = 500
+    body = b""
+    etag: str | None = None
+    requests: list[str]
+
+    def answer(self, status: int, code: str = "") -> None:
+        self.status = status
+        self.body = f"<Error><Code>{code}</Code><Message>as told</Message></Error>".encode() if code else b""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.server.requests.append(f"{self.command} {self.path}")
+        self.send_response(self.server.status)
+        self.send_header("content-length", str(len(self.server.body)))
+        if self.server.etag:
+            self.send_header("etag", self.server.etag)
+            self.send_header("last-modified", "Wed, 21 Oct 2026 07:28:00 GMT")
+        # One request per connection: the client must not find its pooled connection closed and call that the error.
+        self.send_header("connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(self.server.body)
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = do
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server(("127.0.0.1", 0), Handler)
+    server.requests = []
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ALLOW_HTTP", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def calls(store: ObjectStore) -> list[Callable[[], object]]:
+    return [
+        lambda: store.get("key"),
+        lambda: store.get_if_changed("key", '"etag"'),
+        lambda: store.get_range("key", 0, 1),
+        lambda: store.put("key", b"x"),
+        lambda: store.put("key", lambda: [b"x"]),
+        lambda: store.put_if_absent("key", b"x"),
+        lambda: list(store.list()),
+        lambda: store.delete("key"),
+        lambda: store.head("key"),  # the last: an answer to HEAD has no body, so no error code
+    ]
+
+
+def failures(store: ObjectStore, *, head: bool = True) -> set[type]:
+    found = set()
+    for call in calls(store)[: None if head else -1]:
+        with pytest.raises(DeltawireError) as caught:
+            call()
+        found.add(type(caught.value))
+        assert "s3://bucket/run" in str(caught.value), "a message names the place"
+        assert "hunter2" not in str(caught.value)
+        assert "Debug source" not in str(caught.value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (500, "InternalError", StoreUnavailable),
+        (502, "", StoreUnavailable),
+        (503, "SlowDown", StoreUnavailable),
+        (429, "", StoreUnavailable),
+        (408, "", StoreUnavailable),
+        (403, "AccessDenied", PermissionDenied),
+        (401, "", PermissionDenied),
+        (507, "", StoreFull),
+        (501, "NotImplemented", StoreError),
+        (405, "", StoreError),
+    ],
+)
+def test_status_of_every_verb(server: Server, status: int, code: str, expected: type) -> None:
+    server.answer(status, code)
+    assert failures(ObjectStore.from_url("s3://bucket/run", retries=0)) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "RequestTimeout", StoreUnavailable),
+        (409, "ConditionalRequestConflict", StoreUnavailable),
+        (400, "ExpiredToken", PermissionDenied),
+        (403, "SignatureDoesNotMatch", PermissionDenied),
+    ],
+)
+def test_codes_that_outrank_the_status(server: Server, status: int, code: str, expected: type) -> None:
+    server.answer(status, code)
+    assert failures(ObjectStore.from_url("s3://bucket/run", retries=0), head=False) == {expected}
+
+
+def test_a_missing_bucket_is_not_a_missing_object(server: Server) -> None:
+    server.answer(404, "NoSuchBucket")
+    store = ObjectStore.from_url("s3://bucket/run", retries=0)
+    assert failures(store, head=False) == {BadURL}
+    with pytest.raises(BadURL, match="no such bucket; create it first"):
+        store.put("key", b"x")
+    server.answer(404, "NoSuchKey")
+    with pytest.raises(ObjectNotFound, match="s3://bucket/run/key"):
+        store.get("key")
+
+
+def test_a_message_says_what_the_server_said(server: Server) -> None:
+    server.answer(403, "AccessDenied")
+    with pytest.raises(PermissionDenied, match=r"s3://bucket/run/key: 403 Forbidden: AccessDenied: as told$"):
+        ObjectStore.from_url("s3://bucket/run", retries=0).get("key")
+
+
+def test_a_key_does_not_decide_what_an_error_means(server: Server) -> None:
+    server.answer(404, "NoSuchKey")
+    store = ObjectStore.from_url("s3://bucket/run", retries=0)
+    for key in ("NoSuchBucket", "SlowDown/x", "<Code>NoSuchBucket</Code>"):
+        with pytest.raises(ObjectNotFound):
+            store.get(key)
+
+
+def test_create_is_never_repeated_by_the_client(server: Server) -> None:
+    """Its second try would find the first one's object and report a conflict with itself."""
+    server.answer(500)
+    store = ObjectStore.from_url("s3://bucket/run", retries=1)
+    with pytest.raises(StoreUnavailable):
+        store.put_if_absent("key", b"x")
+    assert server.requests == ["PUT /bucket/run/key"]
+    server.requests.clear()
+    with pytest.raises(StoreUnavailable):
+        store.put("key", b"x")
+    assert server.requests == ["PUT /bucket/run/key"] * 2
+
+
+def test_taken_keys(server: Server) -> None:
+    server.answer(412, "PreconditionFailed")
+    with pytest.raises(AlreadyExists):
+        ObjectStore.from_url("s3://bucket/run", retries=0).put_if_absent("key", b"x")
+
+
+def test_conditional_get(server: Server) -> None:
+    store = ObjectStore.from_url("s3://bucket/run", retries=0)
+    server.answer(304)
+    assert store.get_if_changed("key", '"same"') is None
+    # A gateway that ignores the condition sends the object again, with the etag we have.
+    server.status, server.body, server.etag = 200, b"content", '"same"'
+    assert store.get_if_changed("key", '"same"') is None
+    assert store.get_if_changed("key", '"other"') == Fetched(b"content", '"same"')
+
+
+def test_a_range_past_the_end(server: Server) -> None:
+    server.answer(416, "InvalidRange")
+    with pytest.raises(TruncatedFile):
+        ObjectStore.from_url("s3://bucket/run", retries=0).get_range("key", 10, 1)
+
+
+def test_small_streams_take_one_request(server: Server) -> None:
+    server.status, server.etag = 200, '"etag"'
+    ObjectStore.from_url("s3://bucket/run", retries=0).put("key", lambda: [b"one", b"two"])
+    assert server.requests == ["PUT /bucket/run/key"]
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{bound.getsockname()[1]}")
+        store = ObjectStore.from_url("s3://bucket/run", retries=0)
+        assert failures(store) == {StoreUnavailable}
+        with pytest.raises(StoreUnavailable, match="Connection refused"):
+            store.get("key")
+
+
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    monkeypatch.setenv("AWS_TIMEOUT", "100ms")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(StoreUnavailable, match="timed out"):
+            ObjectStore.from_url("s3://bucket/run", retries=0).get("key")
+
+
+def test_where_a_server_may_skip_to() -> None:
+    for folder, after, expected in (
+        ("", "", ""),
+        ("versions/", "versions/000041.json", "versions/00004"),
+        ("", "versions/000041.json", "versions/00004"),
+        ("", "a b", ""),
+        ("a/", "b/c", ""),
+        ("a/", "a", ""),
+        ("", "a/b", ""),
+        ("", "abc/d", "ab"),
+        ("", "abc/de", "abc/d"),
+        ("", "zebra", "zebr"),
+        ("a b/", "a b/cd", "a b/c"),
+    ):
+        offset = _safe_offset(folder, after)
+        assert offset == expected
+        assert offset <= after

@@ -1,0 +1,43 @@
+"""The protocol, on every store that needs no server."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from deltawire.store import LocalStore, ObjectStore, Retrying, Store
+from deltawire.testing import CountingStore, FlakyStore, StoreTests
+
+
+class TestLocalStore(StoreTests):
+    page_size = 100  # a folder has no pages
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(tmp_path / "run")
+
+
+class TestMemoryStore(StoreTests):
+    @pytest.fixture
+    def store(self) -> Store:
+        return ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+
+
+class TestMemoryStoreWithPrefix(StoreTests):
+    @pytest.fixture
+    def store(self) -> Store:
+        name = f"memory://{uuid.uuid4()}"
+        # Neighbours whose keys begin like ours, which no listing may show.
+        for neighbour in ("", "/some/run2", "/some/ru", "/some"):
+            ObjectStore.from_url(name + neighbour).put("neighbour", b"not ours")
+        return ObjectStore.from_url(name + "/some/run")
+
+
+class TestWrappers(StoreTests):
+    """Wrappers that have nothing to do must not show."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        return Retrying(CountingStore(FlakyStore(ObjectStore.from_url(f"memory://{uuid.uuid4()}"))))
