@@ -1,10 +1,10 @@
 """deltawire: the weights of a model in training, on every server that samples from it, through nothing but a bucket.
 
-    publisher = dw.Publisher("s3://runs/wordle")      # trainer
-    publisher.publish(model)
+publisher = dw.Publisher("s3://runs/wordle")      # trainer
+publisher.publish(model)
 
-    replica = dw.Replica("s3://runs/wordle")          # anywhere else
-    replica.sync(model)
+replica = dw.Replica("s3://runs/wordle")          # anywhere else
+replica.sync(model)
 """
 
 from .api import decode, encode

@@ -13,7 +13,12 @@ from .models import ModelView, like, require_schema, tensors_of
 
 
 def encode(
-    old: Any, new: Any, encoding: str = "packed", *, metadata: Mapping[str, str] | None = None, threads: int | None = None
+    old: Any,
+    new: Any,
+    encoding: str = "packed",
+    *,
+    metadata: Mapping[str, str] | None = None,
+    threads: int | None = None,
 ) -> bytes:
     """What turns `old` into `new`, bit for bit, as a sparse safetensors file.
 

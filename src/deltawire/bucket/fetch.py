@@ -114,5 +114,3 @@ def _hash_file(handle: int, size: int) -> str:
 def _check(blob: Blob, found: str) -> None:
     if found != blob.hash:
         raise HashMismatch(f"{blob.key} has the hash {found}, its manifest says {blob.hash}")
-
-

@@ -119,7 +119,9 @@ def reference_source(run: Run, link: Link, resolve: Resolve) -> Weights:
     return Weights(checkpoint, run.schema)
 
 
-def take(run: Run, state: State, manifest: Manifest, link: Link, *, resolve: Resolve, progress: Progress | None) -> None:
+def take(
+    run: Run, state: State, manifest: Manifest, link: Link, *, resolve: Resolve, progress: Progress | None
+) -> None:
     """Move a private state along one link and prove it. On any error the state is spoiled: drop it."""
     if link.kind == "delta":
         moved = StateDigest()

@@ -22,7 +22,9 @@ class Step:
     bytes: int
 
 
-def plan(have: int | None, want: int, versions: Mapping[int, Summary], *, request_cost: int = REQUEST_COST) -> list[Step]:
+def plan(
+    have: int | None, want: int, versions: Mapping[int, Summary], *, request_cost: int = REQUEST_COST
+) -> list[Step]:
     """The cheapest way from `have` (None: nothing) to `want`, over anchors, references, deltas and skip deltas.
 
     Links always lead from a lower version to a higher one, so one pass in ascending order finds the best path.

@@ -235,7 +235,5 @@ def compose(first: Change, second: Change) -> Change:
     size = first.count + second.count + 1
     positions = np.empty(size, np.uint32)
     old, new = np.empty(size, first.old.dtype), np.empty(size, first.old.dtype)
-    n = _compose(
-        first.positions, first.old, first.new, second.positions, second.new, second.old, positions, old, new
-    )
+    n = _compose(first.positions, first.old, first.new, second.positions, second.new, second.old, positions, old, new)
     return Change(first.region, positions[:n].copy(), old[:n].copy(), new[:n].copy())

@@ -103,7 +103,16 @@ def _dense(units: Any, start: int, keys: Any, table: Any, out: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def _sparse(
-    positions: Any, old: Any, new: Any, base: int, width: int, stride: int, halves: bool, keys: Any, table: Any, out: Any
+    positions: Any,
+    old: Any,
+    new: Any,
+    base: int,
+    width: int,
+    stride: int,
+    halves: bool,
+    keys: Any,
+    table: Any,
+    out: Any,
 ) -> None:
     total0 = np.uint64(0)
     total1 = np.uint64(0)

@@ -233,4 +233,3 @@ def write_checkpoint(
 def check_anchor(file: FullFile, schema: Schema) -> None:
     """An anchor must hold exactly the run's tensors."""
     Schema.build(file.tensors, schema.ties).require_equal(schema, ours="the anchor", theirs="the run")
-

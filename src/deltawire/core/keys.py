@@ -9,7 +9,14 @@ from .errors import ForeignObject
 RUN = "run.json"
 HEAD = "head.json"
 PRUNED = "pruned.json"
-ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, VERSIONS = "anchors/", "deltas/", "files/", "history/", "replicas/", "versions/"
+ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, VERSIONS = (
+    "anchors/",
+    "deltas/",
+    "files/",
+    "history/",
+    "replicas/",
+    "versions/",
+)
 
 _DATA = re.compile(r"(anchors|deltas)/step_[0-9]{6,18}(-[0-9]{6,18})?\.[0-9a-f]{8}\.safetensors")
 _FILE = re.compile(r"files/[0-9a-f]{32}")

@@ -20,7 +20,15 @@ from .change import Change, Region
 from .codecs import block_encoding, raw
 from .codecs.base import BaseBits, Before, CodedBlock, Stream, expand, squeeze
 from .dtypes import lookup
-from .errors import CorruptStream, CountMismatch, HashMismatch, HeaderError, PositionError, SchemaMismatch, UnknownFormat
+from .errors import (
+    CorruptStream,
+    CountMismatch,
+    HashMismatch,
+    HeaderError,
+    PositionError,
+    SchemaMismatch,
+    UnknownFormat,
+)
 from .parallel import ordered_map
 from .schema import Schema, TensorSpec
 
@@ -219,9 +227,7 @@ class DeltaFile:
         for name, stream in block.record.streams.items():
             streams[name] = payload[at : at + stream.stored]
             at += stream.stored
-        changes: list[Change] = block_encoding(block.record.encoding).decode(
-            block.record, block.regions, streams, base
-        )
+        changes: list[Change] = block_encoding(block.record.encoding).decode(block.record, block.regions, streams, base)
         return changes
 
     def changes(self, base: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:

@@ -235,9 +235,7 @@ class Replica:
         if not self._bad:
             return versions
         return {
-            v: msgspec.structs.replace(
-                s, links=tuple(x for x in s.links if (v, x.kind, x.base) not in self._bad)
-            )
+            v: msgspec.structs.replace(s, links=tuple(x for x in s.links if (v, x.kind, x.base) not in self._bad))
             for v, s in versions.items()
         }
 

@@ -27,9 +27,7 @@ class Target:
         for alias, name in schema.ties.items():
             if alias in tensors:
                 names[name].append(alias)
-        self._cells = {
-            name: [_cell(tensors[n], n) for n in aliases if n in tensors] for name, aliases in names.items()
-        }
+        self._cells = {name: [_cell(tensors[n], n) for n in aliases if n in tensors] for name, aliases in names.items()}
 
     def bits(self, name: str) -> Bits:
         """The tensor's present bits: a live view for weights on the CPU, a copy for others. Not to be written to."""

@@ -1,8 +1,8 @@
 """Patch live weights all or nothing.
 
-    stage    fetch, hash, decode, predict the digest      nothing touched; any error ends here
-    apply    scatter the new bits                         on an error: scatter the old ones back
-    prove    recompute the digest of the live weights     on a mismatch: scatter the old ones back
+stage    fetch, hash, decode, predict the digest      nothing touched; any error ends here
+apply    scatter the new bits                         on an error: scatter the old ones back
+prove    recompute the digest of the live weights     on a mismatch: scatter the old ones back
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The trainer's side: `publish` notes what changed and returns; a background thread encodes, uploads and commits.
 
-    publish ──capture──▶ waiting ──▶ in flight ──encode, put, commit──▶ version
-                            ▲ a second publish merges into what waits: a slow bucket makes fewer, larger versions
+publish ──capture──▶ waiting ──▶ in flight ──encode, put, commit──▶ version
+                        ▲ a second publish merges into what waits: a slow bucket makes fewer, larger versions
 """
 
 from __future__ import annotations
