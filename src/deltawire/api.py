@@ -1,4 +1,4 @@
-"""`encode` and `decode`: a delta as bytes, for tools and tests. Runs, versions and buckets are built on the same parts."""
+"""`encode` and `decode`: a delta as bytes, for tools and tests. Runs and buckets are built on the same parts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def encode(
 ) -> bytes:
     """What turns `old` into `new`, bit for bit, as a sparse safetensors file.
 
-    Both are `{name: array}` mappings (numpy, a uint16 array being the bits of a bfloat16, or torch) or torch modules, with
-    the same names, shapes and dtypes.
+    Both are `{name: array}` mappings (numpy, a uint16 array being the bits of a bfloat16, or torch) or torch modules,
+    with the same names, shapes and dtypes.
     """
     before, after = ModelView(old), ModelView(new)
     require_schema(after, before.schema, "the new model")

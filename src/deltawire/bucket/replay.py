@@ -1,6 +1,6 @@
 """Run the chain: a version of a run as bits in memory, verified.
 
-Used wherever weights are needed that nobody serves from: a checkout, a resuming publisher, `verify`, an anchor fallback.
+Used wherever weights are needed that nobody serves from: a checkout, a resuming publisher, `verify`.
 Live weights are patched by `replica/`, which can undo.
 """
 

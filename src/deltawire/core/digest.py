@@ -1,6 +1,6 @@
 """The state digest: 128 bits that say which version a set of weights is.
 
-    digest = Σ over tensors, units   A(tensor, position >> 10) · B[position & 1023] · bits      (two lanes, each mod 2^64)
+    digest = Σ over tensors, units   A(tensor, position >> 10) · B[position & 1023] · bits   (two lanes, mod 2^64)
 
 A unit is 8 bits of a 1-byte dtype, 16 bits of any other; `position` is its index in the flattened tensor. A is a mixed
 hash of the tensor's name and the block number, B a fixed table of 1024 random words.
@@ -11,9 +11,9 @@ hash of the tensor's name and the block number, B a fixed table of 1024 random w
 * One multiply-add per unit and lane: recomputing it runs at about memory speed.
 
 Collisions: an accident (a lost, doubled or misplaced update, a flipped bit) is a difference vector chosen independently
-of the keys; it goes unseen only if its sum vanishes in both lanes. Differences divisible by 2^k lose k bits of a lane, at
-worst 15 (all of them sign flips), so the chance is at most about 2^-98. It is a checksum, not a signature: whoever can
-write to the bucket can make weights with a digest of their choice, and could as well publish a version of their own.
+of the keys; it goes unseen only if its sum vanishes in both lanes. Differences divisible by 2^k lose k bits of a lane,
+at worst 15 (all of them sign flips), so the chance is at most about 2^-98. It is a checksum, not a signature: whoever
+can write to the bucket can make weights with a digest of their choice, and could as well publish a version.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Dtype:
 
     @property
     def steps_are_signed(self) -> bool:
-        """True where one unit holds the whole sign-magnitude number, so that neighbours in value are neighbours in key."""
+        """True where one unit holds the whole sign-magnitude number, so that steps can be counted in ulps."""
         return self.is_float and self.units_per_element == 1
 
 
@@ -99,8 +99,6 @@ _FROM_NUMPY = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
 
-_TO_NUMPY = {v: k for k, v in _FROM_NUMPY.items() if k not in ("bfloat16",) and not k.startswith("float8")}
-
 
 def lookup(name: str) -> Dtype:
     try:
@@ -114,11 +112,6 @@ def of_numpy(array: npt.NDArray[Any]) -> str:
         return _FROM_NUMPY[array.dtype.name]
     except KeyError:
         raise UnsupportedDtype(f"numpy dtype {array.dtype} cannot travel; pass an integer view of its bits") from None
-
-
-def to_numpy(name: str) -> np.dtype[Any]:
-    """The numpy dtype that shows this one best: float16 for F16, uint16 bits for BF16, uint8 bits for the fp8 family."""
-    return np.dtype(_TO_NUMPY.get(name, np.dtype(lookup(name).unit).name))
 
 
 def bits_of(array: npt.NDArray[Any]) -> Bits:

@@ -46,7 +46,7 @@ def chunks(tensors: list[TensorSpec], read: Callable[[Region], Bits]) -> Iterato
     """The data part of a file, a few megabytes at a time."""
     for tensor in tensors:
         for region in regions(tensor):
-            yield memoryview(np.ascontiguousarray(read(region))).cast("B")
+            yield np.ascontiguousarray(read(region)).data.cast("B")
 
 
 def anchor(schema: Schema, read: Callable[[Region], Bits], metadata: Mapping[str, str]) -> DataFile:

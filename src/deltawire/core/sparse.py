@@ -1,7 +1,7 @@
 """Sparse safetensors: a delta as a file.
 
-A file holds string metadata, an `index` (zstd-compressed JSON: tensors, and per block its regions, streams and hash), and
-one byte tensor per block. `raw` files have no index: they are `{name}.indices` and `{name}.values` (see codecs/raw.py).
+A file holds string metadata, an `index` (zstd-compressed JSON: tensors, and per block its regions, streams and hash),
+and one byte tensor per block. `raw` files have no index: they are `{name}.indices` and `{name}.values` (see codecs/raw.py).
 The full specification is docs/format.md.
 """
 
@@ -215,7 +215,8 @@ class DeltaFile:
     def decode(self, block: BlockRef, base: BaseBits) -> list[Change]:
         """The changes of one block against the base version's bits. Touches nothing."""
         if block.record is None:
-            assert block.indices is not None and block.values is not None
+            assert block.indices is not None
+            assert block.values is not None
             region = block.regions[0][0]
             indices = self._read(block.indices.start, block.indices.nbytes)
             values = self._read(block.values.start, block.values.nbytes)

@@ -115,5 +115,6 @@ def _require(found: Schema, tensors: dict[str, Any], schema: Schema, strict: boo
         extra = tensors.keys() - {t.name for t in schema.tensors} - schema.ties.keys()
         if extra:
             raise SchemaMismatch(
-                f"this model has {sorted(extra)[0]!r}, which the run does not carry; pass strict=False to leave it alone"
+                f"this model has {sorted(extra)[0]!r}, which the run does not carry; "
+                "pass strict=False to leave it alone"
             )

@@ -42,7 +42,7 @@ class Committer:
         return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
 
     def put_files(self, files: Mapping[str, bytes] | None) -> tuple[File, ...]:
-        """Config and tokenizer files, by content: uploaded once, named by every later manifest. None keeps the parent's."""
+        """Config and tokenizer files: uploaded once, named by every later manifest. None keeps the parent's."""
         inherited = self.newest.files if self.newest else ()
         if files is None:
             return inherited

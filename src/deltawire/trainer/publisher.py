@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ class Publisher:
     skip_every     also publish a delta over this many versions at a time, so that late joiners fetch fewer objects
     reference      a checkpoint folder or hub id that version 0 points to, instead of an upload of the full weights
     files          names and contents, or a checkpoint folder, of config and tokenizer files that go with the weights
-    max_pending    bytes that one capture may hold while it waits (default: half the model); a denser change is published
-                   block by block before `publish` returns
+    max_pending    bytes that one capture may hold while it waits (default: half the model); a denser change is
+                   published block by block before `publish` returns
     """
 
     def __init__(
@@ -119,10 +120,9 @@ class Publisher:
         self._failure: BaseException | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
-        try:
+        with suppress(RunNotFound):
+            # else it is made by the first publish, which knows the schema
             self._take_up(Run.open(self._store))
-        except RunNotFound:
-            pass  # made by the first publish, which knows the schema
 
     # ── what a trainer calls ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -363,7 +363,8 @@ class Publisher:
 
     def _publish(self, job: _Job) -> Published:
         """Encode, upload and commit one job. Nothing is lost on failure: it is part of whatever is published next."""
-        assert self._mirror is not None and self._writer is not None
+        assert self._mirror is not None
+        assert self._writer is not None
         mirror = self._mirror
         if self._leftover is not None:
             job.capture, self._leftover = mirror.fold(self._leftover, job.capture), None

@@ -18,7 +18,7 @@ BaseBits = Callable[[str], Bits]
 """Flat bits of a tensor of the base version, by name: what the decoder holds."""
 
 Before = Callable[[Region], Bits]
-"""The base version's own flat bits of a region: what the encoder diffed against, for encodings that code in its light."""
+"""The base version's own flat bits of a region: what the encoder diffed against."""
 
 
 class Stream(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""`packed`: gaps between changed positions and steps in ulps, as byte streams that zstd's entropy coder takes to their floor.
+"""`packed`: gaps between changed positions and steps in ulps, as byte streams for an entropy coder.
 
 gap    position − previous position − 1, counted within a region. Its low `shift` bits go to `low` as they are (they are
        noise); the rest goes to `gaps` as one byte, 255 meaning "255 and more follows".
@@ -87,7 +87,7 @@ def decode(
 
 
 def _shift(covered: int, changed: int) -> int:
-    """Leave the mean gap at about 32: below a byte, so that few gaps escape; above noise, so that little is left raw."""
+    """Leave the mean gap at about 32: below a byte, so few gaps escape; above noise, so little is left raw."""
     mean = covered // max(changed, 1)
     return min(max(mean.bit_length() - 6, 0), 24)
 
@@ -97,7 +97,8 @@ def _is_signed(region: Region) -> bool:
 
 
 def _planes(values: Bits) -> bytes:
-    return values.view(np.uint8).reshape(values.size, values.itemsize).T.tobytes()
+    planes: npt.NDArray[np.uint8] = values.view(np.uint8).reshape(values.size, values.itemsize).T
+    return planes.tobytes()
 
 
 def _unplanes(data: npt.NDArray[np.uint8], unit: type[np.unsignedinteger[Any]]) -> Bits:

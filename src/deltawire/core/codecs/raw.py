@@ -1,7 +1,7 @@
 """`raw`: `{name}.indices` and `{name}.values`, readable by any tool that opens safetensors.
 
-The layout of the first public delta-sync work, and the only encoding that is by tensor rather than by block: indices count
-in the whole flattened tensor, int32 (int64 for a tensor of more than 2^31 units).
+The layout of the first public delta-sync work, and the only encoding that is by tensor rather than by block: indices
+count in the whole flattened tensor, int32 (int64 for a tensor of more than 2^31 units).
 """
 
 from __future__ import annotations
