@@ -60,7 +60,7 @@ class Run:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def newest(self) -> int | None:
-        """The newest committed version. Head is a hint that a crash may leave behind, so the next manifest is asked for."""
+        """The newest committed version. Head is only a hint, so the next manifest is asked for too."""
         version = self.head_hint()
         if version is None:
             version = max(self.listed(), default=None)

@@ -13,6 +13,7 @@ from numba import njit
 from . import digest
 from .dtypes import Bits, lookup
 from .schema import Schema, TensorSpec
+from .simd import LANES, difference_mask, trailing_zeros
 
 BLOCK_UNITS = 1 << 24
 """About how many units a block covers: enough for stable statistics, few enough to hold several in memory."""
@@ -45,6 +46,12 @@ class Region:
     @property
     def contiguous(self) -> bool:
         return self.columns == self.tensor.columns or self.rows <= 1
+
+    @property
+    def geometry(self) -> tuple[int, int, int]:
+        """(base, width, stride): position p is unit base + p // width · stride + p % width of the tensor."""
+        stride = max(self.tensor.columns, 1)
+        return self.base, stride if self.contiguous else self.columns, stride
 
     def matrix(self, bits: Bits) -> Bits:
         """The region as a 2-D view of the whole tensor's flat bits."""
@@ -79,7 +86,7 @@ class Change:
 
     def digest(self) -> digest.StateDigest:
         """How the state digest moves when this change is applied."""
-        base, width, stride = _geometry(self.region)
+        base, width, stride = self.region.geometry
         return digest.of_change(
             self.region.tensor.name, self.positions, self.old, self.new, base=base, width=width, stride=stride
         )
@@ -108,20 +115,15 @@ def _gather(bits: Any, positions: Any, values: Any, base: int, width: int, strid
         values[i] = bits[flat]
 
 
-def _geometry(region: Region) -> tuple[int, int, int]:
-    stride = max(region.tensor.columns, 1)
-    return region.base, stride if region.contiguous else region.columns, stride
-
-
 def scatter(region: Region, positions: npt.NDArray[np.uint32], values: Bits, bits: Bits) -> None:
     """Write values at (already checked) positions of a region into the tensor's flat bits."""
-    _scatter(bits, positions, values, *_geometry(region))
+    _scatter(bits, positions, values, *region.geometry)
 
 
 def gather(region: Region, positions: npt.NDArray[np.uint32], bits: Bits) -> Bits:
     """The tensor's bits at (already checked) positions of a region."""
     values = np.empty(positions.size, bits.dtype)
-    _gather(bits, positions, values, *_geometry(region))
+    _gather(bits, positions, values, *region.geometry)
     return values
 
 
@@ -163,37 +165,30 @@ def regions(tensor: TensorSpec, block_units: int = BLOCK_UNITS) -> Iterator[Regi
 @njit(cache=True, nogil=True)
 def _compare(old: Any, new: Any, start: int, positions: Any, was: Any, now: Any) -> int:
     found = 0
-    size = old.size
-    i = 0
-    # eight at a time: at one changed weight in a hundred most groups are equal and cost one test
-    while i + 8 <= size:
-        a = old[i : i + 8]
-        b = new[i : i + 8]
-        different = a[0] ^ b[0]
-        for j in range(1, 8):
-            different |= a[j] ^ b[j]
-        if different != 0:
-            for j in range(8):
-                positions[found] = start + i + j
-                was[found] = a[j]
-                now[found] = b[j]
-                found += a[j] != b[j]
-        i += 8
-    while i < size:
-        positions[found] = start + i
-        was[found] = old[i]
-        now[found] = new[i]
-        found += old[i] != new[i]
-        i += 1
+    whole = old.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        mask: Any = difference_mask(old, new, i)
+        while mask != 0:
+            j = i + trailing_zeros(mask)
+            positions[found] = start + j
+            was[found] = old[j]
+            now[found] = new[j]
+            found += 1
+            mask &= mask - np.uint64(1)
+    for i in range(whole, old.size):
+        if old[i] != new[i]:
+            positions[found] = start + i
+            was[found] = old[i]
+            now[found] = new[i]
+            found += 1
     return found
 
 
 def compare(region: Region, old: Bits, new: Bits) -> Change:
     """Every position where the bits of a region differ. Both are the region's own flat bits (see `Region.cut`)."""
     size = min(_CHUNK, region.units)
-    # one spare slot: the kernel writes first and counts afterwards
-    positions = np.empty(size + 1, np.uint32)
-    was, now = np.empty(size + 1, old.dtype), np.empty(size + 1, old.dtype)
+    positions = np.empty(size, np.uint32)
+    was, now = np.empty(size, old.dtype), np.empty(size, old.dtype)
     parts: list[tuple[npt.NDArray[Any], ...]] = []
     for start in range(0, region.units, size):
         n = _compare(old[start : start + size], new[start : start + size], start, positions, was, now)

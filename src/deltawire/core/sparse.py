@@ -1,7 +1,7 @@
 """Sparse safetensors: a delta as a file.
 
 A file holds string metadata, an `index` (zstd-compressed JSON: tensors, and per block its regions, streams and hash),
-and one byte tensor per block. `raw` files have no index: they are `{name}.indices` and `{name}.values` (see codecs/raw.py).
+and one byte tensor per block. `raw` files have no index: they are `{name}.indices` and `{name}.values`.
 The full specification is docs/format.md.
 """
 

@@ -1,0 +1,117 @@
+"""The command line: one file per command, wired together here.
+
+A command file has one function `command` whose docstring is its --help. Anything that takes time to import (numba, torch,
+the stores) is imported inside it, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from . import checkout, demo, follow, log, plan, prune, publish, show, verify
+
+__all__ = ["app", "main"]
+
+EXIT_CODES = """\b
+Exit codes
+  0    done
+  1    failed
+  2    used wrongly: an option, an address, a missing extra
+  3    bad data, or a verification that failed
+  4    not found: a run, a version, an object, a reference
+  5    trouble with the store
+  6    another writer was first, or the run is not what this writer published
+  130  interrupted
+"""
+
+
+class Commands(TyperGroup):
+    """Turns what a command raises into one line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from deltawire.core.errors import DeltawireError
+
+        try:
+            return super().invoke(ctx)
+        except DeltawireError as error:
+            typer.echo(f"deltawire: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # whoever read our output has gone; nothing to tell them
+            typer.echo(f"deltawire: {error}", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    name="deltawire",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    epilog=EXIT_CODES,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from deltawire import __version__
+
+        typer.echo(f"deltawire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    verbose: Annotated[
+        int, typer.Option("-v", "--verbose", count=True, help="Say what happens, -vv in detail (on stderr).")
+    ] = 0,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Move the weights of a model in training to the servers that sample from it, through nothing but a bucket.
+
+    A RUN is an address: s3://bucket/run, gs://bucket/run, az://container/run, file:///path or a plain path.
+
+    \b
+    Examples
+      deltawire demo                                         watch it work, here and now
+      deltawire publish checkpoints/step-100 s3://runs/chat  the next version of a run
+      deltawire follow s3://runs/chat --dir /models/chat     keep a checkpoint folder current
+      deltawire log s3://runs/chat                           what was published, who follows
+    """
+    level = {0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
+    logging.getLogger("deltawire").setLevel(level)
+
+
+def _register(name: str, command: Callable[..., None]) -> None:
+    app.command(name)(command)
+
+
+for _name, _module in {
+    "demo": demo,
+    "publish": publish,
+    "checkout": checkout,
+    "follow": follow,
+    "log": log,
+    "show": show,
+    "verify": verify,
+    "prune": prune,
+    "plan": plan,
+}.items():
+    _register(_name, _module.command)
+
+
+def main() -> None:
+    app(prog_name="deltawire")

@@ -1,0 +1,154 @@
+"""What the commands share: output for people and for programs, addresses, progress."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for programs.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Address of the run.", show_default=False)]
+
+_PIPE_WIDTH = 160
+_VERSION = re.compile(r"(.+)@(\d+|newest)", re.DOTALL)
+
+# ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def console() -> Console:
+    """Standard output. Into a pipe it is wide: nobody wants a table cut to 80 columns by what is not a terminal."""
+    from rich.console import Console
+
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=_PIPE_WIDTH if piped else None)
+
+
+def emit(value: Any, render: Callable[[Console], None], as_json: bool) -> None:
+    """The result of a command: `value` as JSON, or whatever `render` prints for people."""
+    if not as_json:
+        render(console())
+        return
+    import msgspec
+
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
+    """A plain table: figures to the right, the columns named in `left` to the left."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="left" if column in left else "right", no_wrap=column not in left)
+    return made
+
+
+# ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def size(n: float) -> str:
+    """4.9 MB, 812 kB: decimal, as disks and networks are sold."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(n) < 999.5:
+            return f"{n:.0f} {unit}" if unit == "B" or abs(n) >= 99.5 else f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} PB"
+
+
+def percent(part: float, whole: float) -> str:
+    """0.94 %, 12.5 %, and never 0 % for something."""
+    share = 100 * part / whole if whole else 0.0
+    if not part:
+        return "0 %"
+    return "<0.01 %" if share < 0.005 else f"{share:.2f} %" if share < 9.995 else f"{share:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """61 ms, 3.2 s, 4 min, 2.5 h, 12 d."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms"
+    for limit, divisor, unit in ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h")):
+        if seconds < limit:
+            value = seconds / divisor
+            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def age(at: float) -> str:
+    """How long ago. A clock that runs ahead of ours is not a negative age."""
+    seconds = max(time.time() - at, 0)
+    return "now" if seconds < 1 else f"{seconds:.0f} s" if seconds < 60 else duration(seconds)
+
+
+def times(full: float, sent: float) -> str:
+    """How many times smaller than the full weights."""
+    if not sent:
+        return "–"
+    ratio = full / sent
+    return f"{ratio:.1f}×" if ratio < 99.5 else f"{ratio:,.0f}×"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One bar per value, the largest full height."""
+    bars = "▁▂▃▄▅▆▇█"
+    top = max(values, default=0) or 1
+    return "".join(bars[min(int(value / top * len(bars)), len(bars) - 1)] for value in values)
+
+
+# ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def split_run(text: str) -> tuple[str, int | None]:
+    """RUN[@VERSION] → (run, version); None is the newest.
+
+    Only a number or `newest` after the last @ is a version; any other @ belongs to the address. A path that ends like one
+    is written as a URL with %40.
+    """
+    match = _VERSION.fullmatch(text)
+    if match is None:
+        return text, None
+    run, version = match[1], match[2]
+    authority = run.partition("://")[2]
+    if ":" in authority and "/" not in authority:
+        return text, None  # user:password@host, not host@version
+    return run, None if version == "newest" else int(version)
+
+
+# ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Advance = Callable[[int], None]
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int | None], Advance]]:
+    """Bars on stderr for as long as the block lasts; nothing where stderr is no terminal.
+
+    Yields `bar(label, total) -> advance(bytes)`; both may be called from any thread.
+    """
+    from rich.console import Console
+
+    stderr = Console(stderr=True)
+    if not stderr.is_terminal:
+        yield lambda label, total: lambda n: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=stderr, transient=True) as bars:
+
+        def bar(label: str, total: int | None) -> Advance:
+            task = bars.add_task(label, total=total)
+            return lambda n: bars.advance(task, n)
+
+        yield bar

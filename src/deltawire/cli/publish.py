@@ -1,0 +1,11 @@
+"""`deltawire publish`: to come."""
+
+from __future__ import annotations
+
+import typer
+
+
+def command() -> None:
+    """To come."""
+    typer.echo("publish is not written yet", err=True)
+    raise typer.Exit(1)
