@@ -7,11 +7,40 @@ replica = dw.Replica("s3://runs/wordle")          # anywhere else
 replica.sync(model)
 """
 
-from .api import decode, encode
-from .core.errors import DeltawireError
-from .replica import Replica
-from .trainer import Published, Publisher, PublishHandle
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import decode, encode
+    from .core.errors import DeltawireError
+    from .replica import Replica
+    from .trainer import Published, Publisher, PublishHandle
 
 __all__ = ["DeltawireError", "PublishHandle", "Published", "Publisher", "Replica", "decode", "encode"]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "DeltawireError": "core.errors",
+    "PublishHandle": "trainer",
+    "Published": "trainer",
+    "Publisher": "trainer",
+    "Replica": "replica",
+    "decode": "api",
+    "encode": "api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # imported on first use: half a second of numba is too much for `deltawire --help`
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

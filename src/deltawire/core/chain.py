@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .errors import MissingBase, VersionNotFound
@@ -25,29 +25,13 @@ class Step:
 def plan(
     have: int | None, want: int, versions: Mapping[int, Summary], *, request_cost: int = REQUEST_COST
 ) -> list[Step]:
-    """The cheapest way from `have` (None: nothing) to `want`, over anchors, references, deltas and skip deltas.
-
-    Links always lead from a lower version to a higher one, so one pass in ascending order finds the best path.
-    """
+    """The cheapest way from `have` (None: nothing) to `want`, over anchors, references, deltas and skip deltas."""
     if have == want:
         return []
     if want not in versions:
         newest = max(versions, default=None)
         raise VersionNotFound(f"the run has no version {want}; the newest is {newest}")
-    best: dict[int, tuple[int, Step | None]] = {}
-    if have is not None:
-        best[have] = (0, None)
-    for version in sorted(v for v in versions if v <= want):
-        for link in versions[version].links:
-            if link.kind == "delta":
-                if link.base not in best:
-                    continue
-                before = best[link.base][0]
-            else:
-                before = 0
-            cost = before + link.bytes + request_cost * max(link.objects, 1)
-            if version not in best or cost < best[version][0]:
-                best[version] = (cost, Step(version, link.kind, link.base, link.bytes))
+    best = _cheapest(have, {v: s for v, s in versions.items() if v <= want}, request_cost)
     if want not in best:
         bases = sorted({link.base for link in versions[want].links if link.base is not None})
         raise MissingBase(
@@ -62,6 +46,45 @@ def plan(
     return steps[::-1]
 
 
-def needed(want: int, versions: Mapping[int, Summary]) -> set[int]:
-    """The versions whose objects the cheapest path from nothing to `want` uses."""
-    return {step.version for step in plan(None, want, versions)}
+def needed(wants: Iterable[int], versions: Mapping[int, Summary]) -> set[int]:
+    """The versions whose objects the cheapest paths from nothing to these versions use, the versions themselves included."""
+    best = _cheapest(None, versions, REQUEST_COST)
+    found: set[int] = set()
+    for want in wants:
+        if want not in best:
+            plan(None, want, versions)  # raises, with the reason
+        at: int | None = want
+        while at is not None and at not in found:
+            found.add(at)
+            step = best[at][1]
+            at = step.base if step else None
+    return found
+
+
+def reachable(versions: Mapping[int, Summary]) -> set[int]:
+    """The versions that somebody who has nothing can get to."""
+    return set(_cheapest(None, versions, REQUEST_COST))
+
+
+def _cheapest(
+    have: int | None, versions: Mapping[int, Summary], request_cost: int
+) -> dict[int, tuple[int, Step | None]]:
+    """Version → what it costs to get there, and the last step on the way.
+
+    Links always lead from a lower version to a higher one, so one pass in ascending order finds every best path.
+    """
+    best: dict[int, tuple[int, Step | None]] = {}
+    if have is not None:
+        best[have] = (0, None)
+    for version in sorted(versions):
+        for link in versions[version].links:
+            if link.kind == "delta":
+                if link.base not in best:
+                    continue
+                before = best[link.base][0]
+            else:
+                before = 0
+            cost = before + link.bytes + request_cost * max(link.objects, 1)
+            if version not in best or cost < best[version][0]:
+                best[version] = (cost, Step(version, link.kind, link.base, link.bytes))
+    return best

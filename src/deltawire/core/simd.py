@@ -25,7 +25,8 @@ def difference_mask(typingctx: Any, a: Any, b: Any, start: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vectors = []
         for kind, value in zip(signature.args[:2], args[:2], strict=True):
-            array = cgutils.create_struct_proxy(kind)(context, builder, value=value)
+            proxy: Any = cgutils.create_struct_proxy
+            array = proxy(kind)(context, builder, value=value)
             element = context.get_value_type(kind.dtype)
             pointer = builder.gep(array.data, [args[2]])
             vector = ir.VectorType(element, LANES)
