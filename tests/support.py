@@ -56,7 +56,7 @@ def moved(rng: np.random.Generator, bits: Bits, dtype: str, density: float) -> B
     for position in where:
         kind = rng.integers(4)
         if kind < 2:
-            new[position] += new.dtype.type(1) if kind else new.dtype.type(np.iinfo(new.dtype).max)
+            new[position : position + 1] += new.dtype.type(1 if kind else np.iinfo(new.dtype).max)
         elif kind == 2:
             new[position] = rng.choice(specials(dtype))
         else:

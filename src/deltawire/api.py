@@ -33,7 +33,7 @@ def encode(
         return [compare(region, before.region(region), after.region(region)) for region in block]
 
     found = list(ordered_map(changed, blocks(schema), threads))
-    count = sum(change.count for block in found for change in block)
+    count = sum(change.elements for block in found for change in block)
     described = {
         "total_params": str(schema.elements),
         "sparsity": f"{1 - count / max(schema.elements, 1):.6f}",

@@ -17,11 +17,12 @@ from ..core.change import Change, Region, blocks
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.errors import DigestMismatch, ForeignObject, ReferenceUnavailable
-from ..core.manifest import Blob, Link, Manifest
+from ..core.manifest import Blob, Link
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
 from ..core.sparse import DeltaFile
-from .fetch import Progress, fetch
+from .ahead import Parcel, arrivals
+from .fetch import Fetched, Progress, fetch
 from .run import Run
 
 Resolve = Callable[[str], Path]
@@ -57,26 +58,39 @@ class State:
         self.digest = full.digest_of(self, threads)
 
 
-@contextmanager
-def open_delta(run: Run, version: int, base: int, blob: Blob, progress: Progress | None = None) -> Iterator[DeltaFile]:
-    """A delta object, fetched, hashed and checked to be what the manifest says it is."""
-    with fetch(run.store, blob, progress) as data:
-        file = DeltaFile(data.read, data.size, run.schema)
-        claim = (file.metadata.get("run"), file.metadata.get("base_version"), file.metadata.get("model_version"))
-        if claim != (run.info.run, str(base), str(version)):
-            raise ForeignObject(f"{blob.key} says it is run {claim[0]}, {claim[1]} → {claim[2]}")
-        yield file
+def as_delta(run: Run, version: int, base: int | None, data: Fetched) -> DeltaFile:
+    """A fetched object as the delta its manifest says it is."""
+    file = DeltaFile(data.read, data.size, run.schema)
+    claim = (file.metadata.get("run"), file.metadata.get("base_version"), file.metadata.get("model_version"))
+    if claim != (run.info.run, str(base), str(version)):
+        raise ForeignObject(
+            f"a delta of version {version} says it is run {claim[0]}, {claim[1]} → {claim[2]}, not {base} → {version}"
+        )
+    return file
+
+
+def as_anchor(run: Run, version: int, data: Fetched) -> Weights:
+    """A fetched object as the full weights its manifest says it is."""
+    file = full.FullFile(data.read, data.size)
+    claim = (file.metadata.get("run"), file.metadata.get("model_version"))
+    if claim != (run.info.run, str(version)):
+        raise ForeignObject(f"an anchor of version {version} says it is run {claim[0]}, version {claim[1]}")
+    full.check_anchor(file, run.schema)
+    return Weights(file, run.schema)
 
 
 @contextmanager
-def open_anchor(run: Run, version: int, blob: Blob, progress: Progress | None = None) -> Iterator[full.FullFile]:
+def open_delta(
+    run: Run, version: int, base: int | None, blob: Blob, progress: Progress | None = None
+) -> Iterator[DeltaFile]:
     with fetch(run.store, blob, progress) as data:
-        file = full.FullFile(data.read, data.size)
-        claim = (file.metadata.get("run"), file.metadata.get("model_version"))
-        if claim != (run.info.run, str(version)):
-            raise ForeignObject(f"{blob.key} says it is run {claim[0]}, version {claim[1]}")
-        full.check_anchor(file, run.schema)
-        yield file
+        yield as_delta(run, version, base, data)
+
+
+@contextmanager
+def open_anchor(run: Run, version: int, blob: Blob, progress: Progress | None = None) -> Iterator[Weights]:
+    with fetch(run.store, blob, progress) as data:
+        yield as_anchor(run, version, data)
 
 
 class Weights:
@@ -110,31 +124,30 @@ def hub_folder(source: str) -> Path:
 
 
 def reference_source(run: Run, link: Link, resolve: Resolve) -> Weights:
-    """The checkpoint a run starts from. It may spell a tied tensor out; everything else must be the run's."""
-    checkpoint = full.Checkpoint(resolve(link.source))
-    stored = [t for t in checkpoint.schema.tensors if t.name not in run.schema.ties]
-    Schema.build(stored, run.schema.ties).require_equal(
-        run.schema, ours=f"the reference {link.source!r}", theirs="the run"
-    )
-    return Weights(checkpoint, run.schema)
+    """The checkpoint a run starts from."""
+    return as_run(full.Checkpoint(resolve(link.source)), run.schema, f"the reference {link.source!r}")
 
 
-def take(
-    run: Run, state: State, manifest: Manifest, link: Link, *, resolve: Resolve, progress: Progress | None
-) -> None:
+def as_run(checkpoint: full.Checkpoint, schema: Schema, what: str) -> Weights:
+    """A checkpoint folder as weights of a run. Folders know nothing of ties and may spell a tied tensor out."""
+    stored = [t for t in checkpoint.schema.tensors if t.name not in schema.ties]
+    Schema.build(stored, schema.ties).require_equal(schema, ours=what, theirs="the run")
+    return Weights(checkpoint, schema)
+
+
+def take(run: Run, state: State, parcel: Parcel, resolve: Resolve) -> None:
     """Move a private state along one link and prove it. On any error the state is spoiled: drop it."""
+    manifest, link = parcel.manifest, parcel.link
     if link.kind == "delta":
         moved = StateDigest()
-        for blob in link.objects:
-            with open_delta(run, manifest.version, link.base or 0, blob, progress) as file:
-                # blocks cover disjoint regions, so each may be written while others are still being decoded
-                for changes in file.changes(state.bits):
-                    moved += write(changes, state)
+        for data in parcel.objects:
+            # blocks cover disjoint regions, so each may be written while others are still being decoded
+            for changes in as_delta(run, manifest.version, link.base, data).changes(state.bits):
+                moved += write(changes, state)
         state.digest += moved
     elif link.kind == "anchor":
-        for blob in link.objects:
-            with open_anchor(run, manifest.version, blob, progress) as file:
-                state.load(Weights(file, run.schema))
+        for data in parcel.objects:
+            state.load(as_anchor(run, manifest.version, data))
     else:
         state.load(reference_source(run, link, resolve))
     if str(state.digest) != manifest.digest:
@@ -157,13 +170,13 @@ def checkout(
     *,
     resolve: Resolve = find_reference,
     progress: Progress | None = None,
+    steps: list[chain.Step] | None = None,
 ) -> State:
-    """The bits of a version. Continues from `state` where a path leads on from there."""
-    have = state.version if state is not None else None
-    steps = chain.plan(have, version, run.timeline(version))
+    """The bits of a version. Continues from `state` where a path leads on from there. `steps` is a path planned before."""
+    if steps is None:
+        steps = chain.plan(state.version if state is not None else None, version, run.timeline(version))
     if state is None:
         state = State(run.schema)
-    for step in steps:
-        manifest = run.manifest(step.version)
-        take(run, state, manifest, manifest.link(step.kind, step.base), resolve=resolve, progress=progress)
+    for arrival in arrivals(run, steps, progress):
+        take(run, state, arrival.parcel(), resolve)
     return state

@@ -60,9 +60,9 @@ class Run:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def newest(self) -> int | None:
-        """The newest committed version. Head is only a hint, so the next manifest is asked for too."""
+        """The newest committed version. Head is only a hint, so its manifest and the next one are asked for too."""
         version = self.head_hint()
-        if version is None:
+        if version is None or not self.exists(version):
             version = max(self.listed(), default=None)
             if version is None:
                 return None
@@ -120,9 +120,12 @@ class Run:
 
     def pruned(self) -> tuple[int, ...]:
         try:
-            return parse(self.store.get(keys.PRUNED).data, Pruned, keys.PRUNED).versions
+            pruned = parse(self.store.get(keys.PRUNED).data, Pruned, keys.PRUNED)
         except ObjectNotFound:
             return ()
+        if pruned.run != self.info.run:
+            raise ManifestError(f"{keys.PRUNED} belongs to another run")
+        return pruned.versions
 
     # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

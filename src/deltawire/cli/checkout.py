@@ -1,11 +1,72 @@
-"""`deltawire checkout`: to come."""
+"""`deltawire checkout`: a version as a checkpoint folder."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
+from .common import JsonOption, ReferenceOption, RunVersionArgument, emit, open_version, progress, resolver, size
 
-def command() -> None:
-    """To come."""
-    typer.echo("checkout is not written yet", err=True)
-    raise typer.Exit(1)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def command(
+    run: RunVersionArgument,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to make.", show_default=False)
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Replace DIR if it is there and not empty.")] = False,
+    reference: ReferenceOption = None,
+    json: JsonOption = False,
+) -> None:
+    r"""Write a version as a checkpoint folder, bit for bit what was published.
+
+    The folder appears whole or not at all: it is made beside DIR and renamed when every byte is on disk and the state
+    digest has matched. Config, tokenizer and template files are included.
+
+    \b
+    Examples
+      deltawire checkout s3://runs/chat -o models/chat        # the newest version
+      deltawire checkout s3://runs/chat@41 -o models/chat-41
+      deltawire checkout s3://runs/chat -o models/chat --force
+    """
+    from ..bucket import folder
+    from ..bucket.replay import checkout
+    from ..core import chain
+
+    _check_place(output, force)
+    opened, version = open_version(run)
+    steps = chain.plan(None, version, opened.timeline(version))
+    with folder.scratch(output) as made, progress() as bar:
+        fetched = bar("fetch", sum(step.bytes for step in steps))
+        state = checkout(opened, version, resolve=resolver(reference), progress=fetched, steps=steps)
+        manifest = opened.manifest(version)
+        folder.fill(made, opened, manifest, state, progress=bar("write", opened.schema.nbytes))
+        folder.move_into(made, output, replace=force)
+    value = {
+        "run": opened.store.url,
+        "version": version,
+        "digest": manifest.digest,
+        "dir": str(output),
+        "tensors": len(opened.schema.tensors),
+        "bytes": opened.schema.nbytes,
+        "fetched_bytes": sum(step.bytes for step in steps if step.kind != "reference"),
+        "files": [file.name for file in manifest.files],
+    }
+
+    def render(out: Console) -> None:
+        fetched = f"{size(value['fetched_bytes'])} fetched in {len(steps)} steps" if len(steps) > 1 else "one step"
+        out.print(f"[bold]v{version}[/bold] → {output}  {size(value['bytes'])}  {fetched}  digest {manifest.digest}")
+
+    emit(value, render, json)
+
+
+def _check_place(place: Path, force: bool) -> None:
+    """Before anything is fetched: a folder may be made here."""
+    if place.is_symlink() or (place.exists() and not place.is_dir()):
+        raise typer.BadParameter(f"{place} is not a folder of its own", param_hint="-o")
+    if place.is_dir() and any(place.iterdir()) and not force:
+        raise typer.BadParameter(f"{place} is not empty; --force replaces it", param_hint="-o")

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +17,23 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ..bucket.replay import Resolve
+    from ..bucket.run import Run
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for programs.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Address of the run.", show_default=False)]
+RunVersionArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN[@VERSION]", help="Address of the run, and which version (the newest).", show_default=False
+    ),
+]
+ReferenceOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", exists=True, file_okay=False, help="Where the checkpoint is that the run starts from."
+    ),
+]
 
 _PIPE_WIDTH = 160
 _VERSION = re.compile(r"(.+)@(\d+|newest)", re.DOTALL)
@@ -123,6 +139,28 @@ def split_run(text: str) -> tuple[str, int | None]:
     if ":" in authority and "/" not in authority:
         return text, None  # user:password@host, not host@version
     return run, None if version == "newest" else int(version)
+
+
+def open_version(text: str) -> tuple[Run, int]:
+    """An opened run and the version that RUN[@VERSION] means."""
+    from ..bucket.run import Run
+    from ..core.errors import VersionNotFound
+
+    where, version = split_run(text)
+    run = Run.open(where)
+    if version is None:
+        version = run.newest()
+    if version is None:
+        raise VersionNotFound(f"the run at {run.store.url} has no version yet")
+    run.manifest(version)
+    return run, version
+
+
+def resolver(reference: Path | None) -> Resolve:
+    """How to find the checkpoint that a run starts from: where the user says it is, else by the run's name for it."""
+    from ..bucket.replay import find_reference
+
+    return find_reference if reference is None else lambda _: reference
 
 
 # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -47,7 +47,7 @@ def plan(
 
 
 def needed(wants: Iterable[int], versions: Mapping[int, Summary]) -> set[int]:
-    """The versions whose objects the cheapest paths from nothing to these versions use, the versions themselves included."""
+    """The versions whose objects the cheapest paths from nothing to these use, these versions included."""
     best = _cheapest(None, versions, REQUEST_COST)
     found: set[int] = set()
     for want in wants:

@@ -62,7 +62,8 @@ class Region:
         """The region's own flat bits: a view where it is contiguous in the tensor, else a copy."""
         if self.contiguous:
             return bits[self.base : self.base + self.units]
-        return self.matrix(bits).reshape(-1)
+        # a copy in any case: one column of a matrix would reshape to a strided view, and kernels count on neighbours
+        return np.ascontiguousarray(self.matrix(bits)).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,14 @@ class Change:
     @property
     def count(self) -> int:
         return int(self.positions.size)
+
+    @property
+    def elements(self) -> int:
+        """How many elements changed: an 8-byte one is two units, which may both have changed."""
+        per = lookup(self.region.tensor.dtype).units_per_element
+        if per == 1 or not self.count:
+            return self.count
+        return 1 + int(np.count_nonzero(np.diff(self.positions // per)))
 
     @property
     def nbytes(self) -> int:

@@ -15,7 +15,7 @@ from blake3 import blake3
 from . import container, digest
 from .change import BLOCK_UNITS, Region, blocks, regions
 from .dtypes import Bits, lookup
-from .errors import FormatError, ManifestError, SchemaMismatch, TruncatedFile
+from .errors import FormatError, ManifestError, SchemaMismatch, TruncatedFile, UnsafeName
 from .parallel import ordered_map
 from .schema import Schema, TensorSpec, check_name
 from .sparse import FORMAT, FORMAT_VERSION, DataFile, Read
@@ -91,7 +91,7 @@ class FullFile:
         width = region.tensor.columns
         data = self._read(item.start + region.row * width * size, region.rows * width * size)
         rows = np.frombuffer(data, unit).reshape(region.rows, width)
-        return rows[:, region.column : region.column + region.columns].reshape(-1)
+        return np.ascontiguousarray(rows[:, region.column : region.column + region.columns]).reshape(-1)
 
 
 class Checkpoint:
@@ -136,16 +136,23 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def is_companion(name: str) -> bool:
+    """Whether a file of this name may go with the weights: config, tokenizer, chat template. Never code, never a pickle,
+    nothing that a loader could take for weights."""
+    return name.endswith(COMPANION_SUFFIXES) and not name.endswith(".index.json") and not name.startswith(".")
+
+
+def check_companion(name: str) -> None:
+    if not is_companion(name):
+        raise UnsafeName(f"{name[:80]!r} cannot go with the weights; what can ends in {', '.join(COMPANION_SUFFIXES)}")
+
+
 def companion_files(folder: Path) -> dict[str, bytes]:
-    """The small files that belong to a checkpoint: config, tokenizer, chat template. Never code, never a pickle."""
+    """The small files that belong to a checkpoint."""
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
-        if path.suffix in COMPANION_SUFFIXES
-        and path.name != INDEX_NAME
-        and not path.name.startswith(".")
-        and path.is_file()
-        and path.stat().st_size <= MAX_COMPANION
+        if is_companion(path.name) and path.is_file() and path.stat().st_size <= MAX_COMPANION
     }
 
 

@@ -18,7 +18,7 @@ ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, VERSIONS = (
     "versions/",
 )
 
-_DATA = re.compile(r"(anchors|deltas)/step_[0-9]{6,18}(-[0-9]{6,18})?\.[0-9a-f]{8}\.safetensors")
+_DATA = re.compile(r"(?:anchors|deltas)/step_(?:[0-9]{6,18}-)?([0-9]{6,18})\.[0-9a-f]{8}\.safetensors")
 _FILE = re.compile(r"files/[0-9a-f]{32}")
 _MANIFEST = re.compile(r"versions/([0-9]{6,18})\.json")
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -44,6 +44,12 @@ def manifest(version: int) -> str:
 
 def version_of(manifest_key: str) -> int | None:
     match = _MANIFEST.fullmatch(manifest_key)
+    return int(match[1]) if match else None
+
+
+def data_version(data_key: str) -> int | None:
+    """The version an anchor or delta leads to; None for what no publisher would have written."""
+    match = _DATA.fullmatch(data_key)
     return int(match[1]) if match else None
 
 

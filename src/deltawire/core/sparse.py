@@ -69,7 +69,7 @@ class EncodedBlock:
 def encode_block(changes: Sequence[Change], encoding: str, before: Before) -> EncodedBlock:
     """Code one block. Pure and free of shared state: blocks are coded on several threads."""
     changes = [change for change in changes if change.count]
-    changed = sum(change.count for change in changes)
+    changed = sum(change.elements for change in changes)
     tensors = list(dict.fromkeys(change.region.tensor for change in changes))
     if encoding == raw.name or not changes:
         return EncodedBlock(tensors, None, raw.encode(changes), changed)
@@ -220,7 +220,7 @@ class DeltaFile:
             region = block.regions[0][0]
             indices = self._read(block.indices.start, block.indices.nbytes)
             values = self._read(block.values.start, block.values.nbytes)
-            return [raw.decode(region.tensor, block.indices.dtype, indices, values, base)]
+            return raw.decode(region.tensor, block.indices.dtype, indices, values, base)
         payload = self._read(block.start, block.nbytes)
         if blake3(payload).hexdigest(length=16) != block.record.hash:
             raise HashMismatch(f"the block at byte {block.start} does not have the hash its index names")

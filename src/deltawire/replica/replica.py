@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from ..bucket.ahead import Parcel, arrivals
 from ..bucket.fetch import Progress
-from ..bucket.replay import Resolve, Weights, find_reference, open_anchor, reference_source
+from ..bucket.replay import Resolve, as_anchor, find_reference, reference_source
 from ..bucket.run import Run
 from ..core import chain, full, keys
 from ..core.digest import StateDigest
@@ -31,7 +32,7 @@ from ..core.errors import (
     SchemaError,
     StoreError,
 )
-from ..core.manifest import Head, Heartbeat, Link, Manifest, Summary, dump, now, parse
+from ..core.manifest import Head, Heartbeat, Manifest, Summary, dump, now, parse
 from ..store import Store, open_store
 from .target import Target
 from .transaction import apply, stage
@@ -114,7 +115,7 @@ class Replica:
         idle = 0
         while not stop.is_set():
             try:
-                want = self._next(every, probe=idle % PROBE_EVERY == 0)
+                want = self._next(model, every, probe=idle % PROBE_EVERY == 0)
                 if want is not None:
                     self.sync(model, want)
                     idle = 0
@@ -148,23 +149,30 @@ class Replica:
             self._run = Run.open(self._store)
         return self._run
 
-    def _next(self, every: bool, probe: bool) -> int | None:
+    def _next(self, model: Any, every: bool, probe: bool) -> int | None:
         """The version to go to now, or None. One conditional request when nothing happened."""
         run = self._open()
         if self.version is None or self.newest is None:
             newest = run.newest()
-        else:
-            newest = self._poll_head(run)
-            if probe and run.exists(newest + 1):
-                newest = run.newest() or newest
-        if newest is None:
-            return None
-        self.newest = max(newest, self.newest or 0)
-        if self.version is None:
-            return self.newest
+            if newest is None:
+                return None
+            self.newest = newest
+            self._bind(model, run, newest)
+            # with `every` go on from the version the model came with, which is said once, like any other
+            return self.version if every and self.version is not None else newest
+        newest = self._poll_head(run)
+        if probe and run.exists(newest + 1):
+            newest = run.newest() or newest
+        self.newest = max(newest, self.newest)
         if self.newest <= self.version:
             return None
-        return self.version + 1 if every else self.newest
+        return self._after(run, self.version) if every else self.newest
+
+    def _after(self, run: Run, version: int) -> int:
+        """The next version there is: those between may have been pruned."""
+        if run.exists(version + 1):
+            return version + 1
+        return min(run.timeline(self.newest or 0, since=version + 1))
 
     def _poll_head(self, run: Run) -> int:
         known = self.newest or 0
@@ -204,15 +212,24 @@ class Replica:
                 raise failure or MissingBase(
                     f"no path leads from version {self.version} to {want} in {self._store.url}"
                 ) from failure
-            for step in steps:
-                try:
-                    manifest = run.manifest(step.version)
-                    self._take(run, target, manifest, manifest.link(step.kind, step.base), progress)
-                except _BAD_LINK as error:
-                    log.warning("%s: cannot use the %s to version %d: %s", self.id, step.kind, step.version, error)
-                    self._bad.add((step.version, step.kind, step.base))
-                    failure = error
-                    break
+            failure = self._walk(run, target, steps, progress) or failure
+
+    def _walk(
+        self, run: Run, target: Target, steps: list[chain.Step], progress: Progress | None
+    ) -> DeltawireError | None:
+        """Go as far as the steps are good; returns what was wrong with the one that was not."""
+        for arrival in arrivals(run, steps, progress):
+            step = arrival.step
+            try:
+                clock = time.perf_counter()
+                parcel = arrival.parcel()
+                self._note({"fetch": time.perf_counter() - clock})
+                self._take(run, target, parcel)
+            except _BAD_LINK as error:
+                log.warning("%s: cannot use the %s to version %d: %s", self.id, step.kind, step.version, error)
+                self._bad.add((step.version, step.kind, step.base))
+                return error
+        return None
 
     def _plan(self, run: Run, want: int) -> list[chain.Step]:
         """Ask for as little history as the plan needs: the manifest's own, then back to here, then all of it."""
@@ -241,17 +258,17 @@ class Replica:
 
     # ── going it ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, run: Run, target: Target, manifest: Manifest, link: Link, progress: Progress | None) -> None:
+    def _take(self, run: Run, target: Target, parcel: Parcel) -> None:
         clock = time.perf_counter()
+        manifest, link = parcel.manifest, parcel.link
         if link.kind == "delta":
-            staged = stage(run, manifest, link, target, self._digest, progress)
+            staged = stage(run, parcel, target, self._digest)
             apply(target, staged, prove=self._prove)
             self._note(staged.timings)
             self._digest = staged.digest
         elif link.kind == "anchor":
-            for blob in link.objects:
-                with open_anchor(run, manifest.version, blob, progress) as file:
-                    self._load(target, manifest, Weights(file, run.schema))
+            for data in parcel.objects:
+                self._load(target, manifest, as_anchor(run, manifest.version, data))
         else:
             self._load(target, manifest, reference_source(run, link, self._resolve))
         self.version = manifest.version
@@ -267,7 +284,7 @@ class Replica:
     def _load(self, target: Target, manifest: Manifest, source: full.Source) -> None:
         """Full weights: proven on disk first, so that nothing is written that might have to be taken back."""
         clock = time.perf_counter()
-        found = full.digest_of(Weights(source, target.schema))
+        found = full.digest_of(source)
         if str(found) != manifest.digest:
             raise DigestMismatch(manifest.version, manifest.digest, str(found), "nothing was changed")
         self._note({"decode": time.perf_counter() - clock})

@@ -1,4 +1,4 @@
-"""Live weights as something to read bits from and write bits to: numpy mappings and torch modules."""
+"""Live weights as something to read bits from and write bits to: numpy mappings, torch modules, a private `State`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..bucket.replay import State
 from ..core.change import Change, Region
 from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
@@ -20,6 +21,11 @@ class Target:
     def __init__(self, model: Any, schema: Schema, *, strict: bool = True) -> None:
         self.model = model
         self.schema = schema
+        if isinstance(model, State):
+            # bits already, of dtypes that numpy may have no name for
+            model.schema.require_equal(schema, ours="this state", theirs="the run")
+            self._cells: dict[str, list[_Live | _Copied]] = {n: [_Live(bits)] for n, bits in model.tensors.items()}
+            return
         tensors = tensors_of(model)
         _require(ModelView(model).schema, tensors, schema, strict)
         # an alias that does not share storage with its tensor here is written beside it

@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from ..bucket.fetch import Progress
-from ..bucket.replay import open_delta
+from ..bucket.ahead import Parcel
+from ..bucket.replay import as_delta
 from ..bucket.run import Run
 from ..core import full
 from ..core.change import Change
 from ..core.digest import StateDigest
 from ..core.errors import DigestMismatch
-from ..core.manifest import Link, Manifest
 from .target import Target
 
 
@@ -32,18 +31,14 @@ class Staged:
     timings: dict[str, float] = field(default_factory=dict)
 
 
-def stage(
-    run: Run, manifest: Manifest, link: Link, target: Target, present: StateDigest, progress: Progress | None = None
-) -> Staged:
+def stage(run: Run, parcel: Parcel, target: Target, present: StateDigest) -> Staged:
     """Everything that can go wrong with a delta goes wrong here, before a weight is touched."""
+    manifest, link = parcel.manifest, parcel.link
     staged = Staged(manifest.version, present, [])
     clock = time.perf_counter()
-    for blob in link.objects:
-        with open_delta(run, manifest.version, link.base or 0, blob, progress) as file:
-            staged.timings["fetch"] = staged.timings.get("fetch", 0.0) + time.perf_counter() - clock
-            for changes in file.changes(target.bits):
-                staged.changes.extend(changes)
-            clock = time.perf_counter()
+    for data in parcel.objects:
+        for changes in as_delta(run, manifest.version, link.base, data).changes(target.bits):
+            staged.changes.extend(changes)
     staged.digest = sum((change.digest() for change in staged.changes), present)
     staged.timings["decode"] = time.perf_counter() - clock
     if str(staged.digest) != manifest.digest:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from blake3 import blake3
 
 from ..bucket.run import Run
-from ..core import history, keys
+from ..core import full, history, keys
 from ..core.errors import AlreadyExists, StoreError, WriterConflict
 from ..core.manifest import Blob, File, Head, Link, Manifest, Summary, dump, now
 from ..core.sparse import DataFile
@@ -49,6 +49,7 @@ class Committer:
         known = {file.key for file in inherited}
         result = []
         for name, data in sorted(files.items()):
+            full.check_companion(name)
             hash = blake3(data).hexdigest(length=16)
             key = keys.file(hash)
             if key not in known:

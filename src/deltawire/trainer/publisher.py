@@ -143,7 +143,7 @@ class Publisher:
         """
         began = time.perf_counter()
         self._raise_failure()
-        source = self._open(model)
+        source = self._open(model, progress)
         handle = PublishHandle()
         job = None if wait else self._capture(source)
         if job is None:
@@ -226,7 +226,7 @@ class Publisher:
             return model  # type: ignore[no-any-return]
         return ModelView(model, self._wire_dtype)
 
-    def _open(self, model: Any) -> full.Source:
+    def _open(self, model: Any, progress: Progress | None) -> full.Source:
         """Before the first diff: create the run, or take up its newest version as what to diff against."""
         source = self._source(model)
         writer = self._writer or self._take_up(Run.create(self._store, source.schema, self._model_name))
@@ -242,8 +242,13 @@ class Publisher:
             self._adopt(source)
         else:
             log.info("rebuilding version %d from %s to diff against", newest.version, self._store.url)
-            self._mirror = Mirror(checkout(run, newest.version))
+            fetched = (lambda n: progress("fetch", n)) if progress else None
+            self._mirror = Mirror(checkout(run, newest.version, resolve=self._find_reference, progress=fetched))
         return source
+
+    def _find_reference(self, source: str) -> Path:
+        """Where this publisher was told the reference is, which may not be what the run calls it."""
+        return find_reference(self._reference or source)
 
     def _adopt(self, source: full.Source) -> None:
         state = State(source.schema)
@@ -257,7 +262,7 @@ class Publisher:
         schema = committer.run.schema
         link = Link("reference", source=self._reference, nbytes=schema.nbytes)
         state = State(schema)
-        state.load(reference_source(committer.run, link, find_reference))
+        state.load(reference_source(committer.run, link, self._find_reference))
         manifest = committer.commit(
             (link,),
             digest=str(state.digest),
@@ -306,7 +311,7 @@ class Publisher:
         if self._leftover is not None:
             # the mirror is ahead of the bucket by something that was never published
             self._mirror = self._leftover = None
-            source = self._open(source)
+            source = self._open(source, progress)
         mirror, first = self._mirror, self._writer.committer.newest is None
         assert mirror is not None
         moved = [StateDigest()]

@@ -19,7 +19,7 @@ from .policy import AnchorPolicy
 log = logging.getLogger("deltawire")
 
 Progress = Callable[[str, int], None]
-"""(phase, bytes since the last call); the phases are "detect" and "put"."""
+"""(phase, bytes since the last call); the phases are "fetch" (of what to diff against), "detect" and "put"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..change import Change, Region, gather
+from ..change import Change, Region, gather, regions
 from ..container import Header, Item
 from ..dtypes import Bits, lookup
 from ..errors import CountMismatch, PositionError, SchemaMismatch
@@ -65,16 +65,22 @@ def tensors(header: Header) -> dict[str, tuple[Item, Item]]:
     return found
 
 
-def decode(tensor: TensorSpec, index_dtype: str, indices: bytes, values: bytes, base: BaseBits) -> Change:
+def decode(tensor: TensorSpec, index_dtype: str, indices: bytes, values: bytes, base: BaseBits) -> list[Change]:
+    """One change; more for a tensor so large that positions in it do not fit 32 bits."""
     flat = np.frombuffer(indices, {"I32": np.int32, "I64": np.int64, "U32": np.uint32}[index_dtype]).astype(np.int64)
     new: Bits = np.frombuffer(values, lookup(tensor.dtype).unit)
     if flat.size and (flat[0] < 0 or flat[-1] >= tensor.units):
         raise PositionError(f"an index of {tensor.name!r} lies outside its {tensor.units} units")
-    if np.any(np.diff(flat) <= 0):
+    # compared, not subtracted: a difference of two hostile 64-bit indices may wrap around
+    if np.any(flat[1:] <= flat[:-1]):
         raise PositionError(f"the indices of {tensor.name!r} are not ascending")
-    region = Region(tensor, 0, tensor.rows, 0, tensor.columns)
-    positions = flat.astype(np.uint32)
-    return Change(region, positions, gather(region, positions, base(tensor.name)), new)
+    bits = base(tensor.name)
+    changes = []
+    for region in regions(tensor, 1 << 32):
+        first, last = np.searchsorted(flat, (region.base, region.base + region.units))
+        positions = (flat[first:last] - region.base).astype(np.uint32)
+        changes.append(Change(region, positions, gather(region, positions, bits), new[first:last]))
+    return changes
 
 
 def _flat(region: Region, positions: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:

@@ -1,0 +1,79 @@
+"""Fetch what the next steps of a plan need while the present one is being applied."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..core.chain import Step
+from ..core.manifest import Link, Manifest
+from .fetch import CONNECTIONS, Fetched, Progress, fetch
+from .run import Run
+
+AHEAD_BYTES = 128 << 20
+"""Objects that may wait in memory or on disk, beside the one in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """All that a step needs, verified."""
+
+    manifest: Manifest
+    link: Link
+    objects: list[Fetched]
+    # one per object of the link
+
+    def close(self) -> None:
+        for item in self.objects:
+            item.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A step whose parcel is on its way."""
+
+    step: Step
+    _parcel: Future[Parcel]
+
+    def parcel(self) -> Parcel:
+        """Waits for it. Raises here what went wrong with this step's manifest or objects."""
+        return self._parcel.result()
+
+
+def arrivals(run: Run, steps: Sequence[Step], progress: Progress | None = None) -> Iterator[Arrival]:
+    """The steps of a plan in order, each with its objects fetched ahead. A parcel is closed with the next step."""
+    waiting: deque[Arrival] = deque()
+    todo = deque(steps)
+    with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="deltawire-ahead") as pool:
+        try:
+            while todo or waiting:
+                while todo and (not waiting or sum(a.step.bytes for a in waiting) + todo[0].bytes <= AHEAD_BYTES):
+                    step = todo.popleft()
+                    waiting.append(Arrival(step, pool.submit(_collect, run, step, progress)))
+                yield waiting[0]
+                _discard(waiting.popleft())
+        finally:
+            for arrival in waiting:
+                arrival._parcel.cancel()
+            for arrival in waiting:
+                _discard(arrival)
+
+
+def _collect(run: Run, step: Step, progress: Progress | None) -> Parcel:
+    manifest = run.manifest(step.version)
+    link = manifest.link(step.kind, step.base)
+    parcel = Parcel(manifest, link, [])
+    try:
+        for blob in link.objects:
+            parcel.objects.append(fetch(run.store, blob, progress))
+    except BaseException:
+        parcel.close()
+        raise
+    return parcel
+
+
+def _discard(arrival: Arrival) -> None:
+    if not arrival._parcel.cancelled() and arrival._parcel.exception() is None:
+        arrival._parcel.result().close()

@@ -1,0 +1,211 @@
+"""The small JSON objects of a run, each by itself and against the others: pruned, manifests, history, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+
+from ..core import chain, history, keys
+from ..core.errors import (
+    ChainError,
+    DeltawireError,
+    FormatError,
+    ManifestError,
+    ObjectNotFound,
+    ReferenceUnavailable,
+    SchemaError,
+)
+from ..core.manifest import Blob, File, Link, Manifest, Summary, parse
+from ..core.parallel import ordered_map
+from .run import Run
+
+_READERS = 16
+"""Small records are read this many at a time: all they cost is the round trip."""
+
+_BAD = (FormatError, SchemaError, ChainError, ObjectNotFound)
+"""What is the run's own fault. A store that cannot be reached proves nothing, so its errors go to the caller."""
+
+
+_RESTORE = "restore it from a copy of the bucket"
+_RESTORE_BASE = "restore the versions it is built on from a copy of the bucket, or publish an anchor and prune it"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The first bad thing that was found."""
+
+    version: int | None
+    # the version it spoils; None for what belongs to the run as a whole
+    object: str
+    # the key, or the source of a reference
+    error: str
+    # class of the error, see core/errors.py
+    what: str
+    # is wrong with it
+    advice: str
+    # what to do now
+
+
+class Found(Exception):
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+
+@contextmanager
+def blame(version: int | None, key: str, advice: Callable[[], str]) -> Iterator[None]:
+    try:
+        yield
+    except ReferenceUnavailable:
+        raise  # not here, but perhaps elsewhere: says nothing about the run
+    except _BAD as error:
+        raise Found(Problem(version, key, type(error).__name__, str(error), advice())) from error
+
+
+class Records:
+    """The small JSON objects of a run: each by itself, then against each other."""
+
+    def __init__(self, run: Run, result: Verification) -> None:
+        self.run = run
+        self.result = result
+        self.pruned: set[int] = set()
+        self.listed: list[int] = []
+        self.manifests: dict[int, Manifest] = {}
+        # of every version that is not pruned, ascending
+        self.summaries: dict[int, Summary] = {}
+
+    def check(self) -> None:
+        with blame(None, keys.PRUNED, lambda: _RESTORE):
+            self.pruned = set(self.run.pruned())
+        self.listed = self.run.listed()
+        if not self.listed:
+            self.result.warnings.append("the run has no version yet")
+            return
+        self._check_gaps()
+        self._read_manifests()
+        self._check_paths()
+        self._check_history()
+        self._check_head()
+        self._check_leftovers()
+
+    def _check_gaps(self) -> None:
+        newest = self.listed[-1]
+        hidden = max(self.pruned, default=-1)
+        if hidden >= newest:
+            _fail(hidden, keys.PRUNED, f"it hides version {hidden}, but the newest version is {newest}", _RESTORE)
+        missing = sorted(set(range(newest)) - set(self.listed) - self.pruned)
+        if missing:
+            advice = (
+                f"restore it from a copy of the bucket, or add version {missing[0]} to {keys.PRUNED} if it is to go"
+            )
+            _fail(missing[0], keys.manifest(missing[0]), f"is missing, and {keys.PRUNED} does not name it", advice)
+
+    def _read_manifests(self) -> None:
+        def read(version: int) -> Manifest | DeltawireError:
+            try:
+                return self.run.manifest(version)
+            except _BAD as error:
+                return error
+
+        kept = [v for v in self.listed if v not in self.pruned]
+        for version, found in zip(kept, ordered_map(read, kept, _READERS), strict=True):
+            with blame(version, keys.manifest(version), lambda: _RESTORE):
+                if isinstance(found, DeltawireError):
+                    raise found
+            self.manifests[version] = found
+        self.summaries = {v: m.summary() for v, m in self.manifests.items()}
+
+    def _check_paths(self) -> None:
+        stranded = sorted(self.manifests.keys() - chain.reachable(self.summaries))
+        if stranded:
+            with blame(stranded[0], keys.manifest(stranded[0]), lambda: _RESTORE_BASE):
+                chain.plan(None, stranded[0], self.summaries)
+
+    def _check_history(self) -> None:
+        """What readers see of old versions without reading their manifests must be what the manifests say."""
+        ends = sorted({end for version in self.manifests for end in history.pages(version)})
+        for end, found in zip(ends, ordered_map(self._read_page, ends, _READERS), strict=True):
+            with blame(None, keys.history(end), lambda: _RESTORE):
+                if isinstance(found, DeltawireError):
+                    raise found
+            self._compare(keys.history(end), found.versions, end - history.span(end), end)
+        for version, manifest in self.manifests.items():
+            self._compare(keys.manifest(version), manifest.recent, history.recent_start(version), version)
+
+    def _read_page(self, end: int) -> history.Page | DeltawireError:
+        try:
+            page = parse(self.run.store.get(keys.history(end)).data, history.Page, keys.history(end))
+        except _BAD as error:
+            return error
+        if (page.run, page.end) != (self.run.info.run, end):
+            return ManifestError(f"{keys.history(end)} is page {page.end} of run {page.run[:32]!r}")
+        return page
+
+    def _compare(self, key: str, told: Iterable[Summary], start: int, end: int) -> None:
+        """A page must tell of every version from `start` up to `end`, and truly. Pruned ones do not matter."""
+        found = {s.version: s for s in told if s.version not in self.pruned}
+        for version in sorted({v for v in range(start, end) if v in self.manifests} | found.keys()):
+            if version not in found:
+                _fail(version, key, f"it leaves out version {version}", _RESTORE)
+            if not start <= version < end or version not in self.manifests:
+                _fail(version, key, f"it tells of version {version}, which does not belong there", _RESTORE)
+            if found[version] != self.summaries[version]:
+                _fail(version, key, f"what it tells of version {version} is not what the manifest says", _RESTORE)
+
+    def _check_head(self) -> None:
+        head, newest = self.run.head_hint(), self.listed[-1]
+        if head is None:
+            self.result.warnings.append(f"{keys.HEAD} is missing or unreadable: readers list the manifests instead")
+        elif head < newest or not self.run.exists(head):
+            self.result.warnings.append(f"{keys.HEAD} points to version {head}; the newest is {newest}")
+
+    def _check_leftovers(self) -> None:
+        half = [v for v in self.listed if v in self.pruned]
+        if half:
+            self.result.warnings.append(
+                f"{len(half)} pruned versions still have a manifest ({ranges(half)}): run `prune --apply` again"
+            )
+        named = {blob.key for m in self.manifests.values() for blob in blobs(m)}
+        orphans = [
+            item
+            for prefix in (keys.ANCHORS, keys.DELTAS, keys.FILES)
+            for item in self.run.store.list(prefix)
+            if item.key not in named
+        ]
+        if orphans:
+            size = sum(item.size for item in orphans)
+            self.result.warnings.append(
+                f"{len(orphans)} objects ({size:,} bytes) belong to no version, such as {orphans[0].key}: "
+                "left by a crash, or on their way; `prune` takes the old ones"
+            )
+
+    def stranded_without(self, version: int, link: Link) -> list[int]:
+        """The versions that nobody could reach any more if this link were gone."""
+        summary = self.summaries[version]
+        rest = tuple(x for x in summary.links if (x.kind, x.base) != (link.kind, link.base))
+        changed = {**self.summaries, version: msgspec.structs.replace(summary, links=rest)}
+        return sorted(chain.reachable(self.summaries) - chain.reachable(changed))
+
+
+def _fail(version: int | None, key: str, what: str, advice: str) -> NoReturn:
+    raise Found(Problem(version, key, ManifestError.__name__, what, advice))
+
+
+def blobs(manifest: Manifest) -> Iterator[Blob | File]:
+    yield from manifest.files
+    for link in manifest.links:
+        yield from link.objects
+
+
+def ranges(versions: Iterable[int]) -> str:
+    """1–3, 7: ascending numbers for people."""
+    spans: list[list[int]] = []
+    for version in versions:
+        if spans and spans[-1][1] == version - 1:
+            spans[-1][1] = version
+        else:
+            spans.append([version, version])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans)
