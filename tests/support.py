@@ -173,7 +173,7 @@ def model(seed: int = 0, rows: int = 24) -> Model:
         "embed.weight": rng.integers(0, 1 << 16, (rows, 16), np.uint16),
         "layer.weight": rng.integers(0, 1 << 16, (16, 16), np.uint16),
         "layer.bias": rng.standard_normal(16).astype(np.float32),
-        "scale": np.float32(rng.standard_normal()).reshape(()).copy(),
+        "scale": np.array(rng.standard_normal(), np.float32),
         "empty": np.zeros((0, 3), np.float16),
         "steps": rng.integers(0, 1 << 40, 3, np.int64),
     }

@@ -109,6 +109,9 @@ def torch_bits(tensor: Any) -> Bits:
     """Flat bits of a torch tensor: a live view of it where it is contiguous and on the CPU, else a copy."""
     torch = sys.modules["torch"]
     dtype = dtypes.lookup(_TORCH_DTYPES[str(tensor.dtype)])
+    if tensor.numel() == 0:
+        # an empty tensor may have a stride of 0, which torch refuses to view in another width
+        return np.empty(0, dtype.unit)
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     # torch knows few unsigned dtypes: go through the signed one of the same width
     signed = flat.view(getattr(torch, _UNIT_NAMES[dtype.unit_size]))
@@ -121,6 +124,8 @@ def like(template: Any, bits: Bits) -> Any:
         array = np.asarray(template)
         return bits.view(array.dtype).reshape(array.shape)
     torch = sys.modules["torch"]
+    if bits.size == 0:
+        return torch.empty_like(template)
     signed = torch.from_numpy(bits.view(f"i{bits.itemsize}" if bits.itemsize > 1 else np.uint8))
     return signed.view(template.dtype).reshape(template.shape).to(template.device)
 

@@ -62,6 +62,15 @@ def test_memory_is_shared_by_name() -> None:
     assert list(open_store(f"memory://{uuid.uuid4()}").list()) == []
 
 
+def test_a_url_leads_back_to_the_same_place() -> None:
+    name = f"memory://{uuid.uuid4()}/a%20b/100%2525"
+    store = open_store(name + "/")
+    store.put("key", b"x")
+    assert store.url == name
+    assert open_store(store.url).get("key").data == b"x"
+    assert [info.key for info in open_store(name.rpartition("/a%20b")[0]).list()] == ["a b/100%25/key"]
+
+
 def test_bucket_urls_open_without_contact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     for url in ("s3://bucket", "s3://bucket/a/run", "gs://bucket/run", "az://container/run"):

@@ -157,6 +157,14 @@ def test_object_is_synced_before_it_is_named(store: LocalStore, monkeypatch: pyt
     assert steps == ["fsync", "link", "fsync"]
 
 
+def test_a_put_sets_its_own_time(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's clock for files may tick every few milliseconds only, and an inode come back within one tick."""
+    for now in (1_800_000_000_000_000_001, 1_800_000_000_000_000_002):
+        monkeypatch.setattr(time, "time_ns", lambda now=now: now)
+        store.put("head.json", b"0001")
+        assert (store.root / "head.json").stat().st_mtime_ns == now
+
+
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

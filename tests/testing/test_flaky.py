@@ -200,6 +200,13 @@ def test_the_puts_of_one_key_keep_their_order(memory: ObjectStore) -> None:
     assert [info.key for info in memory.list()] == ["key"]
 
 
+def test_a_late_put_shows_before_the_next_of_its_key(memory: ObjectStore) -> None:
+    flaky = FlakyStore(memory, reorder=1.0)
+    flaky.put("key", b"1")
+    flaky.put("key", b"2")
+    assert memory.get("key").data == b"1"
+
+
 def test_a_late_put_still_blocks_a_create(memory: ObjectStore) -> None:
     flaky = FlakyStore(memory, reorder=1.0)
     flaky.put("key", b"x")

@@ -33,17 +33,25 @@ class CurrentFolder:
 
     @property
     def folder(self) -> Path | None:
-        """The version that DIR is now, by its own name."""
+        """The folder that DIR is now, under its own name."""
         if not self.link.is_symlink():
             return None
         target = self.link.parent / os.readlink(self.link)
         return target if target.is_dir() else None
 
+    def holds(self, version: int) -> bool:
+        """Whether DIR was made as this version."""
+        return self.folder is not None and self.folder.name.partition(".")[0] == f"{version:06d}"
+
     def put(self, version: int, fill: Callable[[Path], None]) -> Path:
         """Make the folder of a version by `fill`, then let DIR be it. A reader sees the old one or the new one."""
         made = self._versions / f".making-{secrets.token_hex(4)}"
         made.mkdir()
-        fill(made)
+        try:
+            fill(made)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
         place = self._versions / f"{version:06d}"
         if place.exists():
             # the same number of another run, or of a folder that somebody changed: readers may be in it
@@ -51,15 +59,18 @@ class CurrentFolder:
         os.rename(made, place)
         folder.sync(self._versions)
         before = self.folder
+        self._point_at(place)
+        self._previous = before.name if before else None
+        self._tidy()
+        return place
+
+    def _point_at(self, place: Path) -> None:
         link = self._versions / f".link-{secrets.token_hex(4)}"
         link.symlink_to(Path(self._versions.name) / place.name)
         if self.link.is_dir() and not self.link.is_symlink():
             self.link.rmdir()  # an empty folder; a rename replaces a symlink, not a folder
         os.rename(link, self.link)
         folder.sync(self.link.parent)
-        self._previous = before.name if before else None
-        self._tidy()
-        return place
 
     def close(self) -> None:
         os.close(self._lock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ _READERS = 16
 _BAD = (FormatError, SchemaError, ChainError, ObjectNotFound)
 """What is the run's own fault. A store that cannot be reached proves nothing, so its errors go to the caller."""
 
-
 _RESTORE = "restore it from a copy of the bucket"
 _RESTORE_BASE = "restore the versions it is built on from a copy of the bucket, or publish an anchor and prune it"
 
@@ -51,12 +51,15 @@ class Problem:
 
 
 class Found(Exception):
+    """Ends a check; `problem` says why."""
+
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
 
 @contextmanager
 def blame(version: int | None, key: str, advice: Callable[[], str]) -> Iterator[None]:
+    """Whatever goes wrong inside is this object's fault. `advice` is asked for only then."""
     try:
         yield
     except ReferenceUnavailable:
@@ -66,11 +69,12 @@ def blame(version: int | None, key: str, advice: Callable[[], str]) -> Iterator[
 
 
 class Records:
-    """The small JSON objects of a run: each by itself, then against each other."""
+    """Read and compared by `check`, which raises Found at the first contradiction."""
 
-    def __init__(self, run: Run, result: Verification) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.result = result
+        self.warnings: list[str] = []
+        # nothing that harms a reader
         self.pruned: set[int] = set()
         self.listed: list[int] = []
         self.manifests: dict[int, Manifest] = {}
@@ -82,7 +86,7 @@ class Records:
             self.pruned = set(self.run.pruned())
         self.listed = self.run.listed()
         if not self.listed:
-            self.result.warnings.append("the run has no version yet")
+            self.warnings.append("the run has no version yet")
             return
         self._check_gaps()
         self._read_manifests()
@@ -125,15 +129,40 @@ class Records:
                 chain.plan(None, stranded[0], self.summaries)
 
     def _check_history(self) -> None:
-        """What readers see of old versions without reading their manifests must be what the manifests say."""
+        """What readers see of a version without reading its manifest must be what the manifest says."""
+        told: dict[int, dict[str, Summary]] = defaultdict(dict)
+        for key, summaries, covered in self._tellers():
+            found = {s.version: s for s in summaries if s.version not in self.pruned}
+            for version in sorted({v for v in covered if v in self.manifests} ^ found.keys()):
+                what = "tells of a version that does not belong there:" if version in found else "leaves out version"
+                _fail(version, key, f"it {what} {version}", _RESTORE)
+            for version, summary in found.items():
+                told[version][key] = summary
+        for version in sorted(told):
+            self._compare(version, told[version])
+
+    def _tellers(self) -> Iterator[tuple[str, Iterable[Summary], range]]:
+        """(key, what it tells, which versions it must tell of), for every record that tells of versions."""
         ends = sorted({end for version in self.manifests for end in history.pages(version)})
         for end, found in zip(ends, ordered_map(self._read_page, ends, _READERS), strict=True):
             with blame(None, keys.history(end), lambda: _RESTORE):
                 if isinstance(found, DeltawireError):
                     raise found
-            self._compare(keys.history(end), found.versions, end - history.span(end), end)
+            yield keys.history(end), found.versions, range(end - history.span(end), end)
         for version, manifest in self.manifests.items():
-            self._compare(keys.manifest(version), manifest.recent, history.recent_start(version), version)
+            yield keys.manifest(version), manifest.recent, range(history.recent_start(version), version)
+
+    def _compare(self, version: int, told: dict[str, Summary]) -> None:
+        """Where records contradict each other, several that agree are believed rather than one."""
+        truth, key = self.summaries[version], keys.manifest(version)
+        wrong = [teller for teller, summary in told.items() if summary != truth]
+        if not wrong:
+            return
+        other = told[wrong[0]]
+        what = next(name for name in truth.__struct_fields__ if getattr(truth, name) != getattr(other, name))
+        if len(wrong) == len(told) > 1:
+            _fail(version, key, f"{len(wrong)} records, such as {wrong[0]}, tell other {what} of it", _RESTORE)
+        _fail(version, wrong[0], f"it tells other {what} of version {version} than {key}", _RESTORE)
 
     def _read_page(self, end: int) -> history.Page | DeltawireError:
         try:
@@ -144,28 +173,17 @@ class Records:
             return ManifestError(f"{keys.history(end)} is page {page.end} of run {page.run[:32]!r}")
         return page
 
-    def _compare(self, key: str, told: Iterable[Summary], start: int, end: int) -> None:
-        """A page must tell of every version from `start` up to `end`, and truly. Pruned ones do not matter."""
-        found = {s.version: s for s in told if s.version not in self.pruned}
-        for version in sorted({v for v in range(start, end) if v in self.manifests} | found.keys()):
-            if version not in found:
-                _fail(version, key, f"it leaves out version {version}", _RESTORE)
-            if not start <= version < end or version not in self.manifests:
-                _fail(version, key, f"it tells of version {version}, which does not belong there", _RESTORE)
-            if found[version] != self.summaries[version]:
-                _fail(version, key, f"what it tells of version {version} is not what the manifest says", _RESTORE)
-
     def _check_head(self) -> None:
         head, newest = self.run.head_hint(), self.listed[-1]
         if head is None:
-            self.result.warnings.append(f"{keys.HEAD} is missing or unreadable: readers list the manifests instead")
+            self.warnings.append(f"{keys.HEAD} is missing or unreadable: readers list the manifests instead")
         elif head < newest or not self.run.exists(head):
-            self.result.warnings.append(f"{keys.HEAD} points to version {head}; the newest is {newest}")
+            self.warnings.append(f"{keys.HEAD} points to version {head}; the newest is {newest}")
 
     def _check_leftovers(self) -> None:
         half = [v for v in self.listed if v in self.pruned]
         if half:
-            self.result.warnings.append(
+            self.warnings.append(
                 f"{len(half)} pruned versions still have a manifest ({ranges(half)}): run `prune --apply` again"
             )
         named = {blob.key for m in self.manifests.values() for blob in blobs(m)}
@@ -177,7 +195,7 @@ class Records:
         ]
         if orphans:
             size = sum(item.size for item in orphans)
-            self.result.warnings.append(
+            self.warnings.append(
                 f"{len(orphans)} objects ({size:,} bytes) belong to no version, such as {orphans[0].key}: "
                 "left by a crash, or on their way; `prune` takes the old ones"
             )

@@ -172,7 +172,7 @@ def checkout(
     progress: Progress | None = None,
     steps: list[chain.Step] | None = None,
 ) -> State:
-    """The bits of a version. Continues from `state` where a path leads on from there. `steps` is a path planned before."""
+    """The bits of a version. Continues from `state` where a path leads on from there. `steps` is one planned before."""
     if steps is None:
         steps = chain.plan(state.version if state is not None else None, version, run.timeline(version))
     if state is None:

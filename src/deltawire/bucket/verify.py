@@ -7,30 +7,31 @@ Only the delta to the next version is also written. An anchor is proven by the d
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import msgspec
 from blake3 import blake3
 
-from ..core import chain, full
+from ..core import chain, full, keys
 from ..core.digest import StateDigest
-from ..core.errors import (
-    DigestMismatch,
-    HashMismatch,
-    MissingBase,
-    ReferenceUnavailable,
-)
-from ..core.manifest import Blob, File, Link, Manifest, Summary
+from ..core.errors import DigestMismatch, HashMismatch, MissingBase, ReferenceUnavailable, VersionNotFound
+from ..core.manifest import File, Link, Manifest, Summary
 from ..core.sparse import DeltaFile
-from .ahead import Arrival, arrivals
-from .replay import Resolve, State, find_reference, open_anchor, open_delta, reference_source, take, write
+from .ahead import Parcel, arrivals
+from .records import Found, Problem, Records, blame, blobs, ranges
+from .replay import Resolve, State, as_anchor, as_delta, find_reference, reference_source, take, write
 from .run import Run
 
 Progress = Callable[[int, int], None]
 """(bytes read since the last call, bytes to read in all)."""
+
+_QUICK = "not replayed, as asked"
+_NO_BASE = "starts from a version that is pruned or was not asked for"
+_NO_REFERENCE = "the reference is not available here"
 
 
 @dataclass(slots=True)
@@ -43,8 +44,8 @@ class Verification:
     bytes: int = 0
     proven: int = 0
     # links whose weights have the digest that their version's manifest names
-    not_proven: Counter[str] = field(default_factory=Counter)
-    # reason → links that were hashed but not replayed
+    not_proven: dict[str, int] = field(default_factory=dict)
+    # reason → links whose objects were only hashed
     warnings: list[str] = field(default_factory=list)
     # nothing that harms a reader
     failure: Problem | None = None
@@ -68,66 +69,97 @@ def verify(
     `quick` hashes the objects but replays nothing. Needs memory for one copy of the weights plus a few blocks.
     """
     result = Verification()
-    records = Records(run, result)
+    records = Records(run)
     try:
         records.check()
         chosen = [v for v in records.manifests if (first is None or v >= first) and (last is None or v <= last)]
-        _Walk(records, chosen, quick, resolve, progress).check()
+        if records.manifests and not chosen:
+            raise VersionNotFound(f"{run.store.url} has no version from {first} to {last}")
+        _Walk(records, chosen, quick, resolve, result).go(progress)
     except Found as found:
         result.failure = found.problem
         if found.problem.version is not None and found.problem.version in set(run.pruned()) - records.pruned:
             result.failure = replace(found.problem, advice="it was pruned while verify ran: run verify again")
+    result.warnings = records.warnings
     return result
 
 
-# ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """One link to check."""
+
+    at: int
+    # the version the walk has come to: a delta's base, else the link's own version
+    manifest: Manifest
+    link: Link
+    go_on: bool = False
+    # the state moves along this delta
+    hash_only: str = ""
+    # why nothing is replayed
+
+    @property
+    def step(self) -> chain.Step:
+        return chain.Step(self.manifest.version, self.link.kind, self.link.base, self.link.bytes)
+
+
+def _route(manifests: list[Manifest], quick: bool) -> list[_Visit]:
+    """Every link of these versions once, in the order in which one state can prove them."""
+    versions = [manifest.version for manifest in manifests]
+    chosen = set(versions)
+    starting: dict[int, list[tuple[Manifest, Link]]] = defaultdict(list)
+    for manifest in manifests:
+        for link in manifest.links:
+            if link.base is not None and not quick:
+                starting[link.base].append((manifest, link))
+    route = []
+    for manifest, after in zip(manifests, [*versions[1:], None], strict=True):
+        version = manifest.version
+        for link in manifest.links:
+            if quick or link.base is None:
+                route.append(_Visit(version, manifest, link, hash_only=_QUICK if quick else ""))
+            elif link.base not in chosen:
+                route.append(_Visit(version, manifest, link, hash_only=_NO_BASE))
+        # the delta to the next version comes last, because it takes the state along
+        for child, link in sorted(starting.get(version, []), key=lambda pair: pair[0].version == after):
+            route.append(_Visit(version, child, link, go_on=child.version == after and after in starting))
+    return route
 
 
 class _Walk:
-    """Up the versions with one copy of the weights. Every object of the chosen versions is fetched once."""
+    """Up the versions with one copy of the weights. Every object is fetched once, some of them ahead."""
 
     def __init__(
-        self, records: Records, versions: list[int], quick: bool, resolve: Resolve, progress: Progress | None
+        self, records: Records, versions: list[int], quick: bool, resolve: Resolve, result: Verification
     ) -> None:
-        self.records, self.run, self.result = records, records.run, records.result
-        self.versions, self.quick, self.resolve = versions, quick, resolve
+        self.records, self.run, self.resolve, self.result = records, records.run, resolve, result
+        self.versions = versions
+        self.manifests = [records.manifests[version] for version in versions]
+        self.route = _route(self.manifests, quick)
+        self.bases = {visit.at for visit in self.route if visit.link.base == visit.at}
         self.state: State | None = None
         self.passable: Mapping[int, Summary] = records.summaries
         # by which a state can be had here: without a reference that is not available
-        chosen = set(versions)
-        self.starting: dict[int, list[tuple[Manifest, Link]]] = defaultdict(list)
-        # base → the deltas that will be proven there
-        for manifest in self._manifests():
-            for link in manifest.links:
-                if link.kind == "delta" and link.base in chosen and not quick:
-                    self.starting[link.base].append((manifest, link))
-        self.progress: Callable[[int], None] | None = None
-        if progress is not None:
-            total = sum({blob.key: blob.size for m in self._manifests() for blob in blobs(m)}.values())
-            self.progress = lambda n: progress(n, total)
 
-    def check(self) -> None:
-        seen: set[str] = set()
-        for manifest, after in zip(self._manifests(), [*self.versions[1:], None], strict=True):
-            for file in manifest.files:
-                if file.key not in seen:
-                    self._file(manifest, file)
-                    seen.add(file.key)
-            for link in manifest.links:
-                if link.kind == "anchor":
-                    self._anchor(manifest, link)
-                elif link.kind == "reference":
-                    self._reference(manifest, link)
-                elif self.quick or link.base not in self.starting:
-                    reason = "quick" if self.quick else "a delta whose base is pruned or was not chosen"
-                    self._hash_delta(manifest, link, reason)
-            self._prove_deltas(manifest.version, after)
-            self.result.versions += 1
-
-    def _manifests(self) -> Iterator[Manifest]:
-        return (self.records.manifests[version] for version in self.versions)
-
-    # ── one object ───────────────────────────────────────────────────────────────────────────────────────────────────
+    def go(self, progress: Progress | None) -> None:
+        total = sum({blob.key: blob.size for m in self.manifests for blob in blobs(m)}.values())
+        advance = (lambda n: progress(n, total)) if progress else None
+        for manifest, file in {file.key: (m, file) for m in reversed(self.manifests) for file in m.files}.values():
+            self._file(manifest, file)
+            if advance:
+                advance(file.size)
+        coming = arrivals(self.run, [visit.step for visit in self.route], advance)
+        for visit, arrival in zip(self.route, coming, strict=True):
+            self.result.versions = bisect_left(self.versions, visit.at)
+            with self._blame(visit.manifest, visit.link):
+                parcel = arrival.parcel()
+                reason = self._check(visit, parcel)
+            self.result.objects += len(parcel.objects)
+            self.result.bytes += sum(data.size for data in parcel.objects)
+            if reason:
+                self.result.not_proven[reason] = self.result.not_proven.get(reason, 0) + 1
+            else:
+                self.result.proven += 1
+        self.result.versions = len(self.versions)
 
     def _file(self, manifest: Manifest, file: File) -> None:
         advice = "publish again with the checkpoint's files, or restore it from a copy of the bucket"
@@ -136,38 +168,40 @@ class _Walk:
             found = blake3(data).hexdigest(length=16)
             if found != file.hash:
                 raise HashMismatch(f"{file.name} has the hash {found}, its manifest says {file.hash}")
-        if self.progress:
-            self.progress(file.size)
-        self._count(file.size)
+        self.result.objects += 1
+        self.result.bytes += file.size
 
-    def _anchor(self, manifest: Manifest, link: Link) -> None:
-        for blob in link.objects:
-            with (
-                self._blame(manifest, link, blob),
-                open_anchor(self.run, manifest.version, blob, self.progress) as weights,
-            ):
-                if not self.quick:
+    def _check(self, visit: _Visit, parcel: Parcel) -> str:
+        """Replay one link, whose objects have been hashed. Returns why not, where it could not be."""
+        manifest, link = visit.manifest, visit.link
+        if link.kind == "reference":
+            return visit.hash_only or self._reference(manifest, link)
+        if link.kind == "anchor":
+            for data in parcel.objects:
+                weights = as_anchor(self.run, manifest.version, data)
+                if not visit.hash_only:
                     self._full(manifest, weights)
-            self._count(blob.size)
-        self._settle("quick" if self.quick else None)
+            return visit.hash_only
+        files = [as_delta(self.run, manifest.version, link.base, data) for data in parcel.objects]
+        if visit.hash_only:
+            return visit.hash_only
+        state = self._stand_at(visit.at)
+        if state is None:
+            return _NO_REFERENCE
+        self._delta(state, manifest, files, visit.go_on)
+        return ""
 
-    def _reference(self, manifest: Manifest, link: Link) -> None:
-        if self.quick:
-            self._settle("quick")
-            return
-        advice = "name the folder of the checkpoint that the run was started from (--reference)"
+    def _reference(self, manifest: Manifest, link: Link) -> str:
         try:
-            with blame(manifest.version, link.source, lambda: advice):
-                self._full(manifest, reference_source(self.run, link, self.resolve))
+            self._full(manifest, reference_source(self.run, link, self.resolve))
         except ReferenceUnavailable:
             self.passable = _without_references(self.records.summaries)
-            self._settle(f"the reference {link.source!r} is not available here")
-        else:
-            self._settle()
+            return _NO_REFERENCE
+        return ""
 
     def _full(self, manifest: Manifest, weights: full.Source) -> None:
         """Compare the digest of full weights. They become the state where it is needed and no delta led there."""
-        if manifest.version in self.starting and not self._stands_at(manifest.version):
+        if manifest.version in self.bases and not self._stands_at(manifest.version):
             state = self._private_state()
             state.load(weights)
             found, state.version = state.digest, manifest.version
@@ -175,62 +209,34 @@ class _Walk:
             found = full.digest_of(weights)
         _require(manifest, found)
 
-    def _hash_delta(self, manifest: Manifest, link: Link, reason: str) -> None:
-        for blob in link.objects:
-            with self._blame(manifest, link, blob), self._open_delta(manifest, link, blob):
-                pass  # opening it has checked its hash, its header and what it says it is
-            self._count(blob.size)
-        self._settle(reason)
-
-    def _prove_delta(self, state: State, manifest: Manifest, link: Link, *, go: bool) -> None:
-        """With `go` the state moves along. It is spoiled if that fails, but then so is the run, and the walk ends."""
+    def _delta(self, state: State, manifest: Manifest, files: list[DeltaFile], go_on: bool) -> None:
+        """If it fails while the state moves along, the state is spoiled; but so is the run, and the walk ends."""
         moved = StateDigest()
-        for blob in link.objects:
-            with self._blame(manifest, link, blob), self._open_delta(manifest, link, blob) as file:
-                for changes in file.changes(state.bits):
-                    moved += write(changes, state) if go else sum((c.digest() for c in changes), StateDigest())
-            self._count(blob.size)
-        with self._blame(manifest, link, link.objects[0]):
-            _require(manifest, state.digest + moved)
-        if go:
+        for file in files:
+            for changes in file.changes(state.bits):
+                moved += write(changes, state) if go_on else sum((c.digest() for c in changes), StateDigest())
+        _require(manifest, state.digest + moved)
+        if go_on:
             state.digest, state.version = state.digest + moved, manifest.version
-        self._settle()
 
     # ── the state ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _prove_deltas(self, version: int, after: int | None) -> None:
-        """All deltas that start at a version; the one to the next version last, because it takes the state along."""
-        deltas = self.starting.get(version, [])
-        if not deltas:
-            return
-        state = self._stand_at(version)
-        for manifest, link in sorted(deltas, key=lambda pair: pair[0].version == after):
-            if state is None:
-                self._hash_delta(manifest, link, "a delta whose base cannot be rebuilt without the reference")
-            else:
-                self._prove_delta(state, manifest, link, go=manifest.version == after and after in self.starting)
-
     def _stand_at(self, version: int) -> State | None:
-        """The state at a version to which neither the walk nor an anchor of its own led. None if it cannot be had."""
+        """The state at a version, rebuilt where neither the walk nor an anchor led there. None if it cannot be had."""
         if self._stands_at(version):
             return self.state
         state = self._private_state()
         try:
             for arrival in arrivals(self.run, chain.plan(state.version, version, self.passable)):
-                self._take(state, arrival)
+                manifest = self.records.manifests[arrival.step.version]
+                with self._blame(manifest, manifest.link(arrival.step.kind, arrival.step.base)):
+                    take(self.run, state, arrival.parcel(), self.resolve)
         except MissingBase:
             return None
         except ReferenceUnavailable:
             self.passable = _without_references(self.records.summaries)
             return self._stand_at(version)
         return state
-
-    def _take(self, state: State, arrival: Arrival) -> None:
-        manifest = self.records.manifests[arrival.step.version]
-        link = manifest.link(arrival.step.kind, arrival.step.base)
-        place = link.objects[0].key if link.objects else link.source
-        with blame(manifest.version, place, lambda: self._advice(manifest, link)):
-            take(self.run, state, arrival.parcel(), self.resolve)
 
     def _stands_at(self, version: int) -> bool:
         return self.state is not None and self.state.version == version
@@ -240,37 +246,29 @@ class _Walk:
             self.state = State(self.run.schema)
         return self.state
 
-    # ── keeping book ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what to say ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _open_delta(self, manifest: Manifest, link: Link, blob: Blob) -> AbstractContextManager[DeltaFile]:
-        return open_delta(self.run, manifest.version, link.base or 0, blob, self.progress)
-
-    def blame(self, manifest: Manifest, link: Link, blob: Blob) -> AbstractContextManager[None]:
-        return blame(manifest.version, blob.key, lambda: self._advice(manifest, link))
+    def _blame(self, manifest: Manifest, link: Link) -> AbstractContextManager[None]:
+        place = link.objects[0].key if link.objects else link.source
+        return blame(manifest.version, place, lambda: self._advice(manifest, link))
 
     def _advice(self, manifest: Manifest, link: Link) -> str:
+        if link.kind == "reference":
+            return "name the folder of the checkpoint that the run was started from (--reference)"
         stranded = self.records.stranded_without(manifest.version, link)
         if not stranded:
             return "every version can still be reached another way; restore it from a copy of the bucket, or prune"
         return (
             f"without it version {ranges(stranded)} cannot be reached; restore it from a copy of the bucket, "
-            "or publish an anchor from which replicas can go on"
+            "or publish an anchor (`deltawire publish --anchor`), from which replicas can go on"
         )
-
-    def _count(self, size: int) -> None:
-        self.result.objects += 1
-        self.result.bytes += size
-
-    def _settle(self, not_proven: str | None = None) -> None:
-        if not_proven is None:
-            self.result.proven += 1
-        else:
-            self.result.not_proven[not_proven] += 1
 
 
 def _require(manifest: Manifest, found: StateDigest) -> None:
     if str(found) != manifest.digest:
-        raise DigestMismatch(manifest.version, manifest.digest, str(found))
+        raise DigestMismatch(
+            manifest.version, manifest.digest, str(found), f"or {keys.manifest(manifest.version)} lies"
+        )
 
 
 def _without_references(versions: Mapping[int, Summary]) -> dict[int, Summary]:

@@ -1,13 +1,15 @@
 """The command line: one file per command, wired together here.
 
-A command file has one function `command` whose docstring is its --help. Anything that takes time to import (numba, torch,
-the stores) is imported inside it, so that --help answers at once.
+A command file has one function `command` whose docstring is its --help. Anything that takes time to import (numba,
+torch, the stores) is imported inside it, so that --help answers at once.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import sys
+import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -62,6 +64,14 @@ app = typer.Typer(
 )
 
 
+class _Stderr(logging.Handler):
+    """Log lines to wherever stderr is at that moment: a progress bar takes it over for as long as it stands."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        print(f"{clock} {record.levelname.lower()} {record.getMessage()}", file=sys.stderr, flush=True)
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         from deltawire import __version__
@@ -81,18 +91,20 @@ def options(
 ) -> None:
     """Move the weights of a model in training to the servers that sample from it, through nothing but a bucket.
 
-    A RUN is an address: s3://bucket/run, gs://bucket/run, az://container/run, file:///path or a plain path.
+    A RUN is an address: s3://bucket/run, gs://bucket/run, az://container/run,
+    file:///path or a plain path.
 
     \b
     Examples
-      deltawire demo                                         watch it work, here and now
-      deltawire publish checkpoints/step-100 s3://runs/chat  the next version of a run
-      deltawire follow s3://runs/chat --dir /models/chat     keep a checkpoint folder current
-      deltawire log s3://runs/chat                           what was published, who follows
+      deltawire demo                           watch it work, here and now
+      deltawire publish step-100 s3://runs/chat       the next version
+      deltawire follow s3://runs/chat --dir models/chat
+      deltawire log s3://runs/chat             what there is, who follows
     """
-    level = {0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG)
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.WARNING)
-    logging.getLogger("deltawire").setLevel(level)
+    logger = logging.getLogger("deltawire")
+    logger.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG))
+    if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
+        logger.addHandler(_Stderr())
 
 
 def _register(name: str, command: Callable[..., None]) -> None:

@@ -15,21 +15,20 @@ if TYPE_CHECKING:
 
 def command(
     run: RunVersionArgument,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to make.", show_default=False)
-    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to make.", show_default=False)],
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if it is there and not empty.")] = False,
     reference: ReferenceOption = None,
     json: JsonOption = False,
 ) -> None:
-    r"""Write a version as a checkpoint folder, bit for bit what was published.
+    """Write a version as a checkpoint folder, bit for bit what was published.
 
-    The folder appears whole or not at all: it is made beside DIR and renamed when every byte is on disk and the state
-    digest has matched. Config, tokenizer and template files are included.
+    The folder appears whole or not at all: it is made beside DIR and renamed
+    when the state digest has matched and every byte is on disk. Config, tokenizer
+    and template files are included.
 
     \b
     Examples
-      deltawire checkout s3://runs/chat -o models/chat        # the newest version
+      deltawire checkout s3://runs/chat -o models/chat
       deltawire checkout s3://runs/chat@41 -o models/chat-41
       deltawire checkout s3://runs/chat -o models/chat --force
     """
@@ -58,8 +57,9 @@ def command(
     }
 
     def render(out: Console) -> None:
-        fetched = f"{size(value['fetched_bytes'])} fetched in {len(steps)} steps" if len(steps) > 1 else "one step"
-        out.print(f"[bold]v{version}[/bold] → {output}  {size(value['bytes'])}  {fetched}  digest {manifest.digest}")
+        steps_taken = "one object" if len(steps) == 1 else f"{len(steps)} objects"
+        out.print(f"v{version} → {output}  {size(opened.schema.nbytes)} from {steps_taken}", soft_wrap=True)
+        out.print(f"  state digest {manifest.digest}, proven")
 
     emit(value, render, json)
 

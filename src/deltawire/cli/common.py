@@ -30,9 +30,7 @@ RunVersionArgument = Annotated[
 ]
 ReferenceOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR", exists=True, file_okay=False, help="Where the checkpoint is that the run starts from."
-    ),
+    typer.Option(metavar="DIR", exists=True, file_okay=False, help="Where the checkpoint is that the run starts from."),
 ]
 
 _PIPE_WIDTH = 160
@@ -46,7 +44,8 @@ def console() -> Console:
     from rich.console import Console
 
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(highlight=False, width=_PIPE_WIDTH if piped else None)
+    # no markup: names come from files and buckets, and may hold brackets
+    return Console(highlight=False, markup=False, width=_PIPE_WIDTH if piped else None)
 
 
 def emit(value: Any, render: Callable[[Console], None], as_json: bool) -> None:
@@ -57,6 +56,24 @@ def emit(value: Any, render: Callable[[Console], None], as_json: bool) -> None:
     import msgspec
 
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def emit_line(value: Any, text: str, as_json: bool) -> None:
+    """One event of a command that goes on: a JSON object on a line, or `text`. Out at once, also into a pipe."""
+    import msgspec
+
+    print(msgspec.json.encode(value).decode() if as_json else text, flush=True)
+
+
+def clean(text: str, limit: int = 500) -> str:
+    """Text from a file or bucket, safe to print: no control characters that a terminal would obey, and not endless."""
+    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:limit])
+    return shown if len(text) <= limit else shown + " …"
+
+
+def complain(text: str) -> None:
+    """Trouble that does not end the command."""
+    typer.echo(f"deltawire: {text}", err=True)
 
 
 def table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
@@ -84,9 +101,9 @@ def size(n: float) -> str:
 
 def percent(part: float, whole: float) -> str:
     """0.94 %, 12.5 %, and never 0 % for something."""
+    if not part or part == whole:
+        return "100 %" if part else "0 %"
     share = 100 * part / whole if whole else 0.0
-    if not part:
-        return "0 %"
     return "<0.01 %" if share < 0.005 else f"{share:.2f} %" if share < 9.995 else f"{share:.1f} %"
 
 
@@ -128,8 +145,8 @@ def sparkline(values: Sequence[float]) -> str:
 def split_run(text: str) -> tuple[str, int | None]:
     """RUN[@VERSION] → (run, version); None is the newest.
 
-    Only a number or `newest` after the last @ is a version; any other @ belongs to the address. A path that ends like one
-    is written as a URL with %40.
+    Only a number or `newest` after the last @ is a version; any other @ belongs to the address. A path that ends like
+    one is written as a URL with %40.
     """
     match = _VERSION.fullmatch(text)
     if match is None:

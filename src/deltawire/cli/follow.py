@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonOption, ReferenceOption, RunArgument, complain, console, duration, json_line, size
+from .common import JsonOption, ReferenceOption, RunArgument, complain, duration, emit_line
 
 if TYPE_CHECKING:
     from ..bucket.current import CurrentFolder
@@ -41,10 +41,10 @@ def command(
     opens it finds one whole version. The version before stays for readers that
     are still in it. After a restart it continues from what is on disk.
 
-    CMD runs once a version is proven and in place (and at the start, for the
-    version found there). It sees DELTAWIRE_RUN, DELTAWIRE_VERSION and, with --dir,
-    DELTAWIRE_DIR, the folder of that very version. A failing CMD is reported and
-    does not stop anything; with --once it is exit code 1.
+    CMD runs for each version once it is proven and in place, and at the start
+    also for a version that was there. It sees DELTAWIRE_RUN, DELTAWIRE_VERSION
+    and, with --dir, DELTAWIRE_DIR. A failing CMD is reported and stops nothing;
+    with --once it makes the exit code 1.
 
     With --json there is one JSON object per line and version.
 
@@ -69,94 +69,108 @@ def command(
         replica = Replica(run, id=id, reference=reference)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--id") from None
-    signal.signal(signal.SIGTERM, _end)
-    failed = False
-    with CurrentFolder(folder) if folder is not None else nullcontext() as current:
-        opened = _open(run, poll, wait=not once)
-        state = _start(opened, current)
-        steps = _once(replica, state) if once else replica.follow(state, poll=poll, every=every)
-        for version in steps:
-            place = _place(opened, version, state, current)
-            code = _exec(exec, opened.store.url, version, place) if exec else None
-            failed = bool(code)
-            _say(opened, replica, version, place, code, json)
-    if once and failed:
+    with _ended_by_sigterm(), CurrentFolder(folder) if folder is not None else nullcontext() as current:
+        keeper = _Keeper(_open(run, poll, wait=not once), current)
+        reached = _once(replica, keeper.state) if once else replica.follow(keeper.state, poll=poll, every=every)
+        code = 0
+        for version in reached:
+            keeper.keep(version)
+            code = _exec(exec, keeper, version) if exec else 0
+            _say(replica, version, current, code, json)
+    if once and code:
         raise typer.Exit(1)
 
 
-def _end(*_: object) -> None:
-    # not an Exception, so nothing on the way mistakes it for trouble and goes on
-    raise SystemExit(0)
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    def end(*_: object) -> None:
+        # not an Exception, so nothing on the way mistakes it for trouble and goes on
+        raise SystemExit(0)
 
-
-def _once(replica: Replica, state: State) -> Iterator[int]:
-    yield replica.sync(state)
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _open(where: str, poll: float, *, wait: bool) -> Run:
     from ..bucket.run import Run
     from ..core.errors import RunNotFound
 
-    waiting = False
+    told = False
     while True:
         try:
             return Run.open(where)
         except RunNotFound as error:
             if not wait:
                 raise
-            if not waiting:
+            if not told:
                 complain(f"{error}; waiting for it")
-            waiting = True
-        threading.Event().wait(poll)
+            told = True
+        time.sleep(poll)
 
 
-def _start(run: Run, current: CurrentFolder | None) -> State:
-    """The weights that are on disk already, or none."""
-    from ..bucket.replay import State, as_run
-    from ..core.errors import DeltawireError
-    from ..core.full import Checkpoint
+def _once(replica: Replica, state: State) -> Iterator[int]:
+    yield replica.sync(state)
 
-    state = State(run.schema)
-    if current is not None and current.folder is not None:
+
+class _Keeper:
+    """The weights that the replica moves along, and the folder that shows them."""
+
+    def __init__(self, run: Run, current: CurrentFolder | None) -> None:
+        from ..bucket.replay import State
+
+        self.run, self.current = run, current
+        self.state = State(run.schema)
+        self._shown: str | None = None
+        # state digest of what is in the folder
+        if current is not None and current.folder is not None:
+            self._load(current.folder)
+
+    def _load(self, folder: Path) -> None:
+        """Start from what is on disk, so that a restart needs deltas only."""
+        from ..bucket.replay import as_run
+        from ..core.errors import DeltawireError
+        from ..core.full import Checkpoint
+
         try:
-            state.load(as_run(Checkpoint(current.folder), run.schema, str(current.folder)))
+            self.state.load(as_run(Checkpoint(folder), self.run.schema, str(folder)))
+            self._shown = str(self.state.digest)
         except (DeltawireError, OSError) as error:
             complain(f"starting anew: {error}")
-    return state
+
+    def keep(self, version: int) -> None:
+        """Put the version that the weights are now on disk, unless it is what is there."""
+        from ..bucket import folder
+
+        manifest = self.run.manifest(version)
+        if self.current is None or (self._shown == manifest.digest and self.current.holds(version)):
+            return
+        before = self.current.folder
+        self.current.put(version, lambda made: folder.fill(made, self.run, manifest, self.state, before=before))
+        self._shown = manifest.digest
 
 
-def _place(run: Run, version: int, state: State, current: CurrentFolder | None) -> Path | None:
-    """Put the version on disk, unless it is what is there."""
-    from ..bucket import folder
-
-    if current is None:
-        return None
-    before = current.folder
-    if before is not None and before.name.partition(".")[0] == f"{version:06d}" and state.version == version:
-        return before
-    made = current.put(
-        version, lambda place: folder.fill(place, run, run.manifest(version), state, before=before)
-    )
-    state.version = version
-    return made
-
-
-def _exec(command: str, run: str, version: int, place: Path | None) -> int:
-    given = {"DELTAWIRE_RUN": run, "DELTAWIRE_VERSION": str(version)}
-    if place is not None:
-        given["DELTAWIRE_DIR"] = str(place)
+def _exec(command: str, keeper: _Keeper, version: int) -> int:
+    given = {"DELTAWIRE_RUN": keeper.run.store.url, "DELTAWIRE_VERSION": str(version)}
+    if keeper.current is not None:
+        given["DELTAWIRE_DIR"] = str(keeper.current.link)
     code = subprocess.run(command, shell=True, env={**os.environ, **given}, check=False).returncode
     if code:
         complain(f"the command for version {version} ended with exit code {code}")
     return code
 
 
-def _say(run: Run, replica: Replica, version: int, place: Path | None, code: int | None, json: bool) -> None:
-    if json:
-        value: dict[str, Any] = {"version": version, "newest": replica.newest, "timings": replica.timings}
-        json_line({**value, "dir": place and str(place), "exec": code})
-        return
+def _say(replica: Replica, version: int, current: CurrentFolder | None, code: int, json: bool) -> None:
+    value = {
+        "version": version,
+        "newest": replica.newest,
+        "dir": str(current.link) if current else None,
+        "timings": replica.timings,
+        "exit_code": code,
+    }
     took = "  ".join(f"{name} {duration(seconds)}" for name, seconds in replica.timings.items())
-    sent = size(min(link.bytes for link in run.manifest(version).links))
-    behind = f"  {replica.lag} behind" if replica.lag else ""
-    console().print(f"v{version}  {sent}  {took or 'already here'}{f'  → {place}' if place else ''}{behind}")
+    where = f"  → {current.link}" if current else ""
+    behind = f"  ({replica.lag} behind)" if replica.lag else ""
+    emit_line(value, f"v{version}  {took or 'already here'}{where}{behind}", json)

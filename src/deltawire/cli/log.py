@@ -1,11 +1,138 @@
-"""`deltawire log`: to come."""
+"""`deltawire log`: what was published, and who follows."""
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
+from .common import JsonOption, RunArgument, age, clean, emit, open_version, percent, size, sparkline, table, times
 
-def command() -> None:
-    """To come."""
-    typer.echo("log is not written yet", err=True)
-    raise typer.Exit(1)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..bucket.run import Run
+    from ..core.manifest import Heartbeat, Summary
+
+SILENT = 60.0
+"""Seconds after which a replica that says nothing is not counted as healthy; it should speak every ten."""
+
+
+def command(
+    run: RunArgument,
+    number: Annotated[int, typer.Option("-n", min=1, help="How many versions, the newest first.")] = 20,
+    all: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """List the versions of a run, newest first, and the replicas that follow it.
+
+    "bytes" is what a follower fetches to get from the base to the version, and
+    "smaller" how many times less that is than the full weights. A version may have
+    more ways to reach it: "+anchor" the full weights, "+skip" a delta from an
+    earlier base.
+
+    \b
+    Examples
+      deltawire log s3://runs/chat
+      deltawire log s3://runs/chat -n 5
+      deltawire log s3://runs/chat --all --json | jq '.versions[].bytes'
+    """
+    opened, newest = open_version(run)
+    since = 0 if all else max(newest - number + 1, 0)
+    versions = list(reversed(opened.timeline(newest, since).values()))
+    beats = sorted((b for b in opened.heartbeats() if b.run == opened.info.run), key=lambda b: b.replica)
+    value = {
+        "run": opened.store.url,
+        "model": opened.info.model,
+        "newest": newest,
+        "tensors": len(opened.schema.tensors),
+        "elements": opened.schema.elements,
+        "full_bytes": opened.schema.nbytes,
+        "versions": [_version(summary, opened) for summary in versions],
+        "replicas": [_replica(beat, newest) for beat in beats],
+    }
+    emit(value, lambda out: _render(out, value), json)
+
+
+def _version(summary: Summary, run: Run) -> dict[str, Any]:
+    main = next((x for x in summary.links if x.base == summary.parent and x.kind == "delta"), summary.links[0])
+    return {
+        "version": summary.version,
+        "kind": main.kind,
+        "also": [x.kind if x.kind != "delta" else f"skip from {x.base}" for x in summary.links if x is not main],
+        "base": main.base,
+        "changed": summary.changed,
+        "changed_share": round(summary.changed / max(run.schema.elements, 1), 8),
+        "bytes": main.bytes,
+        "times_smaller": round(run.schema.nbytes / main.bytes, 2) if main.bytes else None,
+        "encoding": main.encoding,
+        "step": summary.step,
+        "created": summary.created,
+        "digest": summary.digest,
+        "links": summary.links,
+    }
+
+
+def _replica(beat: Heartbeat, newest: int) -> dict[str, Any]:
+
+    silent = time.time() - beat.at > SILENT
+    return {
+        "replica": beat.replica,
+        "version": beat.version,
+        "lag": newest - beat.version if beat.version is not None else None,
+        "health": "silent" if silent else "ok" if beat.healthy else "failing",
+        "at": beat.at,
+        "error": beat.error,
+        "timings": beat.timings,
+    }
+
+
+def _render(out: Console, value: dict[str, Any]) -> None:
+    full, elements = value["full_bytes"], value["elements"]
+    model = f"{clean(value['model'])}  " if value["model"] else ""
+    out.print(f"{value['run']}  {model}{elements:,} weights, {size(full)} in full", soft_wrap=True)
+    rows = table(
+        "version", "kind", "base", "changed", "bytes", "smaller", "encoding", "step", "age", left=("kind", "encoding")
+    )
+    for version in value["versions"]:
+        also = "".join(f" +{what.split()[0]}" for what in version["also"])
+        rows.add_row(
+            f"v{version['version']}",
+            version["kind"] + also,
+            "–" if version["base"] is None else f"v{version['base']}",
+            percent(version["changed"], elements),
+            size(version["bytes"]),
+            times(full, version["bytes"]) if version["kind"] == "delta" else "–",
+            clean(version["encoding"]) or "–",
+            "–" if version["step"] is None else str(version["step"]),
+            age(version["created"]),
+        )
+    out.print(rows)
+    _render_sizes(out, value["versions"], full)
+    if value["replicas"]:
+        _render_replicas(out, value["replicas"])
+
+
+def _render_sizes(out: Console, versions: list[dict[str, Any]], full: int) -> None:
+    """The deltas only: beside an anchor all of them would be flat."""
+    deltas = [version["bytes"] for version in reversed(versions) if version["kind"] == "delta"]
+    if not deltas:
+        return
+    smaller = times(full * len(deltas), sum(deltas))
+    out.print(f"delta sizes {sparkline(deltas[-100:])} up to {size(max(deltas))}", soft_wrap=True)
+    out.print(f"{len(deltas)} deltas in {size(sum(deltas))}, {smaller} smaller than as full weights\n")
+
+
+def _render_replicas(out: Console, replicas: list[dict[str, Any]]) -> None:
+    rows = table("replica", "version", "lag", "health", "seen", "error", left=("replica", "health", "error"))
+    for replica in replicas:
+        rows.add_row(
+            clean(replica["replica"]),
+            "–" if replica["version"] is None else f"v{replica['version']}",
+            "–" if replica["lag"] is None else str(replica["lag"]),
+            replica["health"],
+            age(replica["at"]),
+            clean(replica["error"]),
+        )
+    out.print(rows)

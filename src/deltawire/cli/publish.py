@@ -31,7 +31,9 @@ def command(
         ),
     ],
     run: RunArgument,
-    encoding: Annotated[str, typer.Option(help="How the delta is coded: packed or raw.")] = "packed",
+    encoding: Annotated[
+        str, typer.Option(help="How the delta is coded: packed, or raw for any tool to read.")
+    ] = "packed",
     anchor: Annotated[bool, typer.Option("--anchor", help="Also upload the full weights.")] = False,
     anchor_every: Annotated[
         int | None, typer.Option(min=1, help="Full weights at the latest every so many versions.")
@@ -51,20 +53,22 @@ def command(
 ) -> None:
     """Publish the next version of a run from a checkpoint folder.
 
-    Only what changed since the run's newest version is uploaded. The first version, and now and then a later one, is an
-    anchor with the full weights. config.json, tokenizer and template files travel along.
+    Only what changed since the run's newest version is uploaded. The first
+    version, and now and then a later one, is an anchor with the full weights.
+    config.json, tokenizer and template files travel along.
 
     \b
     Examples
-      deltawire publish checkpoints/step-100 s3://runs/chat
-      deltawire publish checkpoints/step-200 s3://runs/chat --step 200 --metric loss=1.83
+      deltawire publish step-100 s3://runs/chat
+      deltawire publish step-200 s3://runs/chat --step 200 --metric loss=1.83
 
     \b
-      # a fine-tune of a public model: followers take the first version from the hub
-      deltawire publish checkpoints/step-100 s3://runs/chat --reference Qwen/Qwen3-0.6B
+      # a fine-tune of a public model: followers get the start from the hub
+      deltawire publish step-100 s3://runs/chat --reference Qwen/Qwen3-0.6B
     """
     from ..trainer import Publisher
 
+    _check_encoding(encoding)
     metrics = _metrics(metric or [])
     with Publisher(
         run,
@@ -79,6 +83,16 @@ def command(
                 source, step=step, metrics=metrics, wait=True, progress=_bars(bar, source.schema.nbytes)
             )
     _report(run, handle.result(), json)
+
+
+def _check_encoding(encoding: str) -> None:
+    from ..core.codecs import check_encoding
+    from ..core.errors import UnknownFormat
+
+    try:
+        check_encoding(encoding)
+    except UnknownFormat as error:
+        raise typer.BadParameter(str(error), param_hint="--encoding") from None
 
 
 def _metrics(texts: list[str]) -> dict[str, float]:
@@ -130,15 +144,13 @@ def _report(run: str, published: Published, json: bool) -> None:
 
     def render(out: Console) -> None:
         parent = f" ← v{value['parent']}" if value["parent"] is not None else ""
+        share = percent(published.changed, opened.schema.elements)
         kinds = " + ".join(published.kinds)
-        out.print(
-            f"[bold]v{published.version}[/bold]{parent}  {kinds}  "
-            f"{percent(published.changed, opened.schema.elements)} changed  {size(published.bytes)} uploaded"
-        )
+        out.print(f"v{published.version}{parent}  {kinds}  {share} changed  {size(published.bytes)} uploaded")
         if value["delta_bytes"]:
             smaller = times(opened.schema.nbytes, value["delta_bytes"])
-            out.print(f"    the delta is {smaller} smaller than the full {size(opened.schema.nbytes)}")
-        out.print("    " + "  ".join(f"{name} {duration(s)}" for name, s in published.timings.items()))
+            out.print(f"  the delta is {smaller} smaller than the full {size(opened.schema.nbytes)}")
+        out.print("  " + "  ".join(f"{name} {duration(seconds)}" for name, seconds in published.timings.items()))
 
     emit(value, render, json)
 

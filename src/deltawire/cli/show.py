@@ -1,11 +1,340 @@
-"""`deltawire show`: to come."""
+"""`deltawire show`: what is in a version or in a file."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
+from .common import (
+    JsonOption,
+    ReferenceOption,
+    age,
+    clean,
+    emit,
+    open_version,
+    percent,
+    progress,
+    resolver,
+    size,
+    table,
+    times,
+)
 
-def command() -> None:
-    """To come."""
-    typer.echo("show is not written yet", err=True)
-    raise typer.Exit(1)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..bucket.run import Run
+    from ..core.describe import Contents, IndexStats, Part
+    from ..core.dtypes import Bits
+    from ..core.manifest import Blob, Link
+    from ..core.schema import TensorSpec
+    from ..core.steps import Histogram
+
+
+def command(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="RUN[@VERSION]|FILE", help="A version of a run, or a local file.", show_default=False),
+    ],
+    steps: Annotated[
+        bool,
+        typer.Option("--steps", help="Step sizes also where they need the base version; rebuilds that from the run."),
+    ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CHECKPOINT_DIR",
+            exists=True,
+            file_okay=False,
+            help="For a FILE: the weights it starts from; gives step sizes and shares.",
+        ),
+    ] = None,
+    reference: ReferenceOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show what is in a version or a file: tensor by tensor, and how far weights moved.
+
+    Steps are counted in ulps, that is in representable values: training in small
+    steps moves a bf16 weight by one, which is why deltas are small. A `packed`
+    delta says so by itself, a `raw` one only beside the weights it starts from.
+
+    Any safetensors file will do, also somebody else's with NAME.indices and
+    NAME.values.
+
+    \b
+    Examples
+      deltawire show s3://runs/chat@41
+      deltawire show s3://runs/chat@41 --steps
+      deltawire show delta.safetensors --base checkpoints/step-40
+      deltawire show model.safetensors --json | jq '.tensors[].name'
+    """
+    if Path(what).is_file():
+        value = _file(Path(what), base)
+    elif base is not None:
+        raise typer.BadParameter("goes with a FILE; a run knows its own base: use --steps", param_hint="--base")
+    else:
+        value = _version(what, steps, reference)
+    emit(value, lambda out: _render(out, value), json)
+
+
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _file(path: Path, base: Path | None) -> dict[str, Any]:
+    from ..core.describe import Contents
+    from ..core.full import Checkpoint
+
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        contents = Contents(lambda start, length: os.pread(descriptor, length, start), path.stat().st_size)
+        checkpoint = Checkpoint(base) if base else None
+        schema = checkpoint.schema.by_name() if checkpoint else {}
+        histogram = contents.steps(_Base(checkpoint) if checkpoint else None)
+        return {
+            "file": str(path),
+            "bytes": contents.size,
+            "kind": contents.kind,
+            "encoding": contents.encoding,
+            "metadata": contents.metadata,
+            **_tensors(contents.parts(), contents.stats(), schema),
+            **_steps(contents.kind, contents.encoding, histogram, "--base names the weights it starts from"),
+        }
+    finally:
+        os.close(descriptor)
+
+
+class _Base:
+    """Tensors of a checkpoint folder by name, whole."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        self._checkpoint = checkpoint
+        self._specs = checkpoint.schema.by_name()
+
+    def __call__(self, name: str) -> tuple[TensorSpec, Bits]:
+        from ..core.change import Region
+        from ..core.errors import SchemaMismatch
+
+        if name not in self._specs:
+            raise SchemaMismatch(f"the file changes {name!r}, which {self._checkpoint.folder} does not have")
+        spec = self._specs[name]
+        return spec, self._checkpoint.region(Region(spec, 0, spec.rows, 0, spec.columns))
+
+
+# ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _version(text: str, steps: bool, reference: Path | None) -> dict[str, Any]:
+    run, version = open_version(text)
+    manifest = run.manifest(version)
+    deltas = [link for link in manifest.links if link.kind == "delta" and link.base == manifest.parent]
+    link = (deltas or list(manifest.links))[0]
+    value: dict[str, Any] = {
+        "run": run.store.url,
+        "version": version,
+        "parent": manifest.parent,
+        "digest": manifest.digest,
+        "created": manifest.created,
+        "step": manifest.step,
+        "changed": manifest.changed,
+        "elements": run.schema.elements,
+        "full_bytes": run.schema.nbytes,
+        "metrics": manifest.metrics,
+        "timings": manifest.timings,
+        "links": [_link(x) for x in manifest.links],
+        "files": [{"name": file.name, "bytes": file.size} for file in manifest.files],
+        "kind": link.kind,
+        "encoding": link.encoding,
+    }
+    if not link.objects:
+        return {**value, "tensors": [_spec(tensor) for tensor in run.schema.tensors], "steps": None}
+    return {**value, **_objects(run, link, steps, reference)}
+
+
+def _link(link: Link) -> dict[str, Any]:
+    return {
+        "kind": link.kind,
+        "base": link.base,
+        "bytes": link.bytes,
+        "encoding": link.encoding,
+        "source": link.source,
+        "objects": [blob.key for blob in link.objects],
+    }
+
+
+def _spec(tensor: TensorSpec) -> dict[str, Any]:
+    return {"name": tensor.name, "dtype": tensor.dtype, "shape": tensor.shape, "bytes": tensor.nbytes}
+
+
+def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[str, Any]:
+    from ..core.steps import Histogram
+
+    base = None
+    readable = link.kind == "delta" and not _needs_base(link)
+    if steps and link.base is not None and not readable:
+        base, readable = _replayed(run, link.base, reference), True
+    parts: list[Part] = []
+    histogram = Histogram()
+    for blob in link.objects:
+        with _open(run, blob, whole=readable) as contents:
+            parts += contents.parts()
+            if readable:
+                histogram.add_all(contents.steps(base))
+    return {
+        **_tensors(parts, {}, run.schema.by_name()),
+        **_steps(link.kind, link.encoding, histogram if readable else None, "--steps rebuilds the base version first"),
+    }
+
+
+def _needs_base(link: Link) -> bool:
+    """Whether step sizes cannot be read off the delta itself."""
+    from ..core.codecs import BLOCK_ENCODINGS
+
+    return not hasattr(BLOCK_ENCODINGS.get(link.encoding), "steps")
+
+
+def _replayed(run: Run, version: int, reference: Path | None) -> Any:
+    from ..bucket.replay import checkout
+
+    with progress() as bar:
+        state = checkout(run, version, resolve=resolver(reference), progress=bar("fetch the base version", None))
+    specs = run.schema.by_name()
+    return lambda name: (specs[name], state.bits(name))
+
+
+@contextmanager
+def _open(run: Run, blob: Blob, *, whole: bool) -> Iterator[Contents]:
+    """A data object, checked: all of it, or only its header and index, which is enough to say what it holds."""
+    from blake3 import blake3
+
+    from ..bucket.fetch import fetch
+    from ..core.describe import Contents
+    from ..core.errors import HashMismatch
+
+    if whole or not blob.head_size:
+        with fetch(run.store, blob) as data:
+            yield Contents(data.read, data.size)
+        return
+    head = run.store.get_range(blob.key, 0, blob.head_size)
+    if blake3(head).hexdigest(length=16) != blob.head_hash:
+        raise HashMismatch(f"the header of {blob.key} does not have the hash its manifest names")
+    yield Contents(lambda start, length: head[start : start + length], blob.size)
+
+
+# ── what is said of both ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _tensors(parts: list[Part], stats: dict[str, IndexStats], schema: dict[str, TensorSpec]) -> dict[str, Any]:
+    rows = []
+    for part in parts:
+        spec = schema.get(part.name)
+        shape = part.shape if part.shape is not None else spec.shape if spec else None
+        elements = part.elements if part.elements is not None else spec.elements if spec else None
+        row = {
+            "name": part.name,
+            "dtype": part.dtype,
+            "shape": shape,
+            "elements": elements,
+            "changed": part.changed,
+            "bytes": part.nbytes,
+        }
+        rows.append({**row, "indices": stats[part.name]} if part.name in stats else row)
+    return {"tensors": rows}
+
+
+def _steps(kind: str, encoding: str, histogram: Histogram | None, hint: str) -> dict[str, Any]:
+    if kind != "delta":
+        return {"steps": None}
+    if histogram is None:
+        return {"steps": None, "hint": f"step sizes are not in a {encoding} delta; {hint}"}
+    return {"steps": [{"ulps": name, "up": up, "down": down} for name, up, down in histogram.rows()]}
+
+
+# ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _render(out: Console, value: dict[str, Any]) -> None:
+    if "version" in value:
+        _render_version(out, value)
+    else:
+        _render_file(out, value)
+    _render_tensors(out, value)
+    _render_steps(out, value)
+
+
+def _render_version(out: Console, value: dict[str, Any]) -> None:
+    parent = "" if value["parent"] is None else f" ← v{value['parent']}"
+    share = percent(value["changed"], value["elements"])
+    out.print(
+        f"{value['run']} v{value['version']}{parent}  {share} changed  {age(value['created'])} old", soft_wrap=True
+    )
+    for link in value["links"]:
+        base = "" if link["base"] is None else f" from v{link['base']}"
+        smaller = f", {times(value['full_bytes'], link['bytes'])} smaller than full" if link["kind"] == "delta" else ""
+        where = " ".join(link["objects"]) or clean(link["source"])
+        coded = f" {clean(link['encoding'])}" if link["encoding"] else ""
+        out.print(f"  {link['kind']}{coded}{base}  {size(link['bytes'])}{smaller}  {where}", soft_wrap=True)
+    out.print(f"  state digest {value['digest']}")
+    for name, shown in (
+        ("step", value["step"]),
+        ("metrics", "  ".join(f"{k} {v:g}" for k, v in value["metrics"].items())),
+        ("seconds", "  ".join(f"{k} {v:.3f}" for k, v in value["timings"].items())),
+        ("files", "  ".join(f"{f['name']} ({size(f['bytes'])})" for f in value["files"])),
+    ):
+        if shown not in (None, ""):
+            out.print(f"  {name}: {clean(str(shown), 2000)}", soft_wrap=True)
+
+
+def _render_file(out: Console, value: dict[str, Any]) -> None:
+    coded = f" {value['encoding']}" if value["encoding"] else ""
+    out.print(f"{value['file']}  {value['kind']}{coded}  {size(value['bytes'])}", soft_wrap=True)
+    for name, text in value["metadata"].items():
+        out.print(f"  {clean(name)}: {clean(text)}", soft_wrap=True)
+
+
+def _render_tensors(out: Console, value: dict[str, Any]) -> None:
+    sparse = any(row.get("changed") is not None for row in value["tensors"])
+    ranged = any("indices" in row for row in value["tensors"])
+    columns = ["tensor", "dtype", "shape", *(["changed", "share"] if sparse else []), "bytes"]
+    rows = table(*columns, *(["indices", "values"] if ranged else []), left=("tensor", "dtype"))
+    for row in value["tensors"]:
+        cells = [row["name"], row["dtype"], "?" if row["shape"] is None else "×".join(map(str, row["shape"])) or "1"]
+        if sparse:
+            changed, elements = row["changed"], row["elements"]
+            cells += ["–" if changed is None else f"{changed:,}"]
+            cells += [percent(changed, elements) if changed is not None and elements else "–"]
+        cells.append("–" if row["bytes"] is None else size(row["bytes"]))
+        if ranged:
+            cells += _range_cells(row.get("indices"))
+        rows.add_row(*cells)
+    out.print(rows)
+    if sparse:
+        total = sum(row["changed"] or 0 for row in value["tensors"])
+        out.print(f"{total:,} changed in {len(value['tensors'])} tensors")
+
+
+def _range_cells(stats: IndexStats | None) -> list[str]:
+    if stats is None:
+        return ["–", "–"]
+    indices = f"{stats.first:,} … {stats.last:,}" + ("" if stats.ascending else " unsorted")
+    return [indices, "–" if stats.low is None else f"{stats.low:.3g} … {stats.high:.3g}"]
+
+
+def _render_steps(out: Console, value: dict[str, Any]) -> None:
+    if "hint" in value:
+        out.print(value["hint"])
+    if not value["steps"]:
+        return
+    total = sum(row["up"] + row["down"] for row in value["steps"])
+    rows = table("ulps", "up", "down", "share", "", left=("",))
+    for row in value["steps"]:
+        both = row["up"] + row["down"]
+        rows.add_row(
+            row["ulps"], f"{row['up']:,}", f"{row['down']:,}", percent(both, total), "█" * round(30 * both / total)
+        )
+    out.print("\nsteps")
+    out.print(rows)

@@ -1,11 +1,105 @@
-"""`deltawire verify`: to come."""
+"""`deltawire verify`: prove that a run is whole."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
+from .common import Advance, JsonOption, RunArgument, emit, progress, size
 
-def command() -> None:
-    """To come."""
-    typer.echo("verify is not written yet", err=True)
-    raise typer.Exit(1)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..bucket.verify import Verification
+
+
+def command(
+    run: RunArgument,
+    first: Annotated[
+        int | None, typer.Option("--from", metavar="VERSION", min=0, help="Start at this version.", show_default=False)
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option("--to", metavar="VERSION", min=0, help="Stop after this one.", show_default=False)
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Hash everything, replay nothing: no memory for weights needed.")
+    ] = False,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Where the checkpoint is that the run starts from, when its own name for it does not work here.",
+            exists=True,
+            file_okay=False,
+            show_default=False,
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Check a run: hash every object, replay the chain, compare every digest.
+
+    Stops at the first bad thing, says what it is and what to do, and exits with
+    3. Every anchor, delta and skip delta is proven to lead to the weights the
+    trainer had. Reads the whole run, into one copy of the weights.
+
+    \b
+    Examples
+      deltawire verify s3://runs/chat
+      deltawire verify s3://runs/chat --quick              hashes only
+      deltawire verify s3://runs/chat --from 400 --to 450  a part of it
+      deltawire verify s3://runs/chat --json | jq .failure
+    """
+    from ..bucket.replay import find_reference
+    from ..bucket.run import Run
+    from ..bucket.verify import verify
+
+    opened = Run.open(run)
+    with progress() as bar:
+        result = verify(
+            opened,
+            first=first,
+            last=last,
+            quick=quick,
+            resolve=(lambda _: reference) if reference else find_reference,
+            progress=_bar(bar),
+        )
+    url = opened.store.url
+    emit({"run": url, "ok": result.ok, **asdict(result)}, lambda out: _render(out, url, result), json)
+    if not result.ok:
+        raise typer.Exit(3)
+
+
+def _bar(bar: Any) -> Any:
+    """One bar, shown once the size of the run is known."""
+    shown: list[Advance] = []
+
+    def advance(n: int, total: int) -> None:
+        if not shown:
+            shown.append(bar("verify", total))
+        shown[0](n)
+
+    return advance
+
+
+def _render(out: Console, url: str, result: Verification) -> None:
+    def line(word: str, style: str, text: str) -> None:
+        from rich.text import Text
+
+        out.print(Text.assemble((f"{word:<6}", style), text), soft_wrap=True)
+
+    for warning in result.warnings:
+        line("note", "yellow", warning)
+    for reason, count in result.not_proven.items():
+        line("note", "yellow", f"{count:,} objects only hashed: {reason}")
+    read = f"{result.versions:,} versions, {result.objects:,} objects, {size(result.bytes)}"
+    problem = result.failure
+    if problem is None:
+        line("good", "green", f"{url}: {read} read, {result.proven:,} anchors and deltas proven")
+        return
+    line("bad", "red", problem.object if problem.version is None else f"version {problem.version}: {problem.object}")
+    line("", "", f"{problem.what} ({problem.error})")
+    line("", "", f"what to do: {problem.advice}")
+    line("", "", f"good up to there: {read}")

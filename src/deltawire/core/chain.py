@@ -79,12 +79,13 @@ def _cheapest(
     for version in sorted(versions):
         for link in versions[version].links:
             if link.kind == "delta":
-                if link.base not in best:
+                # summaries are untrusted: a link from itself or from later would lead round in circles
+                if link.base is None or link.base >= version or link.base not in best:
                     continue
                 before = best[link.base][0]
             else:
                 before = 0
-            cost = before + link.bytes + request_cost * max(link.objects, 1)
+            cost = before + max(link.bytes, 0) + request_cost * max(link.objects, 1)
             if version not in best or cost < best[version][0]:
                 best[version] = (cost, Step(version, link.kind, link.base, link.bytes))
     return best

@@ -17,7 +17,7 @@ import msgspec
 
 from . import dtypes
 from .errors import HeaderError, TruncatedFile
-from .schema import check_name
+from .schema import check_name, is_shape
 
 MAX_HEADER = 100_000_000
 PREFIX = 8
@@ -79,8 +79,8 @@ def parse(head: bytes, file_size: int) -> Header:
         begin, end = entry.data_offsets
         if begin != position or end < begin:
             raise HeaderError(f"tensor {name!r} covers bytes {begin}–{end}, but the data before it ends at {position}")
-        if any(side < 0 for side in entry.shape):
-            raise HeaderError(f"tensor {name!r} cannot have the shape {entry.shape}")
+        if not is_shape(entry.shape):
+            raise HeaderError(f"tensor {name!r} cannot have the shape {str(entry.shape)[:80]}")
         if math.prod(entry.shape) * dtypes.lookup(entry.dtype).size != end - begin:
             raise HeaderError(f"tensor {name!r} is {entry.dtype} {list(entry.shape)} but covers {end - begin} bytes")
         items[name] = Item(name, entry.dtype, entry.shape, size + begin, end - begin)

@@ -108,10 +108,11 @@ def lookup(name: str) -> Dtype:
 
 
 def of_numpy(array: npt.NDArray[Any]) -> str:
-    try:
-        return _FROM_NUMPY[array.dtype.name]
-    except KeyError:
-        raise UnsupportedDtype(f"numpy dtype {array.dtype} cannot travel; pass an integer view of its bits") from None
+    # bytes in the other order would be other numbers where they arrive
+    name = _FROM_NUMPY.get(array.dtype.name) if array.dtype.isnative else None
+    if name is None:
+        raise UnsupportedDtype(f"numpy dtype {array.dtype} cannot travel; pass an integer view of its bits")
+    return name
 
 
 def bits_of(array: npt.NDArray[Any]) -> Bits:

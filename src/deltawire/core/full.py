@@ -15,7 +15,7 @@ from blake3 import blake3
 from . import container, digest
 from .change import BLOCK_UNITS, Region, blocks, regions
 from .dtypes import Bits, lookup
-from .errors import FormatError, ManifestError, SchemaMismatch, TruncatedFile, UnsafeName
+from .errors import FormatError, ManifestError, SchemaMismatch, TruncatedFile, UnknownFormat, UnsafeName
 from .parallel import ordered_map
 from .schema import Schema, TensorSpec, check_name
 from .sparse import FORMAT, FORMAT_VERSION, DataFile, Read
@@ -79,6 +79,9 @@ class FullFile:
         self.metadata = self.header.metadata
         if self.metadata.get("sparse") == "true":
             raise SchemaMismatch("this file is a delta, not full weights")
+        # checkpoints of others say "pt" or nothing
+        if self.metadata.get("format") == FORMAT and self.metadata.get("version") != FORMAT_VERSION:
+            raise UnknownFormat(f"an anchor of format version {self.metadata.get('version')!r}: upgrade deltawire")
         self.tensors = [TensorSpec(i.name, i.dtype, i.shape) for i in self.header.items.values()]
 
     def region(self, region: Region) -> Bits:
@@ -137,8 +140,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file of this name may go with the weights: config, tokenizer, chat template. Never code, never a pickle,
-    nothing that a loader could take for weights."""
+    """Whether a file of this name may go with the weights: config, tokenizer, chat template.
+
+    Never code, never a pickle, nothing that a loader could take for weights.
+    """
     return name.endswith(COMPANION_SUFFIXES) and not name.endswith(".index.json") and not name.startswith(".")
 
 

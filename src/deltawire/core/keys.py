@@ -70,6 +70,10 @@ def check_data(key: str) -> None:
         raise ForeignObject(f"a manifest names {key[:120]!r}, which is not a data object of this run")
 
 
+def is_file(key: str) -> bool:
+    return _FILE.fullmatch(key) is not None
+
+
 def check_file(key: str) -> None:
-    if not _FILE.fullmatch(key):
+    if not is_file(key):
         raise ForeignObject(f"a manifest names {key[:120]!r}, which is not a file of this run")

@@ -12,6 +12,8 @@ from . import dtypes
 from .errors import SchemaMismatch, UnsafeName
 
 MAX_NAME = 1024
+MAX_DIMENSIONS = 64
+"""As many as numpy has; a hostile shape of millions would take for ever to multiply out."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -66,8 +68,8 @@ class Schema(msgspec.Struct, frozen=True):
         for tensor in self.tensors:
             check_name(tensor.name)
             dtypes.lookup(tensor.dtype)
-            if any(side < 0 for side in tensor.shape) or tensor.elements >= 1 << 48:
-                raise SchemaMismatch(f"tensor {tensor.name!r} cannot have the shape {tensor.shape}")
+            if not is_shape(tensor.shape) or tensor.elements >= 1 << 48:
+                raise SchemaMismatch(f"tensor {tensor.name!r} cannot have the shape {str(tensor.shape)[:80]}")
         known = set(names)
         for alias, name in self.ties.items():
             check_name(alias)
@@ -102,6 +104,10 @@ class Schema(msgspec.Struct, frozen=True):
                 )
         if self.ties != other.ties:
             raise SchemaMismatch(f"tied tensors differ: {self.ties} in {ours}, {other.ties} in {theirs}")
+
+
+def is_shape(shape: tuple[int, ...]) -> bool:
+    return len(shape) <= MAX_DIMENSIONS and all(side >= 0 for side in shape)
 
 
 def check_name(name: str) -> None:

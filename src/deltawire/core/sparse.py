@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import IO
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
 from . import container
 from .change import Change, Region
-from .codecs import block_encoding, raw
+from .codecs import block_encoding, check_encoding, raw
 from .codecs.base import BaseBits, Before, CodedBlock, Stream, expand, squeeze
 from .dtypes import lookup
 from .errors import (
@@ -106,6 +108,7 @@ class DeltaWriter:
     """Collects coded blocks and makes the file. What does not fit in memory is spooled to a temporary file."""
 
     def __init__(self, encoding: str) -> None:
+        check_encoding(encoding)
         self.encoding = encoding
         self.changed = 0
         self.size = 0
@@ -221,15 +224,27 @@ class DeltaFile:
             indices = self._read(block.indices.start, block.indices.nbytes)
             values = self._read(block.values.start, block.values.nbytes)
             return raw.decode(region.tensor, block.indices.dtype, indices, values, base)
-        payload = self._read(block.start, block.nbytes)
-        if blake3(payload).hexdigest(length=16) != block.record.hash:
-            raise HashMismatch(f"the block at byte {block.start} does not have the hash its index names")
-        streams, at = {}, 0
-        for name, stream in block.record.streams.items():
-            streams[name] = payload[at : at + stream.stored]
-            at += stream.stored
+        streams = self._streams(block, block.record)
         changes: list[Change] = block_encoding(block.record.encoding).decode(block.record, block.regions, streams, base)
         return changes
+
+    def steps(self, block: BlockRef) -> npt.NDArray[np.int64] | None:
+        """How far each element of a block moves, in ulps; None where only the base version can tell."""
+        read = getattr(block_encoding(block.record.encoding), "steps", None) if block.record else None
+        if read is None or block.record is None:
+            return None
+        steps: npt.NDArray[np.int64] = read(block.record, block.regions, self._streams(block, block.record))
+        return steps
+
+    def _streams(self, block: BlockRef, record: _Block) -> dict[str, bytes]:
+        payload = self._read(block.start, block.nbytes)
+        if blake3(payload).hexdigest(length=16) != record.hash:
+            raise HashMismatch(f"the block at byte {block.start} does not have the hash its index names")
+        streams, at = {}, 0
+        for name, stream in record.streams.items():
+            streams[name] = payload[at : at + stream.stored]
+            at += stream.stored
+        return streams
 
     def changes(self, base: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
         """Block after block, decoded on several threads, a few blocks ahead at the most."""

@@ -6,6 +6,7 @@ Other modules never see the bucket client; its errors are translated in `object_
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
 import threading
@@ -62,7 +63,7 @@ class ObjectStore:
     def from_url(cls, url: str, *, retries: int = 3) -> ObjectStore:
         """`retries` are the client's own, per request: one failed part need not repeat a large upload."""
         scheme, bucket, prefix = _parse(url)
-        clean = f"{scheme}://{bucket}" + (f"/{prefix}" if prefix else "")
+        clean = url.rstrip("/")
         if scheme == "memory":
             with _memory_lock:
                 return cls(_memory.setdefault(bucket, MemoryStore()), clean, prefix=prefix)
@@ -110,7 +111,7 @@ class ObjectStore:
         path = self._path(key)
         if not callable(data):
             with self._border(key):
-                self._upload(path, data)
+                self._upload(path, self._payload(data))
             return
         source = _Source(data)
         try:
@@ -125,7 +126,7 @@ class ObjectStore:
     def put_if_absent(self, key: str, data: bytes) -> None:
         path = self._path(key)
         with self._border(key):
-            obstore.put(self._creator, path, data, mode="create")
+            obstore.put(self._creator, path, self._payload(data), mode="create")
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix)
@@ -160,11 +161,16 @@ class ObjectStore:
             if size > _PART_BYTES:
                 break
         else:
-            self._upload(path, b"".join(head))
+            self._upload(path, self._payload(b"".join(head)))
             return
         self._upload(path, itertools.chain(head, chunks))
 
-    def _upload(self, path: str, data: bytes | Iterable[bytes]) -> None:
+    def _payload(self, data: bytes) -> bytes | io.BytesIO:
+        # The client's memory store keeps Python's own bytes, and before 0.12 can deadlock when it drops them: replacing
+        # an object waits for the interpreter lock, a listing holds that and waits for the store. A file it copies.
+        return io.BytesIO(data) if isinstance(self._client, MemoryStore) else data
+
+    def _upload(self, path: str, data: bytes | io.BytesIO | Iterable[bytes]) -> None:
         obstore.put(self._client, path, data, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE)
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,7 +246,7 @@ def _safe_offset(folder: str, after: str) -> str:
 
 
 def _parse(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix. No message repeats the URL before it is known to hold no secret."""
+    """Scheme, bucket and prefix. A URL that could hold a secret is refused, and not repeated in the message."""
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.query:
         raise BadURL(

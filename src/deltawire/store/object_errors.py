@@ -55,7 +55,8 @@ def translate(error: Exception, where: str) -> DeltawireError:
     text, _, debug = str(error).partition("\n\nDebug source:")
     # What the server answered, apart from what precedes it: the key, which could say anything.
     answer = text.partition("Server returned non-2xx status code: ")[2]
-    status, code = int(answer[:3] or 0), _tag("Code", answer)
+    status = int(answer[:3]) if answer[:3].isdecimal() else 0
+    code = _tag("Code", answer)
     reason = _reason(text, answer, debug)
 
     if code in _NO_BUCKET:

@@ -64,13 +64,7 @@ def decode(
     gaps = exactly(coded, streams, "gaps", (total, total + int(sizes.sum() >> shift) // 255 + 1))
     low_size = 4 * _words(total, shift)
     low = exactly(coded, streams, "low", (low_size, low_size)).view("<u4")
-    steps = exactly(coded, streams, "steps", ((total + 1) // 2, (total + 1) // 2))
-    unit = lookup(regions[0][0].tensor.dtype).unit
-    wide_size = np.dtype(unit).itemsize
-    wide = _unplanes(exactly(coded, streams, "wide", (0, total * wide_size)), unit)
-
-    zigzags = np.empty(steps.size * 2, np.uint32)
-    _raise_for(_read_zigzags(steps, wide, total, 8 * wide_size, zigzags))
+    zigzags = _zigzag_stream(coded, regions, streams)
     positions = np.empty(total, np.uint32)
     _raise_for(_read_gaps(gaps, low, counts, sizes, shift, positions))
     result, start = [], 0
@@ -83,6 +77,25 @@ def decode(
         result.append(Change(region, here, old, new))
         start += count
     return result
+
+
+def steps(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> npt.NDArray[np.int64]:
+    """How far each changed element moves, in ulps. In this encoding that can be read without the base version."""
+    zigzags = _zigzag_stream(coded, regions, streams)[: sum(count for _, count in regions)].astype(np.int64)
+    return np.where(zigzags & 1, -((zigzags + 1) >> 1), (zigzags >> 1) + 1)
+
+
+def _zigzag_stream(
+    coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]
+) -> npt.NDArray[np.uint32]:
+    total = sum(count for _, count in regions)
+    steps = exactly(coded, streams, "steps", ((total + 1) // 2, (total + 1) // 2))
+    unit = lookup(regions[0][0].tensor.dtype).unit
+    wide_size = np.dtype(unit).itemsize
+    wide = _unplanes(exactly(coded, streams, "wide", (0, total * wide_size)), unit)
+    zigzags = np.empty(steps.size * 2, np.uint32)
+    _raise_for(_read_zigzags(steps, wide, total, 8 * wide_size, zigzags))
+    return zigzags
 
 
 def _shift(covered: int, changed: int) -> int:

@@ -1,0 +1,180 @@
+"""What is in a safetensors file, ours or somebody else's, without the model it belongs to.
+
+Tolerant where the readers of a run are strict: metadata may be missing or odd, indices in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from . import container
+from .codecs import raw
+from .dtypes import Bits, lookup
+from .errors import PositionError, SchemaMismatch
+from .schema import TensorSpec
+from .sparse import INDEX, DeltaFile, Read
+from .steps import Histogram, in_ulps
+
+_INDEX_TYPES = {"I32": np.int32, "I64": np.int64, "U32": np.uint32, "U64": np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of the model, as the file has it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    # None where the file does not say, as in `raw`
+    changed: int | None
+    # None for full weights
+    nbytes: int | None
+    # None where it is coded together with others
+
+    @property
+    def elements(self) -> int | None:
+        return None if self.shape is None else TensorSpec(self.name, self.dtype, self.shape).elements
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """The positions and values of a tensor in a `raw` file."""
+
+    first: int
+    last: int
+    ascending: bool
+    low: float | None
+    # smallest and largest value; None where there is no number to show
+    high: float | None
+
+
+class Contents:
+    """An opened file. Only its header is read until more is asked for."""
+
+    def __init__(self, read: Read, size: int) -> None:
+        self._read, self.size = read, size
+        head = read(0, container.header_size(read(0, min(container.PREFIX, size)), size))
+        self.header = container.parse(head, size)
+        self.metadata = self.header.metadata
+        self._pairs = _pairs(self.header)
+        self._delta = self._open_delta()
+        self.kind: Literal["delta", "full"] = "delta" if self._delta or self._pairs or self._empty_delta else "full"
+        self.encoding = self._delta.encoding if self._delta else raw.name if self.kind == "delta" else ""
+
+    @property
+    def _empty_delta(self) -> bool:
+        return not self.header.items and self.metadata.get("sparse") == "true"
+
+    def _open_delta(self) -> DeltaFile | None:
+        """Files with an index are ours: read as strictly as ever."""
+        ours = INDEX in self.header.items and self.metadata.get("encoding", raw.name) != raw.name
+        return DeltaFile(self._read, self.size) if ours else None
+
+    def parts(self) -> list[Part]:
+        if self._delta is not None:
+            return _block_parts(self._delta)
+        found = [
+            Part(name, values.dtype, None, indices.shape[0], indices.nbytes + values.nbytes)
+            for name, (indices, values) in self._pairs.items()
+        ]
+        paired = {item.name for pair in self._pairs.values() for item in pair}
+        return found + [
+            Part(item.name, item.dtype, item.shape, None, item.nbytes)
+            for item in self.header.items.values()
+            if item.name not in paired
+        ]
+
+    def stats(self) -> dict[str, IndexStats]:
+        """Of each sparse tensor of a `raw` file that changes anything; reads all of it."""
+        return {
+            name: _stats(*self._pair(name), values.dtype)
+            for name, (indices, values) in self._pairs.items()
+            if indices.nbytes
+        }
+
+    def steps(self, base: Callable[[str], tuple[TensorSpec, Bits]] | None = None) -> Histogram | None:
+        """Step sizes; None where they need the base version and it is not given."""
+        histogram = Histogram()
+        for steps in self._based_steps(base) if base is not None else self._coded_steps():
+            if steps is None:
+                return None
+            histogram.add(steps)
+        return histogram
+
+    def _coded_steps(self) -> Iterator[npt.NDArray[np.int64] | None]:
+        if self._delta is not None:
+            yield from map(self._delta.steps, self._delta.blocks)
+        elif self._pairs:
+            yield None
+
+    def _based_steps(self, base: Callable[[str], tuple[TensorSpec, Bits]]) -> Iterator[npt.NDArray[np.int64]]:
+        if self._delta is not None:
+            for changes in self._delta.changes(lambda name: base(name)[1]):
+                for change in changes:
+                    yield in_ulps(change.old, change.new, lookup(change.region.tensor.dtype))
+        for name, (_, values) in self._pairs.items():
+            tensor, bits = base(name)
+            if values.dtype != raw.value_dtype(tensor):
+                raise SchemaMismatch(f"{name!r} is {tensor.dtype} in the base but {values.dtype} in the file")
+            indices, new = self._pair(name)
+            if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < bits.size:
+                raise PositionError(f"an index of {name!r} lies outside its {bits.size:,} units")
+            yield in_ulps(bits[indices], new, lookup(tensor.dtype))
+
+    def _pair(self, name: str) -> tuple[npt.NDArray[Any], Bits]:
+        indices, values = self._pairs[name]
+        positions = np.frombuffer(self._read(indices.start, indices.nbytes), _INDEX_TYPES[indices.dtype])
+        return positions, np.frombuffer(self._read(values.start, values.nbytes), lookup(values.dtype).unit)
+
+
+def _pairs(header: container.Header) -> dict[str, tuple[container.Item, container.Item]]:
+    """Indices with their values, where they fit together; anything else is taken for a tensor of its own."""
+    found = {}
+    for key, indices in header.items.items():
+        stem = key.removesuffix(raw.INDICES)
+        values = header.items.get(stem + raw.VALUES)
+        if stem != key and values is not None and indices.dtype in _INDEX_TYPES and len(indices.shape) == 1:
+            if indices.shape != values.shape or lookup(values.dtype).units_per_element != 1:
+                continue
+            found[stem] = (indices, values)
+    return found
+
+
+def _block_parts(delta: DeltaFile) -> list[Part]:
+    changed: dict[TensorSpec, int] = {}
+    nbytes: dict[TensorSpec, int | None] = {}
+    for block in delta.blocks:
+        alone = len({region.tensor for region, _ in block.regions}) == 1
+        for number, (region, count) in enumerate(block.regions):
+            tensor = region.tensor
+            changed[tensor] = changed.get(tensor, 0) + count
+            known = nbytes.get(tensor, 0)
+            # counted once per block
+            nbytes[tensor] = known + (block.nbytes if number == 0 else 0) if alone and known is not None else None
+    return [Part(t.name, t.dtype, t.shape, count, nbytes[t]) for t, count in changed.items()]
+
+
+def _stats(indices: npt.NDArray[Any], values: Bits, dtype: str) -> IndexStats:
+    numbers = _numbers(values, dtype)
+    finite = numbers[np.isfinite(numbers)] if numbers is not None else np.empty(0)
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
+    ascending = bool(np.all(indices[1:] > indices[:-1]))
+    return IndexStats(int(indices.min()), int(indices.max()), ascending, low, high)
+
+
+def _numbers(bits: Bits, dtype: str) -> npt.NDArray[Any] | None:
+    """Bits as numbers that can be compared; None for the fp8 family, which numpy does not know."""
+    if dtype.startswith("F8"):
+        return None
+    kind = {"F": "f", "I": "i"}.get(dtype[0], "u")
+    numbers: npt.NDArray[Any] = (
+        (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        if dtype == "BF16"
+        else bits.view(f"{kind}{lookup(dtype).size}")
+    )
+    return numbers

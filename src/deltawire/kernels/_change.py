@@ -1,0 +1,129 @@
+"""Triton kernels that find changes and write them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._tiles import chunk_offsets, tile_pointer, tile_shape
+
+
+@triton.jit
+def round_to_bf16(bits):
+    """The bf16 bits of fp32 bits: nearest, ties to even, every NaN the one a GPU makes."""
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return tl.where(is_nan, 0x7FFF, rounded).to(tl.uint16)
+
+
+@triton.jit
+def read_pair(old, new, offset, valid, CAST: tl.constexpr):
+    """Old and new units; where there is none, two that are equal."""
+    was = tl.load(old + offset, mask=valid, other=0)
+    now = tl.load(new + offset, mask=valid, other=0)
+    if CAST:
+        now = round_to_bf16(now)
+    return was, now
+
+
+@triton.jit
+def count_kernel(
+    tiles,
+    olds,
+    news,
+    geometry,
+    counts,
+    UNIT: tl.constexpr,
+    CAST: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    tile = tl.load(tiles + tl.program_id(0))
+    rows, width, stride = tile_shape(geometry, tile)
+    old = tile_pointer(olds, tile, UNIT, ALIGNED)
+    new = tile_pointer(news, tile, 4 if CAST else UNIT, ALIGNED)
+    found = tl.zeros([CHUNKS, CHUNK], tl.int32)
+    for first in range(0, rows * tl.cdiv(width, CHUNK), CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        _, _, offset, valid = chunk_offsets(chunk, rows, width, stride, CHUNK, UNIT, ALIGNED)
+        was, now = read_pair(old, new, offset, valid, CAST)
+        found += (was != now).to(tl.int32)
+    tl.store(counts + tile, tl.sum(tl.sum(found, 1), 0))
+
+
+@triton.jit
+def extract_kernel(
+    tiles,
+    olds,
+    news,
+    geometry,
+    starts,
+    positions,
+    out_old,
+    out_new,
+    UNIT: tl.constexpr,
+    CAST: tl.constexpr,
+    WRITE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    tile = tl.load(tiles + tl.program_id(0))
+    rows, width, stride = tile_shape(geometry, tile)
+    old = tile_pointer(olds, tile, UNIT, ALIGNED)
+    new = tile_pointer(news, tile, 4 if CAST else UNIT, ALIGNED)
+    start = tl.load(starts + tile)
+    positions += start
+    out_old += start
+    out_new += start
+    done = 0
+    if tl.load(starts + tile + 1) > start:
+        for first in range(0, rows * tl.cdiv(width, CHUNK), CHUNKS):
+            chunk = first + tl.arange(0, CHUNKS)
+            row, column, offset, valid = chunk_offsets(chunk, rows, width, stride, CHUNK, UNIT, ALIGNED)
+            was, now = read_pair(old, new, offset, valid, CAST)
+            changed = was != now
+            one = changed.to(tl.int32)
+            # along chunks first: that scan stays within a warp, and only their totals cross warps
+            per_chunk = tl.sum(one, 1)
+            before = done + tl.cumsum(per_chunk, 0) - per_chunk
+            to = before[:, None] + tl.cumsum(one, 1) - one
+            tl.store(positions + to, (row * width)[:, None] + column, mask=changed)
+            tl.store(out_old + to, was, mask=changed)
+            tl.store(out_new + to, now, mask=changed)
+            if WRITE:
+                tl.store(old + offset, now, mask=changed)
+            done += tl.sum(per_chunk, 0)
+
+
+@triton.jit
+def apply_kernel(
+    tiles,
+    addresses,
+    geometry,
+    starts,
+    positions,
+    new,
+    out_old,
+    UNIT: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tile = tl.load(tiles + tl.program_id(0))
+    rows, width, stride = tile_shape(geometry, tile)
+    at = tile_pointer(addresses, tile, UNIT, False)
+    start = tl.load(starts + tile)
+    end = tl.load(starts + tile + 1)
+    while start < end:
+        i = start + tl.arange(0, BLOCK)
+        here = i < end
+        position = tl.load(positions + i, mask=here, other=0).to(tl.int32)
+        row = position // width
+        # a position past the tile would be written into a neighbour: hold it back whatever the caller checked
+        here &= row < rows
+        to = at + row.to(tl.int64) * stride + (position - row * width)
+        if KEEP:
+            tl.store(out_old + i, tl.load(to, mask=here, other=0), mask=here)
+        tl.store(to, tl.load(new + i, mask=here, other=0), mask=here)
+        start += BLOCK

@@ -1,0 +1,132 @@
+"""One abuse per test: a delta with one thing wrong raises the error of that check, and nothing is written.
+
+Each attack meets the file alone (`deltawire.decode`), a replica with nothing to fall back on, and a replica that can
+still take an anchor.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from functools import cache
+
+import pytest
+from attacks import ATTACKS, Attack
+from forge import ForgedRun
+from support import copy, history, same
+
+import deltawire as dw
+from deltawire.core.codecs import ENCODINGS
+from deltawire.core.errors import DeltawireError, FormatError, HashMismatch
+from deltawire.replica import Replica
+from deltawire.store import Store
+
+every_attack = pytest.mark.parametrize("attack", ATTACKS, ids=str)
+
+MEMORY = 64 << 20
+"""What refusing a file of a few kilobytes may cost; every bomb here holds a gigabyte. A header may be read and parsed."""
+
+
+@cache
+def made(attack: Attack) -> bytes:
+    old, new = history(2, changes=7)
+    return attack.make(dw.encode(old, new, attack.encoding))
+
+
+@every_attack
+def test_the_file_alone(attack: Attack) -> None:
+    old = history(1)[0]
+    kept = copy(old)
+    blob = made(attack)
+    tracemalloc.start()
+    try:
+        with pytest.raises(attack.error) as caught:
+            dw.decode(blob, old)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert type(caught.value) is attack.error
+    assert str(caught.value), "an error names the thing"
+    assert len(str(caught.value)) < 2000, "and does not pour it out"
+    assert same(old, kept)
+    assert peak < MEMORY + 4 * len(blob)
+
+
+@every_attack
+def test_a_replica_with_nothing_to_fall_back_on(attack: Attack, store: Store) -> None:
+    run = ForgedRun(store, attack.encoding)
+    live = copy(run.versions[1])
+    replica = Replica(store, heartbeat=0)
+    assert replica.sync(live, 1) == 1
+    run.edit_object(attack.make)
+    with pytest.raises(DeltawireError) as caught:
+        replica.sync(live)
+    assert isinstance(caught.value, attack.error) or len(attack.make(run.object("delta"))) < 8
+    assert same(live, run.versions[1])
+    assert replica.version == 1
+    assert replica.lag == 1
+
+
+@every_attack
+def test_a_replica_recovers_through_the_anchor(attack: Attack, store: Store) -> None:
+    run = ForgedRun(store, attack.encoding, last_has_anchor=True)
+    live = copy(run.versions[1])
+    replica = Replica(store, heartbeat=0)
+    assert replica.sync(live, 1) == 1
+    run.edit_object(attack.make)
+    if len(attack.make(run.object("delta"))) < 8:
+        return  # its manifest cannot name it: see test_abuse_manifests
+    assert replica.sync(live) == 2
+    assert same(live, run.versions[2])
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_truncated_anywhere(encoding: str) -> None:
+    old, new = history(2, changes=3)
+    blob = dw.encode(old, new, encoding)
+    for length in range(len(blob)):
+        with pytest.raises(FormatError):
+            dw.decode(blob[:length], old)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_every_bit_flipped_in_the_file_alone(encoding: str) -> None:
+    """Without a run there is no hash over the file: a flip may give other weights, but never a crash."""
+    old, new = history(2, changes=2)
+    kept = copy(old)
+    blob = bytearray(dw.encode(old, new, encoding))
+    for bit in range(len(blob) * 8):
+        blob[bit >> 3] ^= 1 << (bit & 7)
+        try:
+            result = dw.decode(bytes(blob), old)
+        except DeltawireError:
+            pass
+        else:
+            assert result.keys() == old.keys()
+        blob[bit >> 3] ^= 1 << (bit & 7)
+    assert same(old, kept)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("kind", ["delta", "anchor"])
+def test_every_bit_flipped_in_a_run(encoding: str, kind: str, store: Store) -> None:
+    """Through a run every flip is HashMismatch, with no exception: no weight is touched."""
+    run = ForgedRun(store, encoding, last_has_anchor=kind == "anchor")
+    entry = run.link(kind)["objects"][0]
+    blob = bytearray(run.object(kind))
+    if kind == "anchor":
+        run.edit_manifest(lambda m: m.update(links=[link for link in m["links"] if link["kind"] == "anchor"]))
+    live = copy(run.versions[1])
+    replica = Replica(store, heartbeat=0)
+    replica.sync(live, 1)
+    for bit in range(0, len(blob) * 8, 1 if kind == "delta" else 3):
+        blob[bit >> 3] ^= 1 << (bit & 7)
+        store.put(entry["key"], bytes(blob))
+        with pytest.raises(HashMismatch):
+            replica.sync(live)
+        replica._bad.clear()
+        blob[bit >> 3] ^= 1 << (bit & 7)
+    assert replica.version == 1
+    assert same(live, run.versions[1])
+    store.put(entry["key"], bytes(blob))
+    assert replica.sync(live) == 2
+    assert same(live, run.versions[2])

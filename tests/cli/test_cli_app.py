@@ -1,0 +1,162 @@
+"""The application around the commands: help, exit codes, and how figures and addresses are written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_support import invoke
+
+from deltawire.cli import common
+from deltawire.core import errors
+
+COMMANDS = ("demo", "publish", "checkout", "follow", "log", "show", "verify", "prune", "plan")
+
+
+def test_help_lists_commands_and_exit_codes() -> None:
+    text = invoke("--help").stdout
+    for command in COMMANDS:
+        assert f" {command} " in text
+    for code in (0, 1, 2, 3, 4, 5, 6, 130):
+        assert f" {code} " in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_teaches_by_example(command: str) -> None:
+    text = invoke(command, "--help").stdout
+    assert "Examples" in text
+    assert f"deltawire {command} " in text.partition("Examples")[2]
+    assert "--json" in text
+    # nothing wrapped: what was one line in the docstring is one line on an 80-column terminal
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_version() -> None:
+    assert invoke("--version").stdout.startswith("deltawire 0.")
+
+
+def test_no_arguments_is_help() -> None:
+    assert "Usage" in invoke(code=2).output
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = (
+        "import sys; from deltawire.cli import app; from typer.main import get_command; get_command(app);"
+        "print([m for m in ('numba', 'numpy', 'torch', 'obstore', 'rich.console') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_every_error_has_a_documented_exit_code() -> None:
+    from deltawire.cli import EXIT_CODES
+
+    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.DeltawireError)]
+    documented = {int(line.split()[0]) for line in EXIT_CODES.splitlines() if line.strip()[:1].isdigit()}
+    assert {c.exit_code for c in classes} <= documented
+
+
+@pytest.mark.parametrize(
+    "args, code",
+    [
+        (("log", "/nowhere/at/all"), 4),
+        (("log", "gopher://runs/chat"), 2),
+        (("log",), 2),
+        (("log", "/nowhere", "-n", "0"), 2),
+        (("nonsense",), 2),
+    ],
+)
+def test_exit_codes(args: tuple[str, ...], code: int) -> None:
+    assert invoke(*args, code=code).stderr
+
+
+def test_an_error_is_one_line() -> None:
+    result = invoke("log", "/nowhere/at/all", code=4)
+    assert result.stdout == ""
+    assert result.stderr.startswith("deltawire: there is no run at file:///nowhere/at/all")
+    assert result.stderr.count("\n") == 1
+
+
+def test_trouble_with_files_is_one_line_too(tmp_path: Path, run: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = invoke("checkout", run, "-o", tmp_path / "file" / "below", code=1)
+    assert result.stderr.startswith("deltawire: ")
+    assert "Traceback" not in result.output
+
+
+def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deltawire.bucket.run.Run.open", interrupt)
+    assert invoke("log", "/anything", code=130).output == ""
+
+
+def test_verbose_logs_to_stderr(tmp_path: Path, checkpoints: list[Path]) -> None:
+    result = invoke("-v", "publish", checkpoints[0], tmp_path / "other", "--json")
+    assert "v0" in result.stderr
+    assert result.stdout.startswith("{")
+    assert invoke("publish", checkpoints[1], tmp_path / "other").stderr == ""
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("s3://runs/chat", ("s3://runs/chat", None)),
+        ("s3://runs/chat@41", ("s3://runs/chat", 41)),
+        ("s3://runs/chat@newest", ("s3://runs/chat", None)),
+        ("s3://runs/me@home/chat", ("s3://runs/me@home/chat", None)),
+        ("s3://runs/me@home/chat@7", ("s3://runs/me@home/chat", 7)),
+        ("s3://key:secret@host/chat", ("s3://key:secret@host/chat", None)),
+        ("s3://key:secret@10/chat@3", ("s3://key:secret@10/chat", 3)),
+        ("s3://key:secret@10", ("s3://key:secret@10", None)),
+        ("memory://name@2", ("memory://name", 2)),
+        ("/tmp/run@12", ("/tmp/run", 12)),
+        ("/tmp/me@12/run", ("/tmp/me@12/run", None)),
+        ("file:///tmp/me%4012", ("file:///tmp/me%4012", None)),
+        ("@3", ("@3", None)),
+        ("run@-1", ("run@-1", None)),
+    ],
+)
+def test_addresses_with_a_version(text: str, expected: tuple[str, int | None]) -> None:
+    assert common.split_run(text) == expected
+
+
+@pytest.mark.parametrize(
+    "shown, expected",
+    [
+        (common.size(0), "0 B"),
+        (common.size(999), "999 B"),
+        (common.size(1000), "1 kB"),
+        (common.size(4_900_000), "4.9 MB"),
+        (common.size(812_345), "812 kB"),
+        (common.size(999_999), "1 MB"),
+        (common.size(810e9), "810 GB"),
+        (common.percent(0, 10), "0 %"),
+        (common.percent(10, 10), "100 %"),
+        (common.percent(1, 10**6), "<0.01 %"),
+        (common.percent(94, 10_000), "0.94 %"),
+        (common.percent(1, 3), "33.3 %"),
+        (common.duration(0.0613), "61 ms"),
+        (common.duration(3.24), "3.2 s"),
+        (common.duration(240), "4.0 min"),
+        (common.duration(86_400 * 12), "12 d"),
+        (common.times(1000, 10), "100×"),
+        (common.times(1000, 0), "–"),
+        (common.sparkline([0, 4, 8]), "▁▅█"),
+        (common.sparkline([]), ""),
+        (common.sparkline([0, 0]), "▁▁"),
+        (common.clean("a\x1b[31mb\n"), "a\ufffd[31mb\ufffd"),
+        (common.clean("x" * 600, 5), "xxxxx …"),
+    ],
+)
+def test_figures(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+def test_age() -> None:
+    assert common.age(time.time() + 100) == "now"
+    assert common.age(time.time() - 12.2) == "12 s"
+    assert common.age(time.time() - 3 * 3600) == "3.0 h"

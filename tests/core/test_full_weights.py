@@ -1,0 +1,112 @@
+"""Anchors and checkpoint folders: full weights as safetensors, read a region at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from support import Bag, column_cut, model, random_bag, same, schemas, seeds
+
+from deltawire.core import full
+from deltawire.core.change import blocks
+from deltawire.core.dtypes import lookup
+from deltawire.core.errors import SchemaMismatch, TruncatedFile, UnknownFormat, UnsafeName
+from deltawire.core.schema import Schema, TensorSpec
+from deltawire.models import ModelView
+
+
+def reader(blob: bytes) -> full.FullFile:
+    return full.FullFile(lambda start, length: blob[start : start + length], len(blob))
+
+
+@given(schema=schemas(), seed=seeds, rows=st.integers(1, 4), columns=st.integers(1, 4), units=st.integers(1, 50))
+def test_an_anchor_holds_every_bit(schema: Schema, seed: int, rows: int, columns: int, units: int) -> None:
+    bag = random_bag(schema, seed)
+    anchor = full.anchor(schema, bag.region, {"model_version": "3"})
+    blob = b"".join(anchor.chunks())
+    assert len(blob) == anchor.size
+    assert b"".join(anchor.chunks()) == blob, "a retry must send the same bytes"
+    file = reader(blob)
+    full.check_anchor(file, schema)
+    assert (file.metadata["sparse"], file.metadata["model_version"]) == ("false", "3")
+    for plan in (blocks(schema, units), column_cut(schema, rows, columns)):
+        for block in plan:
+            for region in block:
+                assert file.region(region).tolist() == bag.region(region).tolist()
+
+
+def test_an_anchor_aligns_every_tensor() -> None:
+    schema = Schema.build([TensorSpec("a", "U8", (3,)), TensorSpec("b", "F64", (1,)), TensorSpec("c", "BF16", (1,)),
+                           TensorSpec("d", "F32", (1,))])  # fmt: skip
+    bag = random_bag(schema, 0)
+    file = reader(b"".join(full.anchor(schema, bag.region, {}).chunks()))
+    assert all(item.start % lookup(item.dtype).size == 0 for item in file.header.items.values())
+
+
+def test_an_anchor_must_hold_exactly_the_runs_tensors() -> None:
+    a, b = TensorSpec("a", "BF16", (4,)), TensorSpec("b", "BF16", (4,))
+    bag = random_bag(Schema.build([a]), 0)
+    file = reader(b"".join(full.anchor(bag.schema, bag.region, {}).chunks()))
+    for other in ([a, b], [], [TensorSpec("a", "F16", (4,))], [TensorSpec("a", "BF16", (2, 2))]):
+        with pytest.raises(SchemaMismatch):
+            full.check_anchor(file, Schema.build(other))
+
+
+def test_an_anchor_of_a_later_format_is_refused() -> None:
+    bag = random_bag(Schema.build([TensorSpec("a", "BF16", (4,))]), 0)
+    blob = b"".join(full.anchor(bag.schema, bag.region, {"version": "2"}).chunks())
+    with pytest.raises(UnknownFormat):
+        reader(blob)
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 700, 1])
+def test_a_checkpoint_folder_there_and_back(tmp_path: Path, shard_bytes: int) -> None:
+    weights = model()
+    source = ModelView(weights)
+    full.write_checkpoint(tmp_path, source, shard_bytes=shard_bytes)
+    checkpoint = full.Checkpoint(tmp_path)
+    checkpoint.schema.require_equal(source.schema, ours="the folder", theirs="the model")
+    assert full.digest_of(checkpoint) == full.digest_of(source)
+    found = {}
+    for path in tmp_path.glob("*.safetensors"):
+        # as others read it: bf16 only shows as bytes without torch
+        with safe_open(path, "pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (not a dict)
+    assert found.keys() == weights.keys()
+    assert (tmp_path / full.INDEX_NAME).exists() == (shard_bytes < 1 << 20)
+
+
+def test_a_folder_that_others_wrote(tmp_path: Path) -> None:
+    weights = {name: array for name, array in model().items() if array.dtype != np.uint16}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = full.Checkpoint(tmp_path)
+    found = {t.name: np.concatenate([np.empty(0, lookup(t.dtype).unit), *(checkpoint.region(r) for b in
+             blocks(Schema.build([t])) for r in b)]) for t in checkpoint.schema.tensors}  # fmt: skip
+    assert same(found, weights)
+
+
+def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(SchemaMismatch, match="no \\*.safetensors"):
+        full.Checkpoint(tmp_path)
+    (tmp_path / full.INDEX_NAME).write_text('{"weight_map": {"a": "../../secret.safetensors"}}')
+    with pytest.raises(UnsafeName):
+        full.Checkpoint(tmp_path)
+    (tmp_path / full.INDEX_NAME).write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(SchemaMismatch, match="is missing"):
+        full.Checkpoint(tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    bag = Bag(Schema.build([TensorSpec("a", "BF16", (4000,))]), {"a": np.zeros(4000, np.uint16)})
+    full.write_checkpoint(tmp_path, bag)
+    checkpoint = full.Checkpoint(tmp_path)
+    path = tmp_path / "model.safetensors"
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 100)
+    with pytest.raises(TruncatedFile):
+        full.digest_of(checkpoint)

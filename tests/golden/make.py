@@ -1,0 +1,151 @@
+"""The golden files: a run of two versions, small enough to read, that every later build must still read and write.
+
+    python tests/golden/make.py           rewrite them (only together with a new format version, or a new encoding)
+    python tests/golden/make.py --check   say which differ, exit 1 if any does
+
+    run.json, version-0.json, version-1.json     the JSON objects
+    anchor.safetensors                           full weights of version 0
+    delta.<encoding>.safetensors                 0 → 1, once per encoding
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from deltawire.core import full, keys
+from deltawire.core.change import Region, blocks, compare
+from deltawire.core.codecs import ENCODINGS
+from deltawire.core.digest import StateDigest
+from deltawire.core.dtypes import Bits, lookup
+from deltawire.core.manifest import Blob, Link, Manifest, RunInfo, dump
+from deltawire.core.schema import Schema, TensorSpec
+from deltawire.core.sparse import DataFile, write_delta
+
+FOLDER = Path(__file__).parent
+RUN = "00c0ffee00c0ffee"
+WRITER = "0badcafe"
+
+SCHEMA = Schema.build(
+    [
+        TensorSpec("embed.weight", "BF16", (12, 9)),
+        TensorSpec("layer.bias", "F32", (5,)),
+        TensorSpec("layer.scale", "F8_E4M3", (2, 2, 3)),
+        TensorSpec("layer.zero", "I8", ()),
+        TensorSpec("nothing", "F16", (0, 4)),
+        TensorSpec("steps", "I64", (2,)),
+    ],
+    {"head.weight": "embed.weight"},
+)
+
+
+class Weights:
+    """Bits from a congruential generator: the same for ever, whatever numpy does."""
+
+    def __init__(self, tensors: dict[str, Bits]) -> None:
+        self.schema, self.tensors = SCHEMA, tensors
+
+    def region(self, region: Region) -> Bits:
+        return region.cut(self.tensors[region.tensor.name])
+
+
+def old() -> Weights:
+    tensors, state = {}, 1
+    for tensor in SCHEMA.tensors:
+        values = []
+        for _ in range(tensor.units):
+            state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
+            values.append((state >> 33) % (1 << 8 * tensor.unit_size))
+        tensors[tensor.name] = np.array(values, lookup(tensor.dtype).unit)
+    return Weights(tensors)
+
+
+def new() -> Weights:
+    """Ulp steps both ways, a sign flip, −0, NaN payloads, infinities, and one of each wide step."""
+    tensors = {name: bits.copy() for name, bits in old().tensors.items()}
+    embed = tensors["embed.weight"]
+    embed[3] += 1
+    embed[4] -= 1
+    embed[40:48] = 0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x0001, 0x807F
+    embed[107] ^= 0x8000
+    tensors["layer.bias"][[0, 4]] = 0x7FC00001, 0x80000000
+    tensors["layer.scale"][::3] ^= 1
+    tensors["layer.zero"][0] ^= 0xFF
+    tensors["steps"][1] += 1
+    return Weights(tensors)
+
+
+def delta(encoding: str) -> tuple[bytes, DataFile]:
+    before, after = old(), new()
+    changes = [[compare(r, before.region(r), after.region(r)) for r in block] for block in blocks(SCHEMA)]
+    changed = sum(change.elements for block in changes for change in block)
+    metadata = {
+        "run": RUN,
+        "model_version": "1",
+        "base_version": "0",
+        "total_params": str(SCHEMA.elements),
+        "sparsity": f"{1 - changed / SCHEMA.elements:.6f}",
+    }
+    writer, file = write_delta(changes, encoding, before.region, metadata, threads=1)
+    data = b"".join(file.chunks())
+    writer.close()
+    return data, file
+
+
+def anchor() -> tuple[bytes, DataFile]:
+    metadata = {"run": RUN, "model_version": "0", "total_params": str(SCHEMA.elements)}
+    file = full.anchor(SCHEMA, old().region, metadata)
+    return b"".join(file.chunks()), file
+
+
+def run_info() -> RunInfo:
+    return RunInfo(RUN, 1_700_000_000.0, SCHEMA, SCHEMA.hash, model="golden")
+
+
+def manifests() -> tuple[Manifest, Manifest]:
+    def blob(key: str, file: DataFile) -> Blob:
+        return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
+
+    _, whole = anchor()
+    first = Manifest(
+        RUN, 0, None, SCHEMA.hash, str(full.digest_of(old())),
+        (Link("anchor", None, (blob(keys.anchor(0, WRITER), whole),)),),
+        1_700_000_001.5, WRITER, changed=SCHEMA.elements,
+    )  # fmt: skip
+    _, change = delta("packed")
+    digest: StateDigest = full.digest_of(new())
+    second = Manifest(
+        RUN, 1, 0, SCHEMA.hash, str(digest),
+        (Link("delta", 0, (blob(keys.delta(0, 1, WRITER), change),), "packed", change.changed),),
+        1_700_000_002.25, WRITER, step=100, changed=change.changed, metrics={"reward": 0.5},
+        timings={"encode": 0.001}, recent=(first.summary(),),
+    )  # fmt: skip
+    return first, second
+
+
+def files() -> dict[str, bytes]:
+    first, second = manifests()
+    return {
+        "run.json": dump(run_info()),
+        "version-0.json": dump(first),
+        "version-1.json": dump(second),
+        "anchor.safetensors": anchor()[0],
+        **{f"delta.{encoding}.safetensors": delta(encoding)[0] for encoding in ENCODINGS},
+    }
+
+
+def main() -> int:
+    made = files()
+    differ = [name for name, data in made.items() if not (FOLDER / name).exists() or (FOLDER / name).read_bytes() != data]
+    if "--check" not in sys.argv:
+        for name in differ:
+            (FOLDER / name).write_bytes(made[name])
+    for name in differ:
+        print(f"{'differs' if '--check' in sys.argv else 'written'}: {name}")
+    return 1 if differ and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
