@@ -238,3 +238,55 @@ def verified(store: Store, expected: Sequence[Model] | Callable[[int], Model]) -
     if not callable(expected):
         assert count == len(expected)
     return count
+
+
+# ── stores that do something on the way ──────────────────────────────────────────────────────────────────────────────
+
+Hook = Callable[[str, str, str], None]
+"""(moment, verb, key); the moments are "before", "during" (each chunk of a put) and "after"."""
+
+
+class HookedStore:
+    """Passes everything on and tells a hook, which may wait, raise or kill."""
+
+    def __init__(self, inner: Store, hook: Hook) -> None:
+        self.inner, self.hook, self.url = inner, hook, inner.url
+
+    def get(self, key: str) -> Any:
+        return self._call("get", key)
+
+    def get_if_changed(self, key: str, etag: str | None) -> Any:
+        return self._call("get_if_changed", key, etag)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self._call("get_range", key, start, length)
+
+    def head(self, key: str) -> Any:
+        return self._call("head", key)
+
+    def put(self, key: str, data: Any) -> None:
+        if not callable(data):
+            self._call("put", key, data)
+            return
+
+        def chunks() -> Iterator[bytes]:
+            for chunk in data():
+                yield chunk
+                self.hook("during", "put", key)
+
+        self._call("put", key, chunks)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self._call("put_if_absent", key, data)
+
+    def list(self, prefix: str = "", after: str | None = None) -> Any:
+        return self._call("list", prefix, after)
+
+    def delete(self, key: str) -> None:
+        self._call("delete", key)
+
+    def _call(self, verb: str, key: str, *rest: Any) -> Any:
+        self.hook("before", verb, key)
+        result = getattr(self.inner, verb)(key, *rest)
+        self.hook("after", verb, key)
+        return result

@@ -1,4 +1,4 @@
-"""What the tests of the command line are made from: checkpoint folders written and read by hand, and ways to run commands."""
+"""What the tests of the command line are made from: checkpoint folders written and read by hand, commands run."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def print_of(tensors: Weights) -> str:
 # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def invoke(*args: object, code: int = 0) -> Any:
+def invoke(*args: object, code: int = 0, columns: int = 160) -> Any:
     """A command in this process, with the exit code it should have."""
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    result = CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": str(columns)})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == code, f"exit code {result.exit_code}\n{result.stdout}\n{result.stderr}"

@@ -1,26 +1,31 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from cli_support import invoke, trained, weights, write_checkpoint
 
+STEPS = 4
 
-@pytest.fixture
-def checkpoints(tmp_path: Path) -> list[Path]:
-    """Four steps of a training, as folders."""
-    folders, now = [], weights()
-    for step in range(4):
+
+@pytest.fixture(scope="session")
+def _made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps of a training, as folders, and a run with those steps as its versions. Made once, copied for each."""
+    home, now = tmp_path_factory.mktemp("made"), weights()
+    for step in range(STEPS):
         files = {"config.json": f'{{"step": {step // 2}}}', "tokenizer.json": "{}", "chat_template.jinja": "hello"}
-        folders.append(write_checkpoint(tmp_path / f"step-{step}", now, files=files))
+        write_checkpoint(home / f"step-{step}", now, files=files)
+        invoke("publish", home / f"step-{step}", home / "run", "--step", step * 10)
         now = trained(now, seed=step + 1)
-    return folders
+    return home
 
 
 @pytest.fixture
-def run(tmp_path: Path, checkpoints: list[Path]) -> Path:
-    """A run with those steps as its versions."""
-    where = tmp_path / "run"
-    for step, folder in enumerate(checkpoints):
-        invoke("publish", folder, where, "--step", step * 10)
-    return where
+def checkpoints(tmp_path: Path, _made: Path) -> list[Path]:
+    return [shutil.copytree(_made / f"step-{step}", tmp_path / f"step-{step}") for step in range(STEPS)]
+
+
+@pytest.fixture
+def run(tmp_path: Path, _made: Path) -> Path:
+    return shutil.copytree(_made / "run", tmp_path / "run")

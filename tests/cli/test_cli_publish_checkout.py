@@ -158,7 +158,9 @@ def test_a_large_checkpoint_comes_out_in_shards(
     assert index["weight_map"].keys() == read_checkpoint(checkpoints[0]).keys()
     assert read_checkpoint(tmp_path / "out") == read_checkpoint(checkpoints[0])
     # and such a folder can be published again
-    assert invoke_json("publish", tmp_path / "out", tmp_path / "again")["digest"] == Run.open(str(run)).manifest(0).digest
+    assert (
+        invoke_json("publish", tmp_path / "out", tmp_path / "again")["digest"] == Run.open(str(run)).manifest(0).digest
+    )
 
 
 def test_checkout_for_people(tmp_path: Path, run: Path) -> None:

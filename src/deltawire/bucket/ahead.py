@@ -46,19 +46,19 @@ def arrivals(run: Run, steps: Sequence[Step], progress: Progress | None = None) 
     """The steps of a plan in order, each with its objects fetched ahead. A parcel is closed with the next step."""
     waiting: deque[Arrival] = deque()
     todo = deque(steps)
-    with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="deltawire-ahead") as pool:
-        try:
-            while todo or waiting:
-                while todo and (not waiting or sum(a.step.bytes for a in waiting) + todo[0].bytes <= AHEAD_BYTES):
-                    step = todo.popleft()
-                    waiting.append(Arrival(step, pool.submit(_collect, run, step, progress)))
-                yield waiting[0]
-                _discard(waiting.popleft())
-        finally:
-            for arrival in waiting:
-                arrival._parcel.cancel()
-            for arrival in waiting:
-                _discard(arrival)
+    pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="deltawire-ahead")
+    try:
+        while todo or waiting:
+            while todo and (not waiting or sum(a.step.bytes for a in waiting) + todo[0].bytes <= AHEAD_BYTES):
+                step = todo.popleft()
+                waiting.append(Arrival(step, pool.submit(_collect, run, step, progress)))
+            yield waiting[0]
+            _discard(waiting.popleft())
+    finally:
+        for arrival in waiting:
+            _discard(arrival)
+        # no waiting: this may run in the garbage collector, in a thread that holds a lock the workers need
+        pool.shutdown(wait=False)
 
 
 def _collect(run: Run, step: Step, progress: Progress | None) -> Parcel:
@@ -75,5 +75,11 @@ def _collect(run: Run, step: Step, progress: Progress | None) -> Parcel:
 
 
 def _discard(arrival: Arrival) -> None:
-    if not arrival._parcel.cancelled() and arrival._parcel.exception() is None:
-        arrival._parcel.result().close()
+    """Close the parcel, now or as soon as it is there."""
+    if not arrival._parcel.cancel():
+        arrival._parcel.add_done_callback(_close)
+
+
+def _close(future: Future[Parcel]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().close()

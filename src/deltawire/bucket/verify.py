@@ -7,6 +7,7 @@ Only the delta to the next version is also written. An anchor is proven by the d
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -112,8 +113,9 @@ def _route(manifests: list[Manifest], quick: bool) -> list[_Visit]:
             if link.base is not None and not quick:
                 starting[link.base].append((manifest, link))
     route = []
-    for manifest, after in zip(manifests, [*versions[1:], None], strict=True):
-        version = manifest.version
+    following = dict(itertools.pairwise(versions))
+    for manifest in manifests:
+        version, after = manifest.version, following.get(manifest.version)
         for link in manifest.links:
             if quick or link.base is None:
                 route.append(_Visit(version, manifest, link, hash_only=_QUICK if quick else ""))

@@ -58,6 +58,7 @@ def command(
             demo.wait(show)
         demo.compare()
         if json:
+            demo.verify()
             emit(demo.summary(), lambda out: None, True)
         else:
             _epilogue(demo, keep)
@@ -115,7 +116,7 @@ class Follower:
 
     @property
     def version(self) -> int | None:
-        return max(self.proofs, default=None)
+        return max(list(self.proofs), default=None)  # a copy: the listener adds to it
 
     def _listen(self) -> None:
         import msgspec
@@ -201,6 +202,14 @@ class Demo:
             if not follower.weights.is_file() or not same_bits(torch.load(follower.weights), self.weights):
                 self.problems.append(f"{follower.name} ended with other weights than the trainer")
 
+    def verify(self) -> None:
+        from ..bucket.run import Run
+        from ..bucket.verify import verify
+
+        failure = verify(Run.open(self.run)).failure
+        if failure is not None:
+            self.problems.append(f"the run does not verify: {failure.what}")
+
     @property
     def proofs(self) -> int:
         return sum(follower.proofs.get(v) == mark for follower in self.followers for v, mark in self.expected.items())
@@ -261,8 +270,8 @@ def _picture(demo: Demo) -> Table:
     rows.add_row("trainer", f"{len(demo.published)} of {demo.versions}", line)
     for follower in demo.followers:
         right = sum(follower.proofs.get(v) == mark for v, mark in list(demo.expected.items()))
-        took = "  ".join(f"{name} {duration(seconds)}" for name, seconds in follower.timings.items())
-        rows.add_row(follower.name, _at(follower), f"{right} versions proven bit-identical  {took}")
+        took = f", the last in {duration(sum(follower.timings.values()))}" if right else ""
+        rows.add_row(follower.name, _at(follower), f"{right} versions proven bit-identical{took}")
     rows.add_row("delta sizes", "", f"{sparkline(deltas[-60:])} {size(deltas[-1]) if deltas else ''}")
     return rows
 
@@ -276,7 +285,7 @@ def _epilogue(demo: Demo, keep: bool) -> None:
         verify.command(demo.run)
     except typer.Exit as ended:
         if ended.exit_code:
-            demo.problems.append("verify found something")
+            demo.problems.append("the run does not verify")
     out = console()
     if keep:
         out.print(f"kept in {demo.folder}", soft_wrap=True)

@@ -56,6 +56,8 @@ class Trainer:
 
     def __init__(self) -> None:
         torch.manual_seed(0)
+        # the followers want the other cores, and threads that wait for each other on busy cores are slower than one
+        torch.set_num_threads(1)
         self._words = random.Random(0)
         self.model = TinyLM()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)

@@ -297,7 +297,7 @@ def _render_file(out: Console, value: dict[str, Any]) -> None:
 
 
 def _render_tensors(out: Console, value: dict[str, Any]) -> None:
-    sparse = any(row.get("changed") is not None for row in value["tensors"])
+    sparse = value["kind"] == "delta"
     ranged = any("indices" in row for row in value["tensors"])
     columns = ["tensor", "dtype", "shape", *(["changed", "share"] if sparse else []), "bytes"]
     rows = table(*columns, *(["indices", "values"] if ranged else []), left=("tensor", "dtype"))
@@ -314,7 +314,7 @@ def _render_tensors(out: Console, value: dict[str, Any]) -> None:
     out.print(rows)
     if sparse:
         total = sum(row["changed"] or 0 for row in value["tensors"])
-        out.print(f"{total:,} changed in {len(value['tensors'])} tensors")
+        out.print(f"{total:,} changed, tensors: {len(value['tensors'])}")
 
 
 def _range_cells(stats: IndexStats | None) -> list[str]:

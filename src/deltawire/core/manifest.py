@@ -193,7 +193,9 @@ def parse_manifest(data: bytes, version: int, run: RunInfo) -> Manifest:
         raise ForeignObject(f"{what} belongs to run {manifest.run[:32]!r}, not to {run.run!r}")
     if manifest.version != version:
         raise ManifestError(f"{what} says it is version {manifest.version}")
-    if (manifest.parent is None) != (version == 0) or (manifest.parent is not None and manifest.parent >= version):
+    if (manifest.parent is None) != (version == 0) or (
+        manifest.parent is not None and not 0 <= manifest.parent < version
+    ):
         raise ManifestError(f"{what} cannot have the parent {manifest.parent}")
     if not _HEX128.fullmatch(manifest.digest):
         raise ManifestError(f"{what} has no state digest")

@@ -24,15 +24,21 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int | None 
     if threads == 1:
         yield from map(work, items)
         return
-    with ThreadPoolExecutor(threads, thread_name_prefix="deltawire") as pool:
-        waiting: deque[Future[R]] = deque()
-        try:
-            for item in items:
-                waiting.append(pool.submit(work, item))
-                if len(waiting) > threads:
-                    yield waiting.popleft().result()
-            while waiting:
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="deltawire")
+    waiting: deque[Future[R]] = deque()
+    abandoned = False
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > threads:
                 yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
+        while waiting:
+            yield waiting.popleft().result()
+    except GeneratorExit:
+        # perhaps by the garbage collector, in a thread that holds a lock the workers need: to wait could be for ever
+        abandoned = True
+        raise
+    finally:
+        for future in waiting:
+            future.cancel()
+        pool.shutdown(wait=not abandoned)

@@ -38,6 +38,8 @@ FORMAT = "deltawire"
 FORMAT_VERSION = "1"
 INDEX = "index"
 MAX_INDEX = 64 << 20
+MAX_BLOCK_UNITS = 1 << 26
+"""Four times what a publisher puts into a block: bounds what decoding one can cost, however well its zeros compress."""
 SPOOL_LIMIT = 64 << 20
 _COPY = 4 << 20
 
@@ -213,6 +215,7 @@ class DeltaFile:
                 f"this build reads {FORMAT!r} version {FORMAT_VERSION}"
             )
         self.encoding = self.metadata.get("encoding", raw.name)
+        check_encoding(self.encoding)
         self.blocks = self._raw_blocks(schema) if self.encoding == raw.name else self._indexed_blocks(schema)
 
     def decode(self, block: BlockRef, base: BaseBits) -> list[Change]:
@@ -278,6 +281,9 @@ class DeltaFile:
         for tensor in index.tensors:
             if known is not None and known.get(tensor.name) != tensor:
                 raise SchemaMismatch(f"the delta's {tensor.name!r} is not the one of the run's schema")
+        # under two numbers the regions of one tensor could overlap unseen
+        if len({tensor.name for tensor in index.tensors}) != len(index.tensors):
+            raise SchemaMismatch("a tensor stands twice in the delta's index")
         if known is None:
             Schema.build(index.tensors)
         blocks = []
@@ -294,6 +300,8 @@ class DeltaFile:
             regions = tuple(_region(index.tensors, entry, covered) for entry in record.regions)
             if not regions or len({region.tensor.dtype for region, _ in regions}) != 1:
                 raise CorruptStream(f"block {number} must hold regions of exactly one dtype")
+            if sum(region.units for region, _ in regions) > MAX_BLOCK_UNITS:
+                raise PositionError(f"block {number} covers more than {MAX_BLOCK_UNITS:,} units")
             blocks.append(BlockRef(regions, item.start, item.nbytes, record))
         if len(self.header.items) != len(blocks) + 1:
             raise HeaderError("the file holds tensors that its index does not name")
@@ -323,8 +331,6 @@ def _region(
     region = Region(tensor, row, rows, column, columns)
     if min(row, rows, column, columns) < 0 or row + rows > tensor.rows or column + columns > tensor.columns:
         raise PositionError(f"a region of {tensor.name!r} lies outside its {tensor.rows} × {tensor.columns} units")
-    if region.units >= 1 << 32:
-        raise PositionError(f"a region of {tensor.name!r} has {region.units} units; the limit is 2^32")
     if not 0 < changed <= region.units:
         raise CountMismatch(f"a region of {region.units} units of {tensor.name!r} cannot have {changed} changes")
     before = covered.get(number)

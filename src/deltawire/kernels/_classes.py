@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ._steps import step_between, take_step
 from ._tiles import chunk_offsets, tile_pointer, tile_shape
 
 
@@ -151,18 +152,21 @@ def sum_chunks(
 
 
 @triton.jit
-def to_key(bits, is_float, UNIT: tl.constexpr):
-    """Bits of a float in the order of the numbers they stand for."""
-    sign: tl.constexpr = 1 << (8 * UNIT - 1)
-    every: tl.constexpr = (1 << (8 * UNIT)) - 1
-    return tl.where(is_float, tl.where((bits & sign) != 0, bits ^ every, bits | sign), bits)
-
-
-@triton.jit
-def from_key(key, is_float, UNIT: tl.constexpr):
-    sign: tl.constexpr = 1 << (8 * UNIT - 1)
-    every: tl.constexpr = (1 << (8 * UNIT)) - 1
-    return tl.where(is_float, tl.where((key & sign) != 0, key ^ sign, key ^ every), key)
+def changed_class(i, end, positions, old, shape, rule, levels, where, LEVELED: tl.constexpr, CLASSES: tl.constexpr):
+    """Class (CLASSES past the end), row, column and old bits of changes."""
+    _, width, _ = shape
+    here = i < end
+    position = tl.load(positions + i, mask=here, other=0).to(tl.int32)
+    was = tl.load(old + i, mask=here, other=0).to(tl.uint32)
+    row = position // width
+    column = position - row * width
+    if LEVELED:
+        row_at, column_at = where
+        row_level = tl.load(levels + row_at + row, mask=here, other=0).to(tl.int32)
+        column_level = tl.load(levels + column_at + column, mask=here, other=0).to(tl.int32)
+    else:
+        row_level, column_level = 0, 0
+    return tl.where(here, to_class(was, row_level, column_level, rule, LEVELED), CLASSES), row, column, was
 
 
 @triton.jit
@@ -193,32 +197,156 @@ def class_ranks_kernel(
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    every: tl.constexpr = (1 << (8 * UNIT)) - 1
-    sign: tl.constexpr = 1 << (8 * UNIT - 1)
     scratch += tl.program_id(0).to(tl.int64) * chunks_at_most * (CLASSES + WORDS)
     number = tl.arange(0, CLASSES)
     for turn in range(tl.program_id(0), count, tl.num_programs(0)):
         tile = tl.load(tiles + turn)
         shape = tile_shape(geometry, tile)
-        rows, width, _ = shape
         at = tile_pointer(addresses, tile, UNIT, ALIGNED)
         rule = tile_rule(table, tile)
-        is_float = rule[1] != 0
         where = level_offsets(level_at, tile, LEVELED)
         total = sum_chunks(
-            at, shape, rule, levels, where, scratch, chunks_at_most, LEVELED, UNIT, ALIGNED, CHUNK, CHUNKS, CLASSES, WORDS
+            at,
+            shape,
+            rule,
+            levels,
+            where,
+            scratch,
+            chunks_at_most,
+            LEVELED,
+            UNIT,
+            ALIGNED,
+            CHUNK,
+            CHUNKS,
+            CLASSES,
+            WORDS,
         )
         tl.store(sizes + tile * CLASSES + number, total)
 
-        start, end = tl.load(starts + tile), tl.load(starts + tile + 1)
+        # how many changed in each class says where each class begins in the output
+        start = tl.load(starts + tile)
+        end = tl.load(starts + tile + 1)
         changed = tl.zeros([CLASSES], tl.int32)
-        i = start
-        while i < end:
-            at_i = i + tl.arange(0, BLOCK)
-            mine, _, _, _ = changed_class(
-                at_i, end, positions, old, width, rule, levels, where, LEVELED, CLASSES
-            )
-            changed += tl.histogram(mine, 2 * CLASSES)
-            i += BLOCK
+        first = start
+        while first < end:
+            i = first + tl.arange(0, BLOCK)
+            mine, _, _, _ = changed_class(i, end, positions, old, shape, rule, levels, where, LEVELED, CLASSES)
+            changed += tl.sum((mine[:, None] == number[None, :]).to(tl.int32), 0)
+            first += BLOCK
         tl.store(counts + tile * CLASSES + number, changed)
+
+        filled = tl.cumsum(changed, 0) - changed
+        per_row = tl.cdiv(shape[1], CHUNK)
+        first = start
+        while first < end:
+            i = first + tl.arange(0, BLOCK)
+            here = i < end
+            mine, row, column, was = changed_class(i, end, positions, old, shape, rule, levels, where, LEVELED, CLASSES)
+            own = (mine[:, None] == number[None, :]).to(tl.int32)
+            order = tl.sum((filled[None, :] + tl.cumsum(own, 0) - own) * own, 1)
+            filled += tl.sum(own, 0)
+            chunk = row * per_row + column // CHUNK
+            lane = column % CHUNK
+            others = chunk_classes(at, chunk, shape, rule, levels, where, CLASSES + 1, LEVELED, CHUNK, UNIT, ALIGNED)
+            earlier = (others == mine[:, None]) & (tl.arange(0, CHUNK)[None, :] < lane[:, None])
+            rank = tl.load(scratch + chunk * CLASSES + mine, mask=here, other=0) + tl.sum(earlier.to(tl.int32), 1)
+            now = tl.load(new + i, mask=here, other=0).to(tl.uint32)
+            tl.store(ranks + start + order, rank, mask=here)
+            tl.store(steps + start + order, step_between(was, now, rule[1] != 0, UNIT), mask=here)
+            first += BLOCK
+        # the next tile overwrites the sums
         tl.debug_barrier()
+
+
+@triton.jit
+def place_kernel(
+    tiles,
+    count,
+    addresses,
+    geometry,
+    table,
+    levels,
+    level_at,
+    starts,
+    counts,
+    ranks,
+    steps,
+    positions,
+    old,
+    new,
+    bad,
+    scratch,
+    chunks_at_most,
+    LEVELED: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    scratch += tl.program_id(0).to(tl.int64) * chunks_at_most * (CLASSES + WORDS)
+    number = tl.arange(0, CLASSES)
+    lanes = tl.arange(0, CHUNK)[None, :]
+    missed = tl.zeros([BLOCK], tl.int32)
+    for turn in range(tl.program_id(0), count, tl.num_programs(0)):
+        tile = tl.load(tiles + turn)
+        shape = tile_shape(geometry, tile)
+        rows, width, stride = shape
+        at = tile_pointer(addresses, tile, UNIT, ALIGNED)
+        rule = tile_rule(table, tile)
+        where = level_offsets(level_at, tile, LEVELED)
+        sum_chunks(
+            at,
+            shape,
+            rule,
+            levels,
+            where,
+            scratch,
+            chunks_at_most,
+            LEVELED,
+            UNIT,
+            ALIGNED,
+            CHUNK,
+            CHUNKS,
+            CLASSES,
+            WORDS,
+        )
+        class_end = tl.cumsum(tl.load(counts + tile * CLASSES + number), 0)
+        per_row = tl.cdiv(width, CHUNK)
+        chunks = rows * per_row
+        start = tl.load(starts + tile)
+        end = tl.load(starts + tile + 1)
+        first = start
+        while first < end:
+            i = first + tl.arange(0, BLOCK)
+            here = i < end
+            rank = tl.load(ranks + i, mask=here, other=0).to(tl.int32)
+            # counts that say less than there are ranks lead past the last class, where nothing is found
+            mine = tl.sum((class_end[None, :] <= (i - start)[:, None]).to(tl.int32), 1)
+            sums = scratch + tl.minimum(mine, CLASSES - 1)
+            # the last chunk with no more of the class before it than the rank says
+            chunk = tl.zeros([BLOCK], tl.int32)
+            stride_chunks = chunks_at_most
+            while stride_chunks > 0:
+                probe = chunk + stride_chunks
+                further = here & (probe < chunks)
+                before = tl.load(sums + probe * CLASSES, mask=further, other=0)
+                chunk = tl.where(further & (before <= rank), probe, chunk)
+                stride_chunks = stride_chunks // 2
+            left = rank - tl.load(sums + chunk * CLASSES, mask=here, other=0)
+            found = chunk_classes(at, chunk, shape, rule, levels, where, CLASSES + 1, LEVELED, CHUNK, UNIT, ALIGNED)
+            equal = (found == mine[:, None]).to(tl.int32)
+            this = equal * (tl.cumsum(equal, 1) - 1 == left[:, None]).to(tl.int32)
+            missed += (here & (tl.sum(this, 1) == 0)).to(tl.int32)
+            row = chunk // per_row
+            column = (chunk - row * per_row) * CHUNK + tl.sum(this * lanes, 1)
+            was = tl.load(at + row.to(tl.int64) * stride + column, mask=here, other=0).to(tl.uint32)
+            step = tl.load(steps + i, mask=here, other=0).to(tl.uint32)
+            tl.store(positions + i, row * width + column, mask=here)
+            tl.store(old + i, was, mask=here)
+            tl.store(new + i, take_step(was, step, rule[1] != 0, UNIT), mask=here)
+            first += BLOCK
+        tl.debug_barrier()
+    tl.atomic_add(bad, tl.sum(missed, 0))

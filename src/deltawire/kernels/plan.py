@@ -201,7 +201,9 @@ class Plan:
 
     def _bytes_per_unit(self, tensors: Sequence[Tensor]) -> list[int]:
         if common_device(tensors) != self.device or len(tensors) != len(self.totals):
-            raise ValueError(f"the plan is for {len(self.totals)} tensors on {self.device}, not for these {len(tensors)}")
+            raise ValueError(
+                f"the plan is for {len(self.totals)} tensors on {self.device}, not for these {len(tensors)}"
+            )
         for number, (tensor, total) in enumerate(zip(tensors, self.totals, strict=True)):
             if tensor.nbytes % max(total, 1) or (total == 0) != (tensor.nbytes == 0):
                 raise ValueError(f"tensor {number} has {tensor.nbytes} bytes where the plan has {total} units")

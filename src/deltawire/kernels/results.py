@@ -95,7 +95,9 @@ def rules(
             here = slice(plan.first_tile[number], plan.first_tile[number + 1])
             across = len(segment.column_cuts) - 1
             at[here, 0] = length + np.repeat(segment.row_cuts[:-1], across)[: tiles[number]]
-            at[here, 1] = length + segment.rows + np.tile(segment.column_cuts[:-1], len(segment.row_cuts) - 1)[: tiles[number]]
+            at[here, 1] = (
+                length + segment.rows + np.tile(segment.column_cuts[:-1], len(segment.row_cuts) - 1)[: tiles[number]]
+            )
             parts.append(np.full(segment.rows, ROW_NEUTRAL, np.uint8) if row is None else row)
             parts.append(np.full(segment.columns, COLUMN_NEUTRAL, np.uint8) if column is None else column)
             length += segment.rows + segment.columns

@@ -16,7 +16,7 @@ import msgspec
 
 from ..bucket.ahead import Parcel, arrivals
 from ..bucket.fetch import Progress
-from ..bucket.replay import Resolve, as_anchor, find_reference, reference_source
+from ..bucket.replay import Resolve, State, as_anchor, find_reference, reference_source, take
 from ..bucket.run import Run
 from ..core import chain, full, keys
 from ..core.digest import StateDigest
@@ -80,6 +80,8 @@ class Replica:
         self._target: Target | None = None
         self._digest = StateDigest()
         self._bad: set[tuple[int, str, int | None]] = set()
+        self._strayed = False
+        # these weights were found changed by somebody else in this sync
         self._heartbeat = heartbeat
         self._beat_at = 0.0
         self._head_etag: str | None = None
@@ -124,12 +126,11 @@ class Replica:
                 self._beat()
             except RunNotFound:
                 log.info("waiting for a run at %s", self._store.url)
-            except SchemaError:
-                raise  # another model: no later version will fit either
             except DeltawireError as error:
+                if isinstance(error, SchemaError) and (self._target is None or self._target.model is not model):
+                    raise  # another model: no later version will fit either
                 log.warning("%s stays at version %s: %s", self.id, self.version, error)
-                # look again at everything: what was bad or away may be better now
-                self._bad.clear()
+                # look again: what was away may be there now
                 self._head_etag = None
                 self._beat(error=str(error))
             idle += 1
@@ -187,7 +188,13 @@ class Replica:
             head = parse(got.data, Head, keys.HEAD)
         except ManifestError:
             return known
-        return max(head.version, known) if head.run == run.info.run else known
+        if head.run != run.info.run or head.version <= known:
+            return known
+        if run.exists(head.version):
+            return head.version
+        # it points at nothing: perhaps at what is not visible yet, so look again
+        self._head_etag = None
+        return known
 
     def _bind(self, model: Any, run: Run, want: int) -> Target:
         """Find out which version the model's weights are, if any."""
@@ -195,16 +202,25 @@ class Replica:
             self._target, self.version = Target(model, run.schema, strict=self._strict), None
         if self.version is None:
             self._digest = full.digest_of(self._target)
-            self.version = next(
-                (v for v, s in reversed(run.timeline(want).items()) if s.digest == str(self._digest)), None
-            )
-            if self.version is not None:
-                log.info("%s: these weights are version %d already", self.id, self.version)
+            self.version = self._name(run, want)
         return self._target
+
+    def _name(self, run: Run, want: int) -> int | None:
+        """The version that has the digest of these weights."""
+        found = str(self._digest)
+        for version, summary in reversed(run.timeline(want).items()):
+            # a summary is hearsay, the manifest counts
+            if summary.digest == found and run.manifest(version).digest == found:
+                log.info("%s: these weights are version %d already", self.id, version)
+                return version
+        return None
 
     def _reach(self, run: Run, target: Target, want: int, progress: Progress | None) -> None:
         """Walk the cheapest path; where a link is bad, note it and plan again around it."""
         failure: DeltawireError | None = None
+        # what was bad the last time may have been a bad transfer, or repaired since
+        self._bad.clear()
+        self._strayed = False
         while self.version != want:
             try:
                 steps = self._plan(run, want)
@@ -218,18 +234,39 @@ class Replica:
         self, run: Run, target: Target, steps: list[chain.Step], progress: Progress | None
     ) -> DeltawireError | None:
         """Go as far as the steps are good; returns what was wrong with the one that was not."""
+        # a way that leads back first is gone on a copy: weights that are served never fall behind what they are
+        leads_back = self.version is not None and steps[0].version < self.version and len(steps) > 1
+        copy = State(run.schema) if leads_back else None
         for arrival in arrivals(run, steps, progress):
             step = arrival.step
             try:
                 clock = time.perf_counter()
                 parcel = arrival.parcel()
                 self._note({"fetch": time.perf_counter() - clock})
-                self._take(run, target, parcel)
+                if copy is None:
+                    self._take(run, target, parcel)
+                else:
+                    take(run, copy, parcel, self._resolve)
             except _BAD_LINK as error:
+                if copy is None and isinstance(error, DigestMismatch) and self._has_strayed(target):
+                    return error
                 log.warning("%s: cannot use the %s to version %d: %s", self.id, step.kind, step.version, error)
                 self._bad.add((step.version, step.kind, step.base))
                 return error
+        if copy is not None:
+            manifest = run.manifest(steps[-1].version)
+            self._load(target, manifest, copy)
+            self.version = manifest.version
         return None
+
+    def _has_strayed(self, target: Target) -> bool:
+        """Whether somebody else changed the weights: then no delta is to blame, and only full weights help."""
+        found = full.digest_of(target)
+        if self._strayed or self.version is None or found == self._digest:
+            return False
+        log.warning("%s: these weights are no longer version %d: somebody changed them", self.id, self.version)
+        self._strayed, self.version, self._digest = True, None, found
+        return True
 
     def _plan(self, run: Run, want: int) -> list[chain.Step]:
         """Ask for as little history as the plan needs: the manifest's own, then back to here, then all of it."""

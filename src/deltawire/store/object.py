@@ -33,9 +33,10 @@ SCHEMES = ("az", "gs", "memory", "s3")
 
 # S3 takes at most 10,000 parts, so this bounds one object at 160 GB; a put holds at most _PARTS_AT_ONCE + 1 of them.
 _PART_BYTES = 16 << 20
-_PARTS_AT_ONCE = 6
+_PARTS_AT_ONCE = 4
 _MAX_OFFSET = (1 << 63) - 1
-# A stalled connection is given up after `read_timeout`; `timeout` bounds a whole request, so it must fit a large get.
+# `timeout` bounds a whole request, so it must fit a large get. `read_timeout` ends a stalled connection, but takes a
+# whole upload for one wait: the parts in flight must go up within it, at 1.1 MB/s. AWS_READ_TIMEOUT and so on override.
 _TIMEOUTS = {"connect_timeout": "5s", "read_timeout": "60s", "timeout": "900s"}
 # HTTP options that users set by environment. Given any of ours, the client ignores all of theirs, so carry them over.
 _CLIENT_VARIABLES = (

@@ -1,0 +1,185 @@
+"""Bits per changed element and speed of every encoding, on real deltas, beside the formats of others and the floors.
+
+    python benchmarks/codec.py                     # trains its own deltas first (cached), a few minutes on two cores
+    python benchmarks/codec.py --quick             # one delta of each model
+    python benchmarks/codec.py --device cuda --full  # the full Qwen3-0.6B shape, trained on a GPU
+
+Speeds are per core (one thread), the fastest of several runs; memcpy of the same weights is timed in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from deltas import QWEN3_06B, SMALL, Delta, cached
+from formats import FORMATS, floors
+from report import about, best, print_about, write_json
+
+from deltawire.core.change import blocks, compare
+from deltawire.core.codecs import ENCODINGS
+from deltawire.core.full import digest_of
+from deltawire.core.sparse import DeltaFile, write_delta
+from deltawire.models import ModelView
+
+Row = dict[str, Any]
+
+
+def measure(delta: Delta) -> Row:
+    """All encodings and formats on one delta."""
+    changed, elements = delta.changed, delta.elements
+    row: Row = {
+        "delta": delta.name,
+        "elements": elements,
+        "changed": changed,
+        "density": changed / elements,
+        "floors": floors(delta.old, delta.new),
+        "formats": [],
+    }
+    copies = {k: np.zeros_like(v) for k, v in delta.old.items()}
+    row["memcpy_ns_per_weight"] = 1e9 / elements * best(lambda: [np.copyto(copies[k], v) for k, v in delta.old.items()])
+    row["detect_ns_per_weight"] = 1e9 / elements * best(lambda: _detect(delta))
+    row["digest_ns_per_weight"] = 1e9 / elements * best(lambda: digest_of(ModelView(delta.old), threads=1))
+    for encoding in ENCODINGS:
+        row["formats"].append(_ours(delta, encoding, changed, elements))
+    for format in FORMATS:
+        row["formats"].append(_theirs(delta, format, changed, elements))
+    return row
+
+
+def _detect(delta: Delta) -> list[list[Any]]:
+    old, new = ModelView(delta.old), ModelView(delta.new)
+    return [[compare(r, old.region(r), new.region(r)) for r in block] for block in blocks(old.schema)]
+
+
+def _ours(delta: Delta, encoding: str, changed: int, elements: int) -> Row:
+    found, base = _detect(delta), ModelView(delta.old)
+    writer, file = write_delta(found, encoding, base.region, {}, threads=1)
+    data = b"".join(file.chunks())
+    writer.close()
+
+    def encode() -> None:
+        write_delta(found, encoding, base.region, {}, threads=1)[0].close()
+
+    live = {k: v.reshape(-1).copy() for k, v in delta.old.items()}
+
+    def decode(undo: bool = True) -> None:
+        opened = DeltaFile(lambda start, length: data[start : start + length], len(data), base.schema)
+        changes = [c for block in opened.changes(base.bits, threads=1) for c in block]
+        for change in changes:
+            change.write(live[change.region.tensor.name])
+
+    encode_seconds, decode_seconds = best(encode), best(decode)
+    if any(not np.array_equal(live[k], v.reshape(-1)) for k, v in delta.new.items()):
+        raise SystemExit(f"{encoding} did not reproduce {delta.name}")
+    return _row(encoding, len(data), changed, elements, encode_seconds, decode_seconds, ours=True)
+
+
+def _theirs(delta: Delta, format: Any, changed: int, elements: int) -> Row:
+    flat = [(v.reshape(-1), delta.new[k].reshape(-1), v.shape[-1]) for k, v in delta.old.items()]
+    coded = [format.encode(*tensor) for tensor in flat]
+    decoded = [format.decode(c, old, columns) for c, (old, _, columns) in zip(coded, flat, strict=True)]
+    if any(not np.array_equal(d, new) for d, (_, new, _) in zip(decoded, flat, strict=True)):
+        raise SystemExit(f"{format.name} did not reproduce {delta.name}")
+    encode_seconds = best(lambda: [format.encode(*tensor) for tensor in flat], 2)
+    decode_seconds = best(lambda: [format.decode(c, o, n) for c, (o, _, n) in zip(coded, flat, strict=True)], 2)
+    size = sum(map(len, coded))
+    return _row(format.name, size, changed, elements, encode_seconds, decode_seconds, ours=False)
+
+
+def _row(name: str, size: int, changed: int, elements: int, encode: float, decode: float, ours: bool) -> Row:
+    return {
+        "name": name,
+        "ours": ours,
+        "bytes": size,
+        "bits_per_changed": 8 * size / max(changed, 1),
+        "times_smaller": 2 * elements / max(size, 1),
+        "encode_m_per_s": changed / encode / 1e6,
+        "decode_m_per_s": changed / decode / 1e6,
+        "encode_ns_per_weight": 1e9 * encode / elements,
+        "decode_ns_per_weight": 1e9 * decode / elements,
+    }
+
+
+def show(row: Row) -> None:
+    copy = row["memcpy_ns_per_weight"]
+    print(f"{row['delta']}: {row['elements'] / 1e6:.0f} M weights, {100 * row['density']:.2f} % changed")
+    floor = ", ".join(f"{name} {bits:.2f}" for name, bits in row["floors"].items())
+    print(f"  bits per changed element: {floor}")
+    print(
+        f"  memcpy {copy:.2f} ns a weight; detect {row['detect_ns_per_weight']:.2f} ({row['detect_ns_per_weight'] / copy:.1f} ×); "
+        f"digest {row['digest_ns_per_weight']:.2f} ({row['digest_ns_per_weight'] / copy:.1f} ×)"
+    )
+    print(
+        f"  {'format':34} {'bits':>6} {'MB':>8} {'× smaller':>9} {'enc M/s':>8} {'dec M/s':>8} {'enc ns/w':>8} {'dec ns/w':>8}"
+    )
+    for f in row["formats"]:
+        print(
+            f"  {('* ' if f['ours'] else '  ') + f['name']:34} {f['bits_per_changed']:6.2f} {f['bytes'] / 1e6:8.3f} "
+            f"{f['times_smaller']:9.1f} {f['encode_m_per_s']:8.1f} {f['decode_m_per_s']:8.1f} "
+            f"{f['encode_ns_per_weight']:8.2f} {f['decode_ns_per_weight']:8.2f}"
+        )
+    print(flush=True)
+
+
+def chart(rows: list[Row], path: Path) -> None:
+    """Bits per changed element over density: one line per format, the floors dashed."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        print("no chart: matplotlib is not installed")
+        return
+    rows = sorted(rows, key=lambda row: row["density"])
+    density = [100 * row["density"] for row in rows]
+    figure, axes = plt.subplots(figsize=(9, 5.5))
+    for name in [f["name"] for f in rows[0]["formats"]]:
+        bits = [next(f for f in row["formats"] if f["name"] == name)["bits_per_changed"] for row in rows]
+        ours = next(f for f in rows[0]["formats"] if f["name"] == name)["ours"]
+        axes.plot(density, bits, marker="o", linewidth=2.5 if ours else 1, alpha=1 if ours else 0.6, label=name)
+    for name in rows[0]["floors"]:
+        axes.plot(density, [row["floors"][name] for row in rows], "--", color="gray", linewidth=1, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="% of weights changed", ylabel="bits per changed element")
+    axes.set_yticks([5, 7, 10, 15, 20, 30, 48], ["5", "7", "10", "15", "20", "30", "48"])
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, ncol=2)
+    axes.set_title("Real deltas: bits per changed element")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    print(f"wrote {path}")
+
+
+def deltas(options: argparse.Namespace) -> list[Delta]:
+    if options.full:
+        return [d for lr in (1e-6, 3e-6) for d in cached("qwen3", lr, (4, 24), options.device, QWEN3_06B)]
+    rates = (1e-6,) if options.quick else (1e-6, 3e-6, 1e-5)
+    found = [d for lr in rates for d in cached("qwen3", lr, (20,), options.device, SMALL)]
+    rates = (3e-6,) if options.quick else (1e-6, 3e-6, 1e-5)
+    return found + [d for lr in rates for d in cached("stories", lr, (24,), options.device)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one delta of each model")
+    parser.add_argument("--full", action="store_true", help="the full Qwen3-0.6B shape instead (a GPU's work)")
+    parser.add_argument("--device", default="cpu", help="where to train the deltas")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON and chart")
+    options = parser.parse_args()
+    facts = about()
+    print_about(facts)
+    rows = []
+    for delta in deltas(options):
+        rows.append(measure(delta))
+        show(rows[-1])
+    name = "codec-full" if options.full else "codec"
+    write_json(options.out / f"{name}.json", {**facts, "rows": rows})
+    chart(rows, options.out / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

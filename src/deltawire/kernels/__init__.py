@@ -1,0 +1,143 @@
+"""Kernels over whole models: find what changed, rank it, write it, prove it.
+
+Every function takes lists of tensors (a model), does its work on their device, and hands over what changed and nothing
+else: only the sparse payload needs to leave the device. On a CUDA device with Triton they are a launch or two for the
+whole model (`triton_ops`); anywhere else they are plain torch (`torch_ops`). Both give the same bits.
+
+A *plan* says how a model is cut into tiles. Functions that are not given one cut tensors along their memory; the cut is
+made once per list of shapes. Tensors must be contiguous.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.digest import StateDigest, tensor_keys
+from .plan import TILE, Plan, Segment, flat_plan, grid
+from .results import CLASSES, Changed, Ranks, Rules, rules
+
+__all__ = [
+    "CLASSES",
+    "TILE",
+    "Changed",
+    "Plan",
+    "Ranks",
+    "Rules",
+    "Segment",
+    "apply",
+    "cast_and_detect",
+    "class_counts",
+    "class_ranks",
+    "detect",
+    "digest",
+    "digest_change",
+    "flat_plan",
+    "grid",
+    "operations",
+    "place",
+    "rules",
+]
+
+
+def operations(device: torch.device) -> ModuleType:
+    """The module that works for a device. DELTAWIRE_KERNELS=torch does without Triton."""
+    wanted = os.environ.get("DELTAWIRE_KERNELS", "triton")
+    if wanted not in ("torch", "triton"):
+        raise ValueError(f"DELTAWIRE_KERNELS is {wanted!r}; it can be 'torch' or 'triton'")
+    if device.type == "cuda" and wanted == "triton" and importlib.util.find_spec("triton") is not None:
+        from . import triton_ops
+
+        return triton_ops
+    from . import torch_ops
+
+    return torch_ops
+
+
+def detect(old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False, plan: Plan | None = None) -> Changed:
+    """Every unit whose bits differ between two models; with `update`, `old` holds the new bits afterwards."""
+    plan = plan or flat_plan(old)
+    _alike(old, new)
+    return operations(plan.device).detect(plan, old, new, update=update)  # type: ignore[no-any-return]
+
+
+def cast_and_detect(
+    masters: Sequence[Tensor], copies: Sequence[Tensor], *, write: bool = True, plan: Plan | None = None
+) -> Changed:
+    """Round fp32 masters to bf16 as torch does, and say where that changes the copies: no snapshot is needed.
+
+    With `write` the copies hold the new bits afterwards. Without, they still hold the old ones, which `class_ranks`
+    needs; `apply` then writes them.
+    """
+    plan = plan or flat_plan(copies)
+    for master, copy in zip(masters, copies, strict=True):
+        if (master.dtype, copy.dtype) != (torch.float32, torch.bfloat16) or master.shape != copy.shape:
+            raise ValueError(
+                f"masters are float32 and copies bfloat16 of the same shape, not {master.dtype} {tuple(master.shape)} "
+                f"and {copy.dtype} {tuple(copy.shape)}"
+            )
+    return operations(plan.device).cast_and_detect(plan, masters, copies, write=write)  # type: ignore[no-any-return]
+
+
+def apply(tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False, plan: Plan | None = None) -> Changed:
+    """Write the new bits; with `keep`, return the change with the bits it replaced: apply its `swapped()` to undo."""
+    plan = plan or flat_plan(tensors)
+    return operations(plan.device).apply(plan, tensors, changed, keep=keep)  # type: ignore[no-any-return]
+
+
+def digest(names: Sequence[str], tensors: Sequence[Tensor]) -> StateDigest:
+    """The state digest of a model: what `deltawire.core.digest` says of the same bits."""
+    plan = flat_plan(tensors, unit=2)
+    return _state(operations(plan.device).digest(plan, tensors, _keys(plan, names)))
+
+
+def digest_change(
+    names: Sequence[str], tensors: Sequence[Tensor], changed: Changed, *, plan: Plan | None = None
+) -> StateDigest:
+    """How the state digest moves when the change is applied; `tensors` give the shapes alone."""
+    plan = plan or flat_plan(tensors)
+    return _state(operations(plan.device).digest_change(plan, changed, _keys(plan, names)))
+
+
+def class_counts(old: Sequence[Tensor], plan: Plan, rules: Rules) -> Tensor:
+    """Units of each class in each tile: what a host needs to decode ranks."""
+    return operations(plan.device).class_counts(plan, old, rules)  # type: ignore[no-any-return]
+
+
+def class_ranks(old: Sequence[Tensor], plan: Plan, rules: Rules, changed: Changed) -> Ranks:
+    """Changes as ranks within the classes of the old bits, which `old` must still hold."""
+    return operations(plan.device).class_ranks(plan, old, rules, changed)  # type: ignore[no-any-return]
+
+
+def place(old: Sequence[Tensor], plan: Plan, rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:
+    """The inverse of `class_ranks`: a change ready to be applied. A rank past its class is a ValueError."""
+    return operations(plan.device).place(plan, old, rules, counts, ranks, steps)  # type: ignore[no-any-return]
+
+
+def _alike(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    for number, (a, b) in enumerate(zip(old, new, strict=True)):
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            raise ValueError(
+                f"tensor {number} is {a.dtype} {tuple(a.shape)} in one model, {b.dtype} {tuple(b.shape)} in the other"
+            )
+
+
+def _keys(plan: Plan, names: Sequence[str]) -> Tensor:
+    """The digest keys of every tile, on the device."""
+
+    def make() -> Tensor:
+        keys = np.array([tensor_keys(name) for name in names], np.uint64).reshape(-1, 2)
+        return torch.from_numpy(keys[plan.tensor].view(np.int64)).to(plan.device)
+
+    return plan.remember(("keys", tuple(names)), make)
+
+
+def _state(lanes: Tensor) -> StateDigest:
+    lane0, lane1 = (value & (1 << 64) - 1 for value in lanes.tolist())
+    return StateDigest(lane0, lane1)

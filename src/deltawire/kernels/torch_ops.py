@@ -1,0 +1,273 @@
+"""The kernels in plain torch, for any device: what `triton_ops` must equal, and what runs where there is no Triton.
+
+Segments are taken one after the other, so scratch memory follows the largest segment, not the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..core import digest as core_digest
+from .plan import Plan, Segment, narrow, units, widen
+from .results import CLASSES, Changed, Ranks, Rules
+
+_DIGEST_BLOCKS = 1 << 12
+
+
+def detect(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False) -> Changed:
+    """What differs between two lists of tensors; with `update`, `old` then holds the new bits."""
+    plan.launches(old, new)
+    found = _differences(plan, old, new)
+    if update:
+        for a, b in zip(old, new, strict=True):
+            units(a).copy_(units(b))
+    return found
+
+
+def cast_and_detect(plan: Plan, masters: Sequence[Tensor], copies: Sequence[Tensor], *, write: bool = True) -> Changed:
+    """Round fp32 masters to bf16 and say where the copies differ; with `write`, the copies then hold the new bits."""
+    return detect(plan, copies, [m.detach().to(torch.bfloat16) for m in masters], update=write)
+
+
+def _differences(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor]) -> Changed:
+    counts = torch.zeros(plan.tiles, dtype=torch.int64, device=plan.device)
+    positions, was, now = [], [], []
+    for first, segment in _segments(plan):
+        a, b = (_rectangle(segment, units(t[segment.tensor])) for t in (old, new))
+        row, column = torch.nonzero(a != b, as_tuple=True)
+        tile, position = _locate(segment, row, column)
+        # row by row over the segment is row by row in each tile: a stable sort keeps that
+        tile, order = torch.sort(tile, stable=True)
+        counts[first : first + segment.tiles] = torch.bincount(tile, minlength=segment.tiles)
+        positions.append(narrow(position[order], plan.position_dtype))
+        for values, out in ((a, was), (b, now)):
+            size = values.dtype.itemsize
+            bits = values[row, column][order].to(torch.int64) & ((1 << 8 * size) - 1)
+            out.append(narrow(bits, plan.value_dtype))
+    return Changed(
+        _starts(counts),
+        _joined(positions, plan.position_dtype, plan.device),
+        _joined(was, plan.value_dtype, plan.device),
+        _joined(now, plan.value_dtype, plan.device),
+    )
+
+
+def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False) -> Changed:
+    """Write changes; with `keep`, return them with the bits found at their positions as the old ones."""
+    plan.launches(tensors)
+    found = torch.empty_like(changed.new) if keep else changed.old
+    starts = changed.starts.tolist()
+    for first, segment in _segments(plan):
+        here = slice(starts[first], starts[first + segment.tiles])
+        bits = units(tensors[segment.tensor])
+        at = _addresses(plan, changed, first, segment)
+        if keep:
+            size = bits.dtype.itemsize
+            found[here] = narrow(bits[at].to(torch.int64) & ((1 << 8 * size) - 1), found.dtype)
+        bits[at] = widen(changed.new[here]).to(bits.dtype)
+    return Changed(changed.starts, changed.positions, found, changed.new)
+
+
+def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
+    """Both lanes of the state digest. `plan` is flat, in units of at most 16 bits; `keys` are the tiles' (int64 [tiles, 2])."""
+    plan.launches(tensors)
+    out = torch.zeros(2, dtype=torch.int64, device=plan.device)
+    table = torch.from_numpy(core_digest.TABLE.view("i8").copy()).to(plan.device)
+    period = core_digest.BLOCK
+    for first, segment in _segments(plan):
+        bits = units(tensors[segment.tensor], int(plan.unit[first]))
+        for start in range(0, bits.numel(), _DIGEST_BLOCKS * period):
+            part = bits[start : start + _DIGEST_BLOCKS * period].to(torch.int64) & ((1 << 8 * bits.dtype.itemsize) - 1)
+            rows = torch.nn.functional.pad(part, (0, -part.numel() % period)).reshape(-1, period)
+            block = start // period + torch.arange(rows.shape[0], device=plan.device)
+            for lane in range(2):
+                out[lane] += (_mix(keys[first, lane] + block) * (rows * table[lane]).sum(1)).sum()
+    return out
+
+
+def digest_change(plan: Plan, changed: Changed, keys: Tensor) -> Tensor:
+    """How both lanes of the state digest move when the changes are applied."""
+    out = torch.zeros(2, dtype=torch.int64, device=plan.device)
+    table = torch.from_numpy(core_digest.TABLE.view("i8").copy()).to(plan.device)
+    period = core_digest.BLOCK
+    starts = changed.starts.tolist()
+    for first, segment in _segments(plan):
+        here = slice(starts[first], starts[first + segment.tiles])
+        at = _addresses(plan, changed, first, segment)
+        old, new = widen(changed.old[here]), widen(changed.new[here])
+        halves = 2 if plan.unit[first] == 4 else 1
+        for half in range(halves):
+            moved = ((new >> 16 * half) & 0xFFFF) - ((old >> 16 * half) & 0xFFFF)
+            p = at * halves + half
+            for lane in range(2):
+                out[lane] += (_mix(keys[first, lane] + p // period) * table[lane][p % period] * moved).sum()
+    return out
+
+
+def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
+    """Units of each class in each tile, int32 [tiles, CLASSES]: what a host needs to decode ranks."""
+    plan.launches(old)
+    sizes = torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=plan.device)
+    for first, segment in _segments(plan):
+        key, _ = _keys(plan, rules, first, segment, units(old[segment.tensor]))
+        count = torch.bincount(key, minlength=segment.tiles * CLASSES)
+        sizes[first : first + segment.tiles] = count.reshape(-1, CLASSES).to(torch.int32)
+    return sizes
+
+
+def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Changed) -> Ranks:
+    """Ranks of changes within the classes of the old bits, which `old` must still hold."""
+    sizes = class_counts(plan, old, rules)
+    counts = torch.zeros_like(sizes)
+    ranks, steps = torch.empty_like(changed.positions), torch.empty_like(changed.new)
+    starts = changed.starts.tolist()
+    for first, segment in _segments(plan):
+        here = slice(starts[first], starts[first + segment.tiles])
+        key, order = _keys(plan, rules, first, segment, units(old[segment.tensor]))
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(order.numel(), device=plan.device) - _group_starts(sizes, first, segment)[key[order]]
+        at = _places(plan, changed, first, segment)
+        # tiles come in order already: only classes within them are sorted, and ranks in a class ascend
+        mine, into = torch.sort(key[at], stable=True)
+        count = torch.bincount(mine, minlength=segment.tiles * CLASSES).reshape(-1, CLASSES)
+        counts[first : first + segment.tiles] = count.to(torch.int32)
+        ranks[here] = narrow(rank[at][into], ranks.dtype)
+        step = _steps(plan, rules, first, widen(changed.old[here]), widen(changed.new[here]))
+        steps[here] = narrow(step[into], steps.dtype)
+    return Ranks(sizes, counts, ranks, steps)
+
+
+def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:
+    """Positions, old and new bits from ranks and steps. A rank past its class is a ValueError."""
+    starts = _starts(counts.sum(1))
+    total = int(starts[-1])
+    if total != ranks.numel() or total != steps.numel():
+        raise ValueError(f"counts say {total} changes; there are {ranks.numel()} ranks and {steps.numel()} steps")
+    sizes = class_counts(plan, old, rules)
+    positions = torch.empty(total, dtype=plan.position_dtype, device=plan.device)
+    was, now = (torch.empty(total, dtype=plan.value_dtype, device=plan.device) for _ in range(2))
+    edges = starts.tolist()
+    for first, segment in _segments(plan):
+        here = slice(edges[first], edges[first + segment.tiles])
+        bits = units(old[segment.tensor])
+        _, order = _keys(plan, rules, first, segment, bits)
+        mine = torch.arange(segment.tiles * CLASSES, device=plan.device).repeat_interleave(
+            counts[first : first + segment.tiles].reshape(-1)
+        )
+        rank = widen(ranks[here])
+        bad = int((rank >= sizes[first : first + segment.tiles].reshape(-1)[mine]).sum())
+        if bad:
+            raise ValueError(f"{bad} ranks lead past their class")
+        at = order[_group_starts(sizes, first, segment)[mine] + rank]
+        row, column = at // segment.columns, at % segment.columns
+        positions[here] = narrow(_locate(segment, row, column)[1], positions.dtype)
+        size = bits.dtype.itemsize
+        before = _rectangle(segment, bits)[row, column].to(torch.int64) & ((1 << 8 * size) - 1)
+        was[here] = narrow(before, was.dtype)
+        now[here] = narrow(_take(plan, rules, first, before, widen(steps[here])), now.dtype)
+    return Changed(starts, positions, was, now)
+
+
+def _segments(plan: Plan) -> Iterator[tuple[int, Segment]]:
+    """Segments that have tiles, and the number of their first."""
+    return ((int(first), s) for first, s in zip(plan.first_tile[:-1], plan.segments, strict=True) if s.tiles)
+
+
+def _rectangle(segment: Segment, bits: Tensor) -> Tensor:
+    return bits.as_strided((segment.rows, segment.columns), (segment.stride, 1), bits.storage_offset() + segment.offset)
+
+
+def _locate(segment: Segment, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Tile of the segment, and position in it."""
+    rows, columns = (torch.from_numpy(cuts).to(row.device) for cuts in (segment.row_cuts, segment.column_cuts))
+    i, j = _between(rows)[row], _between(columns)[column]
+    tile = i * (len(columns) - 1) + j
+    return tile, (row - rows[i]) * (columns[j + 1] - columns[j]) + column - columns[j]
+
+
+def _between(cuts: Tensor) -> Tensor:
+    """For every place along an axis, the number of the last cut before it."""
+    return torch.arange(len(cuts) - 1, device=cuts.device).repeat_interleave(cuts.diff())
+
+
+def _places(plan: Plan, changed: Changed, first: int, segment: Segment) -> Tensor:
+    """Changes as positions in the segment, row by row."""
+    starts = changed.starts[first : first + segment.tiles + 1]
+    tile = torch.arange(segment.tiles, device=plan.device).repeat_interleave(starts.diff())
+    rows, columns = (torch.from_numpy(cuts).to(plan.device) for cuts in (segment.row_cuts, segment.column_cuts))
+    i, j = tile // (len(columns) - 1), tile % (len(columns) - 1)
+    width = columns[j + 1] - columns[j]
+    position = widen(changed.positions[int(starts[0]) : int(starts[-1])])
+    return (rows[i] + position // width) * segment.columns + columns[j] + position % width
+
+
+def _addresses(plan: Plan, changed: Changed, first: int, segment: Segment) -> Tensor:
+    """Changes as positions in the tensor."""
+    at = _places(plan, changed, first, segment)
+    return segment.offset + at // segment.columns * segment.stride + at % segment.columns
+
+
+def _keys(plan: Plan, rules: Rules, first: int, segment: Segment, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """tile · CLASSES + class of every unit of a segment, row by row; and the order that sorts by it."""
+    shift, mask, top, low, leveled, classes = rules.table[first].tolist()
+    values = _rectangle(segment, bits)
+    exponent = (values.to(torch.int64) & ((1 << 8 * values.dtype.itemsize) - 1)) >> shift & mask
+    result = top + 1 - exponent.clamp(low, top)
+    if leveled:
+        row_at, column_at = rules.level_at[first].tolist()
+        row = rules.levels[row_at : row_at + segment.rows].to(torch.int64)[:, None]
+        column = rules.levels[column_at : column_at + segment.columns].to(torch.int64)[None, :]
+        result = torch.where(row == 0, 0, (result + (row + column) // 2).clamp(max=classes - 1))
+    rows, columns = (_between(torch.from_numpy(c).to(bits.device)) for c in (segment.row_cuts, segment.column_cuts))
+    tile = rows[:, None] * (len(segment.column_cuts) - 1) + columns[None, :]
+    key = (tile * CLASSES + result).reshape(-1)
+    return key, torch.sort(key, stable=True)[1]
+
+
+def _group_starts(sizes: Tensor, first: int, segment: Segment) -> Tensor:
+    """Where each (tile, class) begins in the order of `_keys`."""
+    count = sizes[first : first + segment.tiles].reshape(-1).to(torch.int64)
+    return count.cumsum(0) - count
+
+
+def _steps(plan: Plan, rules: Rules, first: int, old: Tensor, new: Tensor) -> Tensor:
+    bits = 8 * int(plan.unit[first])
+    is_float = bool(rules.table[first, 1])
+    step = (_to_key(new, is_float, bits) - _to_key(old, is_float, bits)) & ((1 << bits) - 1)
+    step = torch.where(step >> (bits - 1) != 0, step - (1 << bits), step)
+    return ((step << 1) ^ (step >> 63)) - 1
+
+
+def _take(plan: Plan, rules: Rules, first: int, old: Tensor, steps: Tensor) -> Tensor:
+    bits = 8 * int(plan.unit[first])
+    is_float = bool(rules.table[first, 1])
+    step = ((steps + 1) >> 1) ^ -((steps + 1) & 1)
+    return _from_key((_to_key(old, is_float, bits) + step) & ((1 << bits) - 1), is_float, bits)
+
+
+def _to_key(bits: Tensor, is_float: bool, width: int) -> Tensor:
+    sign, every = 1 << (width - 1), (1 << width) - 1
+    return torch.where(bits & sign != 0, bits ^ every, bits | sign) if is_float else bits
+
+
+def _from_key(key: Tensor, is_float: bool, width: int) -> Tensor:
+    sign, every = 1 << (width - 1), (1 << width) - 1
+    return torch.where(key & sign != 0, key ^ sign, key ^ every) if is_float else key
+
+
+def _mix(x: Tensor) -> Tensor:
+    # torch shifts int64 arithmetically: the copies of the sign are masked off
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.to(torch.int64).cumsum(0), (1, 0))
+
+
+def _joined(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)

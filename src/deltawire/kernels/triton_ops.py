@@ -1,0 +1,271 @@
+"""The kernels on a GPU. Every function here has a twin of the same name and signature in `torch_ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..core import digest as core_digest
+from . import _change, _classes, _digest
+from .plan import Plan
+from .results import CLASSES, Changed, Ranks, Rules
+
+CHUNK = 128
+"""Units of a row that are read as one piece; a byte can count them."""
+
+_SCRATCH = 48 << 20
+"""Bytes of scratch memory that counting within classes may take, whatever the model's size."""
+
+# How many chunks or changes a program takes at a time, and with how many warps: the fastest of those tried on an H200.
+COUNT = {"CHUNKS": 32, "num_warps": 4}
+EXTRACT = {"CHUNKS": 16, "num_warps": 4}
+APPLY = {"BLOCK": 1024, "num_warps": 4}
+DIGEST = {"ROWS": 8, "num_warps": 4}
+DIGEST_CHANGE = {"BLOCK": 512, "num_warps": 4}
+CLASS_COUNTS = {"CHUNKS": 32, "num_warps": 4}
+CLASS_RANKS = {"CHUNKS": 32, "BLOCK": 32, "num_warps": 4}
+PLACE = {"CHUNKS": 32, "BLOCK": 32, "num_warps": 4}
+PROGRAMS_PER_SM = 8
+
+
+def detect(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False) -> Changed:
+    """What differs between two lists of tensors; with `update`, `old` then holds the new bits."""
+    return _detect(plan, old, new, cast=False, write=update)
+
+
+def cast_and_detect(plan: Plan, masters: Sequence[Tensor], copies: Sequence[Tensor], *, write: bool = True) -> Changed:
+    """Round fp32 masters to bf16 and say where the copies differ; with `write`, the copies then hold the new bits."""
+    return _detect(plan, copies, masters, cast=True, write=write)
+
+
+def _detect(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, cast: bool, write: bool) -> Changed:
+    launches = plan.launches(old, new)
+    counts = torch.empty(plan.tiles, dtype=torch.int32, device=plan.device)
+    for launch in launches:
+        _change.count_kernel[(launch.count,)](
+            launch.tiles,
+            *launch.addresses,
+            plan.geometry,
+            counts,
+            UNIT=launch.unit,
+            CAST=cast,
+            ALIGNED=launch.aligned,
+            CHUNK=CHUNK,
+            **COUNT,
+        )
+    starts = _starts(counts)
+    result = _empty_change(plan, starts)
+    if result.count:
+        for launch in launches:
+            _change.extract_kernel[(launch.count,)](
+                launch.tiles,
+                *launch.addresses,
+                plan.geometry,
+                starts,
+                result.positions,
+                result.old,
+                result.new,
+                UNIT=launch.unit,
+                CAST=cast,
+                WRITE=write,
+                ALIGNED=launch.aligned,
+                CHUNK=CHUNK,
+                **EXTRACT,
+            )
+    return result
+
+
+def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False) -> Changed:
+    """Write changes; with `keep`, return them with the bits found at their positions as the old ones."""
+    found = torch.empty_like(changed.new) if keep else changed.old
+    if changed.count:
+        for launch in plan.launches(tensors):
+            _change.apply_kernel[(launch.count,)](
+                launch.tiles,
+                *launch.addresses,
+                plan.geometry,
+                changed.starts,
+                changed.positions,
+                changed.new,
+                found,
+                UNIT=launch.unit,
+                KEEP=keep,
+                **APPLY,
+            )
+    return Changed(changed.starts, changed.positions, found, changed.new)
+
+
+def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
+    """Both lanes of the state digest. `plan` is flat, in units of at most 16 bits; `keys` are the tiles' (int64 [tiles, 2])."""
+    out = torch.zeros(2, dtype=torch.int64, device=plan.device)
+    table = _digest_table(plan)
+    for launch in plan.launches(tensors):
+        _digest.digest_kernel[(launch.count,)](
+            launch.tiles,
+            *launch.addresses,
+            plan.geometry,
+            keys,
+            table,
+            out,
+            UNIT=launch.unit,
+            ALIGNED=launch.aligned,
+            BLOCK=core_digest.BLOCK,
+            **DIGEST,
+        )
+    return out
+
+
+def digest_change(plan: Plan, changed: Changed, keys: Tensor) -> Tensor:
+    """How both lanes of the state digest move when the changes are applied."""
+    out = torch.zeros(2, dtype=torch.int64, device=plan.device)
+    if changed.count:
+        _digest.digest_change_kernel[(plan.tiles,)](
+            plan.geometry,
+            plan.remember("units", lambda: torch.from_numpy(plan.unit).to(plan.device)),
+            keys,
+            _digest_table(plan),
+            changed.starts,
+            changed.positions,
+            changed.old,
+            changed.new,
+            out,
+            PERIOD=core_digest.BLOCK,
+            **DIGEST_CHANGE,
+        )
+    return out
+
+
+def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
+    """Units of each class in each tile, int32 [tiles, CLASSES]: what a host needs to decode ranks."""
+    sizes = torch.empty((plan.tiles, CLASSES), dtype=torch.int32, device=plan.device)
+    for launch in plan.launches(old):
+        _classes.class_counts_kernel[(launch.count,)](
+            launch.tiles,
+            *launch.addresses,
+            plan.geometry,
+            rules.table,
+            rules.levels,
+            rules.level_at,
+            sizes,
+            LEVELED=rules.levels.numel() > 0,
+            UNIT=launch.unit,
+            ALIGNED=launch.aligned,
+            CHUNK=CHUNK,
+            CLASSES=CLASSES,
+            **CLASS_COUNTS,
+        )
+    return sizes
+
+
+def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Changed) -> Ranks:
+    """Ranks of changes within the classes of the old bits, which `old` must still hold."""
+    device = plan.device
+    sizes, counts = (torch.empty((plan.tiles, CLASSES), dtype=torch.int32, device=device) for _ in range(2))
+    ranks, steps = torch.empty_like(changed.positions), torch.empty_like(changed.new)
+    for launch in plan.launches(old):
+        grid, scratch, options = _persistent(plan, launch.count, rules)
+        _classes.class_ranks_kernel[grid](
+            launch.tiles,
+            launch.count,
+            *launch.addresses,
+            plan.geometry,
+            rules.table,
+            rules.levels,
+            rules.level_at,
+            changed.starts,
+            changed.positions,
+            changed.old,
+            changed.new,
+            sizes,
+            counts,
+            ranks,
+            steps,
+            scratch,
+            UNIT=launch.unit,
+            ALIGNED=launch.aligned,
+            **options,
+            **CLASS_RANKS,
+        )
+    return Ranks(sizes, counts, ranks, steps)
+
+
+def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:
+    """Positions, old and new bits from ranks and steps. A rank past its class is a ValueError."""
+    starts = _starts(counts.sum(1, dtype=torch.int32))
+    result = _empty_change(plan, starts)
+    if result.count != ranks.numel() or result.count != steps.numel():
+        raise ValueError(
+            f"counts say {result.count} changes; there are {ranks.numel()} ranks and {steps.numel()} steps"
+        )
+    bad = torch.zeros(1, dtype=torch.int32, device=plan.device)
+    for launch in plan.launches(old) if result.count else ():
+        grid, scratch, options = _persistent(plan, launch.count, rules)
+        _classes.place_kernel[grid](
+            launch.tiles,
+            launch.count,
+            *launch.addresses,
+            plan.geometry,
+            rules.table,
+            rules.levels,
+            rules.level_at,
+            starts,
+            counts,
+            ranks,
+            steps,
+            result.positions,
+            result.old,
+            result.new,
+            bad,
+            scratch,
+            UNIT=launch.unit,
+            ALIGNED=launch.aligned,
+            **options,
+            **PLACE,
+        )
+    if int(bad):
+        raise ValueError(f"{int(bad)} ranks lead past their class")
+    return result
+
+
+def _starts(counts: Tensor) -> Tensor:
+    starts = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, out=starts[1:])
+    return starts
+
+
+def _empty_change(plan: Plan, starts: Tensor) -> Changed:
+    # the one place that waits for the device: outputs are as large as what changed, not as what could
+    total = int(starts[-1])
+    values = (torch.empty(total, dtype=plan.value_dtype, device=plan.device) for _ in range(2))
+    return Changed(starts, torch.empty(total, dtype=plan.position_dtype, device=plan.device), *values)
+
+
+def _digest_table(plan: Plan) -> Tensor:
+    return plan.remember("digest table", lambda: torch.from_numpy(core_digest.TABLE.view("i8").copy()).to(plan.device))
+
+
+def _persistent(plan: Plan, tiles: int, rules: Rules) -> tuple[tuple[int], Tensor, dict[str, Any]]:
+    """A grid of programs that take tiles in turn, scratch memory for each, and what they need to know of it."""
+    words = triton.cdiv(rules.classes, 4)
+    # a power of two, which the search for a chunk halves
+    chunks = triton.next_power_of_2(plan.chunks(CHUNK))
+    slot = chunks * (CLASSES + words)
+    programs = max(1, min(tiles, _processors(plan.device) * PROGRAMS_PER_SM, _SCRATCH // (4 * slot)))
+    scratch = torch.empty(programs * slot, dtype=torch.int32, device=plan.device)
+    options = {
+        "chunks_at_most": chunks,
+        "LEVELED": rules.levels.numel() > 0,
+        "CHUNK": CHUNK,
+        "CLASSES": CLASSES,
+        "WORDS": words,
+    }
+    return (programs,), scratch, options
+
+
+def _processors(device: torch.device) -> int:
+    # the interpreter runs programs one after the other: one that takes several tiles is the case to try
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,106 @@
+"""log: what was published and who follows, in few requests."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_support import invoke, invoke_json
+
+from deltawire.bucket.run import Run
+from deltawire.core import keys
+from deltawire.core.manifest import Heartbeat, dump
+from deltawire.replica import Replica
+from deltawire.store import Store
+from deltawire.testing import CountingStore
+from support import history, publish
+
+
+def test_versions_newest_first(run: Path) -> None:
+    value = invoke_json("log", run)
+    assert [version["version"] for version in value["versions"]] == [3, 2, 1, 0]
+    assert [version["kind"] for version in value["versions"]] == ["delta", "delta", "delta", "anchor"]
+    assert [version["base"] for version in value["versions"]] == [2, 1, 0, None]
+    assert [version["step"] for version in value["versions"]] == [30, 20, 10, 0]
+    newest = value["versions"][0]
+    manifest = Run.open(str(run)).manifest(3)
+    assert newest["bytes"] == manifest.links[0].objects[0].size
+    assert newest["encoding"] == "packed"
+    assert newest["changed_share"] == pytest.approx(manifest.changed / value["elements"], abs=1e-8)
+    assert newest["times_smaller"] == pytest.approx(value["full_bytes"] / newest["bytes"], abs=0.01)
+    assert value["replicas"] == []
+
+
+def test_for_people(run: Path) -> None:
+    text = invoke("log", run).stdout
+    lines = text.splitlines()
+    assert lines[0].startswith(run.as_uri())
+    assert "v3" in text
+    assert "×" in text
+    assert "delta sizes " in text
+    assert "replica" not in text
+
+
+def test_how_many(run: Path) -> None:
+    assert [v["version"] for v in invoke_json("log", run, "-n", 2)["versions"]] == [3, 2]
+    assert len(invoke_json("log", run, "-n", 1, "--all")["versions"]) == 4
+
+
+def test_more_than_one_way_to_a_version(tmp_path: Path) -> None:
+    publish(tmp_path / "run", history(5), skip_every=2, anchor_every=2, anchor_ratio=100)
+    versions = invoke_json("log", tmp_path / "run")["versions"]
+    assert versions[0]["also"] == ["anchor", "skip from 2"]
+    assert versions[1]["also"] == []
+    assert "delta +anchor +skip" in invoke("log", tmp_path / "run").stdout
+
+
+def test_replicas(run: Path) -> None:
+    weights = {name: np.zeros(shape, dtype) for name, shape, dtype in _arrays(run)}
+    replica = Replica(run, id="box-1", strict=False)
+    with pytest.raises(Exception, match=r"layer.scale"):
+        replica.sync(weights)  # a numpy model cannot be fp8: this one never follows
+    opened = Run.open(str(run))
+    for beat in (
+        Heartbeat(opened.info.run, "box-2", 1, 3, True, time.time() - 5),
+        Heartbeat(opened.info.run, "box-3", 3, 3, False, time.time(), "disk \x1b[31mfull"),
+        Heartbeat(opened.info.run, "box-4", None, 3, True, time.time() - 7200),
+        Heartbeat("another", "stranger", 3, 3, True, time.time()),
+    ):
+        opened.store.put(keys.replica(beat.replica), dump(beat))
+    replicas = {beat["replica"]: beat for beat in invoke_json("log", run)["replicas"]}
+    assert {name: (beat["version"], beat["lag"], beat["health"]) for name, beat in replicas.items()} == {
+        "box-2": (1, 2, "ok"),
+        "box-3": (3, 0, "failing"),
+        "box-4": (None, None, "silent"),
+    }
+    text = invoke("log", run).stdout
+    assert "2.0 h" in text
+    assert "disk \ufffd[31mfull" in text
+    assert "stranger" not in text
+
+
+def _arrays(run: Path) -> list[tuple[str, tuple[int, ...], type]]:
+    kinds = {"BF16": np.uint16, "F32": np.float32, "I64": np.int64, "F8_E4M3": np.uint8}
+    return [(t.name, t.shape, kinds[t.dtype]) for t in Run.open(str(run)).schema.tensors]
+
+
+def test_a_run_without_versions_and_no_run(tmp_path: Path, run: Path) -> None:
+    Run.create(str(tmp_path / "new"), Run.open(str(run)).schema)
+    assert "no version yet" in invoke("log", tmp_path / "new", code=4).stderr
+    invoke("log", tmp_path / "none", code=4)
+
+
+def test_requests_grow_with_the_logarithm(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 300
+    publish(store, history(count, changes=1))
+    counting = CountingStore(store)
+    monkeypatch.setattr("deltawire.bucket.run.open_store", lambda _: counting)
+    assert len(invoke_json("log", "any", "--all")["versions"]) == count
+    everything = counting.requests.total()
+    assert everything <= math.log2(count) + 8
+    counting.reset()
+    assert len(invoke_json("log", "any")["versions"]) == 20
+    assert counting.requests.total() <= everything

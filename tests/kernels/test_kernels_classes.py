@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from types import ModuleType
+
+import kernel_models as models
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from deltawire.kernels import CLASSES, Plan, Ranks, Rules, grid, rules, torch_ops
+
+EXPONENT = {torch.bfloat16: (7, 255), torch.float32: (23, 255), torch.float8_e4m3fn: (3, 15), torch.uint8: (0, 0)}
+
+
+class Case:
+    """Two small models, a plan with tiles of several shapes, and rules."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, leveled: bool, density: float = 0.03) -> None:
+        rng = torch.Generator().manual_seed(3)
+        shapes = [(40, 300), (1, 700), (20, 256)]
+        tensors = [torch.randn(s, generator=rng) * 0.02 for s in shapes]
+        if dtype == torch.uint8:
+            tensors = [(t * 1000).to(torch.int32).to(torch.uint8) for t in tensors]
+        self.old = [t.to(dtype).to(device) for t in tensors]
+        self.new = models.moved(self.old, density, 4)
+        self.plan = Plan(
+            self.old,
+            [
+                grid(0, 0, 300, (40, 300), (2, 2)),
+                grid(1, 0, 700, (1, 700), (1, 1)),
+                # a rectangle inside a tensor
+                grid(2, 3 * 256 + 128, 256, (16, 128), (2, 1)),
+            ],
+        )
+        shift, mask = EXPONENT[dtype]
+        top, span = (min(122, mask - 3), 6) if mask else (0, 1)
+        classes = span + 1 + (7 if leveled else 0)
+        random = np.random.default_rng(5)
+        levels = [
+            (random.integers(0, 8, s.rows).astype(np.uint8), random.integers(0, 7, s.columns).astype(np.uint8))
+            for s in self.plan.segments
+        ]
+        levels[1] = (None, None)  # type: ignore[call-overload]
+        row = [shift, mask, top, top - span + 1, int(leveled), classes]
+        self.levels = levels
+        self.row = row
+        self.rules: Rules = rules(self.plan, [row] * 3, levels if leveled else None)
+
+    def tile_classes(self) -> list[np.ndarray]:
+        """Classes of every tile's units, row by row, one at a time and by the book."""
+        shift, mask, top, low, leveled, classes = self.row
+        result = []
+        for number, segment in enumerate(self.plan.segments):
+            bits = models.bits(self.old[segment.tensor])
+            row_levels, column_levels = self.levels[number]
+            for r0, r1 in zip(segment.row_cuts, segment.row_cuts[1:], strict=False):
+                for c0, c1 in zip(segment.column_cuts, segment.column_cuts[1:], strict=False):
+                    tile = []
+                    for r in range(r0, r1):
+                        for c in range(c0, c1):
+                            exponent = int(bits[segment.offset + r * segment.stride + c]) >> shift & mask
+                            cls = 1 + min(max(top - exponent, 0), top - low)
+                            if leveled:
+                                row = 4 if row_levels is None else int(row_levels[r])
+                                column = 3 if column_levels is None else int(column_levels[c])
+                                cls = 0 if row == 0 else min(cls + (row + column) // 2, classes - 1)
+                            tile.append(cls)
+                    result.append(np.array(tile))
+        return result
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.mark.parametrize("leveled", [False, True])
+def test_counts_ranks_and_steps_by_the_book(
+    ops: ModuleType, device: torch.device, dtype: torch.dtype, leveled: bool
+) -> None:
+    case = Case(device, dtype, leveled)
+    changed = torch_ops.detect(case.plan, case.old, case.new)
+    found: Ranks = ops.class_ranks(case.plan, case.old, case.rules, changed)
+    assert torch.equal(ops.class_counts(case.plan, case.old, case.rules), found.sizes)
+    starts = changed.starts.tolist()
+    for tile, classes in enumerate(case.tile_classes()):
+        assert np.array_equal(found.sizes[tile].cpu().numpy(), np.bincount(classes, minlength=CLASSES))
+        positions = changed.positions[starts[tile] : starts[tile + 1]].cpu().numpy()
+        expected = []
+        for cls in range(CLASSES):
+            mine = positions[classes[positions] == cls]
+            assert found.counts[tile, cls] == len(mine)
+            expected += [int((classes[:p] == cls).sum()) for p in mine]
+        assert found.ranks[starts[tile] : starts[tile + 1]].tolist() == expected
+    assert models.equal(found, torch_ops.class_ranks(case.plan, case.old, case.rules, changed))
+
+
+@pytest.mark.parametrize("leveled", [False, True])
+@pytest.mark.parametrize("density", [0.03, 1.0])
+def test_place_takes_ranks_back(
+    ops: ModuleType, device: torch.device, dtype: torch.dtype, leveled: bool, density: float
+) -> None:
+    if density == 1.0 and (leveled or dtype != torch.bfloat16):
+        pytest.skip("one dense case is enough")
+    case = Case(device, dtype, leveled, density)
+    changed = torch_ops.detect(case.plan, case.old, case.new)
+    ranks: Ranks = torch_ops.class_ranks(case.plan, case.old, case.rules, changed)
+    placed = ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks, ranks.steps)
+    assert models.equal(
+        placed, torch_ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks, ranks.steps)
+    )
+    one, two = models.clones(case.old), models.clones(case.old)
+    torch_ops.apply(case.plan, one, placed)
+    torch_ops.apply(case.plan, two, changed)
+    assert models.same(one, two)
+
+
+def test_steps_reach_every_bit_pattern(ops: ModuleType, device: torch.device) -> None:
+    special = torch.tensor([0, -(1 << 15), 0x7F80, 0x7FFF, -1, 1, 0x3F80, -0x4080], dtype=torch.int16)
+    old = [special.repeat_interleave(8).view(torch.bfloat16).to(device)]
+    new = [special.repeat(8).view(torch.bfloat16).to(device)]
+    plan = Plan(old, [grid(0, 0, 64, (1, 64), (1, 1))])
+    rule = rules(plan, [[7, 255, 130, 120, 0, 12]])
+    changed = torch_ops.detect(plan, old, new)
+    ranks = ops.class_ranks(plan, old, rule, changed)
+    assert models.equal(ranks, torch_ops.class_ranks(plan, old, rule, changed))
+    placed = ops.place(plan, old, rule, ranks.counts, ranks.ranks, ranks.steps)
+    ops.apply(plan, old, placed)
+    assert models.same(old, new)
+
+
+def test_a_rank_past_its_class_is_refused(ops: ModuleType, device: torch.device) -> None:
+    case = Case(device, torch.bfloat16, False)
+    before = models.clones(case.old)
+    changed = torch_ops.detect(case.plan, case.old, case.new)
+    ranks = torch_ops.class_ranks(case.plan, case.old, case.rules, changed)
+    lie = ranks.ranks.clone()
+    lie.view(torch.int16)[5] = -1
+    with pytest.raises(ValueError, match="past their class"):
+        ops.place(case.plan, case.old, case.rules, ranks.counts, lie, ranks.steps)
+    with pytest.raises(ValueError, match="counts say"):
+        ops.place(case.plan, case.old, case.rules, ranks.counts, lie[1:], ranks.steps)
+    counts: Tensor = ranks.counts.clone()
+    # as many as before, but in a class that no weight is in
+    counts[0, CLASSES - 1], counts[0, 1:7] = counts[0].sum(), 0
+    with pytest.raises(ValueError, match="past their class"):
+        ops.place(case.plan, case.old, case.rules, counts, ranks.ranks, ranks.steps)
+    assert models.same(case.old, before)

@@ -1,0 +1,676 @@
+"""What a trainer sees: publish returns at once, every version is exactly what was published, nothing is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import (
+    HookedStore,
+    Model,
+    blank,
+    copy,
+    held,
+    history,
+    model,
+    publish,
+    same,
+    trained,
+    verified,
+)
+
+from deltawire.bucket.replay import checkout
+from deltawire.bucket.run import Run
+from deltawire.bucket.verify import verify
+from deltawire.core import full, keys
+from deltawire.core.codecs import ENCODINGS
+from deltawire.core.errors import (
+    DigestMismatch,
+    PublisherClosed,
+    PublishFailed,
+    SchemaMismatch,
+    StoreUnavailable,
+    UnknownFormat,
+    UnsafeName,
+    UnsupportedDtype,
+)
+from deltawire.models import ModelView, torch_bits
+from deltawire.replica import Replica
+from deltawire.store import LocalStore, Retrying, Store
+from deltawire.testing import FlakyStore
+from deltawire.trainer import Publisher
+from deltawire.trainer.mirror import Mirror
+
+WAIT = 30
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(30, 16)
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.head = torch.nn.Linear(16, 30, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def net_bits(module: torch.nn.Module) -> dict[str, bytes]:
+    return {name: torch_bits(tensor).tobytes() for name, tensor in module.state_dict().items()}
+
+
+def shake(module: torch.nn.Module, seed: int, share: float = 0.05) -> None:
+    """A training step, as far as bits are concerned."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            if tensor.is_floating_point():
+                tensor += (torch.rand(tensor.shape) < share) * 0.5
+            else:
+                tensor += 1
+
+
+# ── what can be published ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_numpy_mappings(store: Store, encoding: str) -> None:
+    versions = history(6)
+    published = publish(store, versions, encoding=encoding)
+    assert [p.version for p in published] == [0, 1, 2, 3, 4, 5]
+    assert verified(store, versions) == 6
+    assert all(p.digest == str(full.digest_of(ModelView(w))) for p, w in zip(published, versions, strict=True))
+
+
+def test_a_torch_module(store: Store) -> None:
+    net = Net().bfloat16()
+    seen = []
+    with Publisher(store) as publisher:
+        for step in range(4):
+            publisher.publish(net, step=step).result(WAIT)
+            seen.append(net_bits(net))
+            shake(net, step)
+    assert Run.open(store).schema.ties == {"head.weight": "embed.weight"}
+    for version, bits in enumerate(seen):
+        other = Net().bfloat16()
+        assert Replica(store, heartbeat=0).sync(other, version) == version
+        assert net_bits(other) == bits
+        assert other.head.weight is other.embed.weight
+
+
+def test_a_real_optimizer_step(store: Store) -> None:
+    """AdamW at a small learning rate on bf16 weights: a small part changes, and the replica has every bit of it."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).bfloat16()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    live = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).bfloat16()
+    replica = Replica(store, heartbeat=0)
+    with Publisher(store) as publisher:
+        for step in range(5):
+            result = publisher.publish(net).result(WAIT)
+            assert replica.sync(live) == step
+            assert net_bits(live) == net_bits(net)
+            data = torch.randn(8, 64, dtype=torch.bfloat16)
+            (net(data) - data).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert 0 < result.changed < sum(p.numel() for p in net.parameters())
+
+
+def test_a_state_dict(store: Store) -> None:
+    net = Net()
+    with Publisher(store) as publisher:
+        publisher.publish(net.state_dict()).result(WAIT)
+    other = Net()
+    Replica(store, heartbeat=0).sync(other.state_dict())
+    assert net_bits(other) == net_bits(net), "a state dict shares its module's memory"
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+def test_an_fp32_module_travels_in_the_wire_dtype(store: Store, wire: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[wire]
+    net = Net()
+    with Publisher(store, wire_dtype=wire) as publisher:
+        first = publisher.publish(net).result(WAIT)
+        with torch.no_grad():
+            # below the wire's resolution: nothing to send
+            net.embed.weight *= 1 + 2.0**-20
+        quiet = publisher.publish(net).result(WAIT)
+        shake(net, 1)
+        publisher.publish(net).result(WAIT)
+    names = {t.name: t.dtype for t in Run.open(store).schema.tensors}
+    assert names["embed.weight"] == {"bf16": "BF16", "fp16": "F16"}[wire]
+    assert names["norm.num_batches_tracked"] == "I64"
+    assert first.changed > quiet.changed
+    assert quiet.changed < 30 * 16 * 0.05
+    other = Net().to(dtype)
+    Replica(store, heartbeat=0).sync(other)
+    expected = {n: t.to(dtype) if t.is_floating_point() else t for n, t in net.state_dict().items()}
+    assert net_bits(other) == {n: torch_bits(t).tobytes() for n, t in expected.items()}
+    assert net.embed.weight.dtype == torch.float32, "the trainer's weights are left alone"
+
+
+def test_a_wire_dtype_that_does_not_exist(store: Store) -> None:
+    with pytest.raises(UnsupportedDtype), Publisher(store, wire_dtype="fp4") as publisher:
+        publisher.publish(Net())
+
+
+def test_a_checkpoint_folder(store: Store, tmp_path: Path) -> None:
+    versions = history(3)
+    with Publisher(store) as publisher:
+        for step, weights in enumerate(versions):
+            folder = tmp_path / str(step)
+            folder.mkdir()
+            full.write_checkpoint(folder, ModelView(weights), shard_bytes=500)
+            publisher.publish(full.Checkpoint(folder), wait=True)
+    verified(store, versions)
+
+
+def test_a_path_and_a_url_name_the_same_run(tmp_path: Path) -> None:
+    versions = history(3)
+    publish(tmp_path / "run", versions[:1])
+    publish((tmp_path / "run").as_uri(), versions[:2][1:])
+    publish(str(tmp_path / "run"), versions[2:])
+    assert verified(LocalStore(tmp_path / "run"), versions) == 3
+    live = blank(versions[0])
+    assert Replica(tmp_path / "run").sync(live) == 2
+
+
+def test_an_unknown_encoding_is_refused_at_once(store: Store) -> None:
+    with pytest.raises(UnknownFormat):
+        Publisher(store, encoding="psychic")
+
+
+def test_weights_that_do_not_change_make_an_empty_version(store: Store) -> None:
+    weights = model(rows=2000)
+    published = publish(store, [weights, weights])
+    assert published[1].changed == 0
+    assert published[1].kinds == ("delta",)
+    assert published[1].digest == published[0].digest
+    verified(store, [weights, weights])
+
+
+def test_a_weight_that_comes_back_does_not_travel_twice(store: Store) -> None:
+    a = model(rows=500)
+    b = trained(a, 1)
+    publish(store, [a, b, a, b])
+    verified(store, [a, b, a, b])
+
+
+# ── what it says ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_step_metrics_and_timings_are_in_the_manifest(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "deltawire")
+    versions = history(2)
+    with Publisher(store, model_name="toy") as publisher:
+        publisher.publish(versions[0])
+        handle = publisher.publish(versions[1], step=40, metrics={"reward": 0.25, "loss": np.float32(2)})
+        publisher.flush(WAIT)
+        assert handle.done()
+        assert publisher.version == 1
+    run = Run.open(store)
+    manifest = run.manifest(1)
+    assert run.info.model == "toy"
+    assert (manifest.step, manifest.metrics, manifest.parent) == (40, {"reward": 0.25, "loss": 2.0}, 0)
+    assert {"held", "encode", "put"} <= manifest.timings.keys()
+    count = sum(int((versions[0][n] != versions[1][n]).sum()) for n in versions[0])
+    assert manifest.changed == handle.result().changed == count
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("v1 ")]
+    assert len(lines) == 1
+    assert "← v0" in lines[0]
+
+
+def test_progress_is_told(store: Store) -> None:
+    told: dict[str, int] = {}
+
+    def progress(phase: str, count: int) -> None:
+        told[phase] = told.get(phase, 0) + count
+
+    weights = model()
+    with Publisher(store) as publisher:
+        result = publisher.publish(weights, wait=True, progress=progress).result()
+    assert told["detect"] == sum(a.nbytes for a in weights.values())
+    assert told["put"] == result.bytes
+
+
+def test_companion_files_travel_once(store: Store) -> None:
+    puts = []
+    hooked = HookedStore(store, lambda moment, verb, key: puts.append(key) if (moment, verb) == ("before", "put") else None)
+    versions = history(3)
+    publish(hooked, versions, files={"config.json": b"{}", "chat_template.jinja": b"hello"})
+    publish(hooked, [trained(versions[-1], 1)])
+    assert sum(key.startswith("files/") for key in puts) == 2
+    run = Run.open(store)
+    for version in range(4):
+        assert [file.name for file in run.manifest(version).files] == ["chat_template.jinja", "config.json"]
+
+
+@pytest.mark.parametrize("name", ["model.py", "weights.bin", "../config.json", ".hidden.json"])
+def test_what_may_not_go_with_the_weights(store: Store, name: str) -> None:
+    with pytest.raises(UnsafeName), Publisher(store, files={name: b"x"}) as publisher:
+        publisher.publish(model(), wait=True)
+
+
+# ── the trainer goes on ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Gate:
+    """A hook that holds the first call that matches until it is opened."""
+
+    def __init__(self, matches: Callable[[str, str, str], bool]) -> None:
+        self.matches = matches
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, moment: str, verb: str, key: str) -> None:
+        if not self.reached.is_set() and self.matches(moment, verb, key):
+            self.reached.set()
+            assert self.opened.wait(WAIT), "nobody opened the gate"
+
+
+def test_publish_returns_before_the_upload_and_keeps_what_it_saw(store: Store) -> None:
+    """The arrays are overwritten in place as soon as publish returns, as an optimizer does."""
+    gate = Gate(lambda moment, verb, key: key.startswith("deltas/"))
+    first, second = history(2)
+    live = copy(first)
+    with Publisher(HookedStore(store, gate)) as publisher:
+        publisher.publish(live).result(WAIT)
+        for name in live:
+            live[name][...] = second[name]
+        handle = publisher.publish(live)
+        assert gate.reached.wait(WAIT)
+        assert not handle.done()
+        for array in live.values():
+            array[...] = 77
+        gate.opened.set()
+        handle.result(WAIT)
+    verified(store, [first, second])
+
+
+def test_a_slow_bucket_makes_fewer_and_larger_versions(store: Store) -> None:
+    gate = Gate(lambda moment, verb, key: key == keys.manifest(1))
+    versions = history(13)
+    with Publisher(HookedStore(store, gate)) as publisher:
+        publisher.publish(versions[0], step=0).result(WAIT)
+        handles = [publisher.publish(versions[1], step=1)]
+        assert gate.reached.wait(WAIT)
+        handles += [publisher.publish(weights, step=step) for step, weights in enumerate(versions[2:], 2)]
+        assert not any(handle.done() for handle in handles)
+        gate.opened.set()
+        results = [handle.result(WAIT) for handle in handles]
+    assert [r.version for r in results] == [1] + [2] * 11
+    run = Run.open(store)
+    assert run.newest() == 2
+    assert run.manifest(2).step == 12
+    assert verified(store, [versions[0], versions[1], versions[12]]) == 3
+    assert verify(run).ok
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mixture_of_publishing_and_waiting(store: Store, seed: int) -> None:
+    """With a bucket that takes its time: every version is one of the published states, in order, the last one included."""
+    rng = np.random.default_rng(seed)
+    delays = iter(rng.exponential(0.002, 10_000))
+
+    def slow(moment: str, verb: str, key: str) -> None:
+        if moment == "before":
+            time.sleep(next(delays))
+
+    versions = history(40, seed=seed, changes=3)
+    options: dict[str, Any] = {"anchor_every": 5, "skip_every": 4} if seed else {}
+    with Publisher(HookedStore(store, slow), **options) as publisher:
+        handles = []
+        for step, weights in enumerate(versions):
+            wait = bool(rng.random() < 0.1)
+            handles.append(publisher.publish(weights, step=step, wait=wait))
+            if rng.random() < 0.3:
+                time.sleep(rng.exponential(0.01))
+        publisher.flush(WAIT)
+        reached = [handle.result(0).version for handle in handles]
+    run = Run.open(store)
+    assert reached == sorted(reached)
+    assert run.manifest(reached[-1]).step == 39
+    steps = [run.manifest(v).step for v in range(reached[-1] + 1)]
+    assert steps == sorted(set(steps))
+    assert all(steps[version] >= step for step, version in enumerate(reached)), "a version carries its own publish"
+    verified(store, lambda version: versions[steps[version]])
+    assert verify(run).ok
+
+
+def test_an_anchor_holds_the_state_of_its_version_though_the_trainer_is_ahead(store: Store) -> None:
+    """The anchor of version 1 uploads slowly; meanwhile later publishes move the publisher's only copy on."""
+    gate = Gate(lambda moment, verb, key: moment == "during" and key.startswith("anchors/step_000001"))
+    versions = history(8, changes=50)
+    with Publisher(HookedStore(store, gate), anchor_every=1) as publisher:
+        publisher.publish(versions[0]).result(WAIT)
+        publisher.publish(versions[1])
+        assert gate.reached.wait(WAIT)
+        for weights in versions[2:]:
+            publisher.publish(weights)
+        gate.opened.set()
+        publisher.flush(WAIT)
+    run = Run.open(store)
+    anchor = run.manifest(1).link("anchor", None)
+    blob = store.get(anchor.objects[0].key).data
+    file = full.FullFile(lambda start, length: blob[start : start + length], len(blob))
+    for tensor in run.schema.tensors:
+        for region in full.regions(tensor):
+            assert file.region(region).tobytes() == versions[1][tensor.name].tobytes()
+    verified(store, [versions[0], versions[1], versions[7]])
+
+
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Broken:
+    """A hook that fails every matching call while `down`."""
+
+    def __init__(self, matches: Callable[[str, str, str], bool]) -> None:
+        self.matches, self.down, self.failed = matches, False, 0
+
+    def __call__(self, moment: str, verb: str, key: str) -> None:
+        if self.down and self.matches(moment, verb, key):
+            self.failed += 1
+            raise StoreUnavailable(f"{verb} {key} {moment}")
+
+
+PLACES: dict[str, Callable[[str, str, str], bool]] = {
+    "before-the-delta": lambda moment, verb, key: moment == "before" and key.startswith("deltas/"),
+    "in-the-delta": lambda moment, verb, key: moment == "during" and key.startswith("deltas/"),
+    "after-the-delta": lambda moment, verb, key: moment == "after" and key.startswith("deltas/"),
+    "before-the-anchor": lambda moment, verb, key: moment == "before" and key.startswith("anchors/"),
+    "in-the-anchor": lambda moment, verb, key: moment == "during" and key.startswith("anchors/"),
+    "before-the-page": lambda moment, verb, key: moment == "before" and key.startswith("history/"),
+    "before-the-manifest": lambda moment, verb, key: moment == "before" and key.startswith("versions/"),
+    "after-the-manifest": lambda moment, verb, key: (moment, verb) == ("after", "put_if_absent"),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("streamed", [False, True], ids=["background", "streamed"])
+def test_a_failure_is_raised_once_and_then_nothing_is_lost(store: Store, place: str, streamed: bool) -> None:
+    """Version 16 needs a delta, an anchor, a page of history and a manifest: it fails at each, and the next publish
+    carries what it should have."""
+    broken = Broken(PLACES[place])
+    versions = history(22, changes=3)
+    with Publisher(HookedStore(store, broken), anchor_every=4, skip_every=4) as publisher:
+        for weights in versions[:16]:
+            publisher.publish(weights, wait=streamed).result(WAIT)
+        broken.down = True
+        if streamed:
+            with pytest.raises(StoreUnavailable):
+                publisher.publish(versions[16], wait=True)
+        else:
+            lost = publisher.publish(versions[16])
+            with pytest.raises(StoreUnavailable):
+                lost.result(WAIT)
+            with pytest.raises(PublishFailed, match="Nothing is lost") as caught:
+                publisher.publish(versions[17])
+            assert isinstance(caught.value.__cause__, StoreUnavailable)
+        assert broken.failed
+        broken.down = False
+        results = [publisher.publish(w, step=s, wait=streamed).result(WAIT) for s, w in enumerate(versions[18:], 18)]
+    run = Run.open(store)
+    states = {result.version: versions[step] for step, result in enumerate(results, 18)}
+    # where only the answer was lost the version is there, and is what was published
+    states |= dict(enumerate(versions[: min(states)]))
+    verified(store, lambda version: states[version])
+    assert min(states) == 0
+    assert results[-1].version == run.newest()
+    assert verify(run).ok
+    live = blank(versions[0])
+    Replica(store, heartbeat=0).sync(live)
+    assert same(live, versions[21])
+
+
+def test_a_failure_nobody_asked_about_is_raised_by_close(store: Store) -> None:
+    broken = Broken(PLACES["before-the-delta"])
+    versions = history(2)
+    publisher = Publisher(HookedStore(store, broken))
+    publisher.publish(versions[0]).result(WAIT)
+    broken.down = True
+    publisher.publish(versions[1])
+    with pytest.raises(PublishFailed):
+        publisher.close()
+    publisher.close()  # a second time there is nothing to say
+    verified(store, versions[:1])
+
+
+def test_the_with_block_raises_it_too_but_not_over_another_error(store: Store) -> None:
+    broken = Broken(PLACES["before-the-delta"])
+    versions = history(3)
+    hooked = HookedStore(store, broken)
+    with pytest.raises(PublishFailed), Publisher(hooked) as publisher:
+        publisher.publish(versions[0]).result(WAIT)
+        broken.down = True
+        publisher.publish(versions[1])
+    with pytest.raises(ZeroDivisionError), Publisher(hooked) as publisher:
+        publisher.publish(versions[2])
+        1 / 0  # noqa: B018
+
+
+def test_close_does_not_pretend_that_a_lost_change_was_published(store: Store) -> None:
+    """The failure was raised and caught, nothing was published since: close() must say that something is missing."""
+    broken = Broken(PLACES["before-the-delta"])
+    versions = history(2)
+    publisher = Publisher(HookedStore(store, broken))
+    publisher.publish(versions[0]).result(WAIT)
+    broken.down = True
+    publisher.publish(versions[1])
+    with pytest.raises(PublishFailed):
+        publisher.flush(WAIT)
+    with pytest.raises(PublishFailed, match="never published"):
+        publisher.close()
+
+
+def test_failures_in_a_row_add_up(store: Store) -> None:
+    broken = Broken(PLACES["before-the-manifest"])
+    versions = history(8)
+    with Publisher(HookedStore(store, broken)) as publisher:
+        publisher.publish(versions[0]).result(WAIT)
+        broken.down = True
+        for weights in versions[1:6]:
+            try:
+                with pytest.raises(StoreUnavailable):
+                    publisher.publish(weights).result(WAIT)
+            except PublishFailed:
+                pass
+        broken.down = False
+        try:
+            publisher.publish(versions[6])
+        except PublishFailed:
+            publisher.publish(versions[6])
+        publisher.publish(versions[7]).result(WAIT)
+        publisher.flush()
+        last = publisher.version
+    run = Run.open(store)
+    state = checkout(run, last)
+    assert same(held(state, versions[7]), versions[7])
+    assert verify(run).ok
+
+
+def test_a_failure_while_another_publish_waits(store: Store) -> None:
+    """Version 1 fails in flight with 2 waiting: 2 goes out with the changes of 1 in it."""
+    gate = Gate(lambda moment, verb, key: key.startswith("deltas/"))
+    broken = Broken(lambda moment, verb, key: moment == "after" and verb == "put" and key.startswith("deltas/"))
+
+    def both(moment: str, verb: str, key: str) -> None:
+        gate(moment, verb, key)
+        if broken.failed == 0:
+            broken(moment, verb, key)
+
+    versions = history(4)
+    with Publisher(HookedStore(store, both)) as publisher:
+        publisher.publish(versions[0]).result(WAIT)
+        broken.down = True
+        first = publisher.publish(versions[1])
+        assert gate.reached.wait(WAIT)
+        second = publisher.publish(versions[2])
+        gate.opened.set()
+        with pytest.raises(StoreUnavailable):
+            first.result(WAIT)
+        assert second.result(WAIT).version == 1
+        with pytest.raises(PublishFailed):
+            publisher.publish(versions[3])
+        publisher.publish(versions[3]).result(WAIT)
+    verified(store, [versions[0], versions[2], versions[3]])
+
+
+def test_head_that_cannot_be_moved_is_no_failure(store: Store) -> None:
+    broken = Broken(lambda moment, verb, key: key == keys.HEAD and verb == "put")
+    broken.down = True
+    versions = history(4)
+    publish(HookedStore(store, broken), versions)
+    assert broken.failed == 4
+    verified(store, versions)
+    live = blank(versions[0])
+    assert Replica(store, heartbeat=0).sync(live) == 3
+
+
+def test_a_model_that_fails_while_it_is_read_loses_nothing(store: Store) -> None:
+    """One publish waits while the next is interrupted half-way: the first still goes out, whole."""
+    gate = Gate(lambda moment, verb, key: key == keys.manifest(1))
+    versions = history(5)
+
+    class Interrupted(ModelView):
+        def region(self, region: Any) -> Any:
+            if region.tensor.name == "steps":
+                raise KeyboardInterrupt
+            return super().region(region)
+
+    with Publisher(HookedStore(store, gate)) as publisher:
+        publisher.publish(versions[0]).result(WAIT)
+        publisher.publish(versions[1])
+        assert gate.reached.wait(WAIT)
+        waiting = publisher.publish(versions[2])
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(Interrupted(versions[3]))
+        gate.opened.set()
+        assert waiting.result(WAIT).version == 2
+        publisher.publish(versions[4]).result(WAIT)
+    verified(store, [*versions[:3], versions[4]])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_through_a_bucket_that_drops_delays_truncates_and_repeats(store: Store, seed: int) -> None:
+    flaky = FlakyStore(store, seed=seed, drop=0.15, delay=0.1, truncate_put=0.1, duplicate=0.2)
+    patient = Retrying(flaky, attempts=20, sleep=lambda s: None)
+    versions = history(20, seed=seed, changes=3)
+    publish(patient, versions, anchor_every=6, skip_every=4)
+    assert flaky.injected["drop_after"]
+    assert flaky.injected["truncate_put"]
+    verified(store, versions)
+    assert verify(Run.open(store)).ok
+
+
+# ── little memory ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_change_too_dense_to_hold_is_streamed(store: Store, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`publish` then returns after the commit, with the same bits in the bucket."""
+    captured: list[str] = []
+    monkeypatch.setattr(Mirror, "settle", lambda self, capture: captured.append("background"))
+    versions = history(5, changes=40)
+    with Publisher(store, max_pending=64, encoding=encoding) as publisher:
+        for weights in versions:
+            handle = publisher.publish(weights)
+            assert handle.done()
+    assert captured == []
+    verified(store, versions)
+
+
+def test_streaming_waits_for_what_is_in_flight(store: Store) -> None:
+    gate = Gate(lambda moment, verb, key: key == keys.manifest(1))
+    versions = history(4, changes=2)
+    dense = trained(versions[3], 5, changes=200)
+    with Publisher(HookedStore(store, gate), max_pending=2000) as publisher:
+        publisher.publish(versions[0])
+        publisher.publish(versions[1])
+        assert gate.reached.wait(WAIT)
+        publisher.publish(versions[2])
+        threading.Timer(0.05, gate.opened.set).start()
+        assert publisher.publish(dense).result(0).version == 3
+        publisher.publish(versions[3]).result(WAIT)
+    verified(store, [*versions[:3], dense, versions[3]])
+
+
+def test_a_failed_stream_after_a_failed_background_publish(store: Store) -> None:
+    broken = Broken(PLACES["before-the-manifest"])
+    versions = history(4, changes=2)
+    dense = trained(versions[2], 5, changes=200)
+    with Publisher(HookedStore(store, broken), max_pending=2000) as publisher:
+        publisher.publish(versions[0])
+        publisher.flush()
+        broken.down = True
+        with pytest.raises(StoreUnavailable):
+            publisher.publish(versions[1]).result(WAIT)
+        with pytest.raises(PublishFailed):
+            publisher.flush()
+        with pytest.raises(StoreUnavailable):
+            publisher.publish(dense)
+        broken.down = False
+        publisher.publish(dense)
+        publisher.publish(versions[3]).result(WAIT)
+    verified(store, [versions[0], dense, versions[3]])
+
+
+# ── closed ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_closed_publisher(store: Store) -> None:
+    publisher = Publisher(store)
+    publisher.publish(model())
+    publisher.close()
+    publisher.close()
+    with pytest.raises(PublisherClosed):
+        publisher.publish(model())
+    with pytest.raises(PublisherClosed):
+        publisher.flush()
+    assert Run.open(store).newest() == 0, "close publishes what waits"
+
+
+def test_a_publisher_that_never_published(store: Store) -> None:
+    Publisher(store).close()
+    assert not [*store.list()]
+
+
+def test_flush_can_time_out(store: Store) -> None:
+    gate = Gate(lambda moment, verb, key: key == keys.manifest(0))
+    publisher = Publisher(HookedStore(store, gate))
+    publisher.publish(model())
+    with pytest.raises(TimeoutError):
+        publisher.flush(0.05)
+    gate.opened.set()
+    publisher.close()
+    assert Run.open(store).newest() == 0
+
+
+def test_a_model_that_changes_shape_is_refused(store: Store) -> None:
+    weights = model()
+    with Publisher(store) as publisher:
+        publisher.publish(weights).result(WAIT)
+        for other in ({**weights, "more": np.zeros(2)}, {n: a for n, a in weights.items() if n != "scale"}, model(rows=7)):
+            with pytest.raises(SchemaMismatch):
+                publisher.publish(other)
+        publisher.publish(trained(weights, 1)).result(WAIT)
+    verified(store, [weights, trained(weights, 1)])
+
+
+def test_a_bucket_that_lost_a_version_is_noticed(store: Store) -> None:
+    """A delta that does not lead to its digest is never built upon: the next publisher refuses to rebuild from it."""
+    versions: list[Model] = history(3)
+    publish(store, versions)
+    run = Run.open(store)
+    manifest = run.manifest(2)
+    import msgspec
+
+    forged = msgspec.structs.replace(manifest, digest="0" * 32)
+    store.put(keys.manifest(2), msgspec.json.encode(forged))
+    with pytest.raises(DigestMismatch), Publisher(store) as publisher:
+        publisher.publish(trained(versions[2], 9), wait=True)
