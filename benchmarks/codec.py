@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from deltas import QWEN3_06B, SMALL, Delta, cached
-from formats import FORMATS, floors
-from report import about, best, print_about, write_json
 
+from _deltas import QWEN3_06B, SMALL, Delta, cached
+from _formats import FORMATS, floors
+from _report import about, best, print_about, write_json
 from deltawire.core.change import blocks, compare
 from deltawire.core.codecs import ENCODINGS
 from deltawire.core.full import digest_of
@@ -65,7 +65,7 @@ def _ours(delta: Delta, encoding: str, changed: int, elements: int) -> Row:
 
     live = {k: v.reshape(-1).copy() for k, v in delta.old.items()}
 
-    def decode(undo: bool = True) -> None:
+    def decode() -> None:
         opened = DeltaFile(lambda start, length: data[start : start + length], len(data), base.schema)
         changes = [c for block in opened.changes(base.bits, threads=1) for c in block]
         for change in changes:
@@ -109,12 +109,14 @@ def show(row: Row) -> None:
     floor = ", ".join(f"{name} {bits:.2f}" for name, bits in row["floors"].items())
     print(f"  bits per changed element: {floor}")
     print(
-        f"  memcpy {copy:.2f} ns a weight; detect {row['detect_ns_per_weight']:.2f} ({row['detect_ns_per_weight'] / copy:.1f} ×); "
-        f"digest {row['digest_ns_per_weight']:.2f} ({row['digest_ns_per_weight'] / copy:.1f} ×)"
+        f"  memcpy {copy:.2f} ns a weight; "
+        + "; ".join(
+            f"{what} {row[f'{what}_ns_per_weight']:.2f} ({row[f'{what}_ns_per_weight'] / copy:.1f} ×)"
+            for what in ("detect", "digest")
+        )
     )
-    print(
-        f"  {'format':34} {'bits':>6} {'MB':>8} {'× smaller':>9} {'enc M/s':>8} {'dec M/s':>8} {'enc ns/w':>8} {'dec ns/w':>8}"
-    )
+    columns = f"{'bits':>6} {'MB':>8} {'× smaller':>9} {'enc M/s':>8} {'dec M/s':>8} {'enc ns/w':>8} {'dec ns/w':>8}"
+    print(f"  {'format':34} {columns}")
     for f in row["formats"]:
         print(
             f"  {('* ' if f['ours'] else '  ') + f['name']:34} {f['bits_per_changed']:6.2f} {f['bytes'] / 1e6:8.3f} "

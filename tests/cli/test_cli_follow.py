@@ -29,7 +29,9 @@ from cli_support import (
 )
 
 from deltawire.bucket.run import Run
+from deltawire.core import keys
 from deltawire.core.full import Checkpoint
+from deltawire.core.manifest import Pruned, dump
 from deltawire.trainer import Publisher
 
 
@@ -255,6 +257,24 @@ def test_every_goes_on_from_what_is_on_disk(tmp_path: Path, checkpoints: list[Pa
     try:
         reached = lines(process)
         assert [next(reached)["version"] for _ in range(4)] == [0, 1, 2, 3]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_every_passes_over_what_was_pruned(tmp_path: Path, checkpoints: list[Path]) -> None:
+    run, model = tmp_path / "run", tmp_path / "model"
+    invoke("publish", checkpoints[0], run)
+    follow(run, "--dir", model)
+    for folder in checkpoints[1:]:
+        invoke("publish", folder, run, "--anchor")
+    opened = Run.open(str(run))
+    opened.store.put(keys.PRUNED, dump(Pruned(opened.info.run, (1,))))
+    opened.store.delete(keys.manifest(1))
+    process = spawn("follow", run, "--dir", model, "--every", "--json", "--poll", "0.02")
+    try:
+        reached = lines(process)
+        assert [next(reached)["version"] for _ in range(3)] == [0, 2, 3]
     finally:
         process.kill()
         process.communicate()

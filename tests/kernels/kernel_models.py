@@ -29,7 +29,12 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
     """Any bits at all: NaN, infinities and both zeros among them."""
     size = int(np.prod(shape)) * dtype.itemsize
     data = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-    return torch.from_numpy(data).view(dtype).reshape(shape)
+    return shaped(data, dtype, shape)
+
+
+def shaped(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    # torch makes an empty array's stride zero and then cannot view it
+    return torch.from_numpy(data).view(dtype).reshape(shape) if data.size else torch.empty(shape, dtype=dtype)
 
 
 def moved(tensors: list[Tensor], density: float, seed: int) -> list[Tensor]:
@@ -39,7 +44,7 @@ def moved(tensors: list[Tensor], density: float, seed: int) -> list[Tensor]:
         data = raw(tensor).copy()
         where = rng.random(data.size) < density
         data[where] += rng.integers(1, 256, int(where.sum()), np.uint8)
-        result.append(torch.from_numpy(data).view(tensor.dtype).reshape(tensor.shape).to(tensor.device))
+        result.append(shaped(data, tensor.dtype, tuple(tensor.shape)).to(tensor.device))
     return result
 
 

@@ -104,22 +104,26 @@ def test_a_torch_module(store: Store) -> None:
 
 
 def test_a_real_optimizer_step(store: Store) -> None:
-    """AdamW at a small learning rate on bf16 weights: a small part changes, and the replica has every bit of it."""
+    """AdamW with fp32 weights at a small learning rate, bf16 on the wire: a small part changes, and the replica has
+    every bit of it."""
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).bfloat16()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    live = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).bfloat16()
+
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+
+    net, live = build(), build().bfloat16()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
     replica = Replica(store, heartbeat=0)
-    with Publisher(store) as publisher:
+    with Publisher(store, wire_dtype="bf16") as publisher:
         for step in range(5):
             result = publisher.publish(net).result(WAIT)
             assert replica.sync(live) == step
-            assert net_bits(live) == net_bits(net)
-            data = torch.randn(8, 64, dtype=torch.bfloat16)
+            assert net_bits(live) == {n: torch_bits(t.bfloat16()).tobytes() for n, t in net.state_dict().items()}
+            data = torch.randn(8, 64)
             (net(data) - data).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert 0 < result.changed < sum(p.numel() for p in net.parameters())
+    assert 0 < result.changed < 0.3 * sum(p.numel() for p in net.parameters())
 
 
 def test_a_state_dict(store: Store) -> None:
@@ -209,7 +213,7 @@ def test_step_metrics_and_timings_are_in_the_manifest(store: Store, caplog: pyte
     caplog.set_level(logging.INFO, "deltawire")
     versions = history(2)
     with Publisher(store, model_name="toy") as publisher:
-        publisher.publish(versions[0])
+        publisher.publish(versions[0]).result(WAIT)
         handle = publisher.publish(versions[1], step=40, metrics={"reward": 0.25, "loss": np.float32(2)})
         publisher.flush(WAIT)
         assert handle.done()

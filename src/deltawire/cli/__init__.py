@@ -10,13 +10,13 @@ import errno
 import logging
 import sys
 import time
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from . import checkout, demo, follow, log, plan, prune, publish, show, verify
+from .common import complain
 
 __all__ = ["app", "main"]
 
@@ -42,14 +42,14 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except DeltawireError as error:
-            typer.echo(f"deltawire: {error}", err=True)
+            complain(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise  # whoever read our output has gone; nothing to tell them
-            typer.echo(f"deltawire: {error}", err=True)
+            complain(str(error))
             raise typer.Exit(1) from None
 
 
@@ -107,10 +107,6 @@ def options(
         logger.addHandler(_Stderr())
 
 
-def _register(name: str, command: Callable[..., None]) -> None:
-    app.command(name)(command)
-
-
 for _name, _module in {
     "demo": demo,
     "publish": publish,
@@ -122,7 +118,7 @@ for _name, _module in {
     "prune": prune,
     "plan": plan,
 }.items():
-    _register(_name, _module.command)
+    app.command(_name)(_module.command)
 
 
 def main() -> None:

@@ -72,8 +72,8 @@ def clean(text: str, limit: int = 500) -> str:
 
 
 def complain(text: str) -> None:
-    """Trouble that does not end the command."""
-    typer.echo(f"deltawire: {text}", err=True)
+    """What is wrong, as one line on stderr."""
+    typer.echo(f"deltawire: {clean(' '.join(text.splitlines()), 2000)}", err=True)
 
 
 def table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:

@@ -66,7 +66,8 @@ def command(
     if once and every:
         raise typer.BadParameter("--once goes straight to the newest version; leave out --every")
     try:
-        replica = Replica(run, id=id, reference=reference)
+        # a new name for every short visit would fill `log` with replicas that are gone
+        replica = Replica(run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--id") from None
     with _ended_by_sigterm(), CurrentFolder(folder) if folder is not None else nullcontext() as current:

@@ -10,7 +10,7 @@ from blake3 import blake3
 
 from ..bucket.run import Run
 from ..core import full, history, keys
-from ..core.errors import AlreadyExists, StoreError, WriterConflict
+from ..core.errors import AlreadyExists, StoreError, VersionNotFound, WriterConflict
 from ..core.manifest import Blob, File, Head, Link, Manifest, Summary, dump, now
 from ..core.sparse import DataFile
 
@@ -23,6 +23,8 @@ class Committer:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.writer = secrets.token_hex(4)
+        self._unsure = ""
+        # the mark of the last commit, where it failed in a way that leaves open whether it happened
         newest = run.newest()
         self.versions: dict[int, Summary] = run.timeline(newest) if newest is not None else {}
         self.newest: Manifest | None = run.manifest(newest) if newest is not None else None
@@ -97,14 +99,36 @@ class Committer:
                 f"another writer committed version {version} of {self.run.store.url} first; "
                 "only one trainer may publish to a run: stop this one, or give it a run of its own"
             ) from None
-        self.newest = manifest
-        self.versions[version] = manifest.summary()
+        except BaseException:
+            # perhaps it is committed and only the answer was lost: what it names must never be written over
+            self._unsure, self.writer = self.writer, secrets.token_hex(4)
+            raise
+        self._committed(manifest)
         try:
             self.run.store.put(keys.HEAD, dump(Head(self.run.info.run, version)))
         except StoreError as error:
             # only a hint: readers look one manifest past it
             log.warning("version %d is committed, but head was not moved: %s", version, error)
         return manifest
+
+    def catch_up(self) -> Manifest | None:
+        """After a commit that failed: its manifest, if it was created after all and only the answer was lost."""
+        if not self._unsure:
+            return None
+        try:
+            manifest = self.run.manifest(self.next_version)
+        except VersionNotFound:
+            return None
+        if manifest.writer != self._unsure:
+            return None  # somebody else's: the next commit will meet it
+        log.warning("version %d was committed after all", manifest.version)
+        self._committed(manifest)
+        return manifest
+
+    def _committed(self, manifest: Manifest) -> None:
+        self._unsure = ""
+        self.newest = manifest
+        self.versions[manifest.version] = manifest.summary()
 
     def _put_page(self, end: int) -> None:
         start = end - history.span(end)

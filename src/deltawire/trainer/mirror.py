@@ -81,8 +81,15 @@ class Mirror:
                 raise TooLarge
         capture = Capture(found, moved)
         with self._lock:
-            for _ in ordered_map(self.write, capture.blocks):
-                pass
+            try:
+                for _ in ordered_map(self.write, capture.blocks):
+                    pass
+            except BaseException:
+                # interrupted half-way: be what we were
+                for changes in capture.blocks:
+                    for change in changes:
+                        change.undo(self.state.bits(change.region.tensor.name))
+                raise
             self.state.digest += moved
             if onto is None:
                 self._pending.append(capture)

@@ -30,7 +30,7 @@ from ..core.errors import (
     RunNotFound,
     WriterConflict,
 )
-from ..core.manifest import Link
+from ..core.manifest import Link, Manifest
 from ..core.parallel import ordered_map
 from ..core.sparse import EncodedBlock, encode_block
 from ..models import ModelView
@@ -115,8 +115,8 @@ class Publisher:
         self._work = threading.Condition()
         self._waiting: _Job | None = None
         self._in_flight: _Job | None = None
-        self._leftover: Capture | None = None
-        # captured but not published, because that failed: goes out with the next job
+        self._leftover: list[Capture] = []
+        # captured but not published, because that failed, oldest first: goes out with the next job
         self._failure: BaseException | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -191,6 +191,8 @@ class Publisher:
             return
         try:
             self.flush(timeout)
+            if self._leftover:
+                raise PublishFailed(f"the last changes were never published to {self._store.url}: publishing them failed")
         finally:
             with self._work:
                 self._closed = True
@@ -230,6 +232,8 @@ class Publisher:
         """Before the first diff: create the run, or take up its newest version as what to diff against."""
         source = self._source(model)
         writer = self._writer or self._take_up(Run.create(self._store, source.schema, self._model_name))
+        if self._mirror is None:
+            writer.committer.catch_up()
         run, newest = writer.committer.run, writer.committer.newest
         run.schema.require_equal(source.schema, ours=f"the run {self._store.url}", theirs="this model")
         if self._mirror is not None:
@@ -286,11 +290,14 @@ class Publisher:
             job, self._waiting = self._waiting, None
         try:
             capture = self._mirror.capture(source, budget, job.capture if job else None)
-        except TooLarge:
+        except BaseException as error:
+            # what waits must not be lost with it
             with self._work:
                 self._waiting = job
                 self._work.notify_all()
-            return None
+            if isinstance(error, TooLarge):
+                return None
+            raise
         if job is None:
             return _Job(capture)
         job.capture = capture
@@ -308,9 +315,9 @@ class Publisher:
         """Compare, encode and take over one block after the other, in the caller's thread: one model copy, no more."""
         self.flush()
         assert self._writer is not None
-        if self._leftover is not None:
+        if self._leftover:
             # the mirror is ahead of the bucket by something that was never published
-            self._mirror = self._leftover = None
+            self._mirror, self._leftover = None, []
             source = self._open(source, progress)
         mirror, first = self._mirror, self._writer.committer.newest is None
         assert mirror is not None
@@ -356,7 +363,8 @@ class Publisher:
             except BaseException as error:
                 log.error("publish failed: %s", error)
                 with self._work:
-                    self._failure, self._leftover = error, job.capture
+                    self._failure = error
+                    self._leftover.append(job.capture)
                 for handle in job.handles:
                     handle._future.set_exception(error)
             else:
@@ -371,15 +379,14 @@ class Publisher:
         assert self._mirror is not None
         assert self._writer is not None
         mirror = self._mirror
-        if self._leftover is not None:
-            job.capture, self._leftover = mirror.fold(self._leftover, job.capture), None
+        self._take_over(job, self._writer.committer.catch_up())
         capture, version = job.capture, self._writer.committer.next_version
         before = mirror.before(capture)
 
         def encoded() -> Iterator[EncodedBlock]:
             return ordered_map(lambda changes: encode_block(changes, self._encoding, before), capture.blocks)
 
-        since = self._since_skip_base(capture, version)
+        since = self._since_skip_base(capture)
         draft = Draft(
             encoded() if version else (),
             mirror.at(capture),
@@ -390,9 +397,23 @@ class Publisher:
             self._skip_draft(since, capture, version),
         )
         published = self._writer.write(draft)
-        mirror.settle(capture)
-        self._skip = (version, Capture.empty(mirror.plan)) if self._is_skip_base(version) else since
+        self._settle(capture, version, since)
         return published
+
+    def _take_over(self, job: _Job, committed: Manifest | None) -> None:
+        """Let a job carry what earlier ones could not publish, less the one that was committed after all."""
+        assert self._mirror is not None
+        if committed is not None and self._leftover:
+            first = self._leftover.pop(0)
+            self._settle(first, committed.version, self._since_skip_base(first))
+        while self._leftover:
+            job.capture = self._mirror.fold(self._leftover[-1], job.capture)
+            self._leftover.pop()
+
+    def _settle(self, capture: Capture, version: int, since: tuple[int, Capture] | None) -> None:
+        assert self._mirror is not None
+        self._mirror.settle(capture)
+        self._skip = (version, Capture.empty(self._mirror.plan)) if self._is_skip_base(version) else since
 
     def _raise_failure(self) -> None:
         if self._closed:
@@ -414,7 +435,7 @@ class Publisher:
     def _is_skip_base(self, version: int) -> bool:
         return bool(self._skip_every) and version % (self._skip_every or 1) == 0
 
-    def _since_skip_base(self, capture: Capture, version: int) -> tuple[int, Capture] | None:
+    def _since_skip_base(self, capture: Capture) -> tuple[int, Capture] | None:
         if self._skip is None:
             return None
         base, since = self._skip

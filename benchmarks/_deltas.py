@@ -1,9 +1,9 @@
 """Real deltas for the benchmarks: train a model and keep the bf16 bits before and after one optimizer step.
 
-    qwen3     the Qwen3 architecture (qk-norm, grouped queries, tied embedding) with random weights, scaled to the machine
-              (or the full 0.6B shape on a GPU); a policy-gradient loss over Zipf-distributed tokens with random advantages
-    stories   stories15M with its real weights, GRPO-like: it samples from itself, the reward is the share of tokens from a
-              fixed list, advantages are normalised per group
+    qwen3     the Qwen3 architecture (qk-norm, grouped queries, tied embedding) with random weights, scaled to the
+              machine (or the full 0.6B shape on a GPU); policy gradient on Zipf tokens with random advantages
+    stories   stories15M with its real weights, GRPO-like: it samples from itself, the reward is the share of tokens
+              from a fixed list, advantages are normalised per group
 
 Master weights are fp32, the forward pass runs on their bf16 rounding, AdamW steps the master: what a mixed-precision
 trainer does. Deltas are cached in a folder, since training them takes minutes.

@@ -1,0 +1,40 @@
+"""`ordered_map`: order, bounds, and no waiting for work that nobody wants any more."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from deltawire.core.parallel import ordered_map
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_results_come_in_order(threads: int) -> None:
+    assert list(ordered_map(lambda n: n * n, range(50), threads)) == [n * n for n in range(50)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_comes_in_its_place(threads: int) -> None:
+    results = ordered_map(lambda n: 10 // (5 - n), range(10), threads)
+    assert [next(results) for _ in range(5)] == [2, 2, 3, 5, 10]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+def test_a_map_dropped_half_way_does_not_wait_for_its_workers() -> None:
+    """It may be dropped by the garbage collector, in a thread that holds what the workers wait for."""
+    release, started = threading.Event(), threading.Event()
+
+    def work(n: int) -> int:
+        if n:
+            started.set()
+            release.wait(30)
+        return n
+
+    results = ordered_map(work, range(3), 2)
+    assert next(results) == 0
+    assert started.wait(30)
+    results.close()  # type: ignore[attr-defined]
+    assert not release.is_set()
+    release.set()
