@@ -166,8 +166,8 @@ def applied(blob: bytes, old: Bag) -> tuple[Bag, StateDigest]:
 # ── models and runs ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def model(seed: int = 0, rows: int = 24) -> Model:
-    """A small model of several dtypes, bf16 as its bits."""
+def model(seed: int = 0, rows: int = 64) -> Model:
+    """A small model of several dtypes, bf16 as its bits: just large enough for a delta to be smaller than it."""
     rng = np.random.default_rng(seed)
     return {
         "embed.weight": rng.integers(0, 1 << 16, (rows, 16), np.uint16),

@@ -314,7 +314,7 @@ def a_packed_file_that_says_raw(blob: bytes) -> bytes:
 
 @attack(PositionError, "raw")
 def an_index_out_of_range(blob: bytes) -> bytes:
-    return with_indices(blob, "embed.weight", lambda i: np.r_[i[:-1], 24 * 16])
+    return with_indices(blob, "embed.weight", lambda i: np.r_[i[:-1], 64 * 16])
 
 
 @attack(PositionError, "raw")
@@ -346,7 +346,7 @@ def indices_whose_differences_wrap_around(blob: bytes) -> bytes:
 
 @attack(CountMismatch, "raw")
 def more_indices_than_the_tensor_has_units(blob: bytes) -> bytes:
-    return with_indices(blob, "embed.weight", lambda i: np.arange(24 * 16 + 1))
+    return with_indices(blob, "embed.weight", lambda i: np.arange(64 * 16 + 1))
 
 
 @attack(CountMismatch, "raw")
@@ -503,7 +503,7 @@ def an_index_with_numbers_beyond_64_bits(blob: bytes) -> bytes:
 @attack(SchemaMismatch, "packed")
 def an_index_with_a_tensor_of_another_shape(blob: bytes) -> bytes:
     def edit(index: dict[str, Any]) -> None:
-        next(t for t in index["tensors"] if t[0] == "embed.weight")[2] = [16, 24]
+        next(t for t in index["tensors"] if t[0] == "embed.weight")[2] = [16, 64]
 
     return edited_index(blob, edit)
 

@@ -298,7 +298,7 @@ def test_a_raw_value_with_a_flipped_bit_under_the_right_hash(store: Store) -> No
 
 def test_a_raw_index_moved_by_one_under_the_right_hash(store: Store) -> None:
     def move(indices: np.ndarray) -> np.ndarray:
-        free = next(i for i in range(len(indices)) if indices[i] + 1 not in indices and indices[i] + 1 < 24 * 16)
+        free = next(i for i in range(len(indices)) if indices[i] + 1 not in indices and indices[i] + 1 < 64 * 16)
         moved = indices.copy()
         moved[free] += 1
         return moved

@@ -15,6 +15,7 @@ from cli_support import invoke, invoke_json, spawn
 pytest.importorskip("torch")
 
 
+@pytest.mark.slow
 def test_the_demo(tmp_path: Path) -> None:
     """As `make demo` runs it, in a process of its own, with few versions."""
     run = tmp_path / "run"
@@ -31,6 +32,18 @@ def test_the_demo(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("deltawire-demo-*"))
     # and a second demo does not publish into the first one's run
     assert "already" in invoke("demo", "--run", run, code=2).stderr
+
+
+def test_the_proof_sees_a_single_bit() -> None:
+    from deltawire.cli.demo_model import TinyLM, fingerprint, same_bits, wire_weights
+
+    weights = wire_weights(TinyLM())
+    copy = {name: tensor.clone() for name, tensor in weights.items()}
+    assert same_bits(weights, copy)
+    assert fingerprint(weights) == fingerprint(copy)
+    copy["norm.bias"][7] = -0.0  # equal as a number, another bit
+    assert not same_bits(weights, copy)
+    assert fingerprint(weights) != fingerprint(copy)
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +71,9 @@ def test_a_follower_with_other_bits_fails_the_demo(tmp_path: Path, monkeypatch: 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_no_follower_outlives_the_demo(tmp_path: Path, sent: signal.Signals) -> None:
-    process = spawn("demo", "--versions", 500, "--run", tmp_path / "run")
+    # a killed demo cannot tidy up: what it leaves goes with the test
+    home = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = spawn("demo", "--versions", 500, "--run", tmp_path / "run", env=home)
     try:
         assert any(line.startswith("v2") for line in process.stdout)
         children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()

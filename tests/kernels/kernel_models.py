@@ -77,7 +77,7 @@ def core_changes(old: list[Tensor], new: list[Tensor]) -> list[change.Change]:
     for number, (a, b) in enumerate(zip(old, new, strict=True)):
         spec = TensorSpec(str(number), _TORCH_DTYPES[str(a.dtype)], tuple(a.shape))
         region = change.Region(spec, 0, spec.rows, 0, spec.columns)
-        result.append(change.compare(region, bits(a), bits(b)))
+        result.append(change.compare(region, bits(a), bits(b)) if region.units else change.no_change(region))
     return result
 
 

@@ -35,21 +35,23 @@ class Case:
         )
         shift, mask = EXPONENT[dtype]
         top, span = (min(122, mask - 3), 6) if mask else (0, 1)
-        classes = span + 1 + (7 if leveled else 0)
+        # as the codec does: without levels the offset takes back that every row and column is neutral
+        offset = (top if leveled else top - 4) % 256
+        classes = span + 1 + (9 if leveled else 0)
         random = np.random.default_rng(5)
         levels = [
-            (random.integers(0, 8, s.rows).astype(np.uint8), random.integers(0, 7, s.columns).astype(np.uint8))
+            (random.integers(0, 6, s.rows).astype(np.uint8), random.integers(0, 5, s.columns).astype(np.uint8))
             for s in self.plan.segments
         ]
         levels[1] = (None, None)  # type: ignore[call-overload]
-        row = [shift, mask, top, top - span + 1, int(leveled), classes]
-        self.levels = levels
+        row = [shift, mask, top - span + 1, top, offset, classes]
+        self.levels = levels if leveled else [(None, None)] * 3
         self.row = row
         self.rules: Rules = rules(self.plan, [row] * 3, levels if leveled else None)
 
     def tile_classes(self) -> list[np.ndarray]:
         """Classes of every tile's units, row by row, one at a time and by the book."""
-        shift, mask, top, low, leveled, classes = self.row
+        shift, mask, low, top, offset, classes = self.row
         result = []
         for number, segment in enumerate(self.plan.segments):
             bits = models.bits(self.old[segment.tensor])
@@ -60,12 +62,10 @@ class Case:
                     for r in range(r0, r1):
                         for c in range(c0, c1):
                             exponent = int(bits[segment.offset + r * segment.stride + c]) >> shift & mask
-                            cls = 1 + min(max(top - exponent, 0), top - low)
-                            if leveled:
-                                row = 4 if row_levels is None else int(row_levels[r])
-                                column = 3 if column_levels is None else int(column_levels[c])
-                                cls = 0 if row == 0 else min(cls + (row + column) // 2, classes - 1)
-                            tile.append(cls)
+                            row = 3 if row_levels is None else int(row_levels[r])
+                            column = 2 if column_levels is None else int(column_levels[c])
+                            cls = (offset - min(max(exponent, low), top) + row + column) % 256
+                            tile.append(min(cls, classes - 1) if row else 0)
                     result.append(np.array(tile))
         return result
 
@@ -121,7 +121,7 @@ def test_steps_reach_every_bit_pattern(ops: ModuleType, device: torch.device) ->
     old = [special.repeat_interleave(8).view(torch.bfloat16).to(device)]
     new = [special.repeat(8).view(torch.bfloat16).to(device)]
     plan = Plan(old, [grid(0, 0, 64, (1, 64), (1, 1))])
-    rule = rules(plan, [[7, 255, 130, 120, 0, 12]])
+    rule = rules(plan, [[7, 255, 120, 130, 126, 12]])
     changed = torch_ops.detect(plan, old, new)
     ranks = ops.class_ranks(plan, old, rule, changed)
     assert models.equal(ranks, torch_ops.class_ranks(plan, old, rule, changed))

@@ -7,7 +7,7 @@ import pytest
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import keys
-from deltawire.core.errors import PublishError, StoreUnavailable
+from deltawire.core.errors import PublishFailed, StoreUnavailable
 from deltawire.store import Store
 from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
@@ -26,17 +26,15 @@ class LosesAnswer(CountingStore):
             raise StoreUnavailable("the answer was lost")
 
 
-def test_a_version_committed_unawares_is_not_written_over(store: Store) -> None:
+def test_a_version_committed_unawares_is_taken_up_and_never_written_over(store: Store) -> None:
     models = history(8)
     publisher = Publisher(LosesAnswer(store), anchor_ratio=1e6)
     for weights in models[:3]:
         publisher.publish(weights).result(60)
     with pytest.raises(StoreUnavailable):
         publisher.publish(models[3]).result(60)
-    for weights in models[4:]:
-        with pytest.raises(PublishError):
-            publisher.publish(weights).result(60)
-    assert verify(Run.open(store)).failure is None
-    with Publisher(store) as again:
-        assert again.publish(models[7]).result(60).version == 4
-    assert verify(Run.open(store)).failure is None
+    with pytest.raises(PublishFailed):
+        publisher.publish(models[4])
+    assert [publisher.publish(weights).result(60).version for weights in models[4:]] == [4, 5, 6, 7]
+    result = verify(Run.open(store))
+    assert (result.failure, result.versions, result.warnings) == (None, 8, [])

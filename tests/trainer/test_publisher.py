@@ -402,7 +402,7 @@ def test_a_failure_is_raised_once_and_then_nothing_is_lost(store: Store, place: 
     carries what it should have."""
     broken = Broken(PLACES[place])
     versions = history(22, changes=3)
-    with Publisher(HookedStore(store, broken), anchor_every=4, skip_every=4) as publisher:
+    with Publisher(HookedStore(store, broken), anchor_every=4, anchor_ratio=1e9, skip_every=4) as publisher:
         for weights in versions[:16]:
             publisher.publish(weights, wait=streamed).result(WAIT)
         broken.down = True

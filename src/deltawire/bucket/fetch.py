@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from ..core.errors import HashMismatch, TruncatedFile
+from ..core.errors import HashMismatch, StoreFull, TruncatedFile
 from ..core.manifest import Blob
 from ..store import Store
 
@@ -31,7 +31,12 @@ class Fetched:
     def read(self, start: int, length: int) -> bytes:
         if self._data is not None:
             return self._data[start : start + length]
-        return os.pread(self._descriptor, length, start)
+        parts = []
+        # one call gives at most 2 GB, and may give less
+        while length > 0 and (data := os.pread(self._descriptor, length, start)):
+            parts.append(data)
+            start, length = start + len(data), length - len(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
         if self._path is not None:
@@ -69,8 +74,10 @@ def _fetch_once(store: Store, blob: Blob, progress: Progress | None) -> Fetched:
         _parts(store, blob, lambda start, data: os.pwrite(handle, data, start), progress)
         _check(blob, _hash_file(handle, blob.size))
         return Fetched(None, path, blob.size)
-    except BaseException:
+    except BaseException as error:
         path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise StoreFull(f"no room for the {blob.size:,} bytes of {blob.key} in {path.parent}: {error}") from error
         raise
     finally:
         os.close(handle)

@@ -1,11 +1,130 @@
-"""`deltawire plan`: to come."""
+"""`deltawire plan`: what a run will cost."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
+from .common import JsonOption, duration, emit, percent, size, table
+from .quantities import count, rate, seconds
 
-def command() -> None:
-    """To come."""
-    typer.echo("plan is not written yet", err=True)
-    raise typer.Exit(1)
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..core.costs import Costs, Figure
+
+
+def command(
+    params: Annotated[
+        float, typer.Option(parser=count, metavar="COUNT", help="Weights of the model: 405e9, 405B, 600M.")
+    ],
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate (AdamW, bf16 weights with an fp32 master).")] = 1e-6,
+    bandwidth: Annotated[
+        float, typer.Option(parser=rate, metavar="RATE", help="From the trainer into the bucket: 1Gbit, 2GB/s.")
+    ] = "1Gbit",  # type: ignore[assignment]  # parsed like what is typed
+    replicas: Annotated[int, typer.Option(min=0, help="How many follow.")] = 1,
+    replica_bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            parser=rate,
+            metavar="RATE",
+            help="From the bucket to each replica; default: as --bandwidth.",
+            show_default=False,
+        ),
+    ] = None,
+    step_seconds: Annotated[
+        float, typer.Option(parser=seconds, metavar="TIME", help="A version every so often: 45s, 2min.")
+    ] = "60s",  # type: ignore[assignment]
+    steps_per_hour: Annotated[
+        float | None, typer.Option(min=0.001, help="The same, the other way round.", show_default=False)
+    ] = None,
+    density: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Share of weights that changes per version, where you know it (`log` shows it)."
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights on the wire: bf16, fp16, fp32, fp8.")] = "bf16",
+    encoding: Annotated[str, typer.Option(help="How deltas are coded: packed or raw.")] = "packed",
+    cores: Annotated[int, typer.Option(min=1, help="For deltawire, on the trainer and on each replica.")] = 16,
+    keep_last: Annotated[int, typer.Option(min=0, help="As for `prune`.")] = 20,
+    price_storage: Annotated[
+        float | None, typer.Option(min=0, metavar="USD", help="Per GB and month; no default.", show_default=False)
+    ] = None,
+    price_egress: Annotated[
+        float | None, typer.Option(min=0, metavar="USD", help="Per GB fetched; no default.", show_default=False)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say what a run will cost: sizes, times, storage, traffic, money.
+
+    Needs no run and no bucket. Every figure says how it is known: given by you,
+    exact, measured (by what), or extrapolated from what was measured.
+
+    \b
+    Examples
+      deltawire plan --params 7B --replicas 8
+      deltawire plan --params 405e9 --lr 1e-6 --bandwidth 1Gbit --replicas 64
+      deltawire plan --params 600M --step-seconds 10s --density 0.012
+      deltawire plan --params 70B --price-storage 0.023 --price-egress 0.09
+    """
+    from ..core.costs import DTYPES, Setup, UnknownCost, estimate
+
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is unknown; known: {', '.join(DTYPES)}", param_hint="--dtype")
+    setup = Setup(
+        params=params,
+        lr=lr,
+        dtype=dtype,
+        density=density,
+        encoding=encoding,
+        step_seconds=3600 / steps_per_hour if steps_per_hour else step_seconds,
+        bandwidth=bandwidth,
+        replica_bandwidth=replica_bandwidth or bandwidth,
+        replicas=replicas,
+        cores=cores,
+        keep_last=keep_last,
+        price_storage=price_storage,
+        price_egress=price_egress,
+    )
+    try:
+        costs = estimate(setup)
+    except UnknownCost as error:
+        raise typer.BadParameter(str(error)) from None
+    figures = {name: asdict(figure) for name, figure in costs.figures.items()}
+    emit({"setup": asdict(setup), "figures": figures, "notes": costs.notes}, lambda out: _render(out, costs), json)
+
+
+def _render(out: Console, costs: Costs) -> None:
+    from ..core.costs import MACHINE, SCRIPT
+
+    rows = table("", "figure", "known", "from", left=("", "known", "from"))
+    section = ""
+    for figure in costs.figures.values():
+        if figure.section != section:
+            if section:
+                rows.add_section()
+            section = figure.section
+            rows.add_row(section, style="bold")
+        rows.add_row(f"  {figure.text}", _amount(figure), figure.basis, figure.source)
+    out.print(rows)
+    for note in costs.notes:
+        out.print(f"note: {note}", soft_wrap=True)
+    out.print(f"measured: {SCRIPT} on {MACHINE}; round trips are not counted", soft_wrap=True)
+
+
+def _amount(figure: Figure) -> str:
+    value = figure.value
+    if figure.unit == "share":
+        return percent(value, 1)
+    if figure.unit == "bytes":
+        return size(value)
+    if figure.unit == "seconds":
+        return duration(value)
+    if figure.unit == "USD":
+        return f"{value:,.2f} USD"
+    if figure.unit == "times":
+        return f"{value:,.1f}×" if value < 100 else f"{value:,.0f}×"
+    return f"{value:,.1f} bits" if figure.unit == "bits" else f"{value:,.0f}"

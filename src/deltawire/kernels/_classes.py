@@ -12,25 +12,27 @@ import triton.language as tl
 
 from ._steps import step_between, take_step
 from ._tiles import chunk_offsets, tile_pointer, tile_shape
+from .results import COLUMN_NEUTRAL, ROW_NEUTRAL
+
+NEUTRAL_ROW, NEUTRAL_COLUMN = tl.constexpr(ROW_NEUTRAL), tl.constexpr(COLUMN_NEUTRAL)
 
 
 @triton.jit
 def tile_rule(table, tile):
-    """Shift, mask, top, low, leveled and the last class of a tile's rule."""
+    """Shift, mask, low, top, offset and classes of a tile's rule."""
     row = table + tile * 6
-    shift, mask, top = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    return shift, mask, top, tl.load(row + 3), tl.load(row + 4), tl.load(row + 5) - 1
+    shift, mask, low = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    return shift, mask, low, tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
 
 
 @triton.jit
 def to_class(bits, row_level, column_level, rule, LEVELED: tl.constexpr):
-    shift, mask, top, low, leveled, last = rule
+    shift, mask, low, top, offset, classes = rule
     exponent = (bits >> shift.to(tl.uint32)).to(tl.int32) & mask
-    result = top + 1 - tl.minimum(tl.maximum(exponent, low), top)
+    result = offset - tl.minimum(tl.maximum(exponent, low), top) + row_level + column_level
+    result = tl.minimum(result & 255, classes - 1)
     if LEVELED:
-        dead = (leveled != 0) & (row_level == 0)
-        level = tl.where(leveled != 0, (row_level + column_level) >> 1, 0)
-        result = tl.where(dead, 0, tl.minimum(result + level, last))
+        result = tl.where(row_level == 0, 0, result)
     return result
 
 
@@ -57,7 +59,7 @@ def chunk_classes(
         row_level = tl.load(levels + row_at + row, mask=row < rows, other=0).to(tl.int32)[:, None]
         column_level = tl.load(levels + column_at + column, mask=valid, other=0).to(tl.int32)
     else:
-        row_level, column_level = 0, 0
+        row_level, column_level = NEUTRAL_ROW, NEUTRAL_COLUMN
     return tl.where(valid, to_class(bits, row_level, column_level, rule, LEVELED), NONE)
 
 
@@ -165,7 +167,7 @@ def changed_class(i, end, positions, old, shape, rule, levels, where, LEVELED: t
         row_level = tl.load(levels + row_at + row, mask=here, other=0).to(tl.int32)
         column_level = tl.load(levels + column_at + column, mask=here, other=0).to(tl.int32)
     else:
-        row_level, column_level = 0, 0
+        row_level, column_level = NEUTRAL_ROW, NEUTRAL_COLUMN
     return tl.where(here, to_class(was, row_level, column_level, rule, LEVELED), CLASSES), row, column, was
 
 

@@ -1,7 +1,8 @@
 """Triton helpers every kernel is built from: where a tile lies, and reading it in chunks.
 
 Rows are read in chunks of CHUNK units, several chunks at a time, in row-major order: a block [chunks, CHUNK] then keeps
-each chunk within a warp. Addresses come out of a table, so the compiler cannot see that they are aligned; launches say so.
+each chunk within a warp. Addresses come out of a table, so the compiler cannot see that they are aligned: a launch
+says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How a model is cut into tiles, so that a kernel covers hundreds of tensors in one launch.
 
-A program of a kernel owns a *tile*: some rows of some columns of one tensor, all in memory it can address from the tile's
-first unit. The cut depends on shapes alone and is made once; where the tensors lie in memory is looked up per call and
+A program of a kernel owns a *tile*: some rows of some columns of one tensor, which it addresses from the tile's first
+unit. The cut depends on shapes alone and is made once; where the tensors lie in memory is looked up per call and
 remembered, because a model rarely moves.
 """
 

@@ -16,7 +16,7 @@ from .plan import Plan
 CLASSES = 32
 """Room for classes per tile, whatever a rule uses."""
 
-ROW_NEUTRAL, COLUMN_NEUTRAL = 4, 3
+ROW_NEUTRAL, COLUMN_NEUTRAL = 3, 2
 """Levels of rows and columns that are as likely to change as their exponents say; a row of level 0 did not change."""
 
 
@@ -61,18 +61,18 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How the old bits of every tile get their class:
+    """How the old bits of every tile get their class, as the `context` codec has it:
 
-    1 + clamp(top − exponent, 0, top − low) + (row level + column level) // 2, at most classes − 1; 0 in rows of level 0.
-    Tiles whose rule is not leveled have no levels and no class 0.
+    offset − clamp(exponent, low, top) + row level + column level, modulo 256 and at most classes − 1; 0 in rows of
+    level 0, which did not change.
     """
 
     table: Tensor
-    # int32 [tiles, 6]: exponent's shift, its mask (0: not a float), top, low, leveled, classes
+    # int32 [tiles, 6]: exponent's shift, its mask (0: not a float), low, top, offset, classes
     classes: int
     # the most any tile has
     levels: Tensor
-    # uint8: of all rows and columns, one segment after the other; empty where no rule is leveled
+    # uint8: of all rows and columns, one segment after the other; empty where all are neutral
     level_at: Tensor
     # int64 [tiles, 2]: where the levels of a tile's rows and of its columns begin
 
@@ -83,15 +83,18 @@ Level = npt.NDArray[np.uint8] | None
 def rules(
     plan: Plan, table: Sequence[Sequence[int]] | npt.NDArray[Any], levels: Sequence[tuple[Level, Level]] | None = None
 ) -> Rules:
-    """Rules of a plan from one row of six numbers per segment (see `Rules.table`), and their row and column levels."""
+    """Rules of a plan from six numbers per segment (see `Rules.table`), and its row and column levels.
+
+    A level that is None is neutral everywhere.
+    """
     rows = np.asarray(table, np.int32).reshape(len(plan.segments), 6)
     tiles = [s.tiles for s in plan.segments]
     at = np.zeros((plan.tiles, 2), np.int64)
     parts: list[npt.NDArray[np.uint8]] = []
-    if rows[:, 4].any():
+    if levels is not None and any(line is not None for pair in levels for line in pair):
         length = 0
         for number, segment in enumerate(plan.segments):
-            row, column = levels[number] if levels else (None, None)
+            row, column = levels[number]
             here = slice(plan.first_tile[number], plan.first_tile[number + 1])
             across = len(segment.column_cuts) - 1
             at[here, 0] = length + np.repeat(segment.row_cuts[:-1], across)[: tiles[number]]

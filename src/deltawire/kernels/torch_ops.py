@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core import digest as core_digest
 from .plan import Plan, Segment, narrow, units, widen
-from .results import CLASSES, Changed, Ranks, Rules
+from .results import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL, Changed, Ranks, Rules
 
 _DIGEST_BLOCKS = 1 << 12
 
@@ -72,7 +72,7 @@ def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool
 
 
 def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
-    """Both lanes of the state digest. `plan` is flat, in units of at most 16 bits; `keys` are the tiles' (int64 [tiles, 2])."""
+    """Both lanes of the state digest. The plan is flat, in units of at most 16 bits; keys are int64 [tiles, 2]."""
     plan.launches(tensors)
     out = torch.zeros(2, dtype=torch.int64, device=plan.device)
     table = torch.from_numpy(core_digest.TABLE.view("i8").copy()).to(plan.device)
@@ -212,15 +212,18 @@ def _addresses(plan: Plan, changed: Changed, first: int, segment: Segment) -> Te
 
 def _keys(plan: Plan, rules: Rules, first: int, segment: Segment, bits: Tensor) -> tuple[Tensor, Tensor]:
     """tile · CLASSES + class of every unit of a segment, row by row; and the order that sorts by it."""
-    shift, mask, top, low, leveled, classes = rules.table[first].tolist()
+    shift, mask, low, top, offset, classes = rules.table[first].tolist()
     values = _rectangle(segment, bits)
     exponent = (values.to(torch.int64) & ((1 << 8 * values.dtype.itemsize) - 1)) >> shift & mask
-    result = top + 1 - exponent.clamp(low, top)
-    if leveled:
+    result = offset - exponent.clamp(low, top)
+    if rules.levels.numel():
         row_at, column_at = rules.level_at[first].tolist()
         row = rules.levels[row_at : row_at + segment.rows].to(torch.int64)[:, None]
         column = rules.levels[column_at : column_at + segment.columns].to(torch.int64)[None, :]
-        result = torch.where(row == 0, 0, (result + (row + column) // 2).clamp(max=classes - 1))
+        result = ((result + row + column) & 255).clamp(max=classes - 1)
+        result = torch.where(row == 0, 0, result)
+    else:
+        result = ((result + ROW_NEUTRAL + COLUMN_NEUTRAL) & 255).clamp(max=classes - 1)
     rows, columns = (_between(torch.from_numpy(c).to(bits.device)) for c in (segment.row_cuts, segment.column_cuts))
     tile = rows[:, None] * (len(segment.column_cuts) - 1) + columns[None, :]
     key = (tile * CLASSES + result).reshape(-1)

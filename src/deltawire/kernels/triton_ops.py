@@ -100,7 +100,7 @@ def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool
 
 
 def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
-    """Both lanes of the state digest. `plan` is flat, in units of at most 16 bits; `keys` are the tiles' (int64 [tiles, 2])."""
+    """Both lanes of the state digest. The plan is flat, in units of at most 16 bits; keys are int64 [tiles, 2]."""
     out = torch.zeros(2, dtype=torch.int64, device=plan.device)
     table = _digest_table(plan)
     for launch in plan.launches(tensors):

@@ -201,7 +201,7 @@ class Replica:
         if self._target is None or self._target.model is not model:
             self._target, self.version = Target(model, run.schema, strict=self._strict), None
         if self.version is None:
-            self._digest = full.digest_of(self._target)
+            self._digest = self._target.digest()
             self.version = self._name(run, want)
         return self._target
 
@@ -261,7 +261,7 @@ class Replica:
 
     def _has_strayed(self, target: Target) -> bool:
         """Whether somebody else changed the weights: then no delta is to blame, and only full weights help."""
-        found = full.digest_of(target)
+        found = target.digest()
         if self._strayed or self.version is None or found == self._digest:
             return False
         log.warning("%s: these weights are no longer version %d: somebody changed them", self.id, self.version)
@@ -329,7 +329,7 @@ class Replica:
         # between the first and the last tensor the weights have no name
         self.version = None
         target.load(source)
-        self._digest = full.digest_of(target) if self._prove else found
+        self._digest = target.digest() if self._prove else found
         if self._digest != found:
             raise DigestMismatch(manifest.version, str(found), str(self._digest), "call sync() again")
         self._note({"apply": time.perf_counter() - clock})

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from ..bucket.replay import State
-from ..core.change import Change, Region
+from ..core import full
+from ..core.change import Change, Region, regions
+from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
@@ -57,12 +59,24 @@ class Target:
     def load(self, source: Source) -> None:
         """Overwrite everything with a verified source, tensor by tensor."""
         for tensor in self.schema.tensors:
-            region = Region(tensor, 0, tensor.rows, 0, tensor.columns)
-            new = source.region(region)
-            for cell in self._cells[tensor.name]:
-                bits = cell.bits()
-                bits[:] = new
+            cells = [(cell, cell.bits()) for cell in self._cells[tensor.name]]
+            for region in regions(tensor):
+                new = source.region(region).reshape(region.rows, region.columns)
+                for _, bits in cells:
+                    region.matrix(bits)[:] = new
+            for cell, bits in cells:
                 cell.put(bits)
+
+    def digest(self) -> StateDigest:
+        """The state digest, recomputed. Names that the run ties and this model does not must agree as well: weights of
+        which one was changed alone are no version, and get a digest that no version has."""
+        total = full.digest_of(self)
+        for cells in self._cells.values():
+            first = cells[0].bits()
+            for other in (cell.bits() for cell in cells[1:]):
+                if not np.may_share_memory(first, other) and not np.array_equal(first, other):
+                    total += StateDigest(1, 1)
+        return total
 
 
 class _Live:

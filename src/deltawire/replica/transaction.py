@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from ..bucket.ahead import Parcel
 from ..bucket.replay import as_delta
 from ..bucket.run import Run
-from ..core import full
 from ..core.change import Change
 from ..core.digest import StateDigest
 from ..core.errors import DigestMismatch
@@ -63,7 +62,7 @@ def apply(target: Target, staged: Staged, *, prove: bool = True) -> None:
         staged.timings["apply"] = time.perf_counter() - clock
         if prove:
             clock = time.perf_counter()
-            found = full.digest_of(target)
+            found = target.digest()
             staged.timings["prove"] = time.perf_counter() - clock
             if found != staged.digest:
                 raise DigestMismatch(staged.version, str(staged.digest), str(found), "the old weights were put back")

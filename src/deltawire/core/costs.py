@@ -1,0 +1,314 @@
+"""What a run will cost, before it is started. Pure arithmetic on a few measured figures.
+
+Each figure says how it is known:
+    given         you said so
+    exact         follows from what you said
+    measured      printed by benchmarks/costs_table.py, on MACHINE
+    extrapolated  measured there, scaled to your size, density, cores or links
+
+A version costs a delta; where replaying the deltas since the last anchor would cost more bytes than an anchor, it costs
+an anchor too. That is the publisher's policy, and all the other figures follow from it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Basis = Literal["given", "exact", "measured", "extrapolated"]
+Unit = Literal["share", "bits", "bytes", "seconds", "versions", "times", "USD"]
+
+DAY = 86400.0
+MONTH = 30 * DAY
+GB = 1e9
+
+# ── measured ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Every number of this part is printed by benchmarks/costs_table.py. To change one, run it.
+
+MACHINE = "one core of an Intel Xeon, a virtual machine of two"
+SCRIPT = "benchmarks/costs_table.py"
+
+
+class Point(NamedTuple):
+    """bf16 weights, normal(0, 0.02), under AdamW with an fp32 master."""
+
+    lr: float
+    changed: float
+    # the share of weights whose bits a step changes, once the optimizer has warmed up
+    first: float
+    # the same for its first step: Adam starts with full-sized updates
+    bits: float
+    # per changed weight, packed
+
+
+TRAINING = (
+    Point(1e-07, 0.0013, 0.0059, 13.07),
+    Point(3e-07, 0.0034, 0.0153, 11.56),
+    Point(1e-06, 0.0097, 0.0422, 10.12),
+    Point(3e-06, 0.0246, 0.1019, 8.88),
+    Point(1e-05, 0.0656, 0.2508, 7.62),
+    Point(3e-05, 0.1521, 0.5223, 6.51),
+    Point(0.0001, 0.3443, 0.8730, 5.62),
+    Point(0.0003, 0.6077, 0.9993, 5.65),
+    Point(0.001, 0.8411, 1.0000, 6.32),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Per second and core."""
+
+    detect: float
+    # weights compared
+    encode: float
+    # changes coded
+    hash: float
+    # bytes of an object
+    decode: float
+    # changes
+    apply: float
+    # changes written into live weights; one core only, whatever there is
+    prove: float
+    # weights whose digest is recomputed
+
+
+SPEEDS = Speeds(
+    detect=3.4e09,
+    encode=9.8e07,
+    hash=5.8e09,
+    decode=5.3e07,
+    apply=2.7e08,
+    prove=2.6e09,
+)
+
+# ── what is asked ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
+"""Bytes per weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    params: float
+    lr: float = 1e-6
+    dtype: str = "bf16"
+    density: float | None = None
+    # changed share per version, where it is known; else it follows from the learning rate
+    encoding: str = "packed"
+    step_seconds: float = 60.0
+    bandwidth: float = 125e6
+    # bytes per second from the trainer into the bucket
+    replica_bandwidth: float = 125e6
+    # bytes per second from the bucket to one replica
+    replicas: int = 1
+    cores: int = 16
+    # on either side
+    anchor_ratio: float = 1.0
+    # as the publisher's: an anchor once replaying costs more than so many times its bytes
+    keep_last: int = 20
+    # as `prune` has them
+    grace: float = 3600.0
+    price_storage: float | None = None
+    # USD per GB and month
+    price_egress: float | None = None
+    # USD per GB
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    section: str
+    text: str
+    value: float
+    unit: Unit
+    basis: Basis
+    source: str
+    # what it was measured by, or comes from
+
+
+class UnknownCost(ValueError):
+    """A setup for which nothing was measured: saying so is better than a guess."""
+
+
+class Costs:
+    """The figures by name, in the order in which they are best read."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Figure] = {}
+        self.notes: list[str] = []
+        # what follows from the setup and is easily overlooked
+
+    def __getitem__(self, name: str) -> float:
+        return self.figures[name].value
+
+    def add(self, section: str, name: str, text: str, value: float, unit: Unit, basis: Basis, source: str) -> float:
+        self.figures[name] = Figure(section, text, value, unit, basis, source)
+        return value
+
+
+def estimate(setup: Setup) -> Costs:
+    """All that can be said of a run in advance."""
+    costs = Costs()
+    for part in (_sizes, _times, _per_day, _compared, _late_joiner, _money):
+        part(setup, costs)
+    return costs
+
+
+# ── density and bits ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def density_at(lr: float, *, first: bool = False) -> float:
+    """The share of bf16 weights that one optimizer step changes."""
+    return _interpolate(lr, [(p.lr, p.first if first else p.changed) for p in TRAINING])
+
+
+def bits_at(density: float, encoding: str, dtype: str = "bf16") -> float:
+    """Bits per changed weight."""
+    if encoding == "raw":
+        return 8.0 * (4 + DTYPES[dtype])  # an int32 index and the value
+    if encoding != "packed":
+        raise UnknownCost(f"nothing was measured for the encoding {encoding!r}; known: packed, raw")
+    return _interpolate(density, [(p.changed, p.bits) for p in TRAINING])
+
+
+def _interpolate(x: float, points: list[tuple[float, float]]) -> float:
+    """On the line between two points in log-log. Below the first on its continuation, above the last as there."""
+    if not x > 0:
+        raise UnknownCost(f"{x} must be greater than zero")
+    if x >= points[-1][0]:
+        return points[-1][1]
+    (x0, y0), (x1, y1) = next(pair for pair in itertools.pairwise(points) if x <= pair[1][0])
+    return y0 * math.exp(math.log(y1 / y0) * math.log(x / x0) / math.log(x1 / x0))
+
+
+# ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _sizes(setup: Setup, costs: Costs) -> None:
+    section = "each version"
+    density = _density(setup, costs)
+    bits, on_point = bits_at(density, setup.encoding, setup.dtype), setup.dtype == "bf16"
+    exact = setup.encoding == "raw"
+    source = "int32 index and value" if exact else f"{SCRIPT}, at the density above"
+    basis: Basis = "exact" if exact else "measured" if on_point else "extrapolated"
+    costs.add(section, "bits_per_change", f"bits per changed weight, {setup.encoding}", bits, "bits", basis, source)
+    anchor = setup.params * DTYPES[setup.dtype]
+    delta = setup.params * density * bits / 8
+    if delta >= anchor:
+        costs.notes.append("a delta is no smaller than the weights: every version will be an anchor")
+        delta = anchor
+    source = "weights × density × bits"
+    costs.add(section, "delta_bytes", "a delta", delta, "bytes", "extrapolated", source)
+    if setup.density is None:
+        first = density_at(setup.lr, first=True)
+        size = min(setup.params * first * bits_at(first, setup.encoding) / 8, anchor)
+        text = "the delta after the optimizer's first step"
+        costs.add(section, "first_delta_bytes", text, size, "bytes", "extrapolated", f"{first:.1%} changed, {SCRIPT}")
+    costs.add(section, "anchor_bytes", "an anchor", anchor, "bytes", "exact", f"weights × {DTYPES[setup.dtype]} bytes")
+    # the policy anchors at the first version at which the deltas since the last anchor outweigh it
+    every = 1 if delta == anchor else math.floor(setup.anchor_ratio * anchor / delta) + 1
+    source = "deltas since the last one > its bytes"
+    costs.add(section, "anchor_every", "an anchor every", every, "versions", "extrapolated", source)
+
+
+def _density(setup: Setup, costs: Costs) -> float:
+    section, text = "each version", "weights that change"
+    if setup.density is not None:
+        return costs.add(section, "density", text, setup.density, "share", "given", "you said so")
+    if setup.dtype != "bf16":
+        raise UnknownCost(f"how many weights change was measured for bf16 only; for {setup.dtype} give the density")
+    if setup.lr < TRAINING[0].lr or setup.lr > TRAINING[-1].lr:
+        costs.notes.append(f"the learning rate lies outside of what was measured ({SCRIPT})")
+    known = any(math.isclose(setup.lr, point.lr) for point in TRAINING)
+    source = f"{SCRIPT}: AdamW at this learning rate" + ("" if known else ", between its points")
+    density = density_at(setup.lr)
+    return costs.add(section, "density", text, density, "share", "measured" if known else "extrapolated", source)
+
+
+def _times(setup: Setup, costs: Costs) -> None:
+    """One phase after the other, without the round trips: those are for the network you have to say."""
+    section = "time of a version"
+    changed, delta, cores = setup.params * costs["density"], costs["delta_bytes"], setup.cores
+    core, wire = f"{SCRIPT} × {cores} cores", "bytes ÷ bandwidth"
+    hashing = cores if delta > 64 << 20 else 1  # what is small is hashed where it arrives
+    rows: tuple[tuple[str, str, float, str], ...] = (
+        ("detect", "detect: compare with the last version", setup.params / (SPEEDS.detect * cores), core),
+        ("encode", "encode", changed / (SPEEDS.encode * cores), core),
+        ("put", "put into the bucket", delta / setup.bandwidth, wire),
+        ("fetch", "fetch by a replica", delta / setup.replica_bandwidth, wire),
+        ("verify", "verify the object's hash", delta / (SPEEDS.hash * hashing), f"{SCRIPT} × {hashing} cores"),
+        ("decode", "decode", changed / (SPEEDS.decode * cores), core),
+        ("apply", "apply to the live weights", changed / SPEEDS.apply, f"{SCRIPT}, one core"),
+        ("prove", "prove: digest of all live weights", setup.params / (SPEEDS.prove * cores), core),
+    )
+    for name, text, seconds, source in rows:
+        costs.add(section, name, text, seconds, "seconds", "extrapolated", source)
+    total = sum(seconds for _, _, seconds, _ in rows)
+    costs.add(section, "sync", "from the trainer's weights to the replica's", total, "seconds", "extrapolated", "sum")
+
+
+def _per_day(setup: Setup, costs: Costs) -> None:
+    section = "per day"
+    delta, anchor, every = costs["delta_bytes"], costs["anchor_bytes"], costs["anchor_every"]
+    stored = anchor if delta == anchor else delta + anchor / every
+    busy = costs["encode"] + stored / setup.bandwidth
+    interval = max(setup.step_seconds, busy)
+    if busy > setup.step_seconds:
+        costs.notes.append(
+            f"the trainer's link takes {busy:,.0f} s for a version but a step takes {setup.step_seconds:,.0f} s: "
+            "versions will span several steps, and change more weights than one step does"
+        )
+    source = f"a step every {setup.step_seconds:,.0f} s" if interval == setup.step_seconds else "the trainer's link"
+    versions = costs.add(section, "versions", "versions", DAY / interval, "versions", "exact", source)
+    source = "versions × (delta + its share of an anchor)"
+    costs.add(section, "stored", "put and stored", versions * stored, "bytes", "extrapolated", source)
+    kept = setup.keep_last + math.ceil(setup.grace / interval)
+    span = kept + every - 1
+    held = span * delta * (delta != anchor) + (1 + (span - 1) // every) * anchor
+    source = f"at most, with `prune --keep-last {setup.keep_last}` every hour"
+    costs.add(section, "held", "in the bucket at any time, pruned", held, "bytes", "extrapolated", source)
+    egress = versions * delta * setup.replicas
+    source = f"every delta to {setup.replicas:,} replicas"
+    costs.add(section, "egress", "fetched by replicas", egress, "bytes", "extrapolated", source)
+
+
+def _compared(setup: Setup, costs: Costs) -> None:
+    section = "full weights instead"
+    anchor, delta = costs["anchor_bytes"], costs["delta_bytes"]
+    seconds = anchor / setup.bandwidth + anchor / setup.replica_bandwidth + anchor / (SPEEDS.hash * setup.cores)
+    costs.add(section, "full_sync", "put, fetch and verify", seconds, "seconds", "extrapolated", "bytes ÷ bandwidth")
+    costs.add(section, "full_egress", "fetched by replicas, per version", anchor * setup.replicas, "bytes", "exact", "")
+    costs.add(section, "smaller", "a delta is smaller", anchor / delta, "times", "extrapolated", "anchor ÷ delta")
+    times = seconds / costs["sync"]
+    costs.add(section, "faster", "and there sooner", times, "times", "extrapolated", "all phases of both")
+
+
+def _late_joiner(setup: Setup, costs: Costs) -> None:
+    section = "a replica that joins late"
+    deltas = costs["anchor_every"] - 1
+    for name, text, replayed in (("join", "on average", deltas / 2), ("join_worst", "at worst", deltas)):
+        size = costs["anchor_bytes"] + replayed * costs["delta_bytes"]
+        source = f"an anchor and {replayed:,.0f} deltas"
+        costs.add(section, f"{name}_bytes", f"{text}, fetches", size, "bytes", "extrapolated", source)
+        each = costs["decode"] + costs["apply"] + costs["prove"]
+        # the anchor is proven as it lies on disk, and once more as loaded
+        seconds = size / setup.replica_bandwidth + 2 * costs["prove"] + replayed * each
+        costs.add(section, f"{name}_seconds", f"{text}, takes", seconds, "seconds", "extrapolated", "as above")
+
+
+def _money(setup: Setup, costs: Costs) -> None:
+    section = "money"
+    rows: list[tuple[str, str, float, str]] = []
+    if setup.price_storage is not None:
+        price, source = setup.price_storage, f"{setup.price_storage:g} USD per GB and month"
+        rows.append(("usd_held", "storage per month, pruned", costs["held"] / GB * price, source))
+        grown = costs["stored"] * MONTH / DAY
+        rows.append(("usd_stored", "storage in the month after the first, never pruned", grown / GB * price, source))
+    if setup.price_egress is not None:
+        source = f"{setup.price_egress:g} USD per GB"
+        rows.append(("usd_egress", "fetching per day", costs["egress"] / GB * setup.price_egress, source))
+        full = costs["full_egress"] * costs["versions"] / GB * setup.price_egress
+        rows.append(("usd_full_egress", "fetching per day, were it full weights", full, source))
+    for name, text, value, source in rows:
+        costs.add(section, name, text, value, "USD", "extrapolated", source)

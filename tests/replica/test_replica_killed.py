@@ -1,0 +1,50 @@
+"""SIGKILL at any point of an apply: whatever the weights are left as, a new replica brings them to the right bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from killing import Killer, mapped, weights
+from support import copy, same
+
+from deltawire.bucket.run import Run
+from deltawire.core import full
+from deltawire.models import ModelView
+from deltawire.replica import Replica
+from deltawire.trainer import Publisher
+
+KILLED = -9
+VERSIONS = 12
+BY_EVENT = 40
+BY_TIME = 15
+
+
+@pytest.mark.timeout(110)
+def test_a_replica_killed_at_any_point_of_an_apply(tmp_path: Path) -> None:
+    folder, path = str(tmp_path / "run"), tmp_path / "weights"
+    with Publisher(folder, anchor_every=4, skip_every=3) as publisher:
+        for step in range(VERSIONS):
+            publisher.publish(weights(step), step=step).result(30)
+    run = Run.open(folder)
+    digests = [run.manifest(version).digest for version in range(VERSIONS)]
+    live = mapped(path)
+    torn = 0
+    with Killer(seed=2) as killer:
+        dice = killer.dice
+        for number in range(BY_EVENT + BY_TIME):
+            where = [dice.randrange(VERSIONS) for _ in range(40 if number >= BY_EVENT else 2)]
+            if number < BY_EVENT:
+                ended = killer.run("apply", run=folder, weights=str(path), versions=where, die=dice.randint(1, 60))
+            else:
+                ended = killer.run("apply", run=folder, weights=str(path), versions=where, after=dice.uniform(0.001, 0.05))
+            assert ended["code"] in (KILLED, 0), ended["said"]
+            torn += str(full.digest_of(ModelView(live))) not in digests
+            want = dice.randrange(VERSIONS)
+            replica = Replica(folder, heartbeat=0)
+            assert replica.sync(live, want) == want
+            assert replica.version == want
+            assert same(live, weights(want)), f"killed at {ended['said']!r}"
+    assert torn > 15, "the kills missed the moments that matter"
+    # and left to itself it arrives
+    assert same(copy(live), weights(want))

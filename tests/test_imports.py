@@ -1,0 +1,198 @@
+"""Who may import whom, and what must not be there: read from the source, and tried without torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import deltawire
+
+SOURCE = Path(deltawire.__file__).parent
+BASE = {"bucket", "core", "models", "store"}
+ROOMS: dict[str, set[str]] = {
+    # room → the rooms it may import; a new room needs a line here
+    "core": set(),
+    "store": {"core"},
+    "bucket": {"core", "store"},
+    "models": {"core"},
+    "api": {"core", "models"},
+    "kernels": {"core", "models"},
+    "testing": {"core", "store"},
+    "trainer": {*BASE, "kernels"},
+    "replica": {*BASE, "kernels"},
+    "engines": {*BASE, "kernels", "trainer", "replica", "api"},
+    "rl": {*BASE, "kernels", "trainer", "replica", "api", "engines", "testing"},
+    "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines", "rl"},
+    "__init__": {"api", "core", "replica", "trainer"},
+}
+CORE_MAY_USE = {"blake3", "llvmlite", "msgspec", "numba", "numpy", "safetensors", "zstandard"}
+EXTRAS = {"huggingface_hub", "torch", "transformers", "triton", "trl", "vllm", "ml_dtypes"}
+# rooms that exist for an extra may import it at their top
+OPTIONAL_ROOMS = {"kernels", "engines", "rl"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """(room, file)"""
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE).parts
+        yield (parts[0] if len(parts) > 1 else path.stem), path
+
+
+FILES = [*modules()]
+every_file = pytest.mark.parametrize(
+    "room, path", FILES, ids=[str(path.relative_to(SOURCE)) for _, path in FILES]
+)
+
+
+def imported(path: Path) -> Iterator[tuple[str, bool]]:
+    """Absolute names of everything a module imports, and whether that happens when the module itself is imported."""
+    package = ["deltawire", *path.relative_to(SOURCE).parts[:-1]]
+    tree = ast.parse(path.read_text())
+    inside: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inside.update(ast.walk(node))
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            inside.update(ast.walk(node))
+    for node in ast.walk(tree):
+        at_once = node not in inside
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, at_once
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield f"{stem}.{alias.name}", at_once
+
+
+def test_every_room_has_a_rule() -> None:
+    assert {room for room, _ in FILES} - {"__main__"} <= ROOMS.keys()
+
+
+@every_file
+def test_imports_point_one_way(room: str, path: Path) -> None:
+    allowed = ROOMS[room] | {room}
+    for name, _ in imported(path):
+        first, _, rest = name.partition(".")
+        if first == "deltawire":
+            target = rest.split(".")[0]
+            if target.startswith("__"):
+                continue  # the version of the package
+            assert target in allowed, f"{path.relative_to(SOURCE)} imports {name}: {room} may use {sorted(allowed)}"
+
+
+@every_file
+def test_third_parties_stay_in_their_rooms(room: str, path: Path) -> None:
+    for name, at_once in imported(path):
+        top = name.split(".")[0]
+        if room == "core" and top != "deltawire" and top not in sys.stdlib_module_names:
+            assert top in CORE_MAY_USE, f"core imports {name}"
+        if top == "obstore":
+            assert room == "store", "nobody but store/ talks to a storage SDK"
+        if top in EXTRAS and at_once:
+            # `deltawire demo` imports its parts when it runs
+            assert room in OPTIONAL_ROOMS or path.name.startswith("demo_"), f"{path.relative_to(SOURCE)} imports {name} for everybody"
+        assert top not in ("pickle", "shelve", "marshal"), "nothing here is ever unpickled"
+
+
+def test_the_public_surface() -> None:
+    assert deltawire.__all__ == [
+        "DeltawireError", "PublishHandle", "Published", "Publisher", "Replica", "decode", "encode",
+    ]  # fmt: skip
+
+
+@every_file
+def test_all_is_sorted_and_true(room: str, path: Path) -> None:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = ast.literal_eval(node.value)
+            # as ruff sorts them: constants, classes, functions
+            assert names == sorted(names, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
+            assert len(names) == len(set(names))
+            if room not in OPTIONAL_ROOMS:
+                parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+                module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
+                assert all(hasattr(module, name) for name in names)
+
+
+BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names!r}:
+            raise ImportError(f"{{name}} is not installed")
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def run_without(names: set[str], code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCKED.format(names=sorted(names)) + code],
+        capture_output=True, text=True, timeout=100, env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_everything_in_the_base_install_works_without_torch() -> None:
+    core = [f"deltawire.core.{m.name}" for m in pkgutil.iter_modules([str(SOURCE / "core")])]
+    other = ["deltawire", "deltawire.cli", "deltawire.store", "deltawire.trainer", "deltawire.replica", "deltawire.testing"]
+    out = run_without(
+        EXTRAS,
+        f"""
+import importlib
+for name in {core + other!r}:
+    importlib.import_module(name)
+import deltawire as dw
+from support import history, blank, same
+from deltawire.store import ObjectStore
+versions = history(3)
+for encoding in ("raw", "packed"):
+    assert same(dw.decode(dw.encode(versions[0], versions[1], encoding), versions[0]), versions[1])
+store = ObjectStore.from_url("memory://without-torch")
+with dw.Publisher(store) as publisher:
+    for weights in versions:
+        publisher.publish(weights).result(60)
+live = blank(versions[0])
+assert dw.Replica(store).sync(live) == 2
+assert same(live, versions[2])
+assert "torch" not in sys.modules
+print("fine")
+""",
+    )
+    assert out == "fine\n"
+
+
+def test_a_reference_on_the_hub_says_which_extra_it_needs() -> None:
+    out = run_without(
+        EXTRAS,
+        """
+from deltawire.bucket.replay import find_reference
+from deltawire.core.errors import ReferenceUnavailable
+try:
+    find_reference("org/model")
+except ReferenceUnavailable as error:
+    print(error)
+""",
+    )
+    assert "deltawire[hub]" in out
+
+
+def test_importing_deltawire_imports_no_torch() -> None:
+    """Even where torch is installed: a command line that starts in a second must not wait for it."""
+    out = subprocess.run(
+        [sys.executable, "-c", "import sys, deltawire, deltawire.cli; print(sorted({'torch', 'vllm', 'trl'} & set(sys.modules)))"],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert out.stdout == "[]\n"

@@ -1,0 +1,180 @@
+"""A thousand versions: what is asked of a bucket grows with the logarithm of a run's length, or not at all."""
+
+from __future__ import annotations
+
+import math
+import threading
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from support import Model, blank, copy, model, same, trained
+
+from deltawire.bucket.run import Run
+from deltawire.core import chain
+from deltawire.replica import Replica
+from deltawire.replica.replica import PROBE_EVERY
+from deltawire.store import ObjectStore, Store
+from deltawire.testing import CountingStore
+from deltawire.trainer import Publisher
+
+COUNT = 1000
+SKIP = 32
+
+
+class Long:
+    def __init__(self) -> None:
+        self.store: Store = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+        self.weights: dict[int, Model] = {}
+        self.cost: dict[int, int] = {}
+        counting = CountingStore(self.store)
+        weights = model()
+        with Publisher(counting, skip_every=SKIP, anchor_ratio=1e9) as publisher:
+            for version in range(COUNT):
+                counting.reset()
+                publisher.publish(weights).result(30)
+                self.cost[version] = counting.requests.total()
+                self.weights[version] = weights
+                weights = trained(weights, version, changes=1)
+        self.next = weights
+
+
+@pytest.fixture(scope="module")
+def long() -> Iterator[Long]:
+    yield Long()
+
+
+def test_publishing_costs_the_same_at_version_5_and_at_version_995(long: Long) -> None:
+    """Data, manifest, head; a page of history every 16 versions, a skip delta every 32."""
+    assert {long.cost[v] for v in range(1, COUNT) if v % 16} == {3}
+    assert {long.cost[v] for v in range(16, COUNT, 16) if v % SKIP} == {4}
+    assert {long.cost[v] for v in range(SKIP, COUNT, SKIP)} == {5}
+
+
+def test_the_whole_log(long: Long) -> None:
+    for newest in (15, 99, COUNT - 1):
+        counting = CountingStore(long.store)
+        run = Run.open(counting)
+        timeline = run.timeline(newest)
+        assert list(timeline) == list(range(newest + 1))
+        # run.json, the manifest, the list of what was pruned, and the pages
+        assert counting.requests.total() <= 3 + math.log2(newest + 1)
+        assert counting.requests["list"] == 0
+
+
+def test_finding_the_newest(long: Long) -> None:
+    counting = CountingStore(long.store)
+    assert Run.open(counting).newest() == COUNT - 1
+    # run.json, head, its manifest, and the one after it that is not there
+    assert counting.requests.total() == 4
+
+
+def test_finding_the_newest_without_head(long: Long) -> None:
+    class Headless(CountingStore):
+        def get(self, key: str):  # type: ignore[no-untyped-def]
+            if key == "head.json":
+                return super().get("head.json.gone")
+            return super().get(key)
+
+    counting = Headless(long.store)
+    assert Run.open(counting).newest() == COUNT - 1
+    assert counting.requests["list"] == 1
+    assert counting.requests.total() <= 5
+
+
+def test_planning_a_catch_up(long: Long) -> None:
+    """From one version behind to a thousand: planning asks for what lies between, in O(log n) pages."""
+    live = copy(long.weights[0])
+    for have in (COUNT - 2, COUNT - 5, COUNT - 40, COUNT - 300, 0, None):
+        counting = CountingStore(long.store)
+        replica = Replica(counting, heartbeat=0)
+        run = replica._open()
+        run.manifest(COUNT - 1)
+        counting.reset()
+        replica.version = have
+        steps = replica._plan(run, COUNT - 1)
+        behind = COUNT - 1 - (have or 0)
+        assert counting.requests.total() <= 1 + math.ceil(math.log2(behind + 1)), have
+        # fewer objects than versions, by the skip deltas
+        assert len(steps) <= behind // SKIP + 2 * SKIP
+        assert steps[-1].version == COUNT - 1
+    # the manifest alone tells how to get on from a few versions behind
+    counting = CountingStore(long.store)
+    replica = Replica(counting, heartbeat=0)
+    run = replica._open()
+    run.manifest(COUNT - 1)
+    replica.version = COUNT - 3
+    counting.reset()
+    assert len(replica._plan(run, COUNT - 1)) == 2
+    assert counting.requests.total() == 0
+    assert same(live, long.weights[0])
+
+
+def test_an_idle_poll_is_one_request(long: Long) -> None:
+    counting = CountingStore(long.store)
+    live = copy(long.weights[COUNT - 1])
+    replica = Replica(counting, heartbeat=0)
+    replica.sync(live)
+    for idle in range(1, 10):
+        counting.reset()
+        assert replica._next(live, every=False, probe=False) is None
+        assert counting.requests == {"get_if_changed": 1}, idle
+        # and almost nothing comes over the wire, once the head has been seen
+        assert counting.bytes_in == 0 or idle == 1
+
+
+def test_an_idle_follower(long: Long) -> None:
+    """One request per poll, and one more every sixteenth, in case head was left behind."""
+    counting = CountingStore(long.store)
+    live = copy(long.weights[COUNT - 1])
+    stop = threading.Event()
+    replica = Replica(counting, heartbeat=0)
+    follower = replica.follow(live, poll=0, stop=stop)
+    assert next(follower) == COUNT - 1
+    counting.reset()
+    polls = 0
+    inner = replica._next
+
+    def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
+        nonlocal polls
+        polls += 1
+        if polls == 10 * PROBE_EVERY:
+            stop.set()
+        return inner(*args, **kwargs)
+
+    replica._next = counted  # type: ignore[method-assign]
+    assert [*follower] == []
+    assert counting.requests["get_if_changed"] == polls
+    assert counting.requests.total() == polls + polls // PROBE_EVERY
+
+
+def test_taking_the_next_version(long: Long) -> None:
+    """Poll, manifest, delta."""
+    counting = CountingStore(long.store)
+    live = copy(long.weights[COUNT - 2])
+    replica = Replica(counting, heartbeat=0)
+    replica.sync(live, COUNT - 2)
+    counting.reset()
+    assert replica._next(live, every=False, probe=False) == COUNT - 1
+    replica.sync(live, COUNT - 1)
+    assert counting.requests.total() == 3
+    assert same(live, long.weights[COUNT - 1])
+
+
+def test_a_newcomer(long: Long) -> None:
+    counting = CountingStore(long.store)
+    live = blank(long.weights[0])
+    assert Replica(counting, heartbeat=0).sync(live) == COUNT - 1
+    assert same(live, long.weights[COUNT - 1])
+    steps = len(chain.plan(None, COUNT - 1, Run.open(long.store).timeline(COUNT - 1)))
+    # each step is a manifest and an object; around them what finding and planning cost
+    assert counting.requests.total() <= 2 * steps + 10 + 2 * math.log2(COUNT)
+    assert steps < COUNT / 10
+
+
+def test_reopening_the_run_to_publish(long: Long) -> None:
+    counting = CountingStore(long.store)
+    with Publisher(counting) as publisher:
+        assert publisher.version == COUNT - 1
+    assert counting.requests.total() <= 6 + math.log2(COUNT)
+    assert counting.requests["list"] == 0

@@ -1,0 +1,115 @@
+"""SIGKILL at any point of a publish: the run stays readable, every digest holds, the next publish goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from killing import Killer, weights
+from support import held, same
+
+from deltawire.bucket.replay import State, checkout
+from deltawire.bucket.run import Run
+from deltawire.bucket.verify import verify
+from deltawire.core import full
+from deltawire.store import LocalStore
+
+KILLED = -9
+
+PLACES = (
+    "before put_if_absent run.json", "after put_if_absent run.json",
+    "before put deltas/", "during put deltas/", "after put deltas/",
+    "before put anchors/", "during put anchors/", "after put anchors/",
+    "before put history/", "after put history/",
+    "before put_if_absent versions/", "after put_if_absent versions/", "before put head.json", "after put head.json",
+    "before fsync", "after fsync", "before replace", "after replace", "before link", "after link",
+)  # fmt: skip
+"""In the order of a publish: the store operations, and inside them the system calls that make data durable and visible."""
+
+BY_EVENT = 20
+BY_TIME = 20
+
+
+class Watch:
+    """Reads the run after every kill, from where it had read before; now and then from the beginning."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = LocalStore(folder)
+        self.state: State | None = None
+        self.versions = 0
+
+    def look(self, *, everything: bool = False) -> None:
+        if not (self.store.root / "run.json").exists():
+            assert self.versions == 0
+            return
+        run = Run.open(self.store)
+        newest = run.newest()
+        count = 0 if newest is None else newest + 1
+        assert count >= self.versions, "a committed version is gone"
+        steps = [run.manifest(version).step for version in range(count)]
+        assert steps == sorted(set(steps)), "every version carries a later step"
+        for version in range(self.versions, count):
+            self.state = checkout(run, version, self.state)
+            assert str(full.digest_of(self.state)) == run.manifest(version).digest
+            expected = weights(steps[version])
+            assert same(held(self.state, expected), expected), f"version {version} is not what was published"
+        self.versions = count
+        if everything and count:
+            found = verify(run)
+            assert found.ok, found.failure
+            assert found.versions == count
+
+
+@pytest.mark.timeout(110)
+def test_a_publisher_killed_at_any_point(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    watch = Watch(run)
+    with Killer(seed=1) as killer:
+        dice = killer.dice
+
+        def go(**task: Any) -> dict[str, Any]:
+            ended = killer.run("publish", run=str(run), encoding=dice.choice(["packed", "packed", "raw"]), **task)
+            assert ended["code"] == KILLED, ended["said"]
+            watch.look()
+            return ended
+
+        for place in PLACES:
+            ended = go(count=40, place=place, die=1 if "run.json" in place else dice.randint(1, 2))
+            assert ended["said"].startswith(place)
+        watch.look(everything=True)
+        for _ in range(BY_EVENT):
+            go(count=40, die=dice.randint(1, 150))
+        watch.look(everything=True)
+        for _ in range(BY_TIME):
+            go(count=10**6, after=dice.uniform(0.001, 0.06))
+        watch.look(everything=True)
+        before = watch.versions
+        ended = killer.run("publish", run=str(run), encoding="packed", count=3)
+        assert ended["code"] == 0, ended["said"]
+    watch.look(everything=True)
+    assert watch.versions == before + 3
+    assert watch.versions > 60, "too few versions between the kills for this to mean much"
+
+
+@pytest.mark.timeout(60)
+def test_a_publisher_killed_at_every_event_of_its_first_publish(tmp_path: Path) -> None:
+    """A fresh folder each time: what is left is no run yet, or a run without versions, or a run with version 0."""
+    seen = set()
+    with Killer(seed=2) as killer:
+        for die in range(1, 100):
+            run = tmp_path / str(die)
+            ended = killer.run("publish", run=str(run), encoding="packed", count=1, die=die)
+            watch = Watch(run)
+            watch.look(everything=True)
+            seen.add(watch.versions)
+            if ended["code"] == 0:
+                break
+            assert ended["code"] == KILLED, ended["said"]
+            if die % 5 == 0:
+                assert killer.run("publish", run=str(run), encoding="packed", count=2)["code"] == 0
+                watch.look(everything=True)
+                assert watch.versions >= 2
+    assert ended["code"] == 0, "a first publish has fewer than a hundred events"
+    assert die > 15
+    assert seen == {0, 1}
