@@ -23,8 +23,8 @@ def encode(
     """What turns `old` into `new`, bit for bit, as a sparse safetensors file.
 
     Both are `{name: array}` mappings (numpy, a uint16 array being the bits of a bfloat16, or torch) or torch modules,
-    with the same names, shapes and dtypes. `metadata` goes into the file; without a `model_version` and `base_version` of
-    yours the delta is from 0 to 1.
+    with the same names, shapes and dtypes. `metadata` goes into the file; unless it names a `model_version` and
+    `base_version`, the delta is from 0 to 1.
     """
     before, after = ModelView(old), ModelView(new)
     require_schema(after, before.schema, "the new model")

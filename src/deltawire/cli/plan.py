@@ -30,7 +30,7 @@ def command(
         typer.Option(
             parser=rate,
             metavar="RATE",
-            help="From the bucket to each replica; default: as --bandwidth.",
+            help="From the bucket to each replica; else as --bandwidth.",
             show_default=False,
         ),
     ] = None,
@@ -112,7 +112,8 @@ def _render(out: Console, costs: Costs) -> None:
     out.print(rows)
     for note in costs.notes:
         out.print(f"note: {note}", soft_wrap=True)
-    out.print(f"measured: {SCRIPT} on {MACHINE}; round trips are not counted", soft_wrap=True)
+    out.print(f"measured: {SCRIPT} on {MACHINE}. Round trips are not counted.", soft_wrap=True)
+    out.print("Trained weights change less than random ones: see `log` of a run of yours, and give it as --density.")
 
 
 def _amount(figure: Figure) -> str:

@@ -175,7 +175,7 @@ def bits_at(density: float, encoding: str, dtype: str = "bf16") -> float:
 def _interpolate(x: float, points: list[tuple[float, float]]) -> float:
     """On the line between two points in log-log. Below the first on its continuation, above the last as there."""
     if not x > 0:
-        raise UnknownCost(f"{x} must be greater than zero")
+        raise UnknownCost(f"a learning rate or density of {x:g} changes nothing: there is nothing to plan")
     if x >= points[-1][0]:
         return points[-1][1]
     (x0, y0), (x1, y1) = next(pair for pair in itertools.pairwise(points) if x <= pair[1][0])
@@ -254,13 +254,16 @@ def _per_day(setup: Setup, costs: Costs) -> None:
     stored = anchor if delta == anchor else delta + anchor / every
     busy = costs["encode"] + stored / setup.bandwidth
     interval = max(setup.step_seconds, busy)
+    basis: Basis
     if busy > setup.step_seconds:
         costs.notes.append(
             f"the trainer's link takes {busy:,.0f} s for a version but a step takes {setup.step_seconds:,.0f} s: "
             "versions will span several steps, and change more weights than one step does"
         )
-    source = f"a step every {setup.step_seconds:,.0f} s" if interval == setup.step_seconds else "the trainer's link"
-    versions = costs.add(section, "versions", "versions", DAY / interval, "versions", "exact", source)
+        basis, source = "extrapolated", "all that the trainer's link takes"
+    else:
+        basis, source = "exact", f"a step every {setup.step_seconds:,.0f} s"
+    versions = costs.add(section, "versions", "versions", DAY / interval, "versions", basis, source)
     source = "versions × (delta + its share of an anchor)"
     costs.add(section, "stored", "put and stored", versions * stored, "bytes", "extrapolated", source)
     kept = setup.keep_last + math.ceil(setup.grace / interval)
@@ -278,7 +281,8 @@ def _compared(setup: Setup, costs: Costs) -> None:
     anchor, delta = costs["anchor_bytes"], costs["delta_bytes"]
     seconds = anchor / setup.bandwidth + anchor / setup.replica_bandwidth + anchor / (SPEEDS.hash * setup.cores)
     costs.add(section, "full_sync", "put, fetch and verify", seconds, "seconds", "extrapolated", "bytes ÷ bandwidth")
-    costs.add(section, "full_egress", "fetched by replicas, per version", anchor * setup.replicas, "bytes", "exact", "")
+    text, source = "fetched by replicas, per version", f"an anchor to {setup.replicas:,} replicas"
+    costs.add(section, "full_egress", text, anchor * setup.replicas, "bytes", "exact", source)
     costs.add(section, "smaller", "a delta is smaller", anchor / delta, "times", "extrapolated", "anchor ÷ delta")
     times = seconds / costs["sync"]
     costs.add(section, "faster", "and there sooner", times, "times", "extrapolated", "all phases of both")
@@ -304,11 +308,11 @@ def _money(setup: Setup, costs: Costs) -> None:
         price, source = setup.price_storage, f"{setup.price_storage:g} USD per GB and month"
         rows.append(("usd_held", "storage per month, pruned", costs["held"] / GB * price, source))
         grown = costs["stored"] * MONTH / DAY
-        rows.append(("usd_stored", "storage in the month after the first, never pruned", grown / GB * price, source))
+        rows.append(("usd_stored", "storage in the second month, never pruned", grown / GB * price, source))
     if setup.price_egress is not None:
         source = f"{setup.price_egress:g} USD per GB"
         rows.append(("usd_egress", "fetching per day", costs["egress"] / GB * setup.price_egress, source))
         full = costs["full_egress"] * costs["versions"] / GB * setup.price_egress
-        rows.append(("usd_full_egress", "fetching per day, were it full weights", full, source))
+        rows.append(("usd_full_egress", "fetching per day, were all versions full weights", full, source))
     for name, text, value, source in rows:
         costs.add(section, name, text, value, "USD", "extrapolated", source)

@@ -31,7 +31,7 @@ from .errors import (
     SchemaMismatch,
     UnknownFormat,
 )
-from .parallel import ordered_map
+from .parallel import default_threads, ordered_map
 from .schema import Schema, TensorSpec
 
 FORMAT = "deltawire"
@@ -41,6 +41,10 @@ MAX_INDEX = 64 << 20
 MAX_BLOCK_UNITS = 1 << 26
 """Four times what a publisher puts into a block: bounds what decoding one can cost, however well its zeros compress."""
 SPOOL_LIMIT = 64 << 20
+IN_WORK = 128 << 20
+"""Bytes that decoding may hold in all: blocks that are dense are decoded on fewer threads."""
+_DECODED = 24
+"""Bytes a change takes on its way: position, old and new bits, and what the decoder needs beside them."""
 _COPY = 4 << 20
 
 Read = Callable[[int, int], bytes]
@@ -251,6 +255,8 @@ class DeltaFile:
 
     def changes(self, base: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
         """Block after block, decoded on several threads, a few blocks ahead at the most."""
+        most = max((block.changed for block in self.blocks), default=0)
+        threads = max(1, min(threads or default_threads(), IN_WORK // (_DECODED * max(most, 1))))
         return ordered_map(lambda block: self.decode(block, base), self.blocks, threads)
 
     def _raw_blocks(self, schema: Schema | None) -> list[BlockRef]:

@@ -27,6 +27,14 @@ def read_pair(old, new, offset, valid, CAST: tl.constexpr):
 
 
 @triton.jit
+def bit_count(x):
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
 def count_kernel(
     tiles,
     olds,
@@ -77,24 +85,36 @@ def extract_kernel(
     positions += start
     out_old += start
     out_new += start
+    per_row = tl.cdiv(width, CHUNK)
+    words: tl.constexpr = CHUNK // 32
+    bit = (1 << tl.arange(0, 32)).to(tl.uint32)[None, None, :]
     done = 0
     if tl.load(starts + tile + 1) > start:
-        for first in range(0, rows * tl.cdiv(width, CHUNK), CHUNKS):
+        for first in range(0, rows * per_row, CHUNKS):
             chunk = first + tl.arange(0, CHUNKS)
-            row, column, offset, valid = chunk_offsets(chunk, rows, width, stride, CHUNK, UNIT, ALIGNED)
+            _, _, offset, valid = chunk_offsets(chunk, rows, width, stride, CHUNK, UNIT, ALIGNED)
             was, now = read_pair(old, new, offset, valid, CAST)
-            changed = was != now
-            one = changed.to(tl.int32)
-            # along chunks first: that scan stays within a warp, and only their totals cross warps
-            per_chunk = tl.sum(one, 1)
-            before = done + tl.cumsum(per_chunk, 0) - per_chunk
-            to = before[:, None] + tl.cumsum(one, 1) - one
-            tl.store(positions + to, (row * width)[:, None] + column, mask=changed)
-            tl.store(out_old + to, was, mask=changed)
-            tl.store(out_new + to, now, mask=changed)
-            if WRITE:
-                tl.store(old + offset, now, mask=changed)
-            done += tl.sum(per_chunk, 0)
+            # few of 32 units changed: as one mask they cost little to count and to walk
+            changed = tl.reshape(was != now, [CHUNKS, words, 32])
+            mask = tl.reshape(tl.sum(tl.where(changed, bit, 0), 2), [CHUNKS * words])
+            count = bit_count(mask)
+            to = done + tl.cumsum(count, 0) - count
+            done += tl.sum(count, 0)
+            word = first * words + tl.arange(0, CHUNKS * words)
+            row = word // (per_row * words)
+            column = (word - row * (per_row * words)) * 32
+            for _ in range(tl.max(count, 0)):
+                here = mask != 0
+                lane = column + bit_count((mask ^ (mask - 1)) >> 1)
+                at = row.to(tl.int64) * stride + lane
+                before, after = read_pair(old, new, at, here, CAST)
+                tl.store(positions + to, row * width + lane, mask=here)
+                tl.store(out_old + to, before, mask=here)
+                tl.store(out_new + to, after, mask=here)
+                if WRITE:
+                    tl.store(old + at, after, mask=here)
+                mask &= mask - 1
+                to += 1
 
 
 @triton.jit

@@ -19,9 +19,7 @@ from typing import Any
 from ..bucket.replay import State, checkout, find_reference, reference_source
 from ..bucket.run import Run
 from ..core import full
-from ..core.change import Block, Change
 from ..core.codecs import check_encoding
-from ..core.digest import StateDigest
 from ..core.errors import (
     DeltawireError,
     DivergedRun,
@@ -38,6 +36,7 @@ from ..store import Store, open_store
 from .commit import Committer
 from .mirror import Capture, Mirror, TooLarge
 from .policy import AnchorPolicy
+from .stream import Stream
 from .writer import Draft, Progress, Published, Skip, VersionWriter, say
 
 log = logging.getLogger("deltawire")
@@ -192,7 +191,7 @@ class Publisher:
         try:
             self.flush(timeout)
             if self._leftover:
-                raise PublishFailed(f"the last changes were never published to {self._store.url}: publishing them failed")
+                raise PublishFailed(f"the last changes were never published to {self._store.url}: that failed")
         finally:
             with self._work:
                 self._closed = True
@@ -321,28 +320,14 @@ class Publisher:
             source = self._open(source, progress)
         mirror, first = self._mirror, self._writer.committer.newest is None
         assert mirror is not None
-        moved = [StateDigest()]
-
-        def one(block: Block) -> tuple[list[Change], EncodedBlock]:
-            changes = mirror.compare(source, block)
-            return changes, encode_block([] if first else changes, self._encoding, mirror.state.region)
-
-        def blocks() -> Iterator[EncodedBlock]:
-            for block, (changes, encoded) in zip(mirror.plan, ordered_map(one, mirror.plan), strict=True):
-                # coded against the old bits, so they may go now
-                moved[0] += sum((change.digest() for change in changes), StateDigest())
-                mirror.write(changes)
-                if progress:
-                    progress("detect", sum(region.units * region.tensor.unit_size for region in block))
-                yield encoded
-
-        def digest() -> StateDigest:
-            mirror.state.digest += moved[0]
-            return mirror.state.digest
-
+        stream = Stream(mirror, source, self._encoding, (lambda n: progress("detect", n)) if progress else None)
         # until the commit the mirror is ahead of the bucket; if anything fails it must be rebuilt from there
         self._mirror = self._skip = None
-        draft = Draft(blocks(), mirror.state.region, digest, step, metrics, {}, None, progress)
+        if first:
+            stream.load()
+        draft = Draft(
+            () if first else stream.blocks(), mirror.state.region, stream.digest, step, metrics, {}, None, progress
+        )
         published = self._writer.write(draft)
         self._mirror = mirror
         published.timings["held"] = time.perf_counter() - began

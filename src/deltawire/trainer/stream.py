@@ -1,0 +1,111 @@
+"""Publishing with one copy of the model and little more: compare, code and take over a block at a time.
+
+A capture (see mirror.py) keeps old and new bits of all that changed, which for a dense change is more than the model.
+Here nothing is kept but the coded bytes, which the writer spools to disk; the price is that the caller waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ..core import full
+from ..core.change import BLOCK_UNITS, Block, Change, Region, compare
+from ..core.digest import StateDigest
+from ..core.dtypes import Bits
+from ..core.parallel import default_threads, ordered_map
+from ..core.sparse import EncodedBlock, encode_block
+from .mirror import Mirror
+
+IN_WORK = 128 << 20
+"""Bytes of blocks that may be in work at a time: what bounds the threads, on machines with many."""
+
+PIECE_UNITS = 1 << 20
+"""A dense region is coded in pieces of this size: its changes would take several times the memory of its weights."""
+
+_DENSE = 16
+_SAMPLE = 61
+
+Detected = Callable[[int], None]
+"""Told the bytes that were compared."""
+
+
+class Stream:
+    """The coded blocks of what a source changed. The mirror is taken along; if anything fails on the way, drop it."""
+
+    def __init__(self, mirror: Mirror, source: full.Source, encoding: str, detected: Detected | None) -> None:
+        self._mirror, self._source, self._encoding, self._detected = mirror, source, encoding, detected
+        widest = max((t.unit_size for t in source.schema.tensors), default=1)
+        self._threads = max(1, min(default_threads(), IN_WORK // (BLOCK_UNITS * widest)))
+        self._moved = StateDigest()
+
+    def blocks(self) -> Iterator[EncodedBlock]:
+        """What turns the mirror's weights into the source's, while the mirror becomes that."""
+        plan = self._mirror.plan
+        for block, (moved, coded) in zip(plan, ordered_map(self._code, plan, self._threads), strict=True):
+            self._moved += moved
+            self._tell(block)
+            yield from coded
+
+    def digest(self) -> StateDigest:
+        """After the last block: the digest of the source."""
+        self._mirror.state.digest += self._moved
+        self._moved = StateDigest()
+        return self._mirror.state.digest
+
+    def load(self) -> None:
+        """Take everything over without saying what changed: for the first version, which has no version before it."""
+        for block, _ in zip(self._mirror.plan, ordered_map(self._load, self._mirror.plan, self._threads), strict=True):
+            self._tell(block)
+        self._mirror.state.digest = full.digest_of(self._mirror.state)
+
+    def _tell(self, block: Block) -> None:
+        if self._detected:
+            self._detected(sum(region.units * region.tensor.unit_size for region in block))
+
+    def _load(self, block: Block) -> None:
+        for region in block:
+            self._mirror.state.region(region)[:] = self._source.region(region)
+
+    def _code(self, block: Block) -> tuple[StateDigest, list[EncodedBlock]]:
+        """Blocks cover disjoint regions: one may be taken over while others are still being compared."""
+        moved, coded = StateDigest(), []
+        sparse: list[Change] = []
+        for region in block:
+            old, new = self._mirror.state.region(region), self._source.region(region)
+            if not _is_dense(old, new):
+                sparse.append(compare(region, old, new))
+                continue
+            for piece in _pieces(region):
+                at = piece.base - region.base
+                change = compare(piece, old[at : at + piece.units], new[at : at + piece.units])
+                moved += self._take(coded, [change])
+        moved += self._take(coded, sparse)
+        return moved, coded
+
+    def _take(self, coded: list[EncodedBlock], changes: list[Change]) -> StateDigest:
+        # coded against the old bits, so they may go now
+        coded.append(encode_block(changes, self._encoding, self._mirror.state.region))
+        self._mirror.write(changes)
+        return sum((change.digest() for change in changes), StateDigest())
+
+
+def _is_dense(old: Bits, new: Bits) -> bool:
+    """Judged by a sample: what is at stake is memory, not correctness."""
+    if old.size <= PIECE_UNITS:
+        return False
+    changed = np.count_nonzero(old[::_SAMPLE] != new[::_SAMPLE])
+    return bool(changed * _SAMPLE * _DENSE > old.size)
+
+
+def _pieces(region: Region) -> Iterator[Region]:
+    """A contiguous region, cut on in the order of its bytes."""
+    height = max(1, PIECE_UNITS // region.columns)
+    for row in range(0, region.rows, height):
+        rows = min(height, region.rows - row)
+        width = region.columns if rows > 1 or region.columns <= PIECE_UNITS else PIECE_UNITS
+        for column in range(0, region.columns, width):
+            yield Region(
+                region.tensor, region.row + row, rows, region.column + column, min(width, region.columns - column)
+            )
