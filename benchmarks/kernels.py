@@ -86,7 +86,7 @@ class Model:
         before = [torch.randn(s, generator=random, device=device) * 0.02 for s in shapes]
         self.old = [m.to(torch.bfloat16) for m in before]
         step = 1e-6
-        for _ in range(2):
+        for _ in range(5):
             self.masters = [m + step for m in before]
             self.new = [m.to(torch.bfloat16) for m in self.masters]
             changed = sum(int((a != b).sum()) for a, b in zip(self.old, self.new, strict=True))
@@ -218,18 +218,18 @@ def references(bench: Bench, model: Model) -> None:
 
 def ours(bench: Bench, model: Model) -> Changed:
     snapshot = [t.clone() for t in model.old]
-    bench.time("detect", lambda: kernels.detect(model.old, model.new), target=4.0)
+    bench.time("detect", lambda: kernels.detect(model.old, model.new, plan=model.flat), target=4.0)
     turn = [model.new, model.old]
 
     def update() -> None:
-        kernels.detect(snapshot, turn[0], update=True)
+        kernels.detect(snapshot, turn[0], update=True, plan=model.flat)
         turn.reverse()
 
     bench.time("detect, snapshot updated", update, target=4.0)
     bench.time("detect by tiles of a grid", lambda: kernels.detect(model.old, model.new, plan=model.tiled), target=4.0)
     bench.time(
         "cast_and_detect, not written",
-        lambda: kernels.cast_and_detect(model.masters, model.old, write=False),
+        lambda: kernels.cast_and_detect(model.masters, model.old, write=False, plan=model.flat),
         target=4.0,
     )
     copies = [t.clone() for t in model.old]
@@ -237,14 +237,14 @@ def ours(bench: Bench, model: Model) -> Changed:
     undo = changed.swapped()
 
     def fused() -> None:
-        kernels.cast_and_detect(model.masters, copies)
-        kernels.apply(copies, undo)
+        kernels.cast_and_detect(model.masters, copies, plan=model.flat)
+        kernels.apply(copies, undo, plan=model.flat)
 
     bench.time("cast_and_detect + apply (puts back)", fused)
-    bench.time("apply", lambda: kernels.apply(copies, changed), target=0.5)
-    bench.time("apply, old values kept", lambda: kernels.apply(copies, changed, keep=True), target=0.5)
+    bench.time("apply", lambda: kernels.apply(copies, changed, plan=model.flat), target=0.5)
+    bench.time("apply, old values kept", lambda: kernels.apply(copies, changed, keep=True, plan=model.flat), target=0.5)
     bench.time("digest", lambda: kernels.digest(model.names, model.old), target=1.5)
-    bench.time("digest_change", lambda: kernels.digest_change(model.names, model.old, changed))
+    bench.time("digest_change", lambda: kernels.digest_change(model.names, model.old, changed, plan=model.flat))
     tiled = kernels.detect(model.old, model.new, plan=model.tiled)
     for label, rules in (("", model.rules), (", levels", model.leveled)):
         ranks = kernels.class_ranks(model.old, model.tiled, rules, tiled)

@@ -1,6 +1,6 @@
 """Peak memory of publishing and checking out a checkpoint, against one copy of the model plus 256 MB.
 
-    python benchmarks/memory.py                  # 2 GB of bf16 weights; needs about 12 GB of disk in TMPDIR, a few minutes
+    python benchmarks/memory.py                  # 2 GB of bf16 weights; 12 GB of disk in TMPDIR, 5 minutes
     python benchmarks/memory.py --gb 0.5 --json memory.json
     python benchmarks/memory.py --check          # exit 1 if a command needs more
 
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from _report import about, print_about, write_json
-from deltawire.core.change import Region, regions
+from deltawire.core.change import Region
 from deltawire.core.dtypes import Bits
 from deltawire.core.full import Checkpoint, write_checkpoint
 from deltawire.core.schema import Schema, TensorSpec

@@ -2,9 +2,9 @@
 
     {"job": "publish" | "apply", "run": path, …, "die": n or null, "place": text, "after": seconds or null}
 
-A child kills itself with SIGKILL at its n-th event, or its n-th event that starts with `place` (a store operation, a chunk of an upload, a system call that makes data
-durable or visible, a write to a weight), or is killed from outside after a while. The answer is a line of JSON: how the
-child ended and at which event. Run as `python killing.py`; see `Killer` for the other end.
+A child kills itself with SIGKILL at its n-th event, or its n-th event that starts with `place`: a store operation, a
+chunk of an upload, a system call that makes data durable or visible, a write to a weight. Or it is killed from outside
+after a while. The answer is a line of JSON: how the child ended and at which event. `Killer` is the other end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from support import HookedStore, Model, model
 
 from deltawire.bucket.run import Run
 from deltawire.core import change
@@ -30,6 +30,7 @@ from deltawire.replica import Replica
 from deltawire.replica.target import Target
 from deltawire.store import LocalStore
 from deltawire.trainer import Publisher
+from support import HookedStore, Model, model
 
 
 def weights(step: int) -> Model:
@@ -45,7 +46,9 @@ def weights(step: int) -> Model:
 
 def mapped(path: Path) -> Model:
     """Live weights in a file: what a killed process wrote to them stays written."""
-    whole = np.memmap(path, np.uint8, "r+" if path.exists() else "w+", shape=(sum(a.nbytes for a in model(0).values()),))
+    whole = np.memmap(
+        path, np.uint8, "r+" if path.exists() else "w+", shape=(sum(a.nbytes for a in model(0).values()),)
+    )
     result, at = {}, 0
     for name, array in sorted(model(0).items(), key=lambda item: -item[1].itemsize):
         result[name] = whole[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -143,8 +146,6 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     # once, so that children neither compile nor import
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         for encoding in ("packed", "raw"):
             task = {"run": f"{folder}/{encoding}", "encoding": encoding, "count": 6}
@@ -160,6 +161,12 @@ def main() -> None:
 
 
 # ── on the other end ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def quick_folder(fallback: Path) -> Path:
+    """A folder in memory where there is one: these tests wait for fsync more than for anything else."""
+    memory = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="deltawire-test-", dir=memory)) if os.access(memory, os.W_OK) else fallback
 
 
 class Killer:
@@ -181,7 +188,9 @@ class Killer:
         assert self.process.stdout.readline() == "ready\n"
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(30)

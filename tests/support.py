@@ -37,7 +37,9 @@ def specials(dtype: str) -> Bits:
         mantissa = (1 << kind.exponent_shift) - 1
         for sign in (0, top):
             # ±infinity, a signalling NaN, a NaN with a payload, the largest denormal, the largest finite number
-            patterns |= {sign | p & every for p in (infinity, infinity | 1, infinity | mantissa, mantissa, infinity - 1)}
+            patterns |= {
+                sign | p & every for p in (infinity, infinity | 1, infinity | mantissa, mantissa, infinity - 1)
+            }
     return np.array(sorted(patterns), kind.unit)
 
 

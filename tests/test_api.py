@@ -1,4 +1,4 @@
-"""`deltawire.encode` and `deltawire.decode`: numpy mappings, torch modules and state dicts, and files others can read."""
+"""`deltawire.encode` and `deltawire.decode`: numpy mappings, torch modules, state dicts, and files others can read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from support import copy, densities, model, moved, same, seeds, trained
 
 import deltawire as dw
 from deltawire.core.codecs import ENCODINGS
 from deltawire.core.dtypes import of_numpy
 from deltawire.core.errors import SchemaMismatch, UnknownFormat, UnsupportedDtype
 from deltawire.models import ModelView, torch_bits
+from support import copy, densities, model, moved, same, seeds, trained
 
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import uuid
-from collections.abc import Iterator
 
 import pytest
-from support import Model, blank, copy, model, same, trained
 
 from deltawire.bucket.run import Run
 from deltawire.core import chain
@@ -17,6 +15,7 @@ from deltawire.replica.replica import PROBE_EVERY
 from deltawire.store import ObjectStore, Store
 from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from support import Model, blank, copy, model, same, trained
 
 COUNT = 1000
 SKIP = 32
@@ -40,8 +39,8 @@ class Long:
 
 
 @pytest.fixture(scope="module")
-def long() -> Iterator[Long]:
-    yield Long()
+def long() -> Long:
+    return Long()
 
 
 def test_publishing_costs_the_same_at_version_5_and_at_version_995(long: Long) -> None:

@@ -58,7 +58,9 @@ class Attack:
 ATTACKS: list[Attack] = []
 
 
-def attack(error: type[DeltawireError], *encodings: str) -> Callable[[Callable[[bytes], bytes]], Callable[[bytes], bytes]]:
+def attack(
+    error: type[DeltawireError], *encodings: str
+) -> Callable[[Callable[[bytes], bytes]], Callable[[bytes], bytes]]:
     def register(make: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
         ATTACKS.extend(Attack(make.__name__, encoding, error, make) for encoding in encodings or ("raw", "packed"))
         return make
@@ -154,7 +156,7 @@ def _items(header: dict[str, Any]) -> list[dict[str, Any]]:
 @attack(HeaderError)
 def overlapping_offsets(blob: bytes) -> bytes:
     def edit(header: dict[str, Any]) -> None:
-        first, second = _items(header)[:2]
+        second = _items(header)[1]
         begin, end = second["data_offsets"]
         second["data_offsets"] = [begin - 4, end - 4]
 
@@ -803,9 +805,7 @@ def _bombed_stream(name: str, frame: bytes, raw: int) -> Callable[[bytes], bytes
         streams = streams_of(blob)
         index = index_of(blob)
         stored = {**streams, name: frame}
-        index["blocks"][0]["streams"] = {
-            n: [raw if n == name else len(data), len(data)] for n, data in stored.items()
-        }
+        index["blocks"][0]["streams"] = {n: [raw if n == name else len(data), len(data)] for n, data in stored.items()}
         return with_index(blob, index, {0: b"".join(stored.values())})
 
     return make

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import zstandard
 from blake3 import blake3
-from support import Model, history
 
 from deltawire.core import keys
 from deltawire.core.container import PREFIX
 from deltawire.store import Store
 from deltawire.trainer import Publisher
+from support import Model, history
 
 Tensors = dict[str, tuple[str, list[int], bytes]]
 """name → (dtype, shape, bytes), in file order"""
@@ -131,7 +131,9 @@ def with_streams(blob: bytes, streams: dict[str, bytes], number: int = 0, **reco
 class ForgedRun:
     """A run whose newest version can be spoiled in one place. All its versions are deltas after the anchor of 0."""
 
-    def __init__(self, store: Store, encoding: str = "packed", *, last_has_anchor: bool = False, count: int = 3) -> None:
+    def __init__(
+        self, store: Store, encoding: str = "packed", *, last_has_anchor: bool = False, count: int = 3
+    ) -> None:
         self.store = store
         self.versions: list[Model] = history(count, changes=7)
         self.last = count - 1

@@ -18,7 +18,13 @@ Links = list[tuple[str, int | None, int]]
 def summary(version: int, links: Links) -> Summary:
     parent = version - 1 if version else None
     return Summary(
-        version, parent, "0" * 32, 0.0, None, 0, tuple(SummaryLink(kind, base, size, 1, "") for kind, base, size in links)
+        version,
+        parent,
+        "0" * 32,
+        0.0,
+        None,
+        0,
+        tuple(SummaryLink(kind, base, size, 1, "") for kind, base, size in links),
     )
 
 
@@ -95,9 +101,7 @@ def test_no_path_names_what_is_missing() -> None:
 
 
 @given(
-    data=st.lists(
-        st.lists(st.tuples(st.integers(0, 6), st.integers(0, 300_000)), max_size=3), min_size=1, max_size=7
-    ),
+    data=st.lists(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 300_000)), max_size=3), min_size=1, max_size=7),
     have=st.one_of(st.none(), st.integers(0, 6)),
 )
 def test_no_path_is_cheaper(data: list[list[tuple[int, int]]], have: int | None) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import Bag, column_cut, densities, diff, moved_bag, random_bag, schemas, seeds
 
 from deltawire.core import change as changes
 from deltawire.core.change import Region, blocks, compare, compose, gather, regions
 from deltawire.core.digest import StateDigest
 from deltawire.core.schema import Schema, TensorSpec
+from support import Bag, column_cut, densities, diff, moved_bag, random_bag, schemas, seeds
 
 
 def lists(c: changes.Change) -> tuple[list[int], list[int], list[int]]:
@@ -19,9 +21,7 @@ def lists(c: changes.Change) -> tuple[list[int], list[int], list[int]]:
 
 
 @given(schema=schemas(), density=densities, old=seeds, new=seeds, block_units=st.integers(1, 60))
-def test_compare_finds_every_difference(
-    schema: Schema, density: float, old: int, new: int, block_units: int
-) -> None:
+def test_compare_finds_every_difference(schema: Schema, density: float, old: int, new: int, block_units: int) -> None:
     a = random_bag(schema, old)
     b = moved_bag(a, new, density)
     for block in diff(a, b, blocks(schema, block_units)):
@@ -65,7 +65,7 @@ def test_a_composed_chain_is_the_direct_difference(
     if comes_back:
         states.append(states[0].copy())
     merged = diff(states[0], states[1], plan)
-    for a, b in zip(states[1:], states[2:], strict=False):
+    for a, b in itertools.pairwise(states[1:]):
         merged = [
             [compose(x, y) for x, y in zip(*pair, strict=True)] for pair in zip(merged, diff(a, b, plan), strict=True)
         ]

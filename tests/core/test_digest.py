@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from support import Bag, column_cut, densities, diff, moved_bag, random_bag, schemas, seeds
 
 from deltawire.core import digest
 from deltawire.core.change import blocks
@@ -14,6 +13,7 @@ from deltawire.core.digest import StateDigest
 from deltawire.core.dtypes import DTYPES
 from deltawire.core.full import digest_of
 from deltawire.core.schema import Schema, TensorSpec
+from support import Bag, column_cut, densities, diff, moved_bag, random_bag, schemas, seeds
 
 
 def of(bag: Bag) -> StateDigest:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support import Bag, column_cut, model, random_bag, same, schemas, seeds
 
 from deltawire.core import full
 from deltawire.core.change import blocks
@@ -18,6 +17,7 @@ from deltawire.core.dtypes import lookup
 from deltawire.core.errors import SchemaMismatch, TruncatedFile, UnknownFormat, UnsafeName
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.models import ModelView
+from support import Bag, column_cut, model, random_bag, same, schemas, seeds
 
 
 def reader(blob: bytes) -> full.FullFile:
@@ -91,7 +91,7 @@ def test_a_folder_that_others_wrote(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(SchemaMismatch, match="no \\*.safetensors"):
+    with pytest.raises(SchemaMismatch, match=r"no \*.safetensors"):
         full.Checkpoint(tmp_path)
     (tmp_path / full.INDEX_NAME).write_text('{"weight_map": {"a": "../../secret.safetensors"}}')
     with pytest.raises(UnsafeName):

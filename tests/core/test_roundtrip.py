@@ -6,6 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from deltawire.core.change import Change, Region, blocks
+from deltawire.core.codecs import BLOCK_ENCODINGS, ENCODINGS, raw
+from deltawire.core.dtypes import DTYPES, lookup
+from deltawire.core.schema import Schema, TensorSpec
 from support import (
     Bag,
     applied,
@@ -20,11 +25,6 @@ from support import (
     seeds,
     specials,
 )
-
-from deltawire.core.change import Change, Region, blocks
-from deltawire.core.codecs import BLOCK_ENCODINGS, ENCODINGS, raw
-from deltawire.core.dtypes import DTYPES, lookup
-from deltawire.core.schema import Schema, TensorSpec
 
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
 every_dtype = pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -57,9 +57,7 @@ def test_any_cut_into_blocks(
 
 
 @pytest.mark.parametrize("encoding", BLOCK_ENCODINGS)
-@given(
-    schema=schemas(), rows=st.integers(1, 5), columns=st.integers(1, 5), density=densities, old=seeds, new=seeds
-)
+@given(schema=schemas(), rows=st.integers(1, 5), columns=st.integers(1, 5), density=densities, old=seeds, new=seeds)
 def test_regions_that_are_columns(
     encoding: str, schema: Schema, rows: int, columns: int, density: float, old: int, new: int
 ) -> None:
@@ -128,7 +126,7 @@ def test_every_dtype_in_every_kind_of_shape(encoding: str, dtype: str, shape: tu
 
 @every_encoding
 def test_gaps_of_every_size(encoding: str) -> None:
-    """One change, then a gap, then another, for gaps around every power of two: all shifts and escapes of a gap coder."""
+    """One change, a gap, another change, for gaps around every power of two: all shifts and escapes of a gap coder."""
     units = 1 << 20
     schema = Schema.build([TensorSpec("w", "U8", (units,))])
     base = Bag(schema, {"w": np.zeros(units, np.uint8)})

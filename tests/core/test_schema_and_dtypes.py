@@ -29,8 +29,8 @@ def test_sizes() -> None:
     assert (empty.elements, empty.units, empty.rows, empty.columns) == (0, 0, 0, 4)
 
 
-@pytest.mark.parametrize("name", ["", "..", "../a", "a/../b", "a/..", "/a", "\\a", "a\\..\\b", "a\0b", "a\nb", "\x1b[2J",
-                                  "__metadata__", "x" * 1025, "\u202eabc"])  # fmt: skip
+@pytest.mark.parametrize("name", ["", "..", "../a", "a/../b", "a/..", "/a", "\\a", "a\\..\\b", "a\0b", "a\nb",
+                                  "\x1b[2J", "__metadata__", "x" * 1025, "\u202eabc"])  # fmt: skip
 def test_unsafe_names(name: str) -> None:
     with pytest.raises(UnsafeName):
         check_name(name)

@@ -1,11 +1,11 @@
 """The golden files: a run of two versions, small enough to read, that every later build must still read and write.
 
-    python tests/golden/make.py           rewrite them (only together with a new format version, or a new encoding)
-    python tests/golden/make.py --check   say which differ, exit 1 if any does
+python tests/golden/make.py           rewrite them (only together with a new format version, or a new encoding)
+python tests/golden/make.py --check   say which differ, exit 1 if any does
 
-    run.json, version-0.json, version-1.json     the JSON objects
-    anchor.safetensors                           full weights of version 0
-    delta.<encoding>.safetensors                 0 → 1, once per encoding
+run.json, version-0.json, version-1.json     the JSON objects
+anchor.safetensors                           full weights of version 0
+delta.<encoding>.safetensors                 0 → 1, once per encoding
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ def files() -> dict[str, bytes]:
 
 def main() -> int:
     made = files()
-    differ = [name for name, data in made.items() if not (FOLDER / name).exists() or (FOLDER / name).read_bytes() != data]
+    differ = [
+        name for name, data in made.items() if not (FOLDER / name).exists() or (FOLDER / name).read_bytes() != data
+    ]
     if "--check" not in sys.argv:
         for name in differ:
             (FOLDER / name).write_bytes(made[name])

@@ -1,7 +1,7 @@
 """Golden files: what earlier builds wrote is still what this build writes, and still reads.
 
-A test that fails here means that the format changed. If that is wanted, raise the format version, say so in docs/format.md
-and run `python tests/golden/make.py`; if not, it is a bug, and every run out there would be unreadable.
+A test that fails here means that the format changed. If that is wanted, raise the format version, say so in
+docs/format.md and run `python tests/golden/make.py`; if not, it is a bug, and every run out there would be unreadable.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pytest
 import torch
 import zstandard
 from safetensors import safe_open
-from support import Bag, applied, opened, same
 
 from deltawire.bucket.replay import Weights, checkout
 from deltawire.bucket.run import Run
@@ -24,6 +23,7 @@ from deltawire.core.manifest import parse_manifest, parse_run
 from deltawire.models import torch_bits
 from deltawire.replica import Replica
 from deltawire.store import Store
+from support import Bag, applied, opened, same
 
 FOLDER = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("golden_make", FOLDER / "make.py")
@@ -122,7 +122,8 @@ def test_any_safetensors_reader_opens_it(name: str) -> None:
         assert names == {f"{n}.{part}" for n in changed for part in ("indices", "values")}
         indices = tensors["embed.weight.indices"]
         assert indices.dtype == torch.int32
-        assert indices.tolist() == np.flatnonzero(make.old().tensors["embed.weight"] != make.new().tensors["embed.weight"]).tolist()  # fmt: skip
+        old, new = make.old().tensors["embed.weight"], make.new().tensors["embed.weight"]
+        assert indices.tolist() == np.flatnonzero(old != new).tolist()
     else:
         assert "index" in names
 

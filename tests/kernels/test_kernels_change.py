@@ -138,11 +138,13 @@ def test_public_functions_make_their_plan_and_refuse_what_does_not_fit(device: t
     kernels.apply(old, changed)
     assert models.same(old, new)
     assert flat_plan(old) is flat_plan(new)
-    with pytest.raises(ValueError, match="in one model"):
-        kernels.detect(old, [t.view(-1) for t in new])
+    with pytest.raises(ValueError, match="tensor 0 has"):
+        kernels.detect(old, [new[0][1:], *new[1:]])
+    with pytest.raises(ValueError, match=r"should be torch\.float16"):
+        kernels.detect(old, [new[0].view(torch.float16), *new[1:]])
     with pytest.raises(ValueError, match="not contiguous"):
         kernels.detect([old[0].T], [new[0].T])
-    with pytest.raises(ValueError, match="masters are float32"):
+    with pytest.raises(ValueError, match=r"should be torch\.float32"):
         kernels.cast_and_detect([old[0]], [old[0]])
     with pytest.raises(ValueError, match="the plan is for"):
         kernels.apply(old[:2], changed, plan=flat_plan(old))

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import HookedStore, Model, blank, copy, history, model, publish, same, trained
 
 from deltawire.bucket import fetch as fetching
 from deltawire.bucket.run import Run
@@ -35,6 +34,7 @@ from deltawire.replica.target import Target
 from deltawire.store import Retrying, Store
 from deltawire.testing import FlakyStore
 from deltawire.trainer import Publisher
+from support import HookedStore, Model, blank, copy, history, model, publish, same, trained
 
 WAIT = 30
 
@@ -353,7 +353,9 @@ def test_a_write_that_fails_is_undone_whole(
             assert same(live, versions[1])
 
 
-def test_a_write_that_fails_on_a_parameter_that_is_not_contiguous(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_on_a_parameter_that_is_not_contiguous(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     first = {n: rng.integers(0, 1 << 16, (40, 30), np.uint16) for n in "abc"}
     second = {n: a ^ (rng.random((40, 30)) < 0.05).astype(np.uint16) for n, a in first.items()}

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from killing import Killer, mapped, weights
-from support import copy, same
 
 from deltawire.bucket.run import Run
 from deltawire.core import full
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.trainer import Publisher
+from killing import Killer, mapped, quick_folder, weights
+from support import copy, same
 
 KILLED = -9
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    place = quick_folder(tmp_path)
+    yield place
+    shutil.rmtree(place)
+
+
 VERSIONS = 12
 BY_EVENT = 40
 BY_TIME = 15
 
 
 @pytest.mark.timeout(110)
-def test_a_replica_killed_at_any_point_of_an_apply(tmp_path: Path) -> None:
-    folder, path = str(tmp_path / "run"), tmp_path / "weights"
-    with Publisher(folder, anchor_every=4, skip_every=3) as publisher:
+def test_a_replica_killed_at_any_point_of_an_apply(folder: Path) -> None:
+    place, path = str(folder / "run"), folder / "weights"
+    with Publisher(place, anchor_every=4, skip_every=3) as publisher:
         for step in range(VERSIONS):
             publisher.publish(weights(step), step=step).result(30)
-    run = Run.open(folder)
+    run = Run.open(place)
     digests = [run.manifest(version).digest for version in range(VERSIONS)]
     live = mapped(path)
     torn = 0
@@ -35,13 +46,15 @@ def test_a_replica_killed_at_any_point_of_an_apply(tmp_path: Path) -> None:
         for number in range(BY_EVENT + BY_TIME):
             where = [dice.randrange(VERSIONS) for _ in range(40 if number >= BY_EVENT else 2)]
             if number < BY_EVENT:
-                ended = killer.run("apply", run=folder, weights=str(path), versions=where, die=dice.randint(1, 60))
+                ended = killer.run("apply", run=place, weights=str(path), versions=where, die=dice.randint(1, 60))
             else:
-                ended = killer.run("apply", run=folder, weights=str(path), versions=where, after=dice.uniform(0.001, 0.05))
+                ended = killer.run(
+                    "apply", run=place, weights=str(path), versions=where, after=dice.uniform(0.001, 0.05)
+                )
             assert ended["code"] in (KILLED, 0), ended["said"]
             torn += str(full.digest_of(ModelView(live))) not in digests
             want = dice.randrange(VERSIONS)
-            replica = Replica(folder, heartbeat=0)
+            replica = Replica(place, heartbeat=0)
             assert replica.sync(live, want) == want
             assert replica.version == want
             assert same(live, weights(want)), f"killed at {ended['said']!r}"

@@ -12,19 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import (
-    HookedStore,
-    Model,
-    blank,
-    copy,
-    held,
-    history,
-    model,
-    publish,
-    same,
-    trained,
-    verified,
-)
 
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
@@ -45,8 +32,22 @@ from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Retrying, Store
 from deltawire.testing import FlakyStore
-from deltawire.trainer import Publisher
+from deltawire.trainer import Publisher, stream
 from deltawire.trainer.mirror import Mirror
+from support import (
+    HookedStore,
+    Model,
+    blank,
+    copy,
+    held,
+    history,
+    model,
+    opened,
+    publish,
+    same,
+    trained,
+    verified,
+)
 
 WAIT = 30
 
@@ -245,7 +246,9 @@ def test_progress_is_told(store: Store) -> None:
 
 def test_companion_files_travel_once(store: Store) -> None:
     puts = []
-    hooked = HookedStore(store, lambda moment, verb, key: puts.append(key) if (moment, verb) == ("before", "put") else None)
+    hooked = HookedStore(
+        store, lambda moment, verb, key: puts.append(key) if (moment, verb) == ("before", "put") else None
+    )
     versions = history(3)
     publish(hooked, versions, files={"config.json": b"{}", "chat_template.jinja": b"hello"})
     publish(hooked, [trained(versions[-1], 1)])
@@ -317,7 +320,7 @@ def test_a_slow_bucket_makes_fewer_and_larger_versions(store: Store) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_mixture_of_publishing_and_waiting(store: Store, seed: int) -> None:
-    """With a bucket that takes its time: every version is one of the published states, in order, the last one included."""
+    """With a bucket that takes its time: every version is one of the published states, in order, up to the last."""
     rng = np.random.default_rng(seed)
     delays = iter(rng.exponential(0.002, 10_000))
 
@@ -589,6 +592,34 @@ def test_a_change_too_dense_to_hold_is_streamed(store: Store, encoding: str, mon
     verified(store, versions)
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_dense_regions_are_coded_in_pieces(store: Store, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rows, and where a row is longer than a piece by columns; beside regions of the same block that are sparse."""
+    monkeypatch.setattr(stream, "PIECE_UNITS", 150)
+    rng = np.random.default_rng(0)
+    first = {
+        "narrow": rng.integers(0, 1 << 16, (300, 7), np.uint16),
+        "sparse": rng.integers(0, 1 << 16, (50, 100), np.uint16),
+        "wide": rng.integers(0, 1 << 16, (6, 400), np.uint16),
+        "words": rng.integers(0, 1 << 62, (40, 11), np.int64),
+    }
+    second = {name: array + array.dtype.type(1) for name, array in first.items()}
+    second["sparse"] = first["sparse"].copy()
+    second["sparse"][7, 7] ^= 1
+    with Publisher(store, encoding=encoding, anchor_ratio=1e9) as publisher:
+        for weights in (first, second, trained(second, 3)):
+            publisher.publish(weights, wait=True)
+    verified(store, [first, second, trained(second, 3)])
+    assert verify(Run.open(store)).ok
+    link = Run.open(store).manifest(1).links[0]
+    if encoding != "raw":
+        assert link.kind == "delta"
+        blob = store.get(link.objects[0].key).data
+        blocks = opened(blob, Run.open(store).schema).blocks
+        assert len(blocks) > 20
+        assert max(block.changed for block in blocks) <= 150
+
+
 def test_streaming_waits_for_what_is_in_flight(store: Store) -> None:
     gate = Gate(lambda moment, verb, key: key == keys.manifest(1))
     versions = history(4, changes=2)
@@ -659,7 +690,11 @@ def test_a_model_that_changes_shape_is_refused(store: Store) -> None:
     weights = model()
     with Publisher(store) as publisher:
         publisher.publish(weights).result(WAIT)
-        for other in ({**weights, "more": np.zeros(2)}, {n: a for n, a in weights.items() if n != "scale"}, model(rows=7)):
+        for other in (
+            {**weights, "more": np.zeros(2)},
+            {n: a for n, a in weights.items() if n != "scale"},
+            model(rows=7),
+        ):
             with pytest.raises(SchemaMismatch):
                 publisher.publish(other)
         publisher.publish(trained(weights, 1)).result(WAIT)

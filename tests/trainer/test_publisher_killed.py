@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from killing import Killer, weights
-from support import held, same
 
 from deltawire.bucket.replay import State, checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import full
 from deltawire.store import LocalStore
+from killing import Killer, quick_folder, weights
+from support import held, same
 
 KILLED = -9
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    place = quick_folder(tmp_path)
+    yield place
+    shutil.rmtree(place)
+
 
 PLACES = (
     "before put_if_absent run.json", "after put_if_absent run.json",
@@ -25,7 +35,7 @@ PLACES = (
     "before put_if_absent versions/", "after put_if_absent versions/", "before put head.json", "after put head.json",
     "before fsync", "after fsync", "before replace", "after replace", "before link", "after link",
 )  # fmt: skip
-"""In the order of a publish: the store operations, and inside them the system calls that make data durable and visible."""
+"""In the order of a publish: the store operations, and inside them the system calls that make data durable."""
 
 BY_EVENT = 20
 BY_TIME = 20
@@ -62,8 +72,8 @@ class Watch:
 
 
 @pytest.mark.timeout(110)
-def test_a_publisher_killed_at_any_point(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_publisher_killed_at_any_point(folder: Path) -> None:
+    run = folder / "run"
     watch = Watch(run)
     with Killer(seed=1) as killer:
         dice = killer.dice
@@ -93,12 +103,12 @@ def test_a_publisher_killed_at_any_point(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_publisher_killed_at_every_event_of_its_first_publish(tmp_path: Path) -> None:
+def test_a_publisher_killed_at_every_event_of_its_first_publish(folder: Path) -> None:
     """A fresh folder each time: what is left is no run yet, or a run without versions, or a run with version 0."""
     seen = set()
     with Killer(seed=2) as killer:
         for die in range(1, 100):
-            run = tmp_path / str(die)
+            run = folder / str(die)
             ended = killer.run("publish", run=str(run), encoding="packed", count=1, die=die)
             watch = Watch(run)
             watch.look(everything=True)

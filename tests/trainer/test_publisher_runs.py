@@ -11,23 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import (
-    HookedStore,
-    Model,
-    blank,
-    copy,
-    densities,
-    history,
-    model,
-    moved_bag,
-    publish,
-    random_bag,
-    same,
-    schemas,
-    seeds,
-    trained,
-    verified,
-)
 
 from deltawire.bucket.replay import State, checkout
 from deltawire.bucket.run import Run
@@ -51,6 +34,23 @@ from deltawire.store import LocalStore, Store
 from deltawire.trainer import Publisher
 from deltawire.trainer.mirror import Capture, Mirror
 from deltawire.trainer.policy import AnchorPolicy
+from support import (
+    HookedStore,
+    Model,
+    blank,
+    copy,
+    densities,
+    history,
+    model,
+    moved_bag,
+    publish,
+    random_bag,
+    same,
+    schemas,
+    seeds,
+    trained,
+    verified,
+)
 
 WAIT = 30
 
@@ -519,7 +519,6 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
     state = State(schema)
     mirror = Mirror(state)
     newest = random_bag(schema, seed)
-    base = random_bag(schema, seed)
     mirror.settle(mirror.capture(newest, 1 << 30))
     pending: list[tuple[Capture, Any, Any]] = []  # (capture, weights before, weights after)
     for move, density, step in moves:
@@ -531,7 +530,7 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
             else:
                 pending.append((mirror.capture(newest, 1 << 30), before, newest))
         elif move == "settle" and pending:
-            capture, _, base = pending.pop(0)
+            capture, _, _ = pending.pop(0)
             mirror.settle(capture)
         elif move == "fold" and len(pending) > 1:
             (a, before, _), (b, _, after) = pending[0], pending[1]

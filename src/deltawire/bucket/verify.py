@@ -259,7 +259,9 @@ class _Walk:
             return "name the folder of the checkpoint that the run was started from (--reference)"
         stranded = self.records.stranded_without(manifest.version, link)
         if not stranded:
-            return "every version can still be reached another way; restore it from a copy of the bucket, or let prune take it"
+            return (
+                "every version can still be reached another way; restore it from a copy, or let prune take it in time"
+            )
         return (
             f"without it version {ranges(stranded)} cannot be reached; restore it from a copy of the bucket, "
             "or publish an anchor (`deltawire publish --anchor`), from which replicas can go on"

@@ -40,7 +40,7 @@ INDEX = "index"
 MAX_INDEX = 64 << 20
 MAX_BLOCK_UNITS = 1 << 26
 """Four times what a publisher puts into a block: bounds what decoding one can cost, however well its zeros compress."""
-SPOOL_LIMIT = 64 << 20
+SPOOL_LIMIT = 16 << 20
 IN_WORK = 128 << 20
 """Bytes that decoding may hold in all: blocks that are dense are decoded on fewer threads."""
 _DECODED = 24

@@ -63,7 +63,7 @@ def operations(device: torch.device) -> ModuleType:
 def detect(old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False, plan: Plan | None = None) -> Changed:
     """Every unit whose bits differ between two models; with `update`, `old` holds the new bits afterwards."""
     plan = plan or flat_plan(old)
-    _alike(old, new)
+    _require_alike(old, new, [t.dtype for t in old], [t.dtype for t in new])
     return operations(plan.device).detect(plan, old, new, update=update)  # type: ignore[no-any-return]
 
 
@@ -76,12 +76,8 @@ def cast_and_detect(
     needs; `apply` then writes them.
     """
     plan = plan or flat_plan(copies)
-    for master, copy in zip(masters, copies, strict=True):
-        if (master.dtype, copy.dtype) != (torch.float32, torch.bfloat16) or master.shape != copy.shape:
-            raise ValueError(
-                f"masters are float32 and copies bfloat16 of the same shape, not {master.dtype} {tuple(master.shape)} "
-                f"and {copy.dtype} {tuple(copy.shape)}"
-            )
+    _require_alike(masters, copies, [t.dtype for t in masters], [torch.float32] * len(masters))
+    _require_alike(copies, masters, [t.dtype for t in copies], [torch.bfloat16] * len(copies))
     return operations(plan.device).cast_and_detect(plan, masters, copies, write=write)  # type: ignore[no-any-return]
 
 
@@ -120,12 +116,17 @@ def place(old: Sequence[Tensor], plan: Plan, rules: Rules, counts: Tensor, ranks
     return operations(plan.device).place(plan, old, rules, counts, ranks, steps)  # type: ignore[no-any-return]
 
 
-def _alike(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    for number, (a, b) in enumerate(zip(old, new, strict=True)):
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            raise ValueError(
-                f"tensor {number} is {a.dtype} {tuple(a.shape)} in one model, {b.dtype} {tuple(b.shape)} in the other"
-            )
+def _require_alike(
+    a: Sequence[Tensor], b: Sequence[Tensor], found: list[torch.dtype], expected: list[torch.dtype]
+) -> None:
+    """Two models must have tensors of the same sizes and dtypes; told by whole lists, since this runs in every call."""
+    if found != expected or [*map(Tensor.numel, a)] != [*map(Tensor.numel, b)]:
+        for number, (x, y, one, other) in enumerate(zip(a, b, found, expected, strict=True)):
+            if one != other or x.numel() != y.numel():
+                raise ValueError(
+                    f"tensor {number} has {x.numel()} elements where its twin has {y.numel()}, "
+                    f"and is {one} where it should be {other}"
+                )
 
 
 def _keys(plan: Plan, names: Sequence[str]) -> Tensor:

@@ -19,6 +19,8 @@ CLASSES = 32
 ROW_NEUTRAL, COLUMN_NEUTRAL = 3, 2
 """Levels of rows and columns that are as likely to change as their exponents say; a row of level 0 did not change."""
 
+_ALIGNMENT = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Changed:
@@ -75,6 +77,8 @@ class Rules:
     # uint8: of all rows and columns, one segment after the other; empty where all are neutral
     level_at: Tensor
     # int64 [tiles, 2]: where the levels of a tile's rows and of its columns begin
+    aligned: bool
+    # whether all levels of columns begin where wide reads are allowed
 
 
 Level = npt.NDArray[np.uint8] | None
@@ -87,28 +91,33 @@ def rules(
 
     A level that is None is neutral everywhere.
     """
-    rows = np.asarray(table, np.int32).reshape(len(plan.segments), 6)
-    tiles = [s.tiles for s in plan.segments]
-    at = np.zeros((plan.tiles, 2), np.int64)
-    parts: list[npt.NDArray[np.uint8]] = []
+    numbers = np.asarray(table, np.int32).reshape(len(plan.segments), 6)
+    per_tile = np.repeat(numbers, [s.tiles for s in plan.segments], axis=0)
+    joined, at = np.zeros(0, np.uint8), np.zeros((plan.tiles, 2), np.int64)
     if levels is not None and any(line is not None for pair in levels for line in pair):
-        length = 0
-        for number, segment in enumerate(plan.segments):
-            row, column = levels[number]
-            here = slice(plan.first_tile[number], plan.first_tile[number + 1])
-            across = len(segment.column_cuts) - 1
-            at[here, 0] = length + np.repeat(segment.row_cuts[:-1], across)[: tiles[number]]
-            at[here, 1] = (
-                length + segment.rows + np.tile(segment.column_cuts[:-1], len(segment.row_cuts) - 1)[: tiles[number]]
-            )
-            parts.append(np.full(segment.rows, ROW_NEUTRAL, np.uint8) if row is None else row)
-            parts.append(np.full(segment.columns, COLUMN_NEUTRAL, np.uint8) if column is None else column)
-            length += segment.rows + segment.columns
-    joined = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-    per_tile = np.repeat(rows, tiles, axis=0)
+        joined, at = _join(plan, levels)
     return Rules(
         torch.from_numpy(per_tile).to(plan.device),
-        int(rows[:, 5].max(initial=1)),
+        int(numbers[:, 5].max(initial=1)),
         torch.from_numpy(joined).to(plan.device),
         torch.from_numpy(at).to(plan.device),
+        not (at[:, 1] % _ALIGNMENT).any(),
     )
+
+
+def _join(plan: Plan, levels: Sequence[tuple[Level, Level]]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """All levels in one array, and where those of each tile's rows and columns begin."""
+    parts: list[npt.NDArray[np.uint8]] = []
+    at: list[npt.NDArray[np.int64]] = []
+    length = 0
+    for segment, (row, column) in zip(plan.segments, levels, strict=True):
+        row = np.full(segment.rows, ROW_NEUTRAL, np.uint8) if row is None else row
+        column = np.full(segment.columns, COLUMN_NEUTRAL, np.uint8) if column is None else column
+        # columns first, and padded behind: they begin where wide reads are allowed
+        padding = np.zeros(-(column.size + row.size) % _ALIGNMENT, np.uint8)
+        parts += [column, row, padding]
+        rows, columns = np.meshgrid(segment.row_cuts[:-1], segment.column_cuts[:-1], indexing="ij")
+        if segment.tiles:
+            at.append(np.stack([length + column.size + rows.reshape(-1), length + columns.reshape(-1)], axis=1))
+        length += sum(part.size for part in parts[-3:])
+    return np.concatenate(parts), np.concatenate(at)

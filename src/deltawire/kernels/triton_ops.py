@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from ..core import digest as core_digest
-from . import _change, _classes, _digest
+from . import _change, _classes, _digest, _ranks
 from .plan import Plan
 from .results import CLASSES, Changed, Ranks, Rules
 
@@ -21,14 +21,14 @@ _SCRATCH = 48 << 20
 """Bytes of scratch memory that counting within classes may take, whatever the model's size."""
 
 # How many chunks or changes a program takes at a time, and with how many warps: the fastest of those tried on an H200.
-COUNT = {"CHUNKS": 32, "num_warps": 4}
-EXTRACT = {"CHUNKS": 16, "num_warps": 4}
+COUNT = {"CHUNKS": 32, "num_warps": 8}
+EXTRACT = {"CHUNKS": 32, "num_warps": 4}
 APPLY = {"BLOCK": 1024, "num_warps": 4}
-DIGEST = {"ROWS": 8, "num_warps": 4}
+DIGEST = {"ROWS": 16, "num_warps": 4}
 DIGEST_CHANGE = {"BLOCK": 512, "num_warps": 4}
 CLASS_COUNTS = {"CHUNKS": 32, "num_warps": 4}
-CLASS_RANKS = {"CHUNKS": 32, "BLOCK": 32, "num_warps": 4}
-PLACE = {"CHUNKS": 32, "BLOCK": 32, "num_warps": 4}
+CLASS_RANKS = {"CHUNKS": 32, "GROUP": 128, "BLOCK": 32, "num_warps": 4}
+PLACE = {"CHUNKS": 32, "GROUP": 256, "BLOCK": 32, "num_warps": 4}
 PROGRAMS_PER_SM = 8
 
 
@@ -141,7 +141,7 @@ def digest_change(plan: Plan, changed: Changed, keys: Tensor) -> Tensor:
 
 def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
     """Units of each class in each tile, int32 [tiles, CLASSES]: what a host needs to decode ranks."""
-    sizes = torch.empty((plan.tiles, CLASSES), dtype=torch.int32, device=plan.device)
+    sizes = torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=plan.device)
     for launch in plan.launches(old):
         _classes.class_counts_kernel[(launch.count,)](
             launch.tiles,
@@ -151,11 +151,12 @@ def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
             rules.levels,
             rules.level_at,
             sizes,
-            LEVELED=rules.levels.numel() > 0,
+            LEVELED=_leveled(rules),
             UNIT=launch.unit,
             ALIGNED=launch.aligned,
             CHUNK=CHUNK,
             CLASSES=CLASSES,
+            WIDE=_wide(rules),
             **CLASS_COUNTS,
         )
     return sizes
@@ -164,11 +165,11 @@ def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
 def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Changed) -> Ranks:
     """Ranks of changes within the classes of the old bits, which `old` must still hold."""
     device = plan.device
-    sizes, counts = (torch.empty((plan.tiles, CLASSES), dtype=torch.int32, device=device) for _ in range(2))
+    sizes, counts = (torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=device) for _ in range(2))
     ranks, steps = torch.empty_like(changed.positions), torch.empty_like(changed.new)
     for launch in plan.launches(old):
-        grid, scratch, options = _persistent(plan, launch.count, rules)
-        _classes.class_ranks_kernel[grid](
+        grid, options = _persistent(plan, launch.count, rules)
+        _ranks.class_ranks_kernel[grid](
             launch.tiles,
             launch.count,
             *launch.addresses,
@@ -184,7 +185,6 @@ def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Change
             counts,
             ranks,
             steps,
-            scratch,
             UNIT=launch.unit,
             ALIGNED=launch.aligned,
             **options,
@@ -203,8 +203,8 @@ def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks
         )
     bad = torch.zeros(1, dtype=torch.int32, device=plan.device)
     for launch in plan.launches(old) if result.count else ():
-        grid, scratch, options = _persistent(plan, launch.count, rules)
-        _classes.place_kernel[grid](
+        grid, options = _persistent(plan, launch.count, rules)
+        _ranks.place_kernel[grid](
             launch.tiles,
             launch.count,
             *launch.addresses,
@@ -220,7 +220,6 @@ def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks
             result.old,
             result.new,
             bad,
-            scratch,
             UNIT=launch.unit,
             ALIGNED=launch.aligned,
             **options,
@@ -248,22 +247,35 @@ def _digest_table(plan: Plan) -> Tensor:
     return plan.remember("digest table", lambda: torch.from_numpy(core_digest.TABLE.view("i8").copy()).to(plan.device))
 
 
-def _persistent(plan: Plan, tiles: int, rules: Rules) -> tuple[tuple[int], Tensor, dict[str, Any]]:
-    """A grid of programs that take tiles in turn, scratch memory for each, and what they need to know of it."""
-    words = triton.cdiv(rules.classes, 4)
+def _wide(rules: Rules) -> int:
+    """Classes that kernels count, rounded up to what they can: a power of two, and whole words of four."""
+    return max(4, triton.next_power_of_2(rules.classes))
+
+
+def _leveled(rules: Rules) -> int:
+    """Which of _classes.NO_LEVELS, LEVELS and ALIGNED_LEVELS the rules need."""
+    return 0 if rules.levels.numel() == 0 else 1 + rules.aligned
+
+
+def _persistent(plan: Plan, tiles: int, rules: Rules) -> tuple[tuple[int], dict[str, Any]]:
+    """A grid of programs that take tiles in turn, with scratch memory for each."""
+    words, wide = triton.cdiv(rules.classes, 4), _wide(rules)
     # a power of two, which the search for a chunk halves
     chunks = triton.next_power_of_2(plan.chunks(CHUNK))
-    slot = chunks * (CLASSES + words)
-    programs = max(1, min(tiles, _processors(plan.device) * PROGRAMS_PER_SM, _SCRATCH // (4 * slot)))
-    scratch = torch.empty(programs * slot, dtype=torch.int32, device=plan.device)
+    kind = torch.int32 if plan.position_dtype == torch.uint32 else torch.uint16
+    slot = chunks * (4 * words + kind.itemsize * wide)
+    programs = max(1, min(tiles, _processors(plan.device) * PROGRAMS_PER_SM, _SCRATCH // slot))
     options = {
+        "packed": torch.empty(programs * chunks * words, dtype=torch.uint32, device=plan.device),
+        "sums": torch.empty(programs * chunks * wide, dtype=kind, device=plan.device),
         "chunks_at_most": chunks,
-        "LEVELED": rules.levels.numel() > 0,
+        "LEVELED": _leveled(rules),
         "CHUNK": CHUNK,
         "CLASSES": CLASSES,
         "WORDS": words,
+        "WIDE": wide,
     }
-    return (programs,), scratch, options
+    return (programs,), options
 
 
 def _processors(device: torch.device) -> int:

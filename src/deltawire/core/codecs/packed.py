@@ -21,6 +21,7 @@ from ..change import Change, Region, gather
 from ..dtypes import Bits, lookup
 from ..errors import CorruptStream, CountMismatch, PositionError
 from .base import BaseBits, Before, Coded, CodedBlock, exactly
+from .ulps import take_steps, zigzags_of
 
 name = "packed"
 
@@ -73,7 +74,7 @@ def decode(
         here = positions[start : start + count]
         old = gather(region, here, base(region.tensor.name))
         new = np.empty_like(old)
-        _take_steps(zigzags[start : start + count], old, signed, new)
+        take_steps(zigzags[start : start + count], old, signed, new)
         result.append(Change(region, here, old, new))
         start += count
     return result
@@ -204,42 +205,11 @@ def _read_gaps(gaps: Any, low: Any, counts: Any, sizes: Any, shift: int, positio
     return _OK if n == end else _LEFT_OVER
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _key(bits: Any, signed: bool, sign: int) -> Any:
-    """Bit patterns in the order of the numbers they stand for: flip a negative number, set the sign bit of the others.
-
-    `sign` is the number of the sign bit.
-    """
-    if not signed:
-        return bits
-    top = np.int64(1) << sign
-    return bits ^ (top | (-(bits >> sign) & (top - 1)))
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _unkey(key: Any, signed: bool, sign: int) -> Any:
-    if not signed:
-        return key
-    top = np.int64(1) << sign
-    return key ^ (top | (((key >> sign) - 1) & (top - 1)))
-
-
-@njit(cache=True, nogil=True)
-def _zigzags(old: Any, new: Any, signed: bool, zigzags: Any) -> None:
-    # +1 → 0, −1 → 1, +2 → 2 …; the shorter way round, so that every step fits the dtype's width
-    sign = old.itemsize * 8 - 1
-    top = np.int64(1) << sign
-    for i in range(old.size):
-        step = _key(np.int64(new[i]), signed, sign) - _key(np.int64(old[i]), signed, sign)
-        step = ((step + top - 1) & (2 * top - 1)) - (top - 1)
-        zigzags[i] = np.uint32(2 * step - 2 if step > 0 else -2 * step - 1)
-
-
 @njit(cache=True, nogil=True)
 def _write_steps(old: Any, new: Any, signed: bool, steps: Any, wide: Any) -> int:
     n_wide = 0
     zigzags = np.empty(old.size + 1, np.uint32)
-    _zigzags(old, new, signed, zigzags)
+    zigzags_of(old, new, signed, zigzags)
     zigzags[old.size] = 0
     for i in range(old.size):
         if zigzags[i] >= _ESCAPE:
@@ -270,14 +240,3 @@ def _read_zigzags(steps: Any, wide: Any, count: int, width: int, zigzags: Any) -
     if count < zigzags.size and zigzags[count] != 0:
         return _LEFT_OVER
     return _OK if used == wide.size else _LEFT_OVER
-
-
-@njit(cache=True, nogil=True)
-def _take_steps(zigzags: Any, old: Any, signed: bool, new: Any) -> None:
-    # apart from the gather before it: the shorter that loop, the more of its cache misses overlap
-    sign = old.itemsize * 8 - 1
-    mask = (np.int64(2) << sign) - 1
-    for i in range(old.size):
-        zigzag = np.int64(zigzags[i])
-        step = ((zigzag >> 1) + 1) * (1 - 2 * (zigzag & 1))
-        new[i] = _unkey((_key(np.int64(old[i]), signed, sign) + step) & mask, signed, sign)
