@@ -138,13 +138,13 @@ def require_schema(view: ModelView, schema: Schema, what: str) -> None:
 
 
 def _identity(tensor: Any) -> tuple[Any, ...] | None:
-    """Equal for two names of one piece of memory. None for empty tensors, which share nothing."""
+    """Equal for two names of one piece of memory. None for what shares nothing with anybody."""
     if is_torch(tensor):
         if tensor.numel() == 0:
             return None
         return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-    array = np.asarray(tensor)
-    if array.size == 0:
+    # a numpy scalar becomes an array only for the moment, and the next one may get the same address
+    if not isinstance(tensor, np.ndarray) or tensor.size == 0:
         return None
-    interface = array.__array_interface__
-    return "numpy", interface["data"][0], array.shape, array.strides, array.dtype.str
+    interface = tensor.__array_interface__
+    return "numpy", interface["data"][0], tensor.shape, tensor.strides, tensor.dtype.str

@@ -67,6 +67,7 @@ def _version(summary: Summary, run: Run) -> dict[str, Any]:
         "bytes": main.bytes,
         "times_smaller": round(run.schema.nbytes / main.bytes, 2) if main.bytes else None,
         "encoding": main.encoding,
+        "why": main.why,
         "step": summary.step,
         "created": summary.created,
         "digest": summary.digest,
@@ -109,6 +110,10 @@ def _render(out: Console, value: dict[str, Any]) -> None:
             age(version["created"]),
         )
     out.print(rows)
+    for version in value["versions"][:1]:
+        if version["why"]:
+            text = f"auto chose {version['encoding']} for v{version['version']}: {version['why']}"
+            out.print(clean(text), soft_wrap=True)
     _render_sizes(out, value["versions"], full)
     if value["replicas"]:
         _render_replicas(out, value["replicas"])

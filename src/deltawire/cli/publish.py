@@ -32,7 +32,11 @@ def command(
     ],
     run: RunArgument,
     encoding: Annotated[
-        str, typer.Option(help="How the delta is coded: packed, or raw for any tool to read.")
+        str,
+        typer.Option(
+            help="How the delta is coded: packed, context (smaller, slower), auto (whichever arrives sooner), "
+            "or raw for any tool to read."
+        ),
     ] = "packed",
     anchor: Annotated[bool, typer.Option("--anchor", help="Also upload the full weights.")] = False,
     anchor_every: Annotated[
@@ -86,11 +90,11 @@ def command(
 
 
 def _check_encoding(encoding: str) -> None:
-    from ..core.codecs import check_encoding
     from ..core.errors import UnknownFormat
+    from ..trainer.auto import EncodingChooser
 
     try:
-        check_encoding(encoding)
+        EncodingChooser(encoding)
     except UnknownFormat as error:
         raise typer.BadParameter(str(error), param_hint="--encoding") from None
 

@@ -161,6 +161,7 @@ def _link(link: Link) -> dict[str, Any]:
         "base": link.base,
         "bytes": link.bytes,
         "encoding": link.encoding,
+        "why": link.why,
         "source": link.source,
         "objects": [blob.key for blob in link.objects],
     }
@@ -278,6 +279,8 @@ def _render_version(out: Console, value: dict[str, Any]) -> None:
         where = " ".join(link["objects"]) or clean(link["source"])
         coded = f" {clean(link['encoding'])}" if link["encoding"] else ""
         out.print(f"  {link['kind']}{coded}{base}  {size(link['bytes'])}{smaller}  {where}", soft_wrap=True)
+        if link["why"]:
+            out.print(f"    chosen by auto: {clean(link['why'])}", soft_wrap=True)
     out.print(f"  state digest {value['digest']}")
     for name, shown in (
         ("step", value["step"]),

@@ -41,6 +41,8 @@ class Link(msgspec.Struct, frozen=True, omit_defaults=True):
     # the version a delta starts from
     objects: tuple[Blob, ...] = ()
     encoding: str = ""
+    why: str = ""
+    # what `auto` weighed when it chose the encoding
     changed: int = 0
     # elements that differ from the base
     source: str = ""
@@ -68,6 +70,7 @@ class SummaryLink(msgspec.Struct, frozen=True, array_like=True):
     bytes: int
     objects: int
     encoding: str
+    why: str = ""
 
 
 class Summary(msgspec.Struct, frozen=True, array_like=True):
@@ -110,7 +113,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     # the versions since the last page of history
 
     def summary(self) -> Summary:
-        links = tuple(SummaryLink(x.kind, x.base, x.bytes, len(x.objects), x.encoding) for x in self.links)
+        links = tuple(SummaryLink(x.kind, x.base, x.bytes, len(x.objects), x.encoding, x.why) for x in self.links)
         return Summary(self.version, self.parent, self.digest, self.created, self.step, self.changed, links)
 
     def link(self, kind: str, base: int | None) -> Link:

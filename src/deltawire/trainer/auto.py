@@ -2,15 +2,19 @@
 
     time = bytes / link speed + encode + decode
 
-The link is measured by the publisher's own uploads; what an encoding costs and saves is measured by its own use, starting
-from the figures of benchmarks/codec.py. A replica is taken to have a link and a processor like the trainer's.
+The link is measured by the publisher's own uploads; what an encoding costs and saves is measured by its own use,
+starting from the figures of benchmarks/codec.py. A replica is taken to have a link and a processor like the trainer's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..core.codecs import check_encoding
 from ..core.parallel import default_threads
+from ..core.sparse import DataFile
+
+AUTO = "auto"
 
 UNKNOWN_LINK = 125e6
 """Bytes per second before the first upload was timed: 1 Gbit/s."""
@@ -20,6 +24,9 @@ _MEMORY = 0.3
 
 _SMALL = 64 << 10
 """Uploads below this say more about latency than about the link."""
+
+_FEW = 1000
+"""Changes below this say little about an encoding."""
 
 
 @dataclass(slots=True)
@@ -39,37 +46,50 @@ class Estimate:
         return (weights * self.seconds_per_weight + changed * self.seconds_per_change) / default_threads()
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    encoding: str
+    why: str = ""
+    # empty where the user chose
+
+
 class EncodingChooser:
-    def __init__(self) -> None:
+    """Says how the next delta is coded: always the same way, or by `auto`."""
+
+    def __init__(self, encoding: str) -> None:
+        if encoding != AUTO:
+            check_encoding(encoding)
+        self._fixed = None if encoding == AUTO else Choice(encoding)
         self.link = UNKNOWN_LINK
         self.measured = False
         self.estimates = {
             "packed": Estimate(9.9, 0.0, 20e-9),
-            "context": Estimate(7.2, 3e-9, 40e-9),
+            "context": Estimate(7.0, 3e-9, 40e-9),
         }
+        self._density = 0.01
 
-    def choose(self, weights: int, changed: int) -> tuple[str, str]:
-        """(encoding, why) for a delta of this size."""
+    def choose(self, weights: int, changed: int | None = None) -> Choice:
+        """For a delta of this size, or one as dense as the last where the size is not known yet."""
+        if self._fixed is not None:
+            return self._fixed
+        changed = round(weights * self._density) if changed is None else changed
         times = {name: self._time(estimate, weights, changed) for name, estimate in self.estimates.items()}
         best, other = sorted(times, key=lambda name: times[name])[:2]
-        speed = f"{self.link * 8 / 1e6:.0f} Mbit/s {'measured' if self.measured else 'assumed'}"
-        return best, f"{best} {times[best]:.3g} s, {other} {times[other]:.3g} s at {speed}"
+        speed = f"{self.link * 8 / 1e6:.3g} Mbit/s {'measured' if self.measured else 'assumed'}"
+        return Choice(best, f"{times[best]:.2g} s, {other} {times[other]:.2g} s, at {speed}")
 
-    def uploaded(self, size: int, seconds: float) -> None:
-        """Learn the link from an upload."""
-        if size < _SMALL or seconds <= 0:
+    def learn(self, choice: Choice, file: DataFile, weights: int, encode: float, put: float) -> None:
+        """From a delta that was coded in `encode` seconds and uploaded in `put`. Decoding is taken to cost the same."""
+        self._density = file.changed / max(weights, 1)
+        if file.size >= _SMALL and put > 0:
+            speed = file.size / put
+            self.link = (1 - _MEMORY) * self.link + _MEMORY * speed if self.measured else speed
+            self.measured = True
+        estimate = self.estimates.get(choice.encoding)
+        if estimate is None or file.changed < _FEW:
             return
-        speed = size / seconds
-        self.link = speed if not self.measured else (1 - _MEMORY) * self.link + _MEMORY * speed
-        self.measured = True
-
-    def encoded(self, encoding: str, size: int, weights: int, changed: int, seconds: float) -> None:
-        """Learn what an encoding saves and costs from its last use. Decoding is taken to cost what encoding did."""
-        estimate = self.estimates.get(encoding)
-        if estimate is None or changed < 1000:
-            return
-        estimate.bits_per_changed += _MEMORY * (8 * size / changed - estimate.bits_per_changed)
-        ratio = 2 * seconds / max(estimate.work(weights, changed), 1e-9)
+        estimate.bits_per_changed += _MEMORY * (8 * file.size / file.changed - estimate.bits_per_changed)
+        ratio = 2 * encode / max(estimate.work(weights, file.changed), 1e-9)
         # one sample may have been held up by something else
         ratio = (1 - _MEMORY) + _MEMORY * min(max(ratio, 0.25), 4.0)
         estimate.seconds_per_weight *= ratio

@@ -19,7 +19,6 @@ from typing import Any
 from ..bucket.replay import State, checkout, find_reference, reference_source
 from ..bucket.run import Run
 from ..core import full
-from ..core.codecs import check_encoding
 from ..core.errors import (
     DeltawireError,
     DivergedRun,
@@ -33,6 +32,7 @@ from ..core.parallel import ordered_map
 from ..core.sparse import EncodedBlock, encode_block
 from ..models import ModelView
 from ..store import Store, open_store
+from .auto import EncodingChooser
 from .commit import Committer
 from .mirror import Capture, Mirror, TooLarge
 from .policy import AnchorPolicy
@@ -69,7 +69,7 @@ class _Job:
 class Publisher:
     """Publishes versions of a model to a run. One live publisher per run; a second one loses cleanly.
 
-    encoding       "packed" (default) or "raw"
+    encoding       "packed" (default), "context" (smaller, slower), "auto" (whichever gets there sooner) or "raw"
     wire_dtype     "bf16" or "fp16": what floating-point torch weights are cast to before they are compared; None sends
                    them as they are
     anchor_every   an anchor at the latest every so many versions; `anchor_ratio` rules in any case
@@ -95,8 +95,7 @@ class Publisher:
         model_name: str = "",
         max_pending: int | None = None,
     ) -> None:
-        check_encoding(encoding)
-        self._encoding = encoding
+        self._chooser = EncodingChooser(encoding)
         self._policy = AnchorPolicy(anchor_every, anchor_ratio)
         self._wire_dtype = wire_dtype
         self._skip_every = skip_every
@@ -219,7 +218,7 @@ class Publisher:
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take_up(self, run: Run) -> VersionWriter:
-        self._writer = VersionWriter(Committer(run), self._encoding, self._policy, self._files)
+        self._writer = VersionWriter(Committer(run), self._chooser, self._policy, self._files)
         return self._writer
 
     def _source(self, model: Any) -> full.Source:
@@ -320,14 +319,14 @@ class Publisher:
             source = self._open(source, progress)
         mirror, first = self._mirror, self._writer.committer.newest is None
         assert mirror is not None
-        stream = Stream(mirror, source, self._encoding, (lambda n: progress("detect", n)) if progress else None)
+        choice = self._chooser.choose(source.schema.elements)
+        stream = Stream(mirror, source, choice.encoding, (lambda n: progress("detect", n)) if progress else None)
         # until the commit the mirror is ahead of the bucket; if anything fails it must be rebuilt from there
         self._mirror = self._skip = None
         if first:
             stream.load()
-        draft = Draft(
-            () if first else stream.blocks(), mirror.state.region, stream.digest, step, metrics, {}, None, progress
-        )
+        blocks = () if first else stream.blocks()
+        draft = Draft(choice, blocks, mirror.state.region, stream.digest, step, metrics, {}, None, progress)
         published = self._writer.write(draft)
         self._mirror = mirror
         published.timings["held"] = time.perf_counter() - began
@@ -366,20 +365,22 @@ class Publisher:
         mirror = self._mirror
         self._take_over(job, self._writer.committer.catch_up())
         capture, version = job.capture, self._writer.committer.next_version
+        choice = self._chooser.choose(mirror.state.schema.elements, capture.count)
         before = mirror.before(capture)
 
         def encoded() -> Iterator[EncodedBlock]:
-            return ordered_map(lambda changes: encode_block(changes, self._encoding, before), capture.blocks)
+            return ordered_map(lambda changes: encode_block(changes, choice.encoding, before), capture.blocks)
 
         since = self._since_skip_base(capture)
         draft = Draft(
+            choice,
             encoded() if version else (),
             mirror.at(capture),
             lambda: mirror.digest_at(capture),
             job.step,
             job.metrics,
             {"held": job.held},
-            self._skip_draft(since, capture, version),
+            self._skip_draft(since, capture, version, choice.encoding),
         )
         published = self._writer.write(draft)
         self._settle(capture, version, since)
@@ -426,7 +427,9 @@ class Publisher:
         base, since = self._skip
         return base, since.then(capture)
 
-    def _skip_draft(self, since: tuple[int, Capture] | None, capture: Capture, version: int) -> Skip | None:
+    def _skip_draft(
+        self, since: tuple[int, Capture] | None, capture: Capture, version: int, encoding: str
+    ) -> Skip | None:
         if since is None or not self._is_skip_base(version) or since[0] == version - 1:
             return None
         assert self._mirror is not None
@@ -434,5 +437,5 @@ class Publisher:
         before = self._mirror.before(capture, since=changes)
         return Skip(
             base,
-            lambda: ordered_map(lambda block: encode_block(block, self._encoding, before), changes.blocks),
+            lambda: ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks),
         )

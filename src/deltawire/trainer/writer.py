@@ -13,6 +13,7 @@ from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.manifest import Link, Manifest
 from ..core.sparse import DataFile, DeltaWriter, EncodedBlock
+from .auto import Choice, EncodingChooser
 from .commit import Committer
 from .policy import AnchorPolicy
 
@@ -50,6 +51,8 @@ class Skip:
 class Draft:
     """A version on its way: everything about it that is not yet in the bucket."""
 
+    choice: Choice
+    # how the blocks are coded
     blocks: Iterable[EncodedBlock]
     # the coded changes since the version before; consumed once, before `weights` and `digest` are asked for
     weights: Callable[[Region], Bits]
@@ -64,16 +67,17 @@ class Draft:
 
 class VersionWriter:
     def __init__(
-        self, committer: Committer, encoding: str, policy: AnchorPolicy, files: Mapping[str, bytes] | None
+        self, committer: Committer, chooser: EncodingChooser, policy: AnchorPolicy, files: Mapping[str, bytes] | None
     ) -> None:
-        self.committer, self.encoding, self.policy, self.files = committer, encoding, policy, files
+        self.committer, self.chooser, self.policy, self.files = committer, chooser, policy, files
 
     def write(self, draft: Draft) -> Published:
         committer, schema = self.committer, self.committer.run.schema
         version = committer.next_version
         put = (lambda n: draft.progress("put", n)) if draft.progress else None
         clock = time.perf_counter()
-        delta = DeltaWriter(self.encoding)
+        choice = draft.choice
+        delta = DeltaWriter(choice.encoding)
         links: list[Link] = []
         try:
             file = self._delta(delta, draft.blocks, version - 1, version)
@@ -82,7 +86,8 @@ class VersionWriter:
             delta_bytes = file.size if version else 0
             if version and delta_bytes < schema.nbytes:
                 blob = committer.put(keys.delta(version - 1, version, committer.writer), file, put)
-                links.append(Link("delta", version - 1, (blob,), self.encoding, file.changed))
+                links.append(Link("delta", version - 1, (blob,), choice.encoding, choice.why, file.changed))
+                self.chooser.learn(choice, file, schema.elements, draft.timings["encode"], time.perf_counter() - clock)
             if not links or self.policy.wants_anchor(version, delta_bytes, schema.nbytes, committer.versions):
                 metadata = {**self._metadata(version), "total_params": str(schema.elements)}
                 whole = full.anchor(schema, draft.weights, metadata)
@@ -91,7 +96,7 @@ class VersionWriter:
         finally:
             delta.close()
         if draft.skip is not None:
-            links.append(self._skip(draft.skip, version))
+            links.append(self._skip(draft.skip, choice, version))
         files = committer.put_files(self.files)
         draft.timings["put"] = time.perf_counter() - clock
         manifest = committer.commit(
@@ -126,12 +131,12 @@ class VersionWriter:
             }
         )
 
-    def _skip(self, skip: Skip, version: int) -> Link:
-        writer = DeltaWriter(self.encoding)
+    def _skip(self, skip: Skip, choice: Choice, version: int) -> Link:
+        writer = DeltaWriter(choice.encoding)
         try:
             file = self._delta(writer, skip.blocks(), skip.base, version)
             blob = self.committer.put(keys.delta(skip.base, version, self.committer.writer), file)
-            return Link("delta", skip.base, (blob,), self.encoding, file.changed)
+            return Link("delta", skip.base, (blob,), choice.encoding, choice.why, file.changed)
         finally:
             writer.close()
 

@@ -37,6 +37,9 @@ ROW_NEUTRAL, COLUMN_NEUTRAL = 3, 2
 NONE = 255
 """Class of the padding behind a chunk that ends early."""
 
+SPARE = 4 * CHUNK
+"""Bytes of a chunk of the widest units."""
+
 _AHEAD = 8
 """Rows fetched ahead: rows of a tile lie far apart, and the hardware does not see them coming."""
 
@@ -100,10 +103,10 @@ def _classify_rows(
 ) -> None:  # fmt: skip
     """Classes of [r0:r1, c0:c1], a chunk after the other, padded with NONE. Chunks of dead rows are left as they are.
 
-    `units` are the bytes of the old weights, [r, c] being unit r · stride + c; column_levels reach CHUNK past the end.
+    `units` are the bytes of the old weights, [r, c] being unit r · stride + c. column_levels reach CHUNK past the end,
+    and cls has SPARE bytes more than chunks.
     """
-    edge = np.empty(CHUNK * 4, np.uint8)
-    source, levels, out, spare = _address(units), _address(column_levels), _address(cls), _address(edge)
+    source, levels, out, edge = _address(units), _address(column_levels), _address(cls), cls.size - SPARE
     shift, mask, low, top = rule[0], uint8(rule[1]), uint8(rule[2]), uint8(rule[3])
     offset, limit, ahead = uint8(rule[4]), uint8(rule[5] - 1), _AHEAD * stride * size
     i = 0
@@ -115,8 +118,8 @@ def _classify_rows(
                 if at + CHUNK * size > units.size:
                     # the end of the memory: nothing behind it may be read
                     for j in range((c1 - b) * size):
-                        edge[j] = units[at + j]
-                    here = spare
+                        cls[edge + j] = units[at + j]
+                    here = out + edge
                 else:
                     for line in range(0, CHUNK * size, 64):
                         prefetch(here + ahead + line)
@@ -259,8 +262,8 @@ def place_tile(
     return total
 
 
-# What rules and levels are chosen from. Rule.table's class 0 of exponents is x = 0, the least likely; levels move a line
-# up and down in x.
+# What rules and levels are chosen from: how many weights, and how many changed ones, of each likelihood x a row or a
+# column has. x = clamp(top − exponent, 0, span − 1) + what the levels add.
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -268,11 +271,9 @@ def exponent_histogram(
     units: Any, size: Any, stride: Any, rows: Any, columns: Any, shift: Any, mask: Any, every: Any, out: Any
 ) -> None:
     """How many weights of every `every`-th row have each exponent."""
-    levels, cls = np.zeros(columns + CHUNK, np.uint8), np.empty(columns + CHUNK, np.uint8)
-    # exponents as classes 255 − exponent
-    rule = np.array([shift, mask, 0, 255, 255, 256], np.int64)
-    live = np.ones(rows, np.uint8)
-    rule[4] -= 1
+    levels, cls, live = np.zeros(columns + CHUNK, np.uint8), np.empty(columns + CHUNK + SPARE, np.uint8), np.ones(rows, np.uint8)
+    # rows have level 1, so this is 255 − exponent
+    rule = np.array([shift, mask, 0, 255, 254, 256], np.int64)
     for r in range(0, rows, every):
         _classify_rows(units, size, stride, rule, live, levels, r, r + 1, 0, columns, cls)
         for j in range(columns):
@@ -287,9 +288,9 @@ def weights_by_row(
 
     A sample of the columns would do for the likelihoods, but its noise was taken for structure: up to 0.14 bits.
     """
-    cls, kinds = np.empty(columns + CHUNK, np.uint8), out.shape[1]
+    cls, kinds = np.empty(columns + CHUNK + SPARE, np.uint8), out.shape[1]
     flat, live = rule.copy(), np.ones(rows, np.uint8)
-    # x itself: levels of 1 in every row are taken back
+    # rows have level 1, so this is x
     flat[4], flat[5] = rule[3] - 1, kinds
     chunk = _address(cls)
     for r in range(rows):
@@ -305,7 +306,7 @@ def weights_by_column(
     units: Any, size: Any, stride: Any, rows: Any, columns: Any, rule: Any, row_plus: Any, out: Any
 ) -> None:
     """out[column, x] over a sample of at least 512 rows, dead ones (row_plus < 0) left out."""
-    cls, levels = np.empty(columns + CHUNK, np.uint8), np.zeros(columns + CHUNK, np.uint8)
+    cls, levels = np.empty(columns + CHUNK + SPARE, np.uint8), np.zeros(columns + CHUNK, np.uint8)
     flat, live = rule.copy(), np.ones(rows, np.uint8)
     flat[4], flat[5] = rule[3] - 1, 256
     last, every = out.shape[1] - 1, max(1, min(8, rows // 512))

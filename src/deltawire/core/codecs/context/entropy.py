@@ -1,0 +1,309 @@
+"""Range coder and its tables: how a tile's counts, gaps and steps become bytes.
+
+One tile is one byte string, so a tile can be decoded alone, by any core or GPU thread, with no neighbour's old weights.
+That is why this is a range coder and not rANS: it ends within a byte of the entropy where an rANS state costs three to
+four, and a tile is only about 500 bytes.
+
+Gaps need no table in the file. Within a (tile, class) run the decoder knows n elements are left of which k changed, so
+the gap to the next one is geometric with mean n/k, and for the last few exactly hypergeometric: both are formulas.
+Knowing n and k also pays back what sending k costs, so small tiles are nearly free. The tables are made from integers
+and from float64 +, −, ×, / and sqrt only, which IEEE 754 rounds the same way everywhere: two machines must agree on every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit, uint64
+
+from ...simd import leading_zeros
+
+PRECISION = 14
+TOTAL = 1 << PRECISION
+"""What the frequencies of a table sum to."""
+
+SYMBOLS = 64
+ESCAPE = SYMBOLS - 1
+"""Every table has 64 symbols; the last one of a gap or count table is the escape."""
+
+MAX_TILE = 1 << 18
+COUNT_BITS = 18
+"""A tile has at most so many elements; a count that escapes is sent in so many bits less one value: see runs.py."""
+
+FEW = 7
+"""The last FEW changes of a run have tables of their own (hypergeometric)."""
+
+DIRECT = 16
+"""Steps up to ±8 ulps are symbols; larger ones a bit length and raw bits."""
+
+SPREADS = (0.1, 0.35, 1.0)
+"""How much counts of equal tiles may differ, relative; a block chooses one."""
+
+LEVEL_MIN, LEVEL_OCTAVES = -6, 16
+COUNT_LEVELS = LEVEL_OCTAVES * 4
+"""Count tables exist for expected counts from 2^−6 to 2^10, four an octave."""
+
+NEAR = 32
+"""Gap tables before the hypergeometric ones."""
+
+Cumulative = npt.NDArray[np.uint16]
+
+
+def quantise(weights: Iterable[float]) -> Cumulative:
+    """Cumulative frequencies (65, the last is TOTAL) of 64 weights; a positive weight keeps at least 1."""
+    weights = [float(w) for w in weights]
+    total = 0.0
+    # a loop, not sum(): newer Pythons compensate sum(), older ones do not
+    for w in weights:
+        total += w
+    freq = [max(1, int(w / total * TOTAL)) if w > 0 else 0 for w in weights]
+    order = sorted(range(len(freq)), key=lambda i: (-freq[i], i))
+    spare, i = TOTAL - sum(freq), 0
+    # what rounding left over goes to (or comes from) the largest
+    while spare:
+        take = spare if spare > 0 else -min(-spare, freq[order[i]] // 2)
+        freq[order[i]] += take
+        spare -= take
+        i += 1
+    return np.concatenate([[0], np.cumsum(freq)]).astype(np.uint16)
+
+
+def coarse(cumulative: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
+    """For each value's top 6 bits the first symbol it can be: the decoder's search starts there."""
+    out = np.empty((len(cumulative), 64), np.uint8)
+    for t, c in enumerate(cumulative):
+        out[t] = np.searchsorted(c[1:], np.arange(64) << (PRECISION - 6), side="right")
+    return out
+
+
+def _gap_tables() -> Cumulative:
+    tables = []
+    # 0..23: means 1 to 8, exact gaps; 24..31: means 4 to 8 in units of 2^s, s > 0
+    for i in range(NEAR):
+        octave, eighth = (i // 8, i % 8) if i < 24 else (2, i % 8)
+        mean = (1 << octave) * (8 + eighth + 0.5) / 8
+        if i < 24:
+            stay = 1.0 - 1.0 / mean
+        else:
+            stay = 1.0 - 1.0 / (mean * 1024)
+            for _ in range(10):
+                stay *= stay
+        w, weights = 1.0 - stay, []
+        for _ in range(ESCAPE):
+            weights.append(max(w, 1e-9))
+            w *= stay
+        tables.append(quantise([*weights, max(w / (1.0 - stay), 1e-9)]))
+    for k in range(1, FEW + 1):
+        for last in range(1, ESCAPE + 1):
+            # exact for short runs: ways to place the other k − 1 behind; else the same as a density over buckets
+            if last < 32:
+                ways = [_choose(last - q + k - 1, k - 1) for q in range(last + 1)]
+            else:
+                ways = [(last + 1 - q) ** k - (last - q) ** k for q in range(last + 1)]
+            tables.append(quantise(ways + [0] * (SYMBOLS - len(ways))))
+    return np.array(tables)
+
+
+def _choose(n: int, k: int) -> int:
+    out = 1
+    for i in range(k):
+        out = out * (n - i) // (i + 1)
+    return out
+
+
+def _count_tables() -> tuple[Cumulative, npt.NDArray[np.uint8]]:
+    """Negative binomial in buckets of 2^shift: cumulative tables of all spreads and levels, and the shifts."""
+    tables, shifts = [], []
+    for spread in SPREADS:
+        for level in range(COUNT_LEVELS):
+            mean = 2.0 ** (level // 4 + LEVEL_MIN) * (4 + level % 4 + 0.5) / 4
+            r, mode, scatter = 1.0 / (spread * spread), int(mean), spread * mean
+            top = int(mean + 7.0 * float(np.sqrt(mean + scatter * scatter))) + 2
+            # P(k + 1) / P(k)
+            ratio = (np.arange(top) + r) / (np.arange(top) + 1.0) * (mean / (mean + r))
+            chance = np.ones(top + 1)
+            chance[mode + 1 :] = np.cumprod(ratio[mode:])
+            chance[:mode] = np.cumprod(1.0 / ratio[:mode][::-1])[::-1]
+            shift = 0
+            while (top >> shift) >= ESCAPE:
+                shift += 1
+            weights = [1e-7] * SYMBOLS
+            for k in range(top + 1):
+                weights[k >> shift] += float(chance[k])
+            tables.append(quantise(weights))
+            shifts.append(shift)
+    return np.array(tables), np.array(shifts, np.uint8)
+
+
+GAP_TABLES = _gap_tables()
+GAP_COARSE = coarse(GAP_TABLES)
+COUNT_TABLES, COUNT_SHIFT = _count_tables()
+COUNT_COARSE = coarse(COUNT_TABLES)
+_EIGHTH = np.sqrt(np.sqrt(np.sqrt(np.float64(0.5))))
+RATE = np.cumprod(np.concatenate([[1.0], np.full(255, _EIGHTH)]))
+"""RATE[b] = 2^(−b/8): how often a class changes, in one byte."""
+
+
+# Tables are passed whole, with a row number: a row slice is an object whose reference count costs more than the lookup.
+
+# ── encoder: a tile is first a list of operations (start, frequency, bits), then one tight loop makes bytes of them ──
+
+
+@njit(nogil=True, cache=True, inline="always")
+def _operation(start: Any, frequency: Any, bits: Any) -> Any:
+    return uint64(start) | (uint64(frequency) << uint64(20)) | (uint64(bits) << uint64(40))
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def put_symbol(ops: Any, at: Any, tables: Any, table: Any, symbol: Any) -> Any:
+    low, high = tables[table, symbol], tables[table, symbol + 1]
+    ops[at] = _operation(low, high - low, PRECISION)
+    return at + 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def put_bits(ops: Any, at: Any, value: Any, bits: Any) -> Any:
+    # the range is at least 2^24: twelve bits at a time leave 2^12, enough to stay exact
+    while bits > 12:
+        ops[at] = _operation(value & uint64(4095), 1, 12)
+        at += 1
+        value >>= uint64(12)
+        bits -= 12
+    if bits > 0:
+        ops[at] = _operation(value, 1, bits)
+        at += 1
+    return at
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def encode_ops(ops: Any, count: Any, out: Any, at: Any) -> Any:
+    """Append the bytes of ops[:count] to out (room: 3 bytes per operation and 8 more); returns where they end."""
+    first = at
+    low, span = uint64(0), uint64(0xFFFFFFFF)
+    for i in range(count):
+        op = ops[i]
+        part = span >> (op >> uint64(40))
+        low += part * (op & uint64(0xFFFFF))
+        span = part * ((op >> uint64(20)) & uint64(0xFFFFF))
+        if low >> uint64(32):
+            _carry(out, first, at)
+            low &= uint64(0xFFFFFFFF)
+        while span < uint64(1 << 24):
+            out[at] = low >> uint64(24)
+            at += 1
+            low = (low << uint64(8)) & uint64(0xFFFFFFFF)
+            span <<= uint64(8)
+    # the shortest tail whose value, padded with zeros, lies in [low, low + span)
+    for size in range(5):
+        mask = (uint64(1) << uint64(32 - 8 * size)) - uint64(1)
+        value = (low + mask) & ~mask
+        if value < low + span:
+            if value >> uint64(32):
+                _carry(out, first, at)
+            for b in range(size):
+                out[at] = (value >> uint64(24 - 8 * b)) & uint64(255)
+                at += 1
+            return at
+    return at
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _carry(out: Any, first: Any, at: Any) -> None:
+    p = at - 1
+    while p >= first and out[p] == 255:
+        out[p] = 0
+        p -= 1
+    if p >= first:
+        out[p] += 1
+
+
+# ── decoder: state is (code, span, at); bytes past the end read as zero, and `at` tells how far past they were read ──
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def start_decode(data: Any, at: Any, end: Any) -> Any:
+    code = uint64(0)
+    for _ in range(4):
+        code = (code << uint64(8)) | (uint64(data[at]) if at < end else uint64(0))
+        at += 1
+    return code, uint64(0xFFFFFFFF), at
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def get_symbol(code: Any, span: Any, at: Any, data: Any, end: Any, tables: Any, first: Any, table: Any) -> Any:
+    part = span >> uint64(PRECISION)
+    v = code // part
+    # only a damaged stream gets here; clamped, it stays inside the table
+    if v >= uint64(TOTAL):
+        v = uint64(TOTAL - 1)
+    t = uint64(table)
+    s = uint64(first[t, v >> uint64(PRECISION - 6)])
+    while uint64(tables[t, s + uint64(1)]) <= v:
+        s += uint64(1)
+    low, high = uint64(tables[t, s]), uint64(tables[t, s + uint64(1)])
+    code -= part * low
+    span = part * (high - low)
+    while span < uint64(1 << 24):
+        code = ((code << uint64(8)) | (uint64(data[at]) if at < end else uint64(0))) & uint64(0xFFFFFFFF)
+        at += 1
+        span <<= uint64(8)
+    return code, span, at, np.int64(s)
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def get_bits(code: Any, span: Any, at: Any, data: Any, end: Any, bits: Any) -> Any:
+    value, done = uint64(0), 0
+    while bits > 0:
+        b = min(bits, 12)
+        span >>= uint64(b)
+        v = code // span
+        if v >> uint64(b):
+            v = (uint64(1) << uint64(b)) - uint64(1)
+        code -= span * v
+        while span < uint64(1 << 24):
+            code = ((code << uint64(8)) | (uint64(data[at]) if at < end else uint64(0))) & uint64(0xFFFFFFFF)
+            at += 1
+            span <<= uint64(8)
+        value |= v << uint64(done)
+        done += b
+        bits -= b
+    return code, span, at, value
+
+
+# ── the models: which table a gap or a count uses ──
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _log2(x: Any) -> Any:
+    return 63 - leading_zeros(uint64(x))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def gap_model(n: Any, k: Any) -> Any:
+    """Table and bucket shift for the gap before the next of k among n left (0 < k < n)."""
+    if k <= FEW:
+        shift = max(_log2(n - k) - 5, 0)
+        return NEAR + (k - 1) * ESCAPE + ((n - k) >> shift) - 1, shift
+    eighths = (n * 8) // k
+    octave = _log2(eighths) - 3
+    eighth = (eighths >> octave) - 8
+    if octave <= 2:
+        return octave * 8 + eighth, 0
+    return 24 + eighth, octave - 2
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def count_model(expected: Any) -> Any:
+    """Table (within a spread) for an expected count, and the extra shift beyond the largest one."""
+    extra = 0
+    while expected >= 2.0 ** (LEVEL_MIN + LEVEL_OCTAVES):
+        expected *= 0.5
+        extra += 1
+    scaled, octave = max(expected * 2.0**-LEVEL_MIN, 1.0), 0
+    while scaled >= 2.0:
+        scaled *= 0.5
+        octave += 1
+    return octave * 4 + int((scaled - 1.0) * 4.0), extra
