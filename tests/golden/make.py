@@ -118,7 +118,7 @@ def manifests() -> tuple[Manifest, Manifest]:
     digest: StateDigest = full.digest_of(new())
     second = Manifest(
         RUN, 1, 0, SCHEMA.hash, str(digest),
-        (Link("delta", 0, (blob(keys.delta(0, 1, WRITER), change),), "packed", change.changed),),
+        (Link("delta", 0, (blob(keys.delta(0, 1, WRITER), change),), "packed", changed=change.changed),),
         1_700_000_002.25, WRITER, step=100, changed=change.changed, metrics={"reward": 0.5},
         timings={"encode": 0.001}, recent=(first.summary(),),
     )  # fmt: skip

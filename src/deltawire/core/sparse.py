@@ -93,7 +93,9 @@ def encode_block(changes: Sequence[Change], encoding: str, before: Before) -> En
         (number[c.region.tensor], c.region.row, c.region.rows, c.region.column, c.region.columns, c.count)
         for c in changes
     ]
-    record = _Block(encoding, regions, streams, coded.parameters, blake3(payload).hexdigest(length=16))
+    record = _Block(
+        coded.encoding or encoding, regions, streams, coded.parameters, blake3(payload).hexdigest(length=16)
+    )
     return EncodedBlock(tensors, record, [("", "U8", payload)], changed)
 
 
@@ -231,7 +233,7 @@ class DeltaFile:
             indices = self._read(block.indices.start, block.indices.nbytes)
             values = self._read(block.values.start, block.values.nbytes)
             return raw.decode(region.tensor, block.indices.dtype, indices, values, base)
-        streams = self._streams(block, block.record)
+        streams = self.streams(block)
         changes: list[Change] = block_encoding(block.record.encoding).decode(block.record, block.regions, streams, base)
         return changes
 
@@ -240,10 +242,14 @@ class DeltaFile:
         read = getattr(block_encoding(block.record.encoding), "steps", None) if block.record else None
         if read is None or block.record is None:
             return None
-        steps: npt.NDArray[np.int64] = read(block.record, block.regions, self._streams(block, block.record))
+        steps: npt.NDArray[np.int64] = read(block.record, block.regions, self.streams(block))
         return steps
 
-    def _streams(self, block: BlockRef, record: _Block) -> dict[str, bytes]:
+    def streams(self, block: BlockRef) -> dict[str, bytes]:
+        """The streams of a block as they are stored, checked by its hash."""
+        record = block.record
+        if record is None:
+            return {}
         payload = self._read(block.start, block.nbytes)
         if blake3(payload).hexdigest(length=16) != record.hash:
             raise HashMismatch(f"the block at byte {block.start} does not have the hash its index names")

@@ -5,7 +5,8 @@ else: only the sparse payload needs to leave the device. On a CUDA device with T
 whole model (`triton_ops`); anywhere else they are plain torch (`torch_ops`). Both give the same bits.
 
 A *plan* says how a model is cut into tiles. Functions that are not given one cut tensors along their memory; the cut is
-made once per list of shapes. Tensors must be contiguous.
+made once per list of shapes. Tensors must be contiguous. Work is queued on torch's current stream; functions that must
+know a count wait for it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.digest import StateDigest, tensor_keys
+from . import torch_ops
+from .host import from_changes, region_plan, to_changes
 from .plan import TILE, Plan, Segment, flat_plan, grid
 from .results import CLASSES, Changed, Ranks, Rules, rules
 
@@ -39,10 +45,13 @@ __all__ = [
     "digest",
     "digest_change",
     "flat_plan",
+    "from_changes",
     "grid",
     "operations",
     "place",
+    "region_plan",
     "rules",
+    "to_changes",
 ]
 
 
@@ -51,12 +60,10 @@ def operations(device: torch.device) -> ModuleType:
     wanted = os.environ.get("DELTAWIRE_KERNELS", "triton")
     if wanted not in ("torch", "triton"):
         raise ValueError(f"DELTAWIRE_KERNELS is {wanted!r}; it can be 'torch' or 'triton'")
-    if device.type == "cuda" and wanted == "triton" and importlib.util.find_spec("triton") is not None:
+    if device.type == "cuda" and wanted == "triton" and _has_triton():
         from . import triton_ops
 
         return triton_ops
-    from . import torch_ops
-
     return torch_ops
 
 
@@ -64,7 +71,7 @@ def detect(old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False
     """Every unit whose bits differ between two models; with `update`, `old` holds the new bits afterwards."""
     plan = plan or flat_plan(old)
     _require_alike(old, new, [t.dtype for t in old], [t.dtype for t in new])
-    return operations(plan.device).detect(plan, old, new, update=update)  # type: ignore[no-any-return]
+    return _run("detect", plan, old, new, update=update)  # type: ignore[no-any-return]
 
 
 def cast_and_detect(
@@ -78,19 +85,19 @@ def cast_and_detect(
     plan = plan or flat_plan(copies)
     _require_alike(masters, copies, [t.dtype for t in masters], [torch.float32] * len(masters))
     _require_alike(copies, masters, [t.dtype for t in copies], [torch.bfloat16] * len(copies))
-    return operations(plan.device).cast_and_detect(plan, masters, copies, write=write)  # type: ignore[no-any-return]
+    return _run("cast_and_detect", plan, masters, copies, write=write)  # type: ignore[no-any-return]
 
 
 def apply(tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False, plan: Plan | None = None) -> Changed:
     """Write the new bits; with `keep`, return the change with the bits it replaced: apply its `swapped()` to undo."""
     plan = plan or flat_plan(tensors)
-    return operations(plan.device).apply(plan, tensors, changed, keep=keep)  # type: ignore[no-any-return]
+    return _run("apply", plan, tensors, changed, keep=keep)  # type: ignore[no-any-return]
 
 
 def digest(names: Sequence[str], tensors: Sequence[Tensor]) -> StateDigest:
     """The state digest of a model: what `deltawire.core.digest` says of the same bits."""
     plan = flat_plan(tensors, unit=2)
-    return _state(operations(plan.device).digest(plan, tensors, _keys(plan, names)))
+    return _state(_run("digest", plan, tensors, _keys(plan, names)))
 
 
 def digest_change(
@@ -98,22 +105,34 @@ def digest_change(
 ) -> StateDigest:
     """How the state digest moves when the change is applied; `tensors` give the shapes alone."""
     plan = plan or flat_plan(tensors)
-    return _state(operations(plan.device).digest_change(plan, changed, _keys(plan, names)))
+    return _state(_run("digest_change", plan, changed, _keys(plan, names)))
 
 
 def class_counts(old: Sequence[Tensor], plan: Plan, rules: Rules) -> Tensor:
     """Units of each class in each tile: what a host needs to decode ranks."""
-    return operations(plan.device).class_counts(plan, old, rules)  # type: ignore[no-any-return]
+    return _run("class_counts", plan, old, rules)  # type: ignore[no-any-return]
 
 
 def class_ranks(old: Sequence[Tensor], plan: Plan, rules: Rules, changed: Changed) -> Ranks:
     """Changes as ranks within the classes of the old bits, which `old` must still hold."""
-    return operations(plan.device).class_ranks(plan, old, rules, changed)  # type: ignore[no-any-return]
+    return _run("class_ranks", plan, old, rules, changed)  # type: ignore[no-any-return]
 
 
 def place(old: Sequence[Tensor], plan: Plan, rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:
     """The inverse of `class_ranks`: a change ready to be applied. A rank past its class is a ValueError."""
-    return operations(plan.device).place(plan, old, rules, counts, ranks, steps)  # type: ignore[no-any-return]
+    return _run("place", plan, old, rules, counts, ranks, steps)  # type: ignore[no-any-return]
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _run(name: str, plan: Plan, *arguments: Any, **options: Any) -> Any:
+    function = getattr(operations(plan.device), name)
+    # Triton launches on the current device, which need not be the tensors'
+    with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+        return function(plan, *arguments, **options)
 
 
 def _require_alike(

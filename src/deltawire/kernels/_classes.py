@@ -103,15 +103,12 @@ def class_counts_kernel(
     rows, width = shape[0], shape[1]
     number = tl.arange(0, WIDE)
     total = tl.zeros([WIDE], tl.int32)
-    seen = 0
     for first in range(0, rows * tl.cdiv(width, CHUNK), CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
         found = chunk_classes(at, chunk, shape, rule, levels, where, 0, LEVELED, CHUNK, UNIT, ALIGNED)
+        # what is not there counts as class 0, which is not kept
         total += tl.histogram(tl.reshape(found, [CHUNKS * CHUNK]), WIDE)
-        seen += CHUNKS * CHUNK
-    # what is not there was counted as class 0
-    total -= tl.where(number == 0, seen - rows * width, 0)
-    tl.store(sizes + tile * CLASSES + number, total)
+    tl.store(sizes + tile * CLASSES + number, total, mask=number > 0)
 
 
 @triton.jit

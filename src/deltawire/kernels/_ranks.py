@@ -84,7 +84,7 @@ def class_ranks_kernel(
         total = sum_chunks(
             at, shape, rule, levels, where, packed, sums, LEVELED, UNIT, ALIGNED, CHUNK, CHUNKS, WORDS, WIDE
         )
-        tl.store(sizes + tile * CLASSES + number, total)
+        tl.store(sizes + tile * CLASSES + number, total, mask=number > 0)
 
         # how many changed in each class says where each class begins in the output
         start = tl.load(starts + tile)
@@ -227,7 +227,8 @@ def place_kernel(
             tl.debug_barrier()
             found = chunk_classes(at, chunk, shape, rule, levels, where, WIDE + 1, LEVELED, CHUNK, UNIT, ALIGNED)
             equal = (found == mine).to(tl.int32)
-            this = (equal != 0) & (tl.cumsum(equal, 1) == left + 1)
+            # class 0 is of rows that did not change: nothing is to be found there
+            this = (equal != 0) & (mine > 0) & (tl.cumsum(equal, 1) == left + 1)
             missed += (here & (tl.sum(this.to(tl.int32), 1) == 0)).to(tl.int32)
             row = chunk // per_row
             column = (chunk - row * per_row) * CHUNK + tl.sum(tl.where(this, lanes, 0), 1)

@@ -11,13 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
 from .plan import Plan
 
-CLASSES = 32
-"""Room for classes per tile, whatever a rule uses."""
-
-ROW_NEUTRAL, COLUMN_NEUTRAL = 3, 2
-"""Levels of rows and columns that are as likely to change as their exponents say; a row of level 0 did not change."""
+__all__ = ["CLASSES", "COLUMN_NEUTRAL", "ROW_NEUTRAL", "Changed", "Ranks", "Rules", "rules"]
 
 _ALIGNMENT = 16
 
@@ -52,7 +49,7 @@ class Ranks:
     """Changed units as ranks within classes of the old bits: tile after tile, class by class, rank by rank."""
 
     sizes: Tensor
-    # int32 [tiles, CLASSES]: units of each class
+    # int32 [tiles, CLASSES]: units of each class; of class 0, in which nothing changes, none
     counts: Tensor
     # int32 [tiles, CLASSES]: how many of them changed
     ranks: Tensor

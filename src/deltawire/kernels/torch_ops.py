@@ -34,7 +34,9 @@ def cast_and_detect(plan: Plan, masters: Sequence[Tensor], copies: Sequence[Tens
 
 def _differences(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor]) -> Changed:
     counts = torch.zeros(plan.tiles, dtype=torch.int64, device=plan.device)
-    positions, was, now = [], [], []
+    positions: list[Tensor] = []
+    was: list[Tensor] = []
+    now: list[Tensor] = []
     for first, segment in _segments(plan):
         a, b = (_rectangle(segment, units(t[segment.tensor])) for t in (old, new))
         row, column = torch.nonzero(a != b, as_tuple=True)
@@ -115,6 +117,8 @@ def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
         key, _ = _keys(plan, rules, first, segment, units(old[segment.tensor]))
         count = torch.bincount(key, minlength=segment.tiles * CLASSES)
         sizes[first : first + segment.tiles] = count.reshape(-1, CLASSES).to(torch.int32)
+    # nothing of class 0 is ever coded
+    sizes[:, 0] = 0
     return sizes
 
 
@@ -128,7 +132,7 @@ def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Change
         here = slice(starts[first], starts[first + segment.tiles])
         key, order = _keys(plan, rules, first, segment, units(old[segment.tensor]))
         rank = torch.empty_like(order)
-        rank[order] = torch.arange(order.numel(), device=plan.device) - _group_starts(sizes, first, segment)[key[order]]
+        rank[order] = torch.arange(order.numel(), device=plan.device) - _group_starts(key, segment)[key[order]]
         at = _places(plan, changed, first, segment)
         # tiles come in order already: only classes within them are sorted, and ranks in a class ascend
         mine, into = torch.sort(key[at], stable=True)
@@ -153,7 +157,7 @@ def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks
     for first, segment in _segments(plan):
         here = slice(edges[first], edges[first + segment.tiles])
         bits = units(old[segment.tensor])
-        _, order = _keys(plan, rules, first, segment, bits)
+        key, order = _keys(plan, rules, first, segment, bits)
         mine = torch.arange(segment.tiles * CLASSES, device=plan.device).repeat_interleave(
             counts[first : first + segment.tiles].reshape(-1)
         )
@@ -161,7 +165,7 @@ def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks
         bad = int((rank >= sizes[first : first + segment.tiles].reshape(-1)[mine]).sum())
         if bad:
             raise ValueError(f"{bad} ranks lead past their class")
-        at = order[_group_starts(sizes, first, segment)[mine] + rank]
+        at = order[_group_starts(key, segment)[mine] + rank]
         row, column = at // segment.columns, at % segment.columns
         positions[here] = narrow(_locate(segment, row, column)[1], positions.dtype)
         size = bits.dtype.itemsize
@@ -230,9 +234,9 @@ def _keys(plan: Plan, rules: Rules, first: int, segment: Segment, bits: Tensor) 
     return key, torch.sort(key, stable=True)[1]
 
 
-def _group_starts(sizes: Tensor, first: int, segment: Segment) -> Tensor:
+def _group_starts(key: Tensor, segment: Segment) -> Tensor:
     """Where each (tile, class) begins in the order of `_keys`."""
-    count = sizes[first : first + segment.tiles].reshape(-1).to(torch.int64)
+    count = torch.bincount(key, minlength=segment.tiles * CLASSES)
     return count.cumsum(0) - count
 
 

@@ -37,6 +37,11 @@ class Target:
                 names[name].append(alias)
         self._cells = {name: [_cell(tensors[n], n) for n in aliases if n in tensors] for name, aliases in names.items()}
 
+    @property
+    def in_place(self) -> bool:
+        """Whether writes go straight to the weights, so that several may go on at once."""
+        return all(isinstance(cell, _Live) for cells in self._cells.values() for cell in cells)
+
     def bits(self, name: str) -> Bits:
         """The tensor's present bits: a live view for weights on the CPU, a copy for others. Not to be written to."""
         return self._cells[name][0].bits()

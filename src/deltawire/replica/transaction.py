@@ -16,7 +16,11 @@ from ..bucket.run import Run
 from ..core.change import Change
 from ..core.digest import StateDigest
 from ..core.errors import DigestMismatch
+from ..core.parallel import ordered_map
 from .target import Target
+
+WORTH_THREADS = 1 << 20
+"""Changes that are worth starting threads for: some milliseconds of work."""
 
 
 @dataclass(slots=True)
@@ -53,12 +57,11 @@ def stage(run: Run, parcel: Parcel, target: Target, present: StateDigest) -> Sta
 def apply(target: Target, staged: Staged, *, prove: bool = True) -> None:
     """Write a staged delta. On any failure the old bits are back when the exception leaves."""
     clock = time.perf_counter()
-    written: list[Change] = []
+    many = sum(change.count for change in staged.changes) >= WORTH_THREADS
+    threads = None if many and target.in_place else 1
     try:
-        for change in staged.changes:
-            # noted first: a write that dies half-way is undone whole
-            written.append(change)
-            target.write(change)
+        for _ in ordered_map(target.write, staged.changes, threads):
+            pass
         staged.timings["apply"] = time.perf_counter() - clock
         if prove:
             clock = time.perf_counter()
@@ -67,6 +70,7 @@ def apply(target: Target, staged: Staged, *, prove: bool = True) -> None:
             if found != staged.digest:
                 raise DigestMismatch(staged.version, str(staged.digest), str(found), "the old weights were put back")
     except BaseException:
-        for change in reversed(written):
+        # all of them: to undo what was never written changes nothing, and a write that died half-way is undone whole
+        for change in staged.changes:
             target.undo(change)
         raise

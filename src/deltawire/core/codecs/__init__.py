@@ -8,9 +8,9 @@ from __future__ import annotations
 from types import ModuleType
 
 from ..errors import UnknownFormat
-from . import packed, raw
+from . import context, packed, raw
 
-BLOCK_ENCODINGS: dict[str, ModuleType] = {packed.name: packed}
+BLOCK_ENCODINGS: dict[str, ModuleType] = {packed.name: packed, context.name: context}
 
 ENCODINGS: tuple[str, ...] = (raw.name, *BLOCK_ENCODINGS)
 

@@ -46,6 +46,8 @@ class Coded(msgspec.Struct, frozen=True):
 
     streams: dict[str, bytes]
     parameters: dict[str, int] = {}
+    encoding: str | None = None
+    # whose streams these are, where an encoder found that another one serves the block better
 
 
 class Encoding(Protocol):

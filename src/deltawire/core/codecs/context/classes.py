@@ -245,7 +245,9 @@ def place_tile(
             p += 1
     for i in range(used):
         fill[i + 1] += fill[i]
-    start = fill[:used].copy()
+    start = np.empty(used, np.int64)
+    for i in range(used):
+        start[i] = fill[i]
     # a bucket per chunk, and insertion by column within it: a chunk holds few
     for p in range(total):
         i = int64(where[p])
@@ -271,7 +273,11 @@ def exponent_histogram(
     units: Any, size: Any, stride: Any, rows: Any, columns: Any, shift: Any, mask: Any, every: Any, out: Any
 ) -> None:
     """How many weights of every `every`-th row have each exponent."""
-    levels, cls, live = np.zeros(columns + CHUNK, np.uint8), np.empty(columns + CHUNK + SPARE, np.uint8), np.ones(rows, np.uint8)
+    levels, cls, live = (
+        np.zeros(columns + CHUNK, np.uint8),
+        np.empty(columns + CHUNK + SPARE, np.uint8),
+        np.ones(rows, np.uint8),
+    )
     # rows have level 1, so this is 255 − exponent
     rule = np.array([shift, mask, 0, 255, 254, 256], np.int64)
     for r in range(0, rows, every):
@@ -318,9 +324,7 @@ def weights_by_column(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def changes_by_line(
-    columns: Any, rule: Any, plus: Any, by_row: Any, positions: Any, exponents: Any, out: Any
-) -> None:
+def changes_by_line(columns: Any, rule: Any, plus: Any, by_row: Any, positions: Any, exponents: Any, out: Any) -> None:
     """out[row, x] with plus per column, or out[column, x] with plus per row, over all changes."""
     for i in range(positions.size):
         r, j = positions[i] // columns, positions[i] % columns

@@ -7,7 +7,8 @@ four, and a tile is only about 500 bytes.
 Gaps need no table in the file. Within a (tile, class) run the decoder knows n elements are left of which k changed, so
 the gap to the next one is geometric with mean n/k, and for the last few exactly hypergeometric: both are formulas.
 Knowing n and k also pays back what sending k costs, so small tiles are nearly free. The tables are made from integers
-and from float64 +, −, ×, / and sqrt only, which IEEE 754 rounds the same way everywhere: two machines must agree on every bit.
+and from float64 +, −, ×, / and sqrt only, which IEEE 754 rounds the same way everywhere: two machines must agree on
+every bit.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ SYMBOLS = 64
 ESCAPE = SYMBOLS - 1
 """Every table has 64 symbols; the last one of a gap or count table is the escape."""
 
-MAX_TILE = 1 << 18
 COUNT_BITS = 18
-"""A tile has at most so many elements; a count that escapes is sent in so many bits less one value: see runs.py."""
+MAX_TILE = (1 << COUNT_BITS) - 1
+"""Elements a tile may have: a count that escapes is sent in COUNT_BITS."""
 
 FEW = 7
 """The last FEW changes of a run have tables of their own (hypergeometric)."""

@@ -1,0 +1,294 @@
+"""From changes to the streams of a context block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from ...change import Change
+from ...dtypes import lookup
+from ...errors import PositionError
+from ..base import Before, Coded
+from ..ulps import zigzags_of
+from . import runs
+from .classes import (
+    CHUNK,
+    CLASSES,
+    COLUMN_NEUTRAL,
+    LEVELS,
+    ROW_NEUTRAL,
+    SPARE,
+    Rule,
+    classify_tile,
+    exponent_histogram,
+    rank_tile,
+)
+from .entropy import RATE, SPREADS, SYMBOLS
+from .head import COLUMN_LEVELS, ROW_LEVELS, Grid, Head, exponent, pack_head, pack_sizes
+from .levels import Floats, choose_levels, pack, scale
+from .tiles import TILE, LevelBytes, Matrix, cuts, grid_of, padded, walked, widest
+
+FEW_CHANGES = 200
+"""Segments with fewer have nothing that levels could be read from."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """One region on its way into a block."""
+
+    old: Matrix
+    positions: npt.NDArray[np.uint32]
+    zigzags: npt.NDArray[np.uint32]
+    exponents: npt.NDArray[np.uint8]
+    # of the old weights that changed
+    grid: tuple[int, int]
+    per_row: npt.NDArray[np.int64]
+    per_column: npt.NDArray[np.int64]
+    # how many changed
+    row_levels: LevelBytes | None = None
+    column_levels: LevelBytes | None = None
+    n: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, CLASSES), np.int64))
+    k: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, CLASSES), np.int64))
+    # per tile and class: weights, changed ones
+
+    @property
+    def leveled(self) -> bool:
+        return self.row_levels is not None or self.column_levels is not None
+
+    @property
+    def flags(self) -> int:
+        return ROW_LEVELS * (self.row_levels is not None) + COLUMN_LEVELS * (self.column_levels is not None)
+
+
+def encode_tiles(changes: Sequence[Change], before: Before, *, tile: int = TILE, use_levels: bool = True) -> Coded:
+    """The block in tiles and classes, whether that pays or not."""
+    dtype = lookup(changes[0].region.tensor.dtype)
+    shift, mask = exponent(dtype)
+    segments = [_segment(change, before, dtype.steps_are_signed, (shift, mask), tile) for change in changes]
+    total, changed = _exponents(segments, shift, mask)
+    rule = _choose_rule(total, changed, shift, mask, False)
+    if use_levels:
+        x = rule.top - np.clip(np.arange(mask + 1), rule.top - rule.span + 1, rule.top)
+        rate = np.bincount(x, changed.sum(1)) / np.maximum(np.bincount(x, total), 1)
+        for s in segments:
+            if s.positions.size > FEW_CHANGES and s.old.rows > 1:
+                counts = s.per_row, s.per_column
+                s.row_levels, s.column_levels = choose_levels(
+                    s.old, s.positions, s.exponents, counts, rule.table(CLASSES), rate
+                )
+        if any(s.leveled for s in segments):
+            rule = _choose_rule(total, changed, shift, mask, True)
+    classes = min(CLASSES, rule.span + 1 + (2 * LEVELS - 3 if rule.leveled else 0))
+    ordered = [_rank(s, rule.table(classes)) for s in segments]
+    ranks, zigzags = (np.concatenate(column) for column in zip(*ordered, strict=True))
+    return _code(segments, rule, classes, ranks, zigzags)
+
+
+def _segment(change: Change, before: Before, signed: bool, field: tuple[int, int], tile: int) -> Segment:
+    shape = walked(change.region.rows, change.region.columns)
+    old = Matrix.over(before(change.region).reshape(shape))
+    positions = np.ascontiguousarray(change.positions, np.uint32)
+    zigzags = np.empty(change.count, np.uint32)
+    zigzags_of(np.ascontiguousarray(change.old), np.ascontiguousarray(change.new), signed, zigzags)
+    unit = change.old.dtype.type
+    exponents = ((change.old >> unit(field[0])) & unit(field[1])).astype(np.uint8)
+    per_row, per_column = np.zeros(old.rows, np.int64), np.zeros(old.columns, np.int64)
+    if not _count_lines(positions, old.columns, per_row, per_column):
+        raise PositionError(f"the changed positions of {change.region.tensor.name!r} are not ascending in their region")
+    return Segment(old, positions, zigzags, exponents, grid_of(*shape, tile), per_row, per_column)
+
+
+def _rank(s: Segment, table: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """Ranks and zigzagged steps of a segment, tile by tile and class by class; fills in its n and k."""
+    shape = s.old.rows, s.old.columns
+    tiles = s.grid[0] * s.grid[1]
+    s.n, s.k = np.zeros((tiles, CLASSES), np.int64), np.zeros((tiles, CLASSES), np.int64)
+    ranks, source = np.empty(s.positions.size, np.uint32), np.empty(s.positions.size, np.uint32)
+    lines = cuts(shape[0], s.grid[0]), cuts(shape[1], s.grid[1])
+    levels = padded(s.row_levels, s.column_levels, shape)
+    _segment_ranks(s.old.units, s.old.size, s.old.stride, table, *levels, *lines, s.positions, s.n, s.k, ranks, source)
+    return ranks, s.zigzags[source]
+
+
+def _code(segments: list[Segment], rule: Rule, classes: int, ranks: Any, zigzags: Any) -> Coded:
+    n, k = np.concatenate([s.n for s in segments]), np.concatenate([s.k for s in segments])
+    rates, inverse = _class_rates(n.sum(0), k.sum(0))
+    offsets = [_offset(s, rates, inverse) for s in segments]
+    per_tile = np.concatenate(
+        [np.tile(shifted(rates, inverse, offset), (len(s.n), 1)) for s, offset in zip(segments, offsets, strict=True)]
+    )
+    histogram = np.zeros((CLASSES, SYMBOLS), np.int64)
+    class_of_step = np.repeat(np.tile(np.arange(CLASSES, dtype=np.uint8), len(k)), k.reshape(-1))
+    runs.step_histogram(class_of_step, zigzags, histogram)
+    steps, step_table = _step_tables(histogram)
+    grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(segments, offsets, strict=True)]
+    spread = _choose_spread(n, k, per_tile, inverse)
+    head = Head(rule, classes, spread, rates, inverse, steps, step_table, grids)
+    tables, sizes, room, size = head.step_tables(), np.zeros(len(n), np.int64), 2 * ranks.size + 64 * len(n), -1
+    while size < 0:
+        room *= 4
+        out = np.empty(room, np.uint8)
+        size = runs.encode_tiles(n, k, ranks, zigzags, per_tile, inverse, spread, tables, step_table, out, sizes)
+    levels = [line for s in segments for line in (s.row_levels, s.column_levels) if line is not None]
+    return Coded(
+        {
+            "head": pack_head(head),
+            "levels": b"".join(pack(line) for line in levels),
+            "sizes": pack_sizes(sizes),
+            "tiles": out[:size].tobytes(),
+        }
+    )
+
+
+# ── what the head says ──
+
+
+def _exponents(segments: list[Segment], shift: int, mask: int) -> tuple[Floats, Floats]:
+    """How many weights have each exponent (from a sample of rows), and the steps of those that changed."""
+    total, changed = np.zeros(mask + 1), np.zeros((mask + 1, SYMBOLS), np.int64)
+    for s in segments:
+        every = max(1, min(16, s.old.rows // 64))
+        seen, hit = np.zeros(256, np.int64), np.zeros((mask + 1, SYMBOLS), np.int64)
+        exponent_histogram(s.old.units, s.old.size, s.old.stride, s.old.rows, s.old.columns, shift, mask, every, seen)
+        runs.step_histogram(s.exponents, s.zigzags, hit)
+        total += np.maximum(seen[: mask + 1] * (s.old.rows / -(-s.old.rows // every)), hit.sum(1))
+        changed += hit
+    return total, changed
+
+
+def _bits(n: float, steps: Floats) -> float:
+    """What positions and steps cost if n weights, steps.sum() of which changed, share a class."""
+    k = float(steps.sum())
+    p = min(max(k / max(n, 1e-9), 1e-12), 1 - 1e-12)
+    return float(-(k * np.log2(p) + max(n - k, 0) * np.log2(1 - p))) + _entropy(steps)
+
+
+def _entropy(counts: Floats) -> float:
+    c = counts[counts > 0]
+    return float(-(c * np.log2(c / c.sum())).sum())
+
+
+def _choose_rule(total: Floats, changed: Floats, shift: int, mask: int, leveled: bool) -> Rule:
+    """The exponents worth telling apart: merge at both ends while that costs next to nothing."""
+    used = np.flatnonzero(total)
+    low, high = int(used[0]), int(used[-1])
+    classes = [(total[e], changed[e]) for e in range(low, high + 1)]
+    limit = max(32.0, 2e-4 * sum(_bits(*c) for c in classes))
+    most = CLASSES - ROW_NEUTRAL - COLUMN_NEUTRAL if leveled else CLASSES - 1
+
+    def merged(a: int, b: int) -> tuple[tuple[Any, Any], float]:
+        both = (classes[a][0] + classes[b][0], classes[a][1] + classes[b][1])
+        return both, _bits(*both) - _bits(*classes[a]) - _bits(*classes[b])
+
+    while len(classes) > 1:
+        (bottom, bottom_cost), (top, top_cost) = merged(0, 1), merged(-1, -2)
+        if min(bottom_cost, top_cost) > limit and len(classes) <= most:
+            break
+        if bottom_cost <= top_cost:
+            classes[:2], low = [bottom], low + 1
+        else:
+            classes[-2:], high = [top], high - 1
+    return Rule(high, high - low + 1, leveled, shift, mask)
+
+
+def _class_rates(n: Floats, k: Floats) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
+    """A byte per class, 8 per octave, for the rarer of changed and unchanged; and which of the two it is."""
+    inverse = 2 * k > n
+    rare = np.where(inverse, n - k, k)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rate = np.clip(np.round(-8 * np.log2(rare / np.maximum(n, 1))), 0, runs.NEVER - 1)
+    return np.where(rare > 0, rate, runs.NEVER).astype(np.uint8), inverse
+
+
+def _offset(s: Segment, rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_]) -> int:
+    """How far a segment as a whole is from the block's rates, in the same eighths of an octave."""
+    usable = (rates != runs.NEVER) & ~inverse
+    expected = float((s.n.sum(0) * RATE[rates])[usable].sum())
+    seen = float(s.k.sum(0)[usable].sum())
+    return int(np.clip(round(-8 * np.log2((seen + 0.5) / (expected + 0.5))), -127, 127))
+
+
+def shifted(rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_], offset: int) -> npt.NDArray[np.uint8]:
+    """The rates of a segment: the block's moved by its offset."""
+    moved = np.clip(rates.astype(np.int64) + offset, 0, runs.NEVER - 1)
+    return np.where((rates == runs.NEVER) | inverse, rates, moved).astype(np.uint8)
+
+
+def _choose_spread(n: Floats, k: Floats, rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_]) -> int:
+    """The table set nearest to how much counts really scatter around what the rates expect."""
+    expected = n * RATE[rates]
+    seen = np.where(inverse, n - k, k)
+    use = (rates != runs.NEVER) & (expected > 4)
+    if not use.any():
+        return 1
+    seen, expected = seen[use], expected[use]
+    excess = ((seen - expected) ** 2 - expected) / expected**2
+    spread = float(np.sqrt(max(np.average(excess, weights=expected), 1e-6)))
+    return int(np.argmin([abs(np.log(spread / s)) for s in SPREADS]))
+
+
+def _step_tables(histogram: npt.NDArray[np.int64]) -> tuple[list[list[int]], npt.NDArray[np.uint8]]:
+    """Scaled step tables, and which one each class uses: neighbours share where a table of one's own does not pay."""
+    groups: list[npt.NDArray[np.int64]] = []
+    table = np.zeros(CLASSES, np.uint8)
+    for c, own in enumerate(histogram):
+        if own.any():
+            price = 8 * (int(np.flatnonzero(own)[-1]) + 2)
+            if groups and _entropy(groups[-1] + own) <= _entropy(groups[-1]) + _entropy(own) + price:
+                groups[-1] = groups[-1] + own
+            else:
+                groups.append(own)
+        table[c] = max(len(groups) - 1, 0)
+    return [scale(group[: np.flatnonzero(group)[-1] + 1]) for group in groups], table
+
+
+# ── kernels ──
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _count_lines(positions: Any, columns: Any, per_row: Any, per_column: Any) -> Any:
+    """Changes per row and column; False where positions do not ascend or leave the segment."""
+    row, start, last = 0, 0, -1
+    for i in range(positions.size):
+        p = np.int64(positions[i])
+        if p <= last or p >= per_row.size * columns:
+            return False
+        last = p
+        if p - start >= columns:
+            row = p // columns
+            start = row * columns
+        per_row[row] += 1
+        per_column[p - start] += 1
+    return True
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _segment_ranks(
+    units: Any, size: Any, stride: Any, rule: Any, row_levels: Any, column_levels: Any, row_cuts: Any,
+    column_cuts: Any, positions: Any, n: Any, k: Any, ranks: Any, source: Any,
+) -> None:  # fmt: skip
+    rows, columns = row_cuts[-1], column_cuts[-1]
+    cursor = np.zeros(rows, np.int64)
+    at = 0
+    for r in range(rows):
+        while at < positions.size and positions[at] < r * columns:
+            at += 1
+        cursor[r] = at
+    height, width = widest(row_cuts), widest(column_cuts)
+    chunks = height * ((width + CHUNK - 1) // CHUNK)
+    cls, hist = np.empty(chunks * CHUNK + SPARE, np.uint8), np.empty((chunks, CLASSES), np.uint8)
+    found = np.empty((3, min(positions.size, height * width)), np.uint32)
+    done, t = 0, 0
+    for i in range(row_cuts.size - 1):
+        for j in range(column_cuts.size - 1):
+            r0, r1, c0, c1 = row_cuts[i], row_cuts[i + 1], column_cuts[j], column_cuts[j + 1]
+            classify_tile(units, size, stride, rule, row_levels, column_levels, r0, r1, c0, c1, cls, hist, n[t])
+            done += rank_tile(
+                rule[5], r0, r1, c0, c1, columns, cls, hist, positions, cursor, k[t], found, ranks[done:], source[done:]
+            )
+            t += 1

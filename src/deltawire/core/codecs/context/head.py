@@ -1,0 +1,191 @@
+"""The small streams of a context block: what they hold, byte by byte, and every check on the way back in.
+
+head    u8 version, top, span, leveled, classes, spread; CLASSES bytes of rates; CLASSES bits (4 bytes, highest first):
+        which are inverted; u8 number of step tables, each u8 length and its scaled bytes; CLASSES bytes of table
+        numbers (only where there are several); per segment: varint grid rows, varint grid columns, u8 flags (1 row
+        levels, 2 column levels), i8 rate offset.
+sizes   the low bytes of all tile sizes, then the next bytes, as many planes as the largest needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...dtypes import Dtype
+from ...errors import CorruptStream, CountMismatch
+from .classes import CLASSES, Rule
+from .entropy import MAX_TILE, SPREADS, SYMBOLS, Cumulative
+from .levels import unscale
+from .tiles import cuts
+
+VERSION = 1
+ROW_LEVELS, COLUMN_LEVELS = 1, 2
+SIZE_PLANES = 4
+"""Bytes a tile's size may have."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A segment's line of the head."""
+
+    down: int
+    across: int
+    # tiles per axis
+    flags: int
+    # which levels it has
+    offset: int
+    # how far its rates are from the block's, in eighths of an octave
+
+    @property
+    def tiles(self) -> int:
+        return self.down * self.across
+
+    def cuts(self, shape: tuple[int, int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        return cuts(shape[0], self.down), cuts(shape[1], self.across)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all tiles of a block share."""
+
+    rule: Rule
+    classes: int
+    spread: int
+    # which set of count tables
+    rates: npt.NDArray[np.uint8]
+    # per class
+    inverse: npt.NDArray[np.bool_]
+    # per class: the rate is of the unchanged
+    steps: Sequence[Sequence[int]]
+    # scaled step tables
+    step_table: npt.NDArray[np.uint8]
+    # per class: its step table
+    grids: Sequence[Grid]
+    # per segment
+
+    def step_tables(self) -> Cumulative:
+        return np.array([unscale(table) for table in self.steps])
+
+
+def exponent(dtype: Dtype) -> tuple[int, int]:
+    """Lowest bit and mask of the exponent; a dtype without one has one class for all."""
+    return dtype.exponent_shift, (1 << dtype.exponent_bits) - 1
+
+
+def head_limit(segments: int) -> int:
+    """The most bytes a head can have."""
+    return 6 + CLASSES + CLASSES // 8 + 1 + CLASSES * (1 + SYMBOLS) + CLASSES + 12 * segments
+
+
+def pack_head(head: Head) -> bytes:
+    rule = head.rule
+    out = bytearray([VERSION, rule.top, rule.span, rule.leveled, head.classes, head.spread])
+    out += head.rates.tobytes() + np.packbits(head.inverse).tobytes()
+    out.append(len(head.steps))
+    for table in head.steps:
+        out += bytes([len(table), *table])
+    if len(head.steps) > 1:
+        out += head.step_table.tobytes()
+    for grid in head.grids:
+        out += _varint(grid.down) + _varint(grid.across) + bytes([grid.flags, grid.offset & 255])
+    return bytes(out)
+
+
+def parse_head(dtype: Dtype, data: Bytes, shapes: Sequence[tuple[int, int]]) -> Head:
+    """The head of a block whose segments are walked in these shapes."""
+    read = _Reader(data.tobytes())
+    version, top, span, leveled, classes, spread = read.take(6)
+    shift, mask = exponent(dtype)
+    if version != VERSION:
+        raise CorruptStream(f"a context block of version {version}; this build reads version {VERSION}")
+    if top > mask or not 1 <= span <= min(top + 1, CLASSES - 1) or leveled > 1:
+        raise CorruptStream(f"a context head with exponents {top} down by {span} makes no sense for {dtype.name}")
+    if not 2 <= classes <= CLASSES or spread >= len(SPREADS):
+        raise CorruptStream(f"a context head with {classes} classes and spread {spread} makes no sense")
+    rates = np.frombuffer(read.take(CLASSES), np.uint8)
+    inverse = np.unpackbits(np.frombuffer(read.take(CLASSES // 8), np.uint8)).astype(bool)
+    count = read.byte()
+    if not 1 <= count <= CLASSES:
+        raise CorruptStream(f"a context head with {count} step tables makes no sense")
+    steps = [read.take(read.byte()) for _ in range(count)]
+    if any(len(table) > SYMBOLS or not any(table) for table in steps):
+        raise CorruptStream("a context head has an empty or oversized step table")
+    step_table = np.zeros(CLASSES, np.uint8) if count == 1 else np.frombuffer(read.take(CLASSES), np.uint8)
+    if int(step_table.max()) >= count:
+        raise CorruptStream("a context head names a step table that is not there")
+    grids = [_grid(read, shape, leveled) for shape in shapes]
+    read.end()
+    rule = Rule(top, span, bool(leveled), shift, mask)
+    return Head(rule, classes, spread, rates, inverse, steps, step_table, grids)
+
+
+def _grid(read: _Reader, shape: tuple[int, int], leveled: int) -> Grid:
+    rows, columns = shape
+    down, across, flags, offset = read.varint(), read.varint(), read.byte(), read.byte()
+    fits = 1 <= down <= rows and 1 <= across <= columns and down * across <= 64 + rows * columns // 256
+    if not fits or -(-rows // down) * -(-columns // across) > MAX_TILE:
+        raise CorruptStream(f"a context grid of {down} × {across} tiles does not fit {rows} × {columns} units")
+    if flags > (ROW_LEVELS | COLUMN_LEVELS) or (flags and not leveled):
+        raise CorruptStream(f"a context head has segment flags {flags}")
+    return Grid(down, across, flags, offset - 256 if offset > 127 else offset)
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def take(self, size: int) -> bytes:
+        if self._at + size > len(self._data):
+            raise CountMismatch("a context head ends too early")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def varint(self) -> int:
+        value = 0
+        for shift in range(0, 35, 7):
+            byte = self.byte()
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise CorruptStream("a context head holds a number that is too long")
+
+    def end(self) -> None:
+        if self._at != len(self._data):
+            raise CountMismatch("a context head goes on after its last segment")
+
+
+def pack_sizes(sizes: npt.NDArray[np.int64]) -> bytes:
+    planes = max(1, (int(sizes.max(initial=0)).bit_length() + 7) // 8)
+    return b"".join(((sizes >> 8 * p) & 255).astype(np.uint8).tobytes() for p in range(planes))
+
+
+def unpack_sizes(data: Bytes, tiles: int, total: int) -> npt.NDArray[np.int64]:
+    """Where each tile's bytes start; the last entry is their end, which must be `total`."""
+    if data.size % tiles:
+        raise CountMismatch(f"stream 'sizes' holds {data.size} bytes for {tiles} tiles")
+    starts = np.zeros(tiles + 1, np.int64)
+    sizes: Any = 0
+    for number, plane in enumerate(data.reshape(-1, tiles).astype(np.int64)):
+        sizes = sizes + (plane << 8 * number)
+    np.cumsum(sizes, out=starts[1:])
+    if starts[-1] != total:
+        raise CountMismatch(f"stream 'tiles' holds {total} bytes, the sizes of its tiles add up to {starts[-1]}")
+    return starts
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])

@@ -1,0 +1,213 @@
+"""Row and column levels: how much likelier than its exponents say a row or a column is to change.
+
+A level is an octave. The writer picks for every row the level that saves the most bits after paying for the level
+itself, and drops the levels of a segment that do not pay as a whole. In RL most rows of an embedding may not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from .classes import (
+    CHUNK,
+    COLUMN_NEUTRAL,
+    DEAD,
+    LEVELS,
+    ROW_NEUTRAL,
+    Table,
+    changes_by_line,
+    weights_by_column,
+    weights_by_row,
+)
+from .entropy import SYMBOLS, Cumulative, coarse, encode_ops, get_symbol, put_symbol, quantise, start_decode
+from .tiles import LevelBytes, Matrix
+
+MIN_GAIN = 0.03
+"""Bits per change: less is noise, and more classes cost a little themselves."""
+
+ROUNDS = 4
+"""Of choosing levels for rates, then rates for levels."""
+
+MARGIN = 4
+"""Likelihoods below the least likely exponent, and above the likeliest, that levels may lead to."""
+
+HEAD = LEVELS + 4
+"""Bytes before the coded levels of an axis: their table and their length."""
+
+Floats = npt.NDArray[Any]
+
+
+def choose_levels(
+    old: Matrix, positions: npt.NDArray[np.uint32], exponents: LevelBytes, counts: tuple[Floats, Floats], rule: Table,
+    rate: Floats,
+) -> tuple[LevelBytes | None, LevelBytes | None]:  # fmt: skip
+    """Levels of a segment's rows and columns, None where they do not pay.
+
+    `counts` are changes per row and per column, `rate` is how often each exponent of the rule changes, likeliest last.
+    Rows come first, then columns given the rows (dead rows must not count), then rows again given the columns.
+    """
+    rows_scatter, columns_scatter = (_scatters(count) for count in counts)
+    below = rate[0] * 0.5 ** np.arange(MARGIN, 0, -1)
+    rates = np.clip(np.concatenate([below, rate, np.full(MARGIN, rate[-1])]), 1e-7, 0.98)
+    of_rows = of_columns = None
+
+    def by_row(column_levels: LevelBytes | None) -> LevelBytes | None:
+        plus = np.full(old.columns, MARGIN, np.uint8)
+        if column_levels is not None:
+            plus = column_levels + np.uint8(MARGIN - COLUMN_NEUTRAL)
+        seen, hit = (np.zeros((old.rows, rates.size), np.float32) for _ in range(2))
+        reach = np.concatenate([plus, np.zeros(CHUNK, np.uint8)])
+        weights_by_row(old.units, old.size, old.stride, old.rows, old.columns, rule, reach, seen)
+        changes_by_line(old.columns, rule, plus.astype(np.int64), True, positions, exponents, hit)
+        return _choose(seen, hit, rates, ROW_NEUTRAL, True)
+
+    def by_column(row_levels: LevelBytes | None) -> LevelBytes | None:
+        plus = np.full(old.rows, MARGIN, np.int64)
+        if row_levels is not None:
+            plus = np.where(row_levels == DEAD, -1, row_levels.astype(np.int64) + MARGIN - ROW_NEUTRAL)
+        seen, hit = (np.zeros((old.columns, rates.size), np.float32) for _ in range(2))
+        weights_by_column(old.units, old.size, old.stride, old.rows, old.columns, rule, plus, seen)
+        changes_by_line(old.columns, rule, plus, False, positions, exponents, hit)
+        return _choose(seen, hit, rates, COLUMN_NEUTRAL, False)
+
+    if rows_scatter:
+        of_rows = by_row(None)
+    if columns_scatter:
+        of_columns = by_column(of_rows)
+    if rows_scatter and of_columns is not None:
+        of_rows = by_row(of_columns)
+    return of_rows, of_columns
+
+
+def _scatters(changed: Floats) -> bool:
+    """Whether counts differ by more than chance makes them (a variance equal to the mean)."""
+    mean = changed.mean()
+    return bool(((changed - mean) ** 2).sum() > 1.2 * (mean + 0.5) * len(changed))
+
+
+def _choose(seen: Floats, hit: Floats, base: Floats, neutral: int, dead: bool) -> LevelBytes | None:
+    """Levels for lines (rows or columns) with these weights and changes per likelihood; None if they do not pay.
+
+    What a level saves is what the coder will save: the weights of a line move to the class of another likelihood.
+    Levels are chosen for given rates of change and prices of levels, then both are taken from the choice, a few times.
+    """
+    still = np.maximum(seen - hit, 0)
+    gain, cost, rate = np.empty((len(seen), LEVELS), np.float32), np.full(LEVELS, 2.0), base
+    for _ in range(ROUNDS):
+        _gains(still, hit, *_moves(rate, neutral, dead), dead, gain)
+        picked = np.argmax(gain - cost, axis=1)
+        cost = -np.log2((np.bincount(picked, minlength=LEVELS) + 0.5) / (len(picked) + 0.5 * LEVELS))
+        changed, total = 4.0 * base, np.full(base.size, 4.0)
+        _recount(still, hit, picked, neutral, dead, changed, total)
+        rate = np.clip(changed / total, 1e-7, 0.98)
+    _gains(still, hit, *_moves(base, neutral, dead), dead, gain)
+    saved = float(np.take_along_axis(gain - cost, picked[:, None], 1).sum()) - 8 * HEAD
+    return picked.astype(np.uint8) if saved > MIN_GAIN * hit.sum() else None
+
+
+def _moves(rate: Floats, neutral: int, dead: bool) -> tuple[Floats, Floats]:
+    """Bits that a changed and an unchanged weight of each likelihood save at each level."""
+    to = np.clip(np.arange(rate.size) + np.arange(LEVELS)[:, None] - neutral, 0, rate.size - 1)
+    changed, kept = np.log2(rate), np.log2(1 - rate)
+    change, keep = changed[to] - changed, kept[to] - kept
+    if dead:
+        change[DEAD], keep[DEAD] = 0, -kept
+    return change.astype(np.float32), keep.astype(np.float32)
+
+
+@njit(nogil=True, cache=True, fastmath=True)
+def _gains(still: Any, hit: Any, change: Any, keep: Any, dead: Any, gain: Any) -> None:
+    # a kernel and not two matrix products: those would start as many BLAS threads as there are cores
+    for i in range(still.shape[0]):
+        changes = np.float32(0)
+        for x in range(still.shape[1]):
+            changes += hit[i, x]
+        for level in range(LEVELS):
+            total = np.float32(0)
+            for x in range(still.shape[1]):
+                total += hit[i, x] * change[level, x] + still[i, x] * keep[level, x]
+            gain[i, level] = total
+        if not dead:
+            gain[i, LEVELS - 1] = -1e30
+        elif changes > 0:
+            gain[i, DEAD] = -1e30
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _recount(still: Any, hit: Any, picked: Any, neutral: Any, dead: Any, changed: Any, total: Any) -> None:
+    """Add what each likelihood has once every line has moved to its level."""
+    for i in range(still.shape[0]):
+        if not (dead and picked[i] == DEAD):
+            for x in range(still.shape[1]):
+                to = min(max(x + picked[i] - neutral, 0), still.shape[1] - 1)
+                changed[to] += hit[i, x]
+                total[to] += hit[i, x] + still[i, x]
+
+
+# ── as bytes ──
+
+
+def pack(levels: LevelBytes) -> bytes:
+    """A table of LEVELS bytes, four bytes of length, and the range-coded levels."""
+    table = scale(np.bincount(levels, minlength=LEVELS)[:LEVELS])
+    ops, out = np.empty(levels.size, np.uint64), np.empty(3 * levels.size + 8, np.uint8)
+    size = encode_ops(ops, _write(levels, unscale(table)[None], ops), out, 0)
+    return bytes(table) + int(size).to_bytes(4, "little") + out[:size].tobytes()
+
+
+def unpack(data: npt.NDArray[np.uint8], count: int) -> tuple[LevelBytes, int] | None:
+    """The levels at the start of data and how many bytes they took; None where the bytes do not hold them."""
+    if data.size < HEAD or not data[:LEVELS].any():
+        return None
+    size = int.from_bytes(data[LEVELS:HEAD].tobytes(), "little")
+    if size > data.size - HEAD:
+        return None
+    tables, out = unscale(data[:LEVELS].tolist())[None], np.empty(count, np.uint8)
+    if not _read(data[HEAD : HEAD + size], tables, coarse(tables), out) or int(out.max(initial=0)) >= LEVELS:
+        return None
+    return out, HEAD + size
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _write(levels: Any, tables: Any, ops: Any) -> Any:
+    at = 0
+    for level in levels:
+        at = put_symbol(ops, at, tables, 0, level)
+    return at
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _read(data: Any, tables: Any, first: Any, out: Any) -> Any:
+    code, span, at = start_decode(data, 0, data.size)
+    for i in range(out.size):
+        code, span, at, level = get_symbol(code, span, at, data, data.size, tables, first, 0)
+        out[i] = level
+        if at > data.size + 4:
+            return False
+    return at >= data.size
+
+
+def scale(counts: npt.NDArray[np.int64]) -> list[int]:
+    """Counts as bytes of a small float, the largest near 255; 0 is absent.
+
+    Eight steps an octave: coarse by 3 %, which costs 0.0005 bits a symbol.
+    """
+    top = max(int(counts.max(initial=0)), 1)
+    out = []
+    for count in counts.tolist():
+        # as (8 + m) << e
+        x = count / top * (15 << 31)
+        e = max(0, int(np.log2(max(x, 1.0) / 8)))
+        out.append(min(max(1 + 8 * e + round(x / 2.0**e) - 8, 1), 255) if count else 0)
+    return out
+
+
+def unscale(table: Sequence[int]) -> Cumulative:
+    """The frequencies that scaled bytes stand for, as a cumulative table."""
+    weights = [float((8 + (v - 1) % 8) << ((v - 1) // 8)) if v else 0.0 for v in table]
+    return quantise(weights + [0.0] * (SYMBOLS - len(weights)))

@@ -1,0 +1,99 @@
+"""Between the device and the core: changes come to the host as the core's `Change`, and go back ready to be applied.
+
+Only the sparse payload travels. A plan made here has one segment per region of the core, cut so that positions ascend:
+along memory where the region is in one piece, in bands of whole rows where it is a block of columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+from torch import Tensor
+
+from ..core.change import Change, Region
+from ..core.dtypes import lookup
+from .plan import TILE, Plan, Segment
+from .results import Changed
+
+
+def region_plan(names: Sequence[str], tensors: Sequence[Tensor], regions: Sequence[Region], tile: int = TILE) -> Plan:
+    """A plan that covers regions of named tensors, one segment each, in their order."""
+    numbers = {name: number for number, name in enumerate(names)}
+    return Plan(tensors, [_segment(numbers[region.tensor.name], region, tile) for region in regions])
+
+
+def _segment(number: int, region: Region, tile: int) -> Segment:
+    if region.contiguous:
+        cuts = np.append(np.arange(0, region.units, tile), region.units)
+        return Segment(number, region.base, region.units, np.array([0, 1]), cuts)
+    band = max(1, tile // region.columns)
+    cuts = np.append(np.arange(0, region.rows, band), region.rows)
+    return Segment(number, region.base, region.tensor.columns, cuts, np.array([0, region.columns]))
+
+
+def to_changes(plan: Plan, changed: Changed, regions: Sequence[Region]) -> list[Change]:
+    """What `detect` found by a `region_plan`, on the host and in the core's terms. Waits for the device."""
+    starts, positions, old, new = (_fetched(t) for t in (changed.starts, changed.positions, changed.old, changed.new))
+    if plan.device.type == "cuda":
+        torch.cuda.current_stream(plan.device).synchronize()
+    result = []
+    for number, region in enumerate(regions):
+        first, last = plan.first_tile[number : number + 2]
+        edges = starts.numpy()[first : last + 1]
+        here = slice(int(edges[0]), int(edges[-1]))
+        flat = np.empty(here.stop - here.start, np.uint32)
+        _add_bases(positions.numpy()[here], edges - edges[0], _bases(plan.segments[number]), flat)
+        unit = lookup(region.tensor.dtype).unit
+        result.append(Change(region, flat, *(bits.numpy()[here].astype(unit) for bits in (old, new))))
+    return result
+
+
+def from_changes(plan: Plan, changes: Sequence[Change]) -> Changed:
+    """Changes of the regions of a `region_plan`, in their order and already checked, on the device."""
+    total = sum(change.count for change in changes)
+    cuda = plan.device.type == "cuda"
+    starts = torch.zeros(plan.tiles + 1, dtype=torch.int64, pin_memory=cuda)
+    positions = torch.empty(total, dtype=plan.position_dtype, pin_memory=cuda)
+    old, new = (torch.empty(total, dtype=plan.value_dtype, pin_memory=cuda) for _ in range(2))
+    done = 0
+    for number, change in enumerate(changes):
+        first, last = plan.first_tile[number : number + 2]
+        here = slice(done, done + change.count)
+        bases = _bases(plan.segments[number])
+        edges = np.append(np.searchsorted(change.positions, bases), change.count)
+        starts.numpy()[first : last + 1] = done + edges
+        _subtract_bases(change.positions, edges, bases, positions.numpy()[here])
+        old.numpy()[here], new.numpy()[here] = change.old, change.new
+        done = here.stop
+    return Changed(*(t.to(plan.device, non_blocking=True) for t in (starts, positions, old, new)))
+
+
+def _fetched(tensor: Tensor) -> Tensor:
+    """A copy on its way to the host; pinned, so that the device can write it while the host does something else."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _bases(segment: Segment) -> npt.NDArray[np.int64]:
+    """Where each tile begins, counted row by row over the region."""
+    return segment.column_cuts[:-1] if segment.rows == 1 else segment.row_cuts[:-1] * segment.columns
+
+
+@njit(cache=True, nogil=True)
+def _add_bases(positions: Any, edges: Any, bases: Any, out: Any) -> None:
+    for tile in range(bases.size):
+        for i in range(edges[tile], edges[tile + 1]):
+            out[i] = bases[tile] + positions[i]
+
+
+@njit(cache=True, nogil=True)
+def _subtract_bases(positions: Any, edges: Any, bases: Any, out: Any) -> None:
+    for tile in range(bases.size):
+        for i in range(edges[tile], edges[tile + 1]):
+            out[i] = positions[i] - bases[tile]

@@ -1,0 +1,67 @@
+"""Classes, ranks and places on a device are those of the `context` codec on the host."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from kernel_models import bits, random_tensor
+
+from deltawire.core.codecs.context.classes import CHUNK, SPARE, Rule, classify_tile, place_tile, rank_tile
+from deltawire.core.codecs.context.tiles import Matrix, grid_of, padded
+from deltawire.kernels import CLASSES, Plan, grid, rules, torch_ops
+
+
+@pytest.mark.parametrize("leveled", [False, True])
+@pytest.mark.parametrize("shape", [(64, 512), (40, 130), (1, 5000)])
+def test_ranks_are_the_codec_s(ops: ModuleType, device: torch.device, shape: tuple[int, int], leveled: bool) -> None:
+    rows, columns = shape
+    old = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02).to(torch.bfloat16)
+    changed_rows = torch.arange(rows) % 5 != 1
+    flips = (random_tensor((rows * columns,), torch.uint8, 2).reshape(shape) < 8) & changed_rows[:, None]
+    new = torch.where(flips, old.view(torch.int16) + 1, old.view(torch.int16)).view(torch.bfloat16)
+    random = np.random.default_rng(3)
+    levels = random.integers(1, 6, rows).astype(np.uint8), random.integers(0, 5, columns).astype(np.uint8)
+    # only rows that did not change may have level 0
+    levels[0][~changed_rows.numpy()] = 0
+    rule = Rule(123, 9, leveled, 7, 255).table(19 if leveled else 10)
+    tiles = grid_of(rows, columns, 4096)
+
+    plan = Plan([old], [grid(0, 0, columns, shape, tiles)])
+    plan = Plan([old.to(device)], plan.segments)
+    rule_set = rules(plan, [rule], [levels] if leveled else None)
+    changed = torch_ops.detect(plan, [old.to(device)], [new.to(device)])
+    found = ops.class_ranks(plan, [old.to(device)], rule_set, changed)
+
+    matrix = Matrix.over(bits(old).reshape(shape))
+    row_levels, column_levels = padded(*(levels if leveled else (None, None)), shape)
+    positions = np.flatnonzero(bits(old) != bits(new)).astype(np.uint32)
+    cursor = np.searchsorted(positions, np.arange(rows) * columns)
+    segment, starts = plan.segments[0], changed.starts.tolist()
+    placed = ops.place(plan, [old.to(device)], rule_set, found.counts, found.ranks, found.steps)
+    for tile in range(plan.tiles):
+        i, j = divmod(tile, tiles[1])
+        r0, r1 = (int(v) for v in segment.row_cuts[i : i + 2])
+        c0, c1 = (int(v) for v in segment.column_cuts[j : j + 2])
+        across = -(-(c1 - c0) // CHUNK)
+        used = (r1 - r0) * across
+        cls, hist = np.empty(used * CHUNK + SPARE, np.uint8), np.zeros((used, CLASSES), np.uint8)
+        n, k = np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
+        classify_tile(
+            matrix.units, matrix.size, matrix.stride, rule, row_levels, column_levels, r0, r1, c0, c1, cls, hist, n
+        )
+        ranks, source = np.empty(positions.size, np.uint32), np.empty(positions.size, np.uint32)
+        scratch = np.empty((3, positions.size), np.uint32)
+        count = rank_tile(rule[5], r0, r1, c0, c1, columns, cls, hist, positions, cursor, k, scratch, ranks, source)
+        here = slice(starts[tile], starts[tile + 1])
+        assert np.array_equal(found.sizes[tile].cpu().numpy(), n)
+        assert np.array_equal(found.counts[tile].cpu().numpy(), k)
+        assert np.array_equal(found.ranks[here].cpu().numpy(), ranks[:count])
+        rows_, columns_, which = (np.empty(count, np.uint32) for _ in range(3))
+        fill = np.zeros(used + 1, np.int64)
+        place_tile(rule[5], r0, c0, across, used, cls, hist, k, ranks[:count], fill, rows_, columns_, which)
+        expected = np.empty(count, np.int64)
+        expected[which] = (rows_.astype(np.int64) - r0) * (c1 - c0) + columns_ - c0
+        assert np.array_equal(placed.positions[here].cpu().numpy(), expected)

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import kernel_models as models
+import numpy as np
+import pytest
+import torch
+
+from deltawire import kernels
+from deltawire.core.change import Change, Region, blocks, compare
+from deltawire.core.schema import Schema, TensorSpec
+from deltawire.models import ModelView
+
+
+def _model(device: torch.device) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor], Schema]:
+    old = [t for t in models.odd_model(device) if t.numel()]
+    new = models.moved(old, 0.03, 1)
+    names = [f"t{i}" for i in range(len(old))]
+    return names, old, new, ModelView(dict(zip(names, old, strict=True))).schema
+
+
+def _equal(a: Change, b: Change) -> bool:
+    pairs = [(getattr(a, f), getattr(b, f)) for f in ("positions", "old", "new")]
+    return a.region == b.region and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("block_units", [1 << 24, 1000])
+def test_changes_by_region_are_the_core_s(device: torch.device, block_units: int) -> None:
+    names, old, new, schema = _model(device)
+    regions = [region for block in blocks(schema, block_units) for region in block]
+    plan = kernels.region_plan(names, old, regions, tile=512)
+    changed = kernels.detect(old, new, plan=plan)
+    found = kernels.to_changes(plan, changed, regions)
+    before, after = (dict(zip(names, ts, strict=True)) for ts in (old, new))
+    for change, region in zip(found, regions, strict=True):
+        name = region.tensor.name
+        assert _equal(
+            change, compare(region, region.cut(models.bits(before[name])), region.cut(models.bits(after[name])))
+        )
+    assert models.equal(kernels.from_changes(plan, found), changed)
+
+
+def test_changes_from_the_host_are_applied(device: torch.device) -> None:
+    names, old, new, schema = _model(device)
+    regions = [region for block in blocks(schema) for region in block]
+    plan = kernels.region_plan(names, old, regions)
+    bits = dict(zip(names, zip(map(models.bits, old), map(models.bits, new), strict=True), strict=True))
+    changes = [compare(region, *(region.cut(b) for b in bits[region.tensor.name])) for region in regions]
+    staged = kernels.from_changes(plan, changes)
+    moved = kernels.digest_change(names, old, staged, plan=plan)
+    assert models.core_digest(names, old) + moved == models.core_digest(names, new)
+    kernels.apply(old, staged, plan=plan)
+    assert models.same(old, new)
+
+
+def test_a_block_of_columns(device: torch.device) -> None:
+    old = [models.random_tensor((30, 300), torch.bfloat16, 5).to(device)]
+    new = models.moved(old, 0.05, 6)
+    region = Region(TensorSpec("w", "BF16", (30, 300)), 3, 20, 150, 150)
+    plan = kernels.region_plan(["w"], old, [region], tile=1000)
+    changed = kernels.detect(old, new, plan=plan)
+    (found,) = kernels.to_changes(plan, changed, [region])
+    assert _equal(found, compare(region, *(region.cut(models.bits(t[0])) for t in (old, new))))
+    assert models.equal(kernels.from_changes(plan, [found]), changed)
+
+
+def test_nothing_changed(device: torch.device) -> None:
+    names, old, _, schema = _model(device)
+    regions = [region for block in blocks(schema) for region in block]
+    plan = kernels.region_plan(names, old, regions)
+    found = kernels.to_changes(plan, kernels.detect(old, old, plan=plan), regions)
+    assert [change.count for change in found] == [0] * len(regions)
+    assert kernels.apply(old, kernels.from_changes(plan, found), plan=plan).count == 0
