@@ -23,6 +23,8 @@ from torch import Tensor
 
 from _report import about, print_about, write_json
 from deltawire import kernels
+from deltawire.core.codecs.context.classes import Rule
+from deltawire.core.codecs.context.tiles import grid_of, walked
 from deltawire.kernels import Changed, Plan, Rules, grid, torch_ops
 
 BF16 = (7, 255)
@@ -96,24 +98,21 @@ class Model:
         self.device = device
         self.flat = kernels.flat_plan(self.old)
         self.tiled = Plan(self.old, [_segment(i, t) for i, t in enumerate(self.old)])
-        rule = [*BF16, TOP - SPAN + 1, TOP]
-        self.rules: Rules = kernels.rules(self.tiled, [[*rule, TOP - 4, SPAN + 1]] * len(self.old))
+        count = len(self.old)
+        self.rules: Rules = kernels.rules(self.tiled, [Rule(TOP, SPAN, False, *BF16).table(SPAN + 1)] * count)
         chance = np.random.default_rng(2)
+        # the cost of levels does not depend on what they are
         levels = [
-            (chance.integers(0, 6, s.rows, np.uint8), chance.integers(0, 5, s.columns, np.uint8))
+            (chance.integers(1, 6, s.rows, np.uint8), chance.integers(0, 5, s.columns, np.uint8))
             for s in self.tiled.segments
         ]
-        self.leveled: Rules = kernels.rules(self.tiled, [[*rule, TOP, SPAN + 10]] * len(self.old), levels)
+        table = Rule(TOP, SPAN, True, *BF16).table(SPAN + 10)
+        self.leveled: Rules = kernels.rules(self.tiled, [table] * count, levels)
 
 
 def _segment(number: int, tensor: Tensor) -> kernels.Segment:
-    """Tiles of about 64 K weights, their lines where shards of 8 have theirs as far as tiles stay large."""
-    rows, columns = tensor.shape if tensor.dim() == 2 else (1, tensor.numel())
-    down, across = (8 if rows % 8 == 0 else 1), (8 if columns % 1024 == 0 else 1)
-    while down * across > 1 and rows * columns < down * across << 14:
-        down, across = (down // 2, across) if down > 1 else (down, across // 2)
-    down *= max(1, -(-rows * columns // (down * across << 16)))
-    return grid(number, 0, columns, (rows, columns), (down, across))
+    shape = walked(*(tensor.shape if tensor.dim() == 2 else (1, tensor.numel())))
+    return grid(number, 0, shape[1], shape, grid_of(*shape))
 
 
 def check(model: Model) -> None:

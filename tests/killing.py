@@ -180,7 +180,7 @@ class Killer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(here), "DELTAWIRE_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}", "DELTAWIRE_THREADS": "1"},
         )
 
     def __enter__(self) -> Killer:

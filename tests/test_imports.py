@@ -137,10 +137,14 @@ sys.meta_path.insert(0, Blocker())
 
 
 def run_without(names: set[str], code: str) -> str:
+    here = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", BLOCKED.format(names=sorted(names)) + code],
-        capture_output=True, text=True, timeout=100, env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

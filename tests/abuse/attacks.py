@@ -27,6 +27,7 @@ from forge import (
     with_streams,
 )
 
+from deltawire.core.codecs import BLOCK_ENCODINGS, ENCODINGS
 from deltawire.core.errors import (
     CorruptStream,
     CountMismatch,
@@ -62,7 +63,7 @@ def attack(
     error: type[DeltawireError], *encodings: str
 ) -> Callable[[Callable[[bytes], bytes]], Callable[[bytes], bytes]]:
     def register(make: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
-        ATTACKS.extend(Attack(make.__name__, encoding, error, make) for encoding in encodings or ("raw", "packed"))
+        ATTACKS.extend(Attack(make.__name__, encoding, error, make) for encoding in encodings or ENCODINGS)
         return make
 
     return register
@@ -296,7 +297,7 @@ def an_encoding_that_nobody_knows(blob: bytes) -> bytes:
     return with_metadata(blob, encoding="psychic")
 
 
-@attack(UnknownFormat, "packed")
+@attack(UnknownFormat, *BLOCK_ENCODINGS)
 def a_block_in_an_unknown_encoding(blob: bytes) -> bytes:
     return edited_index(blob, lambda index: index["blocks"][0].update(encoding="psychic"))
 
@@ -306,7 +307,7 @@ def a_raw_file_that_says_packed(blob: bytes) -> bytes:
     return with_metadata(blob, encoding="packed")
 
 
-@attack(SchemaMismatch, "packed")
+@attack(SchemaMismatch, *BLOCK_ENCODINGS)
 def a_packed_file_that_says_raw(blob: bytes) -> bytes:
     return with_metadata(blob, encoding="raw")
 
@@ -408,29 +409,29 @@ def a_raw_tensor_the_run_does_not_have(blob: bytes) -> bytes:
 # ── block encodings: the index ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@attack(UnknownFormat, "packed")
+@attack(UnknownFormat, *BLOCK_ENCODINGS)
 def no_index(blob: bytes) -> bytes:
     metadata, tensors = split(blob)
     del tensors["index"]
     return join(metadata, tensors)
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def an_index_that_claims_100_gb(blob: bytes) -> bytes:
     return with_metadata(blob, index_size=str(HUNDRED_GB))
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def an_index_that_claims_less_than_nothing(blob: bytes) -> bytes:
     return with_metadata(blob, index_size="-1")
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def an_index_size_that_is_no_number(blob: bytes) -> bytes:
     return with_metadata(blob, index_size="many")
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def an_index_size_in_digits_of_another_script(blob: bytes) -> bytes:
     return with_metadata(blob, index_size="٣" * 400)
 
@@ -469,40 +470,40 @@ def _bombed_index(frame: bytes, claimed: int) -> Callable[[bytes], bytes]:
     return make
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def an_index_that_is_a_bomb(blob: bytes) -> bytes:
     """256 MB of zeros in a few kilobytes, honestly labelled."""
     return _bombed_index(bomb(), BOMB)(blob)
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def an_index_bomb_that_claims_to_be_small(blob: bytes) -> bytes:
     """The file and the frame say 4 kB; the frame holds 256 MB."""
     return _bombed_index(bomb(claimed=4096), 4096)(blob)
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def an_index_that_does_not_decompress(blob: bytes) -> bytes:
     return _bombed_index(b"\x28\xb5\x2f\xfd" + b"garbage!", 4096)(blob)
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def an_index_that_is_not_json(blob: bytes) -> bytes:
     return with_index(blob, b"not json at all")
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def an_index_nested_a_million_deep(blob: bytes) -> bytes:
     return with_index(blob, b'{"tensors":' + nested(1_000_000) + b',"blocks":[]}')
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def an_index_with_numbers_beyond_64_bits(blob: bytes) -> bytes:
     text = json.dumps(index_of(blob)).replace('"shift": ', '"shift": 9' + "9" * 40)
     return with_index(blob, text.encode())
 
 
-@attack(SchemaMismatch, "packed")
+@attack(SchemaMismatch, *BLOCK_ENCODINGS)
 def an_index_with_a_tensor_of_another_shape(blob: bytes) -> bytes:
     def edit(index: dict[str, Any]) -> None:
         next(t for t in index["tensors"] if t[0] == "embed.weight")[2] = [16, 64]
@@ -510,7 +511,7 @@ def an_index_with_a_tensor_of_another_shape(blob: bytes) -> bytes:
     return edited_index(blob, edit)
 
 
-@attack(SchemaMismatch, "packed")
+@attack(SchemaMismatch, *BLOCK_ENCODINGS)
 def an_index_with_a_tensor_of_another_dtype(blob: bytes) -> bytes:
     def edit(index: dict[str, Any]) -> None:
         next(t for t in index["tensors"] if t[0] == "embed.weight")[1] = "F16"
@@ -518,12 +519,12 @@ def an_index_with_a_tensor_of_another_dtype(blob: bytes) -> bytes:
     return edited_index(blob, edit)
 
 
-@attack(SchemaMismatch, "packed")
+@attack(SchemaMismatch, *BLOCK_ENCODINGS)
 def an_index_with_a_tensor_the_run_does_not_have(blob: bytes) -> bytes:
     return edited_index(blob, lambda index: index["tensors"].append(["../other", "BF16", [4]]))
 
 
-@attack(SchemaMismatch, "packed")
+@attack(SchemaMismatch, *BLOCK_ENCODINGS)
 def an_index_with_the_same_tensor_twice(blob: bytes) -> bytes:
     """Two numbers for one tensor, so that overlapping regions do not seem to."""
 
@@ -550,37 +551,37 @@ def _region(blob: bytes, edit: Callable[[list[int]], None]) -> bytes:
     return edited_index(blob, go)
 
 
-@attack(SchemaMismatch, "packed")
+@attack(SchemaMismatch, *BLOCK_ENCODINGS)
 def a_region_of_a_tensor_that_is_not_listed(blob: bytes) -> bytes:
     return _region(blob, lambda region: region.__setitem__(0, 99))
 
 
-@attack(SchemaMismatch, "packed")
+@attack(SchemaMismatch, *BLOCK_ENCODINGS)
 def a_region_of_tensor_minus_one(blob: bytes) -> bytes:
     return _region(blob, lambda region: region.__setitem__(0, -1))
 
 
-@attack(PositionError, "packed")
+@attack(PositionError, *BLOCK_ENCODINGS)
 def a_region_below_its_tensor(blob: bytes) -> bytes:
     return _region(blob, lambda region: region.__setitem__(1, 1))
 
 
-@attack(PositionError, "packed")
+@attack(PositionError, *BLOCK_ENCODINGS)
 def a_region_beside_its_tensor(blob: bytes) -> bytes:
     return _region(blob, lambda region: region.__setitem__(3, 1))
 
 
-@attack(PositionError, "packed")
+@attack(PositionError, *BLOCK_ENCODINGS)
 def a_region_with_a_negative_row(blob: bytes) -> bytes:
     return _region(blob, lambda region: region.__setitem__(1, -1))
 
 
-@attack(PositionError, "packed")
+@attack(PositionError, *BLOCK_ENCODINGS)
 def a_region_taller_than_its_tensor(blob: bytes) -> bytes:
     return _region(blob, lambda region: region.__setitem__(2, 1 << 40))
 
 
-@attack(PositionError, "packed")
+@attack(PositionError, *BLOCK_ENCODINGS)
 def a_region_whose_sides_are_both_negative(blob: bytes) -> bytes:
     def edit(region: list[int]) -> None:
         region[2], region[4] = -region[2], -region[4]
@@ -588,7 +589,7 @@ def a_region_whose_sides_are_both_negative(blob: bytes) -> bytes:
     return _region(blob, edit)
 
 
-@attack(PositionError, "packed")
+@attack(PositionError, *BLOCK_ENCODINGS)
 def regions_that_overlap(blob: bytes) -> bytes:
     def edit(index: dict[str, Any]) -> None:
         for block in index["blocks"]:
@@ -599,7 +600,7 @@ def regions_that_overlap(blob: bytes) -> bytes:
     return edited_index(blob, edit)
 
 
-@attack(PositionError, "packed")
+@attack(PositionError, *BLOCK_ENCODINGS)
 def the_same_region_in_two_blocks(blob: bytes) -> bytes:
     metadata, tensors = split(blob)
     index = index_of(blob)
@@ -613,27 +614,27 @@ def the_same_region_in_two_blocks(blob: bytes) -> bytes:
     return with_index(join(metadata, tensors), index)
 
 
-@attack(CountMismatch, "packed")
+@attack(CountMismatch, *BLOCK_ENCODINGS)
 def more_changes_than_the_region_has_units(blob: bytes) -> bytes:
     return _region(blob, lambda region: region.__setitem__(5, region[2] * region[4] + 1))
 
 
-@attack(CountMismatch, "packed")
+@attack(CountMismatch, *BLOCK_ENCODINGS)
 def a_region_without_changes(blob: bytes) -> bytes:
     return _region(blob, lambda region: region.__setitem__(5, 0))
 
 
-@attack(CountMismatch, "packed")
+@attack(CountMismatch, *BLOCK_ENCODINGS)
 def a_count_that_is_too_high(blob: bytes) -> bytes:
     return _region(blob, lambda region: region.__setitem__(5, region[5] + 2))
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def a_count_that_is_too_low(blob: bytes) -> bytes:
     return _region(blob, lambda region: region.__setitem__(5, region[5] - 2))
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def a_block_of_two_dtypes(blob: bytes) -> bytes:
     def edit(index: dict[str, Any]) -> None:
         first, second = index["blocks"][:2]
@@ -642,24 +643,24 @@ def a_block_of_two_dtypes(blob: bytes) -> bytes:
     return edited_index(blob, edit)
 
 
-@attack(CorruptStream, "packed")
+@attack(CorruptStream, *BLOCK_ENCODINGS)
 def a_block_without_regions(blob: bytes) -> bytes:
     return edited_index(blob, lambda index: index["blocks"][0].update(regions=[]))
 
 
-@attack(HeaderError, "packed")
+@attack(HeaderError, *BLOCK_ENCODINGS)
 def a_block_that_is_not_in_the_file(blob: bytes) -> bytes:
     metadata, tensors = split(blob)
     del tensors["block.00000"]
     return join(metadata, tensors)
 
 
-@attack(HeaderError, "packed")
+@attack(HeaderError, *BLOCK_ENCODINGS)
 def a_block_that_is_not_in_the_index(blob: bytes) -> bytes:
     return edited_index(blob, lambda index: index["blocks"].pop())
 
 
-@attack(HeaderError, "packed")
+@attack(HeaderError, *BLOCK_ENCODINGS)
 def a_block_of_floats(blob: bytes) -> bytes:
     metadata, tensors = split(blob)
     _, shape, data = tensors["block.00000"]
@@ -667,12 +668,12 @@ def a_block_of_floats(blob: bytes) -> bytes:
     return join(metadata, tensors)
 
 
-@attack(HashMismatch, "packed")
+@attack(HashMismatch, *BLOCK_ENCODINGS)
 def a_block_with_another_hash(blob: bytes) -> bytes:
     return edited_index(blob, lambda index: index["blocks"][0].update(hash="0" * 32))
 
 
-@attack(HashMismatch, "packed")
+@attack(HashMismatch, *BLOCK_ENCODINGS)
 def a_flipped_bit_in_a_block(blob: bytes) -> bytes:
     metadata, tensors = split(blob)
     dtype, shape, data = tensors["block.00000"]
@@ -809,6 +810,11 @@ def _bombed_stream(name: str, frame: bytes, raw: int) -> Callable[[bytes], bytes
         return with_index(blob, index, {0: b"".join(stored.values())})
 
     return make
+
+
+def with_bomb(blob: bytes, stream: str) -> bytes:
+    """The first block, with 256 MB of zeros for one of its streams, honestly labelled."""
+    return _bombed_stream(stream, bomb(), BOMB)(blob)
 
 
 @attack(CorruptStream, "packed")

@@ -6,19 +6,27 @@ still take an anchor.
 
 from __future__ import annotations
 
+import random
 import tracemalloc
 from functools import cache
 
 import msgspec
 import numpy as np
 import pytest
-from attacks import ATTACKS, Attack
-from forge import ForgedRun
+from attacks import ATTACKS, Attack, with_bomb
+from forge import ForgedRun, index_of, streams_of, with_index, with_streams
 
 import deltawire as dw
 from deltawire.bucket.fetch import fetch
-from deltawire.core.codecs import ENCODINGS
-from deltawire.core.errors import DeltawireError, FormatError, HashMismatch
+from deltawire.core.codecs import BLOCK_ENCODINGS, ENCODINGS
+from deltawire.core.errors import (
+    CorruptStream,
+    CountMismatch,
+    DeltawireError,
+    FormatError,
+    HashMismatch,
+    PositionError,
+)
 from deltawire.core.manifest import Blob
 from deltawire.replica import Replica
 from deltawire.store import Store
@@ -84,6 +92,71 @@ def test_a_replica_recovers_through_the_anchor(attack: Attack, store: Store) -> 
     run.edit_object(attack.make)
     assert replica.sync(live) == 2
     assert same(live, run.versions[2])
+
+
+@pytest.mark.parametrize("encoding", BLOCK_ENCODINGS)
+def test_no_stream_may_have_another_length(encoding: str) -> None:
+    """Whatever an encoding keeps in its streams, their lengths follow from counts that were checked before."""
+    old, new = history(2, changes=20)
+    blob = dw.encode(old, new, encoding)
+    for number in range(len(index_of(blob)["blocks"])):
+        streams = streams_of(blob, number)
+        for name, data in streams.items():
+            for other in (data[:-1], b"", data + b"\0", data + bytes(200_000)):
+                if other != data:
+                    with pytest.raises((CountMismatch, CorruptStream, PositionError)):
+                        dw.decode(with_streams(blob, {**streams, name: other}, number), old)
+
+
+@pytest.mark.parametrize("encoding", BLOCK_ENCODINGS)
+def test_no_stream_may_be_a_bomb(encoding: str) -> None:
+    old, new = history(2, changes=20)
+    blob = dw.encode(old, new, encoding)
+    for name in streams_of(blob):
+        tracemalloc.start()
+        try:
+            with pytest.raises(CorruptStream):
+                dw.decode(with_bomb(blob, name), old)
+            assert tracemalloc.get_traced_memory()[1] < MEMORY
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("encoding", BLOCK_ENCODINGS)
+def test_streams_of_noise(encoding: str) -> None:
+    """Kernels index without bounds checks: noise must end in a typed error or in weights of the right shape, never in
+    memory that is not theirs. Every byte of every stream, then whole streams, then counts and parameters."""
+    old, new = history(2, changes=12)
+    kept = copy(old)
+    blob = dw.encode(old, new, encoding)
+    dice = random.Random(encoding)
+
+    def survive(data: bytes) -> None:
+        try:
+            result = dw.decode(data, old)
+        except DeltawireError:
+            return
+        assert all(result[n].shape == old[n].shape and result[n].dtype == old[n].dtype for n in old)
+
+    for number in range(len(index_of(blob)["blocks"])):
+        streams = streams_of(blob, number)
+        for name, data in streams.items():
+            for at in range(len(data)):
+                for value in (0, 255, data[at] ^ (1 << dice.randrange(8))):
+                    changed = data[:at] + bytes([value]) + data[at + 1 :]
+                    survive(with_streams(blob, {**streams, name: changed}, number))
+            for _ in range(20):
+                survive(with_streams(blob, {**streams, name: dice.randbytes(len(data))}, number))
+        parameters = index_of(blob)["blocks"][number]["parameters"]
+        for name in parameters:
+            for value in (-1, 0, 1, 7, 24, 25, 63, 64, 1 << 31, (1 << 63) - 1, -(1 << 63)):
+                survive(with_streams(blob, streams, number, parameters={**parameters, name: value}))
+        for entry in range(len(index_of(blob)["blocks"][number]["regions"])):
+            for delta in (-1, 1, 2, 50):
+                index = index_of(blob)
+                index["blocks"][number]["regions"][entry][5] += delta
+                survive(with_index(blob, index))
+    assert same(old, kept)
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

@@ -22,14 +22,15 @@ from attacks import ATTACKS, BOMB, bomb
 from forge import ForgedRun, dumps, join
 from blake3 import blake3
 from support import copy, history, opened, same
+from deltawire.core.codecs import ENCODINGS
 from deltawire.core.schema import Schema, TensorSpec
 
 names, limit = json.loads(sys.argv[1]), int(sys.argv[2])
 old, new = history(2, changes=7)
-good = {encoding: dw.encode(old, new, encoding) for encoding in ("raw", "packed")}
+good = {encoding: dw.encode(old, new, encoding) for encoding in ENCODINGS}
 for blob in good.values():
     assert same(dw.decode(blob, old), new)
-blobs = {a.name: a.make(good[a.encoding]) for a in ATTACKS if a.name in names}
+blobs = {str(a): a.make(good[a.encoding]) for a in ATTACKS if str(a) in names}
 
 # a block that is as large as its tensor, with streams of zeros that compress to nothing
 schema = Schema.build([TensorSpec("w", "U8", (BOMB,))])
@@ -87,14 +88,19 @@ WANTED = [
 @pytest.mark.timeout(60)
 def test_hostile_sizes_in_a_process_with_little_memory() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, json.dumps([attack.name for attack in WANTED]), str(LIMIT)],
-        env={**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parent}", "DELTAWIRE_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
+        [sys.executable, "-c", CHILD, json.dumps([str(attack) for attack in WANTED]), str(LIMIT)],
+        env={
+            **os.environ,
+            "PYTHONPATH": ":".join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
+            "DELTAWIRE_THREADS": "1",
+            "MALLOC_ARENA_MAX": "2",
+        },
         capture_output=True,
         text=True,
         timeout=55,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    expected = {attack.name: attack.error.__name__ for attack in WANTED}
+    expected = {str(attack): attack.error.__name__ for attack in WANTED}
     expected["a_block_as_large_as_its_tensor"] = "PositionError"
     expected["a_file_that_is_100_gb"] = "HeaderError"
     assert json.loads(done.stdout.splitlines()[-1]) == expected

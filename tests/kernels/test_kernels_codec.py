@@ -29,8 +29,7 @@ def test_ranks_are_the_codec_s(ops: ModuleType, device: torch.device, shape: tup
     rule = Rule(123, 9, leveled, 7, 255).table(19 if leveled else 10)
     tiles = grid_of(rows, columns, 4096)
 
-    plan = Plan([old], [grid(0, 0, columns, shape, tiles)])
-    plan = Plan([old.to(device)], plan.segments)
+    plan = Plan([old.to(device)], [grid(0, 0, columns, shape, tiles)])
     rule_set = rules(plan, [rule], [levels] if leveled else None)
     changed = torch_ops.detect(plan, [old.to(device)], [new.to(device)])
     found = ops.class_ranks(plan, [old.to(device)], rule_set, changed)

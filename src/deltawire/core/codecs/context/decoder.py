@@ -16,7 +16,7 @@ from ..base import CodedBlock, exactly
 from ..ulps import take_steps
 from .classes import CHUNK, CLASSES, SPARE, classify_tile, place_tile
 from .encoder import shifted
-from .entropy import coarse
+from .entropy import MODELS, coarse
 from .head import COLUMN_LEVELS, ROW_LEVELS, SIZE_PLANES, head_limit, parse_head, unpack_sizes
 from .levels import HEAD as LEVEL_HEAD
 from .levels import unpack
@@ -127,7 +127,7 @@ class Block:
             row_cuts, column_cuts, *np.searchsorted(row_cuts, (rows.start, rows.stop)).tolist(),
             *np.searchsorted(column_cuts, (columns.start, columns.stop)).tolist(),
             self._data, self._starts[int(self._first[number]) :], shifted(head.rates, head.inverse, grid.offset),
-            head.inverse, head.spread, self._step_tables, self._step_coarse, head.step_table, positions, was, zigzags,
+            head.inverse, head.spread, self._step_tables, self._step_coarse, head.step_table, MODELS, positions, was, zigzags,
         )  # fmt: skip
         if error:
             kind, what = PROBLEMS[error]
@@ -148,7 +148,8 @@ def _snapped(lines: list[int], span: slice) -> slice:
 def _decode_tiles(
     units: Any, size: Any, stride: Any, rule: Any, row_levels: Any, column_levels: Any, row_cuts: Any,
     column_cuts: Any, i0: Any, i1: Any, j0: Any, j1: Any, data: Any, starts: Any, rates: Any, inverse: Any,
-    spread: Any, step_tables: Any, step_coarse: Any, step_table: Any, positions: Any, was: Any, zigzags: Any,
+    spread: Any, step_tables: Any, step_coarse: Any, step_table: Any, models: Any, positions: Any, was: Any,
+    zigzags: Any,
 ) -> Any:  # fmt: skip
     """Tiles [i0:i1, j0:j1] of a segment; units and what comes out count from the first of them, levels and cuts do not.
 
@@ -173,7 +174,7 @@ def _decode_tiles(
             t = i * (column_cuts.size - 1) + j
             error, count = decode_tile(
                 data, starts[t], starts[t + 1], n, rates, inverse, spread, step_tables, step_coarse, step_table,
-                step_limit, k, ranks[: left - found], run[: left - found],
+                step_limit, models, k, ranks[: left - found], run[: left - found],
             )  # fmt: skip
             if error:
                 return error, 0

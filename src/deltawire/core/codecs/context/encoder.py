@@ -28,7 +28,7 @@ from .classes import (
     exponent_histogram,
     rank_tile,
 )
-from .entropy import RATE, SPREADS, SYMBOLS
+from .entropy import MODELS, RATE, SPREADS, SYMBOLS
 from .head import COLUMN_LEVELS, ROW_LEVELS, Grid, Head, exponent, pack_head, pack_sizes
 from .levels import Floats, choose_levels, pack, scale
 from .tiles import TILE, LevelBytes, Matrix, cuts, grid_of, padded, walked, widest
@@ -133,7 +133,7 @@ def _code(segments: list[Segment], rule: Rule, classes: int, ranks: Any, zigzags
     while size < 0:
         room *= 4
         out = np.empty(room, np.uint8)
-        size = runs.encode_tiles(n, k, ranks, zigzags, per_tile, inverse, spread, tables, step_table, out, sizes)
+        size = runs.encode_tiles(n, k, ranks, zigzags, per_tile, inverse, spread, tables, step_table, MODELS, out, sizes)
     levels = [line for s in segments for line in (s.row_levels, s.column_levels) if line is not None]
     return Coded(
         {

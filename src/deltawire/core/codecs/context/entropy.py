@@ -147,6 +147,9 @@ _EIGHTH = np.sqrt(np.sqrt(np.sqrt(np.float64(0.5))))
 RATE = np.cumprod(np.concatenate([[1.0], np.full(255, _EIGHTH)]))
 """RATE[b] = 2^(−b/8): how often a class changes, in one byte."""
 
+MODELS = (GAP_TABLES, GAP_COARSE, COUNT_TABLES, COUNT_COARSE, COUNT_SHIFT, RATE)
+"""As kernels take them. As globals they would be compiled into every kernel that uses them, and stay there in its cache."""
+
 
 # Tables are passed whole, with a row number: a row slice is an object whose reference count costs more than the lookup.
 

@@ -16,17 +16,11 @@ from ...errors import CorruptStream, CountMismatch, FormatError, PositionError
 from .classes import CLASSES
 from .entropy import (
     COUNT_BITS,
-    COUNT_COARSE,
     COUNT_LEVELS,
-    COUNT_SHIFT,
-    COUNT_TABLES,
     DIRECT,
     ESCAPE,
-    GAP_COARSE,
-    GAP_TABLES,
     MAX_TILE,
     NEAR,
-    RATE,
     count_model,
     encode_ops,
     gap_model,
@@ -79,31 +73,29 @@ def step_histogram(keys: Any, zigzags: Any, out: Any) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _put_count(ops: Any, at: Any, n: Any, k: Any, rate: Any, inverse: Any, spread: Any) -> Any:
-    sent = n - k if inverse else k
-    level, extra = count_model(n * RATE[rate])
+def _put_count(ops: Any, at: Any, sent: Any, expected: Any, spread: Any, tables: Any, shifts: Any) -> Any:
+    level, extra = count_model(expected)
     level += spread * COUNT_LEVELS
-    shift = int(COUNT_SHIFT[level]) + extra
+    shift = int(shifts[level]) + extra
     q = sent >> shift
     if q >= ESCAPE:
-        at = put_symbol(ops, at, COUNT_TABLES, level, ESCAPE)
-        return put_bits(ops, at, uint64(sent), COUNT_BITS)
-    at = put_symbol(ops, at, COUNT_TABLES, level, q)
+        q, shift = ESCAPE, COUNT_BITS
+    at = put_symbol(ops, at, tables, level, q)
     return put_bits(ops, at, uint64(sent & ((1 << shift) - 1)), shift)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _put_gap(ops: Any, at: Any, n: Any, k: Any, gap: Any) -> Any:
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _put_gap(ops: Any, at: Any, n: Any, k: Any, gap: Any, tables: Any) -> Any:
     # n == k: all that is left changed, nothing to say
     while n > k:
         table, shift = gap_model(n, k)
         q = gap >> shift
         if table < NEAR and q >= ESCAPE:
-            at = put_symbol(ops, at, GAP_TABLES, table, ESCAPE)
+            at = put_symbol(ops, at, tables, table, ESCAPE)
             gap -= ESCAPE << shift
             n -= ESCAPE << shift
             continue
-        at = put_symbol(ops, at, GAP_TABLES, table, q)
+        at = put_symbol(ops, at, tables, table, q)
         return put_bits(ops, at, uint64(gap & ((1 << shift) - 1)), shift)
     return at
 
@@ -111,9 +103,10 @@ def _put_gap(ops: Any, at: Any, n: Any, k: Any, gap: Any) -> Any:
 @njit(nogil=True, cache=True, error_model="numpy")
 def encode_tiles(
     n: Any, k: Any, ranks: Any, zigzags: Any, rates: Any, inverse: Any, spread: Any, step_tables: Any,
-    step_table: Any, out: Any, sizes: Any,
+    step_table: Any, models: Any, out: Any, sizes: Any,
 ) -> Any:  # fmt: skip
     """Bytes of all tiles into out, their sizes into sizes; returns the length, or −1 where out is too small."""
+    gap_tables, _, count_tables, _, shifts, rate_of = models
     most = 0
     for t in range(n.shape[0]):
         total = _MAX_ESCAPES
@@ -129,13 +122,14 @@ def encode_tiles(
             if left == 0:
                 continue
             if rates[t, c] != NEVER:
-                count = _put_count(ops, count, left, kc, rates[t, c], inverse[c], spread)
+                sent = left - kc if inverse[c] else kc
+                count = _put_count(ops, count, sent, left * rate_of[rates[t, c]], spread, count_tables, shifts)
             # a run codes whichever is rarer, the changed or the others
             if 2 * kc <= left:
                 todo, previous = kc, -1
                 for i in range(at, at + kc):
                     gap = np.int64(ranks[i]) - previous - 1
-                    count = _put_gap(ops, count, left, todo, gap)
+                    count = _put_gap(ops, count, left, todo, gap, gap_tables)
                     left -= gap + 1
                     todo -= 1
                     previous = np.int64(ranks[i])
@@ -146,7 +140,7 @@ def encode_tiles(
                         i += 1
                         continue
                     gap = rank - previous - 1
-                    count = _put_gap(ops, count, left, todo, gap)
+                    count = _put_gap(ops, count, left, todo, gap, gap_tables)
                     left -= gap + 1
                     todo -= 1
                     previous = rank
@@ -166,9 +160,10 @@ def encode_tiles(
 @njit(nogil=True, cache=True, error_model="numpy")
 def decode_tile(
     data: Any, start: Any, end: Any, n: Any, rates: Any, inverse: Any, spread: Any, step_tables: Any,
-    step_coarse: Any, step_table: Any, step_limit: Any, k: Any, ranks: Any, zigzags: Any,
+    step_coarse: Any, step_table: Any, step_limit: Any, models: Any, k: Any, ranks: Any, zigzags: Any,
 ) -> Any:  # fmt: skip
     """Counts k, ranks and zigzagged steps of one tile; returns (error, how many)."""
+    gap_tables, gap_coarse, count_tables, count_coarse, shifts, rate_of = models
     code, span, pos = start_decode(data, start, end)
     at = 0
     k[0] = 0
@@ -180,10 +175,10 @@ def decode_tile(
         if rates[c] == NEVER:
             kc = size if inverse[c] else 0
         else:
-            level, extra = count_model(size * RATE[rates[c]])
+            level, extra = count_model(size * rate_of[rates[c]])
             level += spread * COUNT_LEVELS
-            shift = int(COUNT_SHIFT[level]) + extra
-            code, span, pos, q = get_symbol(code, span, pos, data, end, COUNT_TABLES, COUNT_COARSE, level)
+            shift = int(shifts[level]) + extra
+            code, span, pos, q = get_symbol(code, span, pos, data, end, count_tables, count_coarse, level)
             if q == ESCAPE:
                 q, shift = 0, COUNT_BITS
             code, span, pos, low = get_bits(code, span, pos, data, end, shift)
@@ -204,7 +199,7 @@ def decode_tile(
             gap, room = 0, left - todo
             while left > todo:
                 table, shift = gap_model(left, todo)
-                code, span, pos, q = get_symbol(code, span, pos, data, end, GAP_TABLES, GAP_COARSE, table)
+                code, span, pos, q = get_symbol(code, span, pos, data, end, gap_tables, gap_coarse, table)
                 if table < NEAR and q == ESCAPE:
                     gap += ESCAPE << shift
                     left -= ESCAPE << shift
