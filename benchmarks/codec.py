@@ -83,8 +83,8 @@ def _theirs(delta: Delta, format: Any, changed: int, elements: int) -> Row:
     decoded = [format.decode(c, old, columns) for c, (old, _, columns) in zip(coded, flat, strict=True)]
     if any(not np.array_equal(d, new) for d, (_, new, _) in zip(decoded, flat, strict=True)):
         raise SystemExit(f"{format.name} did not reproduce {delta.name}")
-    encode_seconds = best(lambda: [format.encode(*tensor) for tensor in flat], 2)
-    decode_seconds = best(lambda: [format.decode(c, o, n) for c, (o, _, n) in zip(coded, flat, strict=True)], 2)
+    encode_seconds = best(lambda: [format.encode(*tensor) for tensor in flat], 2, 2.0)
+    decode_seconds = best(lambda: [format.decode(c, o, n) for c, (o, _, n) in zip(coded, flat, strict=True)], 2, 2.0)
     size = sum(map(len, coded))
     return _row(format.name, size, changed, elements, encode_seconds, decode_seconds, ours=False)
 
@@ -158,7 +158,7 @@ def chart(rows: list[Row], path: Path) -> None:
 
 def deltas(options: argparse.Namespace) -> list[Delta]:
     if options.full:
-        return [d for lr in (1e-6, 3e-6) for d in cached("qwen3", lr, (4, 24), options.device, QWEN3_06B)]
+        return [d for lr in (5e-7, 1e-6) for d in cached("qwen3", lr, (24,), options.device, QWEN3_06B)]
     rates = (1e-6,) if options.quick else (1e-6, 3e-6, 1e-5)
     found = [d for lr in rates for d in cached("qwen3", lr, (20,), options.device, SMALL)]
     rates = (3e-6,) if options.quick else (1e-6, 3e-6, 1e-5)

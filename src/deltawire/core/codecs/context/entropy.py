@@ -163,7 +163,9 @@ def _operation(start: Any, frequency: Any, bits: Any) -> Any:
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
 def put_symbol(ops: Any, at: Any, tables: Any, table: Any, symbol: Any) -> Any:
-    low, high = tables[table, symbol], tables[table, symbol + 1]
+    # unsigned: a signed index would be checked for counting from the end
+    t, s = uint64(table), uint64(symbol)
+    low, high = uint64(tables[t, s]), uint64(tables[t, s + uint64(1)])
     ops[at] = _operation(low, high - low, PRECISION)
     return at + 1
 
