@@ -146,6 +146,8 @@ def test_public_functions_make_their_plan_and_refuse_what_does_not_fit(device: t
         kernels.detect([old[0].T], [new[0].T])
     with pytest.raises(ValueError, match=r"should be torch\.float32"):
         kernels.cast_and_detect([old[0]], [old[0]])
+    with pytest.raises(ValueError, match="was it made by another"):
+        kernels.apply(old, changed, plan=flat_plan(old, 1 << 10))
     with pytest.raises(ValueError, match="the plan is for"):
         kernels.apply(old[:2], changed, plan=flat_plan(old))
 

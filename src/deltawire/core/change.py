@@ -13,10 +13,13 @@ from numba import njit
 from . import digest
 from .dtypes import Bits, lookup
 from .schema import Schema, TensorSpec
-from .simd import LANES, difference_mask, trailing_zeros
+from .simd import LANES, difference_mask, prefetch, trailing_zeros
 
 BLOCK_UNITS = 1 << 24
 """About how many units a block covers: enough for stable statistics, few enough to hold several in memory."""
+
+_AHEAD = 64
+"""How many changes ahead of its use a cache line is asked for."""
 
 _CHUNK = 1 << 20
 """Units compared at a time, so that scratch arrays stay in the cache's reach whatever the density."""
@@ -108,20 +111,31 @@ class Change:
         scatter(self.region, self.positions, self.old, bits)
 
 
+@njit(cache=True, nogil=True, inline="always")
+def _place(position: Any, base: int, width: int, stride: int) -> Any:
+    local = np.int64(position)
+    return base + local if width == stride else base + (local // width) * stride + local % width
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _fetch_ahead(bits: Any, positions: Any, i: int, base: int, width: int, stride: int) -> None:
+    # one change in a hundred touches a new cache line almost every time: ask for it long before it is needed
+    if i + _AHEAD < positions.size:
+        prefetch(bits.ctypes.data + bits.itemsize * _place(positions[i + _AHEAD], base, width, stride))
+
+
 @njit(cache=True, nogil=True)
 def _scatter(bits: Any, positions: Any, values: Any, base: int, width: int, stride: int) -> None:
     for i in range(positions.size):
-        local = np.int64(positions[i])
-        flat = base + local if width == stride else base + (local // width) * stride + local % width
-        bits[flat] = values[i]
+        _fetch_ahead(bits, positions, i, base, width, stride)
+        bits[_place(positions[i], base, width, stride)] = values[i]
 
 
 @njit(cache=True, nogil=True)
 def _gather(bits: Any, positions: Any, values: Any, base: int, width: int, stride: int) -> None:
     for i in range(positions.size):
-        local = np.int64(positions[i])
-        flat = base + local if width == stride else base + (local // width) * stride + local % width
-        values[i] = bits[flat]
+        _fetch_ahead(bits, positions, i, base, width, stride)
+        values[i] = bits[_place(positions[i], base, width, stride)]
 
 
 def scatter(region: Region, positions: npt.NDArray[np.uint32], values: Bits, bits: Bits) -> None:
@@ -165,10 +179,28 @@ def regions(tensor: TensorSpec, block_units: int = BLOCK_UNITS) -> Iterator[Regi
         return
     rows, columns = tensor.rows, tensor.columns
     width = min(columns, block_units)
-    height = max(1, block_units // width)
-    for row in range(0, rows, height):
+    for first, last in _bands(rows, max(1, block_units // width)):
         for column in range(0, columns, width):
-            yield Region(tensor, row, min(height, rows - row), column, min(width, columns - column))
+            yield Region(tensor, first, last - first, column, min(width, columns - column))
+
+
+def _bands(rows: int, height: int) -> Iterator[tuple[int, int]]:
+    """Rows in bands of at most `height`, cut at every half, quarter or eighth where that divides the rows.
+
+    A tensor-parallel rank holds such a part. A band that reaches into two of them would have to be decoded by both.
+    """
+    if rows <= height:
+        yield 0, rows
+        return
+    parts = next((parts for parts in (8, 4, 2) if rows % parts == 0), 1)
+    # as few parts as there are that fit a band each
+    while parts > 2 and rows // (parts // 2) <= height:
+        parts //= 2
+    each = rows // parts
+    count = -(-each // height)
+    for part in range(parts):
+        for i in range(count):
+            yield part * each + i * each // count, part * each + (i + 1) * each // count
 
 
 @njit(cache=True, nogil=True)

@@ -91,6 +91,7 @@ def cast_and_detect(
 def apply(tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False, plan: Plan | None = None) -> Changed:
     """Write the new bits; with `keep`, return the change with the bits it replaced: apply its `swapped()` to undo."""
     plan = plan or flat_plan(tensors)
+    _require_tiles(plan, changed)
     return _run("apply", plan, tensors, changed, keep=keep)  # type: ignore[no-any-return]
 
 
@@ -105,6 +106,7 @@ def digest_change(
 ) -> StateDigest:
     """How the state digest moves when the change is applied; `tensors` give the shapes alone."""
     plan = plan or flat_plan(tensors)
+    _require_tiles(plan, changed)
     return _state(_run("digest_change", plan, changed, _keys(plan, names)))
 
 
@@ -115,11 +117,14 @@ def class_counts(old: Sequence[Tensor], plan: Plan, rules: Rules) -> Tensor:
 
 def class_ranks(old: Sequence[Tensor], plan: Plan, rules: Rules, changed: Changed) -> Ranks:
     """Changes as ranks within the classes of the old bits, which `old` must still hold."""
+    _require_tiles(plan, changed)
     return _run("class_ranks", plan, old, rules, changed)  # type: ignore[no-any-return]
 
 
 def place(old: Sequence[Tensor], plan: Plan, rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:
     """The inverse of `class_ranks`: a change ready to be applied. A rank past its class is a ValueError."""
+    if tuple(counts.shape) != (plan.tiles, CLASSES):
+        raise ValueError(f"counts are {tuple(counts.shape)}, the plan needs {(plan.tiles, CLASSES)}")
     return _run("place", plan, old, rules, counts, ranks, steps)  # type: ignore[no-any-return]
 
 
@@ -133,6 +138,13 @@ def _run(name: str, plan: Plan, *arguments: Any, **options: Any) -> Any:
     # Triton launches on the current device, which need not be the tensors'
     with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
         return function(plan, *arguments, **options)
+
+
+def _require_tiles(plan: Plan, changed: Changed) -> None:
+    if changed.starts.numel() != plan.tiles + 1:
+        raise ValueError(
+            f"the change has {changed.starts.numel() - 1} tiles, the plan {plan.tiles}; was it made by another?"
+        )
 
 
 def _require_alike(

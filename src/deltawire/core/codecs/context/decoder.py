@@ -16,7 +16,7 @@ from ..base import CodedBlock, exactly
 from ..ulps import take_steps
 from .classes import CHUNK, CLASSES, SPARE, classify_tile, place_tile
 from .encoder import shifted
-from .entropy import MODELS, coarse
+from .entropy import MODELS, coarse, joined
 from .head import COLUMN_LEVELS, ROW_LEVELS, SIZE_PLANES, head_limit, parse_head, unpack_sizes
 from .levels import HEAD as LEVEL_HEAD
 from .levels import unpack
@@ -46,8 +46,8 @@ class Block:
         self._starts = unpack_sizes(sizes, tiles, self._data.size)
         most = sum(2 * (LEVEL_HEAD + rows + columns + 8) for rows, columns in self._shapes)
         self._levels = self._read_levels(exactly(coded, streams, "levels", (0, most)))
-        self._step_tables = head.step_tables()
-        self._step_coarse = coarse(self._step_tables)
+        tables = head.step_tables()
+        self._step_tables, self._step_coarse = joined(tables), coarse(tables)
 
     def _read_levels(self, data: npt.NDArray[np.uint8]) -> list[tuple[LevelBytes, LevelBytes]]:
         result, at = [], 0

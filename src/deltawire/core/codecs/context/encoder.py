@@ -28,7 +28,7 @@ from .classes import (
     exponent_histogram,
     rank_tile,
 )
-from .entropy import MODELS, RATE, SPREADS, SYMBOLS
+from .entropy import MODELS, RATE, SPREADS, SYMBOLS, joined
 from .head import COLUMN_LEVELS, ROW_LEVELS, Grid, Head, exponent, pack_head, pack_sizes
 from .levels import Floats, choose_levels, pack, scale
 from .tiles import TILE, LevelBytes, Matrix, cuts, grid_of, padded, walked, widest
@@ -129,7 +129,7 @@ def _code(segments: list[Segment], rule: Rule, classes: int, ranks: Any, zigzags
     grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(segments, offsets, strict=True)]
     spread = _choose_spread(n, k, per_tile, inverse)
     head = Head(rule, classes, spread, rates, inverse, steps, step_table, grids)
-    tables, sizes, room, size = head.step_tables(), np.zeros(len(n), np.int64), 2 * ranks.size + 64 * len(n), -1
+    tables, sizes, room, size = joined(head.step_tables()), np.zeros(len(n), np.int64), 2 * ranks.size + 64 * len(n), -1
     while size < 0:
         room *= 4
         out = np.empty(room, np.uint8)

@@ -13,7 +13,7 @@ every bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,15 +72,18 @@ def quantise(weights: Iterable[float]) -> Cumulative:
     return np.concatenate([[0], np.cumsum(freq)]).astype(np.uint16)
 
 
-def coarse(cumulative: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
-    """For each value's top 6 bits the first symbol it can be: the decoder's search starts there."""
-    out = np.empty((len(cumulative), 64), np.uint8)
-    for t, c in enumerate(cumulative):
-        out[t] = np.searchsorted(c[1:], np.arange(64) << (PRECISION - 6), side="right")
-    return out
+def joined(tables: Sequence[Cumulative]) -> Cumulative:
+    """Tables as kernels take them: one behind the other, because a row of a matrix is an object, and counted."""
+    return np.concatenate(tables)
 
 
-def _gap_tables() -> Cumulative:
+def coarse(tables: Sequence[Cumulative]) -> npt.NDArray[np.uint8]:
+    """For each table and each value's top 6 bits the first symbol it can be: the decoder's search starts there."""
+    tops = np.arange(64) << (PRECISION - 6)
+    return np.concatenate([np.searchsorted(table[1:], tops, side="right") for table in tables]).astype(np.uint8)
+
+
+def _gap_tables() -> list[Cumulative]:
     tables = []
     # 0..23: means 1 to 8, exact gaps; 24..31: means 4 to 8 in units of 2^s, s > 0
     for i in range(NEAR):
@@ -105,7 +108,7 @@ def _gap_tables() -> Cumulative:
             else:
                 ways = [(last + 1 - q) ** k - (last - q) ** k for q in range(last + 1)]
             tables.append(quantise(ways + [0] * (SYMBOLS - len(ways))))
-    return np.array(tables)
+    return tables
 
 
 def _choose(n: int, k: int) -> int:
@@ -115,7 +118,7 @@ def _choose(n: int, k: int) -> int:
     return out
 
 
-def _count_tables() -> tuple[Cumulative, npt.NDArray[np.uint8]]:
+def _count_tables() -> tuple[list[Cumulative], npt.NDArray[np.uint8]]:
     """Negative binomial in buckets of 2^shift: cumulative tables of all spreads and levels, and the shifts."""
     tables, shifts = [], []
     for spread in SPREADS:
@@ -136,22 +139,20 @@ def _count_tables() -> tuple[Cumulative, npt.NDArray[np.uint8]]:
                 weights[k >> shift] += float(chance[k])
             tables.append(quantise(weights))
             shifts.append(shift)
-    return np.array(tables), np.array(shifts, np.uint8)
+    return tables, np.array(shifts, np.uint8)
 
 
 GAP_TABLES = _gap_tables()
-GAP_COARSE = coarse(GAP_TABLES)
 COUNT_TABLES, COUNT_SHIFT = _count_tables()
-COUNT_COARSE = coarse(COUNT_TABLES)
 _EIGHTH = np.sqrt(np.sqrt(np.sqrt(np.float64(0.5))))
 RATE = np.cumprod(np.concatenate([[1.0], np.full(255, _EIGHTH)]))
 """RATE[b] = 2^(−b/8): how often a class changes, in one byte."""
 
-MODELS = (GAP_TABLES, GAP_COARSE, COUNT_TABLES, COUNT_COARSE, COUNT_SHIFT, RATE)
-"""As kernels take them. As globals they would be compiled into every kernel that uses them, and stay there in its cache."""
+MODELS = (
+    joined(GAP_TABLES), coarse(GAP_TABLES), joined(COUNT_TABLES), coarse(COUNT_TABLES), COUNT_SHIFT, RATE
+)  # fmt: skip
+"""As kernels take them. As globals they would be compiled into every kernel that uses them and stay in its cache."""
 
-
-# Tables are passed whole, with a row number: a row slice is an object whose reference count costs more than the lookup.
 
 # ── encoder: a tile is first a list of operations (start, frequency, bits), then one tight loop makes bytes of them ──
 
@@ -164,8 +165,8 @@ def _operation(start: Any, frequency: Any, bits: Any) -> Any:
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
 def put_symbol(ops: Any, at: Any, tables: Any, table: Any, symbol: Any) -> Any:
     # unsigned: a signed index would be checked for counting from the end
-    t, s = uint64(table), uint64(symbol)
-    low, high = uint64(tables[t, s]), uint64(tables[t, s + uint64(1)])
+    i = uint64(table) * uint64(SYMBOLS + 1) + uint64(symbol)
+    low, high = uint64(tables[i]), uint64(tables[i + uint64(1)])
     ops[at] = _operation(low, high - low, PRECISION)
     return at + 1
 
@@ -245,18 +246,18 @@ def get_symbol(code: Any, span: Any, at: Any, data: Any, end: Any, tables: Any, 
     # only a damaged stream gets here; clamped, it stays inside the table
     if v >= uint64(TOTAL):
         v = uint64(TOTAL - 1)
-    t = uint64(table)
-    s = uint64(first[t, v >> uint64(PRECISION - 6)])
-    while uint64(tables[t, s + uint64(1)]) <= v:
-        s += uint64(1)
-    low, high = uint64(tables[t, s]), uint64(tables[t, s + uint64(1)])
+    row = uint64(table) * uint64(SYMBOLS + 1)
+    i = row + uint64(first[uint64(table) * uint64(64) + (v >> uint64(PRECISION - 6))])
+    while uint64(tables[i + uint64(1)]) <= v:
+        i += uint64(1)
+    low, high = uint64(tables[i]), uint64(tables[i + uint64(1)])
     code -= part * low
     span = part * (high - low)
     while span < uint64(1 << 24):
         code = ((code << uint64(8)) | (uint64(data[at]) if at < end else uint64(0))) & uint64(0xFFFFFFFF)
         at += 1
         span <<= uint64(8)
-    return code, span, at, np.int64(s)
+    return code, span, at, np.int64(i - row)
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")

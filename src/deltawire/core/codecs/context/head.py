@@ -70,8 +70,8 @@ class Head:
     grids: Sequence[Grid]
     # per segment
 
-    def step_tables(self) -> Cumulative:
-        return np.array([unscale(table) for table in self.steps])
+    def step_tables(self) -> list[Cumulative]:
+        return [unscale(table) for table in self.steps]
 
 
 def exponent(dtype: Dtype) -> tuple[int, int]:

@@ -156,7 +156,7 @@ def pack(levels: LevelBytes) -> bytes:
     """A table of LEVELS bytes, four bytes of length, and the range-coded levels."""
     table = scale(np.bincount(levels, minlength=LEVELS)[:LEVELS])
     ops, out = np.empty(levels.size, np.uint64), np.empty(3 * levels.size + 8, np.uint8)
-    size = encode_ops(ops, _write(levels, unscale(table)[None], ops), out, 0)
+    size = encode_ops(ops, _write(levels, unscale(table), ops), out, 0)
     return bytes(table) + int(size).to_bytes(4, "little") + out[:size].tobytes()
 
 
@@ -167,8 +167,8 @@ def unpack(data: npt.NDArray[np.uint8], count: int) -> tuple[LevelBytes, int] | 
     size = int.from_bytes(data[LEVELS:HEAD].tobytes(), "little")
     if size > data.size - HEAD:
         return None
-    tables, out = unscale(data[:LEVELS].tolist())[None], np.empty(count, np.uint8)
-    if not _read(data[HEAD : HEAD + size], tables, coarse(tables), out) or int(out.max(initial=0)) >= LEVELS:
+    table, out = unscale(data[:LEVELS].tolist()), np.empty(count, np.uint8)
+    if not _read(data[HEAD : HEAD + size], table, coarse([table]), out) or int(out.max(initial=0)) >= LEVELS:
         return None
     return out, HEAD + size
 
