@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import deltawire as dw
+from deltawire.core.change import blocks
 from deltawire.core.codecs import ENCODINGS
 from deltawire.core.dtypes import of_numpy
 from deltawire.core.errors import SchemaMismatch, UnknownFormat, UnsupportedDtype
 from deltawire.models import ModelView, torch_bits
-from support import copy, densities, model, moved, same, seeds, trained
+from support import column_cut, copy, densities, model, moved, same, seeds, trained
 
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
 
@@ -182,6 +183,30 @@ def test_numpy_bits_and_torch_bfloat16_are_the_same_model() -> None:
     flipped = bits ^ np.uint16(3)
     blob = dw.encode({"w": tensor}, {"w": flipped})
     assert same(dw.decode(blob, {"w": bits}), {"w": flipped})
+
+
+@pytest.mark.parametrize("wire", [None, "bf16"])
+@pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
+def test_a_region_is_that_part_of_the_tensor(dtype: torch.dtype, wire: str | None) -> None:
+    """Cut before it is cast, or after, or of a tensor that is not contiguous: the same bits."""
+    whole = torch_noise(dtype, (9, 14), 3)
+    view = ModelView({"w": whole, "t": whole.T, "s": torch_noise(dtype, (), 4)}, wire)
+    for block_units in (1, 3, 10, 16, 1000):
+        for plan in (blocks(view.schema, block_units), column_cut(view.schema, 4, 3)):
+            for region in (region for block in plan for region in block):
+                assert view.region(region).tolist() == region.cut(view.bits(region.tensor.name)).tolist()
+
+
+def test_only_the_region_asked_for_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region of a large embedding must not cost a copy of all of it."""
+    cast = []
+    real = ModelView._wire_bits
+    monkeypatch.setattr(ModelView, "_wire_bits", lambda self, t: (cast.append(t.numel()), real(self, t))[1])
+    view = ModelView({"w": torch.zeros(100, 10)}, "bf16")
+    for block in blocks(view.schema, 50):
+        for region in block:
+            view.region(region)
+    assert cast == [50] * 20
 
 
 def test_a_wire_dtype_that_nobody_knows() -> None:

@@ -83,12 +83,22 @@ class ModelView:
         tensor = self._tensors[name]
         if not is_torch(tensor):
             return dtypes.bits_of(np.asarray(tensor))
+        return self._wire_bits(tensor)
+
+    def region(self, region: Region) -> Bits:
+        tensor = self._tensors[region.tensor.name]
+        per = dtypes.lookup(region.tensor.dtype).units_per_element
+        whole_elements = region.base % per == 0 and region.units % per == 0
+        if is_torch(tensor) and tensor.is_contiguous() and region.contiguous and whole_elements:
+            # cut before it is cast or leaves its device: a region is asked for, the tensor may be gigabytes
+            flat = tensor.detach().reshape(-1)
+            return self._wire_bits(flat[region.base // per : (region.base + region.units) // per])
+        return region.cut(self.bits(region.tensor.name))
+
+    def _wire_bits(self, tensor: Any) -> Bits:
         if self._casts(tensor):
             tensor = tensor.to(getattr(sys.modules["torch"], self._wire))  # type: ignore[arg-type]
         return torch_bits(tensor)
-
-    def region(self, region: Region) -> Bits:
-        return region.cut(self.bits(region.tensor.name))
 
     def __iter__(self) -> Iterator[tuple[str, Bits]]:
         return ((tensor.name, self.bits(tensor.name)) for tensor in self.schema.tensors)

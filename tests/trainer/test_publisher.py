@@ -596,6 +596,7 @@ def test_a_change_too_dense_to_hold_is_streamed(store: Store, encoding: str, mon
 def test_dense_regions_are_coded_in_pieces(store: Store, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By rows, and where a row is longer than a piece by columns; beside regions of the same block that are sparse."""
     monkeypatch.setattr(stream, "PIECE_UNITS", 150)
+    monkeypatch.setattr(stream, "READ_UNITS", 700)
     rng = np.random.default_rng(0)
     first = {
         "narrow": rng.integers(0, 1 << 16, (300, 7), np.uint16),

@@ -22,16 +22,16 @@ _SCRATCH = 48 << 20
 
 # How many chunks or changes a program takes at a time, and with how many warps: the fastest of those tried on an H200.
 COUNT = {"CHUNKS": 32, "num_warps": 4}
-EXTRACT = {"CHUNKS": 32, "num_warps": 4}
+EXTRACT = {"CHUNKS": 64, "num_warps": 4}
 APPLY = {"BLOCK": 1024, "num_warps": 8}
 DIGEST = {"ROWS": 16, "num_warps": 2}
 DIGEST_CHANGE = {"BLOCK": 512, "num_warps": 4}
 CLASS_COUNTS = {"CHUNKS": 32, "num_warps": 4}
-CLASS_RANKS = {"CHUNKS": 16, "GROUP": 128, "BLOCK": 16, "num_warps": 4}
+CLASS_RANKS = {"CHUNKS": 16, "GROUP": 128, "BLOCK": 32, "num_warps": 4}
 PLACE = {"CHUNKS": 32, "GROUP": 256, "BLOCK": 32, "num_warps": 4}
 
 # Programs per multiprocessor that take tiles in turn. What fits at once: any that must wait work alone at the end.
-CLASS_RANKS_PROGRAMS, PLACE_PROGRAMS = 5, 8
+PROGRAMS = 5
 
 
 def detect(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False) -> Changed:
@@ -170,7 +170,7 @@ def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Change
     sizes, counts = (torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=device) for _ in range(2))
     ranks, steps = torch.empty_like(changed.positions), torch.empty_like(changed.new)
     for launch in plan.launches(old):
-        grid, options = _persistent(plan, launch.count, rules, CLASS_RANKS_PROGRAMS)
+        grid, options = _persistent(plan, launch.count, rules)
         _ranks.class_ranks_kernel[grid](
             launch.tiles,
             launch.count,
@@ -205,7 +205,7 @@ def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks
         )
     bad = torch.zeros(1, dtype=torch.int32, device=plan.device)
     for launch in plan.launches(old) if result.count else ():
-        grid, options = _persistent(plan, launch.count, rules, PLACE_PROGRAMS)
+        grid, options = _persistent(plan, launch.count, rules)
         _ranks.place_kernel[grid](
             launch.tiles,
             launch.count,
@@ -259,14 +259,14 @@ def _leveled(rules: Rules) -> int:
     return 0 if rules.levels.numel() == 0 else 1 + rules.aligned
 
 
-def _persistent(plan: Plan, tiles: int, rules: Rules, at_once: int) -> tuple[tuple[int], dict[str, Any]]:
+def _persistent(plan: Plan, tiles: int, rules: Rules) -> tuple[tuple[int], dict[str, Any]]:
     """A grid of programs that take tiles in turn, with scratch memory for each."""
     words, wide = triton.cdiv(rules.classes, 4), _wide(rules)
     # a power of two, which the search for a chunk halves
     chunks = triton.next_power_of_2(plan.chunks(CHUNK))
     kind = torch.int32 if plan.position_dtype == torch.uint32 else torch.uint16
     slot = chunks * (4 * words + kind.itemsize * wide)
-    programs = max(1, min(tiles, _processors(plan.device) * at_once, _SCRATCH // slot))
+    programs = max(1, min(tiles, _processors(plan.device) * PROGRAMS, _SCRATCH // slot))
     options = {
         "packed": torch.empty(programs * chunks * words, dtype=torch.uint32, device=plan.device),
         "sums": torch.empty(programs * chunks * wide, dtype=kind, device=plan.device),

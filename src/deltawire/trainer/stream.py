@@ -11,18 +11,24 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ..core import full
-from ..core.change import BLOCK_UNITS, Block, Change, Region, compare
+from ..core.change import Block, Change, Region, compare
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.parallel import default_threads, ordered_map
 from ..core.sparse import EncodedBlock, encode_block
 from .mirror import Mirror
 
-IN_WORK = 128 << 20
-"""Bytes of blocks that may be in work at a time: what bounds the threads, on machines with many."""
+READ_UNITS = 1 << 22
+"""Weights are read and compared in parts of this size, several of which make a block."""
 
 PIECE_UNITS = 1 << 20
-"""A dense region is coded in pieces of this size: its changes would take several times the memory of its weights."""
+"""A dense part is coded in pieces of this size: its changes would take several times the memory of its weights."""
+
+IN_WORK = 128 << 20
+"""Bytes that may be in work at a time: what bounds the threads, on machines with many."""
+
+_PER_UNIT = 8
+"""Bytes that a unit in work takes, roughly: its new bits, and scratch for those that changed."""
 
 _DENSE = 16
 _SAMPLE = 61
@@ -36,8 +42,7 @@ class Stream:
 
     def __init__(self, mirror: Mirror, source: full.Source, encoding: str, detected: Detected | None) -> None:
         self._mirror, self._source, self._encoding, self._detected = mirror, source, encoding, detected
-        widest = max((t.unit_size for t in source.schema.tensors), default=1)
-        self._threads = max(1, min(default_threads(), IN_WORK // (BLOCK_UNITS * widest)))
+        self._threads = max(1, min(default_threads(), IN_WORK // (READ_UNITS * _PER_UNIT)))
         self._moved = StateDigest()
 
     def blocks(self) -> Iterator[EncodedBlock]:
@@ -66,19 +71,20 @@ class Stream:
 
     def _load(self, block: Block) -> None:
         for region in block:
-            self._mirror.state.region(region)[:] = self._source.region(region)
+            for part in _cut(region, READ_UNITS):
+                self._mirror.state.region(part)[:] = self._source.region(part)
 
     def _code(self, block: Block) -> tuple[StateDigest, list[EncodedBlock]]:
         """Blocks cover disjoint regions: one may be taken over while others are still being compared."""
         moved, coded = StateDigest(), []
         sparse: list[Change] = []
-        for region in block:
-            old, new = self._mirror.state.region(region), self._source.region(region)
+        for part in (part for region in block for part in _cut(region, READ_UNITS)):
+            old, new = self._mirror.state.region(part), self._source.region(part)
             if not _is_dense(old, new):
-                sparse.append(compare(region, old, new))
+                sparse.append(compare(part, old, new))
                 continue
-            for piece in _pieces(region):
-                at = piece.base - region.base
+            for piece in _cut(part, PIECE_UNITS):
+                at = piece.base - part.base
                 change = compare(piece, old[at : at + piece.units], new[at : at + piece.units])
                 moved += self._take(coded, [change])
         moved += self._take(coded, sparse)
@@ -99,13 +105,10 @@ def _is_dense(old: Bits, new: Bits) -> bool:
     return bool(changed * _SAMPLE * _DENSE > old.size)
 
 
-def _pieces(region: Region) -> Iterator[Region]:
-    """A contiguous region, cut on in the order of its bytes."""
-    height = max(1, PIECE_UNITS // region.columns)
+def _cut(region: Region, units: int) -> Iterator[Region]:
+    """A contiguous region in smaller ones, in the order of its bytes."""
+    height, width = max(1, units // region.columns), min(region.columns, units)
     for row in range(0, region.rows, height):
-        rows = min(height, region.rows - row)
-        width = region.columns if rows > 1 or region.columns <= PIECE_UNITS else PIECE_UNITS
         for column in range(0, region.columns, width):
-            yield Region(
-                region.tensor, region.row + row, rows, region.column + column, min(width, region.columns - column)
-            )
+            rows, columns = min(height, region.rows - row), min(width, region.columns - column)
+            yield Region(region.tensor, region.row + row, rows, region.column + column, columns)

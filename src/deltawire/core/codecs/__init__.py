@@ -8,9 +8,9 @@ from __future__ import annotations
 from types import ModuleType
 
 from ..errors import UnknownFormat
-from . import context, packed, raw
+from . import context, packed, planes, raw
 
-BLOCK_ENCODINGS: dict[str, ModuleType] = {packed.name: packed, context.name: context}
+BLOCK_ENCODINGS: dict[str, ModuleType] = {module.name: module for module in (packed, context, planes)}
 
 ENCODINGS: tuple[str, ...] = (raw.name, *BLOCK_ENCODINGS)
 

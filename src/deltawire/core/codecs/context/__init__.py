@@ -20,30 +20,40 @@ from collections.abc import Sequence
 import msgspec
 
 from ...change import Change, Region
-from .. import packed
+from .. import packed, planes
 from ..base import BaseBits, Before, Coded, CodedBlock, squeeze
 from .decoder import Block
 from .encoder import encode_tiles
 
 name = "context"
 
-_DENSE = 0.3
-"""Above this share of changes a block is `packed`: positions carry little there, and classes cost time per change."""
+DENSE = 0.3
+"""Above this share of changes tiles are not tried: positions say little there, and ranks cost their time per change."""
 
-_SMALL = 128
+SMALL = 128
 """A head alone takes about half as many bytes: a block that is this small when packed stays so."""
 
 
 def encode(changes: Sequence[Change], before: Before) -> Coded:
-    """Whichever is smaller, this or `packed`, which costs a tenth of the time and is the measure for it."""
-    plain = packed.encode(changes, before)
-    size = sum(squeeze(data)[0].stored for data in plain.streams.values())
-    dense = sum(c.count for c in changes) > _DENSE * sum(c.region.units for c in changes)
-    if not dense and size > _SMALL:
+    """The block in tiles where that is smallest, else `packed`, or `planes` where most of it changed.
+
+    `packed` is always made: it takes a twentieth of the time, and nothing else says for sure how large it would be.
+    """
+    plain = msgspec.structs.replace(packed.encode(changes, before), encoding=packed.name)
+    size = _stored(plain)
+    if sum(c.count for c in changes) > DENSE * sum(c.region.units for c in changes):
+        dense = msgspec.structs.replace(planes.encode(changes, before), encoding=planes.name)
+        return dense if _stored(dense) < size else plain
+    if size > SMALL:
         own = encode_tiles(changes, before)
+        # not compressed yet, and hardly compressible
         if sum(map(len, own.streams.values())) < size:
             return own
-    return msgspec.structs.replace(plain, encoding=packed.name)
+    return plain
+
+
+def _stored(coded: Coded) -> int:
+    return sum(squeeze(data)[0].stored for data in coded.streams.values())
 
 
 def decode(

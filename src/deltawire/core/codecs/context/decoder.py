@@ -122,12 +122,15 @@ class Block:
         room = min(self.regions[number][1], bits.size)
         positions, zigzags = np.empty(room, np.uint32), np.empty(room, np.uint32)
         was = np.empty(room * old.size, np.uint8)
-        error, found = _decode_tiles(
+        first, last = np.searchsorted(row_cuts, (rows.start, rows.stop)).tolist()
+        left, right = np.searchsorted(column_cuts, (columns.start, columns.stop)).tolist()
+        kernel: Any = _decode_tiles
+        error, found = kernel(
             old.units, old.size, old.stride, head.rule.table(head.classes), *self._levels[number],
-            row_cuts, column_cuts, *np.searchsorted(row_cuts, (rows.start, rows.stop)).tolist(),
-            *np.searchsorted(column_cuts, (columns.start, columns.stop)).tolist(),
+            row_cuts, column_cuts, first, last, left, right,
             self._data, self._starts[int(self._first[number]) :], shifted(head.rates, head.inverse, grid.offset),
-            head.inverse, head.spread, self._step_tables, self._step_coarse, head.step_table, MODELS, positions, was, zigzags,
+            head.inverse, head.spread, self._step_tables, self._step_coarse, head.step_table, MODELS,
+            positions, was, zigzags,
         )  # fmt: skip
         if error:
             kind, what = PROBLEMS[error]

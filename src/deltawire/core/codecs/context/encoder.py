@@ -133,7 +133,9 @@ def _code(segments: list[Segment], rule: Rule, classes: int, ranks: Any, zigzags
     while size < 0:
         room *= 4
         out = np.empty(room, np.uint8)
-        size = runs.encode_tiles(n, k, ranks, zigzags, per_tile, inverse, spread, tables, step_table, MODELS, out, sizes)
+        size = runs.encode_tiles(
+            n, k, ranks, zigzags, per_tile, inverse, spread, tables, step_table, MODELS, out, sizes
+        )
     levels = [line for s in segments for line in (s.row_levels, s.column_levels) if line is not None]
     return Coded(
         {

@@ -1,0 +1,53 @@
+"""Weights and changes for the `context` codec, and the codec without its way out into other encodings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from deltawire.core.codecs import context
+from deltawire.core.dtypes import Bits, lookup
+from deltawire.core.schema import Schema, TensorSpec
+from support import Bag
+
+
+@contextmanager
+def always_tiles(**options: Any) -> Iterator[None]:
+    """Every block of `context` in tiles, however small or dense it is."""
+    chosen = context.encode
+    context.encode = lambda changes, before: context.encode_tiles(changes, before, **options)
+    try:
+        yield
+    finally:
+        context.encode = chosen
+
+
+def weights(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], wild: bool = False) -> Bits:
+    """Bits like a model's weights, or any bits at all."""
+    tensor = TensorSpec("w", dtype, shape)
+    unit = lookup(dtype).unit
+    if wild:
+        return rng.integers(0, np.iinfo(unit).max, tensor.units, unit, endpoint=True)
+    floats = (rng.standard_normal(tensor.units) * 0.02).astype(np.float32).view(np.uint32)
+    return (floats >> np.uint32(32 - 8 * tensor.unit_size)).astype(unit)
+
+
+def moved(rng: np.random.Generator, old: Bits, chance: Any) -> Bits:
+    """A share of the weights, by an ulp or two, and some of them anywhere."""
+    full = np.iinfo(old.dtype).max
+    step = rng.choice(np.array([1, 1, 1, full, full, full, 2, full - 1, 100], np.uint64), old.size).astype(old.dtype)
+    anywhere = rng.random(old.size) < 0.02
+    new = np.where(anywhere, rng.integers(0, full, old.size, old.dtype, endpoint=True), old + step)
+    new = np.where(new == old, old ^ old.dtype.type(1), new)
+    return np.where(rng.random(old.size) < np.broadcast_to(chance, old.size), new, old).astype(old.dtype)
+
+
+def pair(dtype: str, shape: tuple[int, ...], chance: Any, seed: int = 0, wild: bool = False) -> tuple[Bag, Bag]:
+    """A model of one tensor, before and after. `chance` is one number or one per weight."""
+    rng = np.random.default_rng(seed)
+    schema = Schema.build([TensorSpec("w", dtype, shape)])
+    old = weights(rng, dtype, shape, wild)
+    return Bag(schema, {"w": old}), Bag(schema, {"w": moved(rng, old, np.asarray(chance).reshape(-1))})
