@@ -46,8 +46,14 @@ def moved(rng: np.random.Generator, old: Bits, chance: Any) -> Bits:
 
 
 def pair(dtype: str, shape: tuple[int, ...], chance: Any, seed: int = 0, wild: bool = False) -> tuple[Bag, Bag]:
-    """A model of one tensor, before and after. `chance` is one number or one per weight."""
+    """A model of one tensor, before and after. `chance` is a number, one per weight, or a function of the old bits."""
     rng = np.random.default_rng(seed)
     schema = Schema.build([TensorSpec("w", dtype, shape)])
     old = weights(rng, dtype, shape, wild)
+    chance = chance(old) if callable(chance) else chance
     return Bag(schema, {"w": old}), Bag(schema, {"w": moved(rng, old, np.asarray(chance).reshape(-1))})
+
+
+def by_exponent(old: Bits) -> np.ndarray:
+    """About one bf16 weight in a hundred, half the weight twice as often: as training does it."""
+    return np.minimum(0.5, 0.005 * 2.0 ** (121 - ((old >> 7) & 255).astype(np.float64)))

@@ -15,7 +15,7 @@ from deltawire.core.dtypes import DTYPES
 from deltawire.core.errors import PositionError
 from deltawire.core.schema import Schema, TensorSpec
 from support import Bag, applied, column_cut, diff, encoded, moved_bag, opened, random_bag, schemas, seeds, specials
-from tiled import always_tiles, moved, pair, weights
+from tiled import always_tiles, by_exponent, moved, pair, weights
 
 WIDTHS = (1, 3, 63, 64, 65, 127, 128, 129, 200, 288, 513)
 DENSITIES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
@@ -50,7 +50,9 @@ def test_any_tensors(data: st.DataObject) -> None:
         check(Bag(schema, old), Bag(schema, new))
 
 
-@given(schema=schemas(), density=st.floats(0, 1), old=seeds, new=seeds, rows=st.integers(1, 5), columns=st.integers(1, 5))
+@given(
+    schema=schemas(), density=st.floats(0, 1), old=seeds, new=seeds, rows=st.integers(1, 5), columns=st.integers(1, 5)
+)
 def test_any_small_model_cut_anyhow(
     schema: Schema, density: float, old: int, new: int, rows: int, columns: int
 ) -> None:
@@ -110,8 +112,9 @@ def test_never_larger_than_packed(dtype: str, density: float, wild: bool) -> Non
     assert len(check(old, new)) <= len(encoded(old, diff(old, new), "packed")) + 16
 
 
-def test_a_few_changes_and_dense_blocks_are_not_in_tiles() -> None:
-    assert encodings(check(*pair("BF16", (512, 512), 0.01))) == ["context"]
+def test_tiles_where_they_pay() -> None:
+    assert encodings(check(*pair("BF16", (512, 512), by_exponent))) == ["context"]
+    assert encodings(check(*pair("BF16", (512, 512), 0.01))) == ["packed"], "classes say nothing here"
     assert encodings(check(*pair("BF16", (512, 512), 0.00002))) == ["packed"]
     assert encodings(check(*pair("BF16", (512, 512), 0.5))) == ["packed"]
 

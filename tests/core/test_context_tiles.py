@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -14,10 +16,10 @@ from deltawire.core.schema import TensorSpec
 from support import Bag, column_cut, diff, encoded, opened
 from tiled import always_tiles, pair
 
-SHAPES = [(1024, 1024), (768, 1024), (1024, 3072), (2048, 384), (768, 288), (1000, 1000), (999, 321), (4096, 48), (77, 64)]
+SHAPES = [(1024, 1024), (768, 1024), (1024, 3072), (2048, 384), (768, 288), (999, 321), (4096, 48), (77, 64)]
 
 
-def block_of(old: Bag, new: Bag, dtype: str = "BF16") -> Block:
+def block_of(old: Bag, new: Bag) -> Block:
     with always_tiles():
         blob = encoded(old, diff(old, new), "context")
     file = opened(blob, old.schema)
@@ -52,17 +54,17 @@ def test_every_tile_from_a_shard_that_holds_only_that_tile(shape: tuple[int, int
     block = block_of(old, new)
     row_lines, column_lines = block.lines(0)
     assert (row_lines[0], row_lines[-1], column_lines[0], column_lines[-1]) == (0, shape[0], 0, shape[1])
-    for r in zip(row_lines, row_lines[1:], strict=False):
-        for c in zip(column_lines, column_lines[1:], strict=False):
+    for r in pairwise(row_lines):
+        for c in pairwise(column_lines):
             rows, columns = slice(*r), slice(*c)
             after = decoded(block, rows, columns, matrix(old))
-            assert after.tolist() == matrix(new)[rows, columns].tolist()
+            assert np.array_equal(after, matrix(new)[rows, columns])
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F32"])
 @pytest.mark.parametrize("degree", [2, 4, 8])
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("shape", [(2048, 1024), (1024, 4096), (512, 8192), (896, 1024)], ids=str)
+@pytest.mark.parametrize("shape", [(2048, 1024), (512, 4096), (256, 8192), (1152, 1024)], ids=str)
 def test_row_and_column_shards(dtype: str, degree: int, axis: int, shape: tuple[int, int]) -> None:
     old, new = pair(dtype, shape, 0.005)
     block = block_of(old, new)
@@ -71,21 +73,23 @@ def test_row_and_column_shards(dtype: str, degree: int, axis: int, shape: tuple[
         where = [slice(0, shape[0]), slice(0, shape[1])]
         where[axis] = slice(i * each, (i + 1) * each)
         after = decoded(block, where[0], where[1], matrix(old))
-        assert after.tolist() == matrix(new)[where[0], where[1]].tolist()
+        assert np.array_equal(after, matrix(new)[where[0], where[1]])
 
 
 @pytest.mark.parametrize("shape", [(1000, 1000), (999, 321), (1024, 1024), (4096, 48), (300, 5)], ids=str)
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("degree", [3, 5, 7])
+@pytest.mark.parametrize("degree", [3, 7])
 def test_uneven_shards_take_the_tiles_around_them(shape: tuple[int, int], axis: int, degree: int) -> None:
     """A shard off the lines is refused; with the old weights of the whole tiles it decodes, and is cut."""
     old, new = pair("BF16", shape, 0.01)
     block = block_of(old, new)
     refused = 0
-    for i in range(min(degree, shape[axis])):
+    for i in range(degree):
         where = [slice(0, shape[0]), slice(0, shape[1])]
         where[axis] = slice(i * shape[axis] // degree, (i + 1) * shape[axis] // degree)
         rows, columns = where
+        if where[axis].start == where[axis].stop:
+            continue
         around = block.around(0, rows, columns)
         if around != (rows, columns):
             refused += 1
@@ -94,7 +98,7 @@ def test_uneven_shards_take_the_tiles_around_them(shape: tuple[int, int], axis: 
         whole = decoded(block, *around, matrix(old))
         mine = whole[rows.start - around[0].start :, columns.start - around[1].start :]
         mine = mine[: rows.stop - rows.start, : columns.stop - columns.start]
-        assert mine.tolist() == matrix(new)[rows, columns].tolist()
+        assert np.array_equal(mine, matrix(new)[rows, columns])
     assert refused
 
 
@@ -115,7 +119,7 @@ def test_a_shard_reads_a_strided_view() -> None:
     positions, _, now = block.shard(0, slice(0, 512), columns, view)
     mine = view.copy()
     mine.reshape(-1)[positions] = now
-    assert mine.tolist() == matrix(new)[:, columns].tolist()
+    assert np.array_equal(mine, matrix(new)[:, columns])
 
 
 def test_blocks_of_columns_decode_alone() -> None:
@@ -131,7 +135,7 @@ def test_blocks_of_columns_decode_alone() -> None:
         block = context.open_block(ref.record, ref.regions, file.streams(ref))
         positions, _, now = block.shard(0, slice(0, region.rows), slice(0, region.columns), mine)
         mine.reshape(-1)[positions] = now
-        assert mine.tolist() == region.matrix(new.tensors["w"]).tolist()
+        assert np.array_equal(mine, region.matrix(new.tensors["w"]))
 
 
 # ── where the lines are ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -155,7 +159,9 @@ def test_shards_of_common_degrees_lie_on_lines(shape: tuple[int, int], degree: i
     assert {i * shape[1] // degree for i in range(degree + 1)} <= column_lines
 
 
-@pytest.mark.parametrize("shape", [*MODEL_SHAPES, (50257, 1600), (32000, 288), (1, 10**7), (10**6, 64), (65, 65)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*MODEL_SHAPES, (50257, 1600), (32000, 288), (1, 10**7), (10**6, 64), (65, 65)], ids=str
+)
 def test_tiles_have_a_size_that_pays(shape: tuple[int, int]) -> None:
     for region in regions(TensorSpec("w", "BF16", shape)):
         down, across = grid_of(region.rows, region.columns)

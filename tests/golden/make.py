@@ -6,11 +6,13 @@ python tests/golden/make.py --check   say which differ, exit 1 if any does
 run.json, version-0.json, version-1.json     the JSON objects
 anchor.safetensors                           full weights of version 0
 delta.<encoding>.safetensors                 0 → 1, once per encoding
+tiles.context.safetensors                    a delta of other weights, enough of them for `context` to cut tiles
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,25 +43,48 @@ SCHEMA = Schema.build(
 )
 
 
+TILED = Schema.build([TensorSpec("narrow", "BF16", (40, 24)), TensorSpec("wide", "BF16", (300, 256))])
+
+
 class Weights:
     """Bits from a congruential generator: the same for ever, whatever numpy does."""
 
-    def __init__(self, tensors: dict[str, Bits]) -> None:
-        self.schema, self.tensors = SCHEMA, tensors
+    def __init__(self, tensors: dict[str, Bits], schema: Schema = SCHEMA) -> None:
+        self.schema, self.tensors = schema, tensors
 
     def region(self, region: Region) -> Bits:
         return region.cut(self.tensors[region.tensor.name])
 
 
+def numbers() -> Iterator[int]:
+    state = 1
+    while True:
+        state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
+        yield state >> 33
+
+
 def old() -> Weights:
-    tensors, state = {}, 1
+    tensors, drawn = {}, numbers()
     for tensor in SCHEMA.tensors:
-        values = []
-        for _ in range(tensor.units):
-            state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
-            values.append((state >> 33) % (1 << 8 * tensor.unit_size))
+        values = [next(drawn) % (1 << 8 * tensor.unit_size) for _ in range(tensor.units)]
         tensors[tensor.name] = np.array(values, lookup(tensor.dtype).unit)
     return Weights(tensors)
+
+
+def tiled() -> tuple[Weights, Weights]:
+    """Weights as training moves them: small ones more often, by an ulp either way, two rows of three not at all."""
+    before, after, drawn = {}, {}, numbers()
+    for tensor in TILED.tensors:
+        was, now = [], []
+        for position in range(tensor.units):
+            x = next(drawn)
+            octaves = 10 - (x & 1023).bit_length()
+            bits = (x >> 10 & 1) << 15 | (122 - octaves) << 7 | x >> 11 & 127
+            moves = next(drawn) % 4096 < 64 << octaves and position // tensor.columns % 3 == 0
+            was.append(bits)
+            now.append(bits + (1 if x >> 18 & 1 else -1) * (2 if x >> 19 & 7 == 0 else 1) if moves else bits)
+        before[tensor.name], after[tensor.name] = np.array(was, np.uint16), np.array(now, np.uint16)
+    return Weights(before, TILED), Weights(after, TILED)
 
 
 def new() -> Weights:
@@ -77,16 +102,17 @@ def new() -> Weights:
     return Weights(tensors)
 
 
-def delta(encoding: str) -> tuple[bytes, DataFile]:
-    before, after = old(), new()
-    changes = [[compare(r, before.region(r), after.region(r)) for r in block] for block in blocks(SCHEMA)]
+def delta(encoding: str, pair: tuple[Weights, Weights] | None = None) -> tuple[bytes, DataFile]:
+    before, after = pair or (old(), new())
+    schema = before.schema
+    changes = [[compare(r, before.region(r), after.region(r)) for r in block] for block in blocks(schema)]
     changed = sum(change.elements for block in changes for change in block)
     metadata = {
         "run": RUN,
         "model_version": "1",
         "base_version": "0",
-        "total_params": str(SCHEMA.elements),
-        "sparsity": f"{1 - changed / SCHEMA.elements:.6f}",
+        "total_params": str(schema.elements),
+        "sparsity": f"{1 - changed / schema.elements:.6f}",
     }
     writer, file = write_delta(changes, encoding, before.region, metadata, threads=1)
     data = b"".join(file.chunks())
@@ -133,6 +159,7 @@ def files() -> dict[str, bytes]:
         "version-1.json": dump(second),
         "anchor.safetensors": anchor()[0],
         **{f"delta.{encoding}.safetensors": delta(encoding)[0] for encoding in ENCODINGS},
+        "tiles.context.safetensors": delta("context", tiled())[0],
     }
 
 

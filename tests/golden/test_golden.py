@@ -50,7 +50,8 @@ def golden_store(store: Store) -> Store:
 
 def test_there_is_a_golden_file_for_every_encoding() -> None:
     found = {path.name for path in FOLDER.glob("*.safetensors")}
-    assert found == {"anchor.safetensors", *(f"delta.{encoding}.safetensors" for encoding in ENCODINGS)}
+    deltas = {f"delta.{encoding}.safetensors" for encoding in ENCODINGS}
+    assert found == {"anchor.safetensors", "tiles.context.safetensors", *deltas}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,6 +65,18 @@ def test_this_build_still_writes_the_same_bytes(name: str) -> None:
 def test_this_build_still_reads_every_delta(encoding: str) -> None:
     base, expected = make.old(), make.new()
     result, moves = applied(read(f"delta.{encoding}.safetensors"), Bag(make.SCHEMA, base.tensors))
+    assert same(result.tensors, expected.tensors)
+    assert full.digest_of(base) + moves == full.digest_of(expected)
+
+
+def test_this_build_still_reads_tiles() -> None:
+    blob = read("tiles.context.safetensors")
+    base, expected = make.tiled()
+    (block,) = opened(blob, make.TILED).blocks
+    assert block.record is not None
+    assert block.record.encoding == "context"
+    assert block.record.streams["levels"].raw > 0, "the rows were made to differ"
+    result, moves = applied(blob, Bag(make.TILED, base.tensors))
     assert same(result.tensors, expected.tensors)
     assert full.digest_of(base) + moves == full.digest_of(expected)
 

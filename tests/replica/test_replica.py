@@ -158,6 +158,22 @@ def test_a_late_joiner_after_a_hundred_versions(store: Store) -> None:
     assert sum(key.startswith("versions/") for key in fetched) <= 13
 
 
+def test_a_follower_does_not_keep_every_manifest(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltawire.bucket.run.KEPT_MANIFESTS", 5)
+    versions = history(30, changes=1)
+    publish(store, versions)
+    live = copy(versions[0])
+    replica = Replica(store, heartbeat=0)
+    for version in range(30):
+        replica.sync(live, version)
+    assert same(live, versions[29])
+    assert replica._run is not None
+    assert len(replica._run._manifests) <= 5
+    # and what it no longer keeps it can still read
+    assert replica.sync(live, 3) == 3
+    assert same(live, versions[3])
+
+
 def test_timings_and_progress(store: Store) -> None:
     versions = history(2)
     results = publish(store, versions)

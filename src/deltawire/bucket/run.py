@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 
 from ..core import history, keys
 from ..core.errors import AlreadyExists, ManifestError, ObjectNotFound, RunNotFound, VersionNotFound
@@ -25,6 +26,9 @@ from ..store import Store, open_store
 
 log = logging.getLogger("deltawire")
 
+KEPT_MANIFESTS = 256
+"""They never change, so the latest are kept."""
+
 
 class Run:
     """Open with `Run.open`, make with `Run.create`. Holds no weights."""
@@ -33,6 +37,7 @@ class Run:
         self.store = store
         self.info = info
         self._manifests: dict[int, Manifest] = {}
+        self._lock = threading.Lock()
 
     @property
     def schema(self) -> Schema:
@@ -95,15 +100,21 @@ class Run:
         return True
 
     def manifest(self, version: int) -> Manifest:
-        if version not in self._manifests:
-            if version < 0:
-                raise VersionNotFound(f"versions count from 0; {version} cannot be one")
-            try:
-                data = self.store.get(keys.manifest(version)).data
-            except ObjectNotFound:
-                raise VersionNotFound(f"{self.store.url} has no version {version}, or it was pruned") from None
-            self._manifests[version] = parse_manifest(data, version, self.info)
-        return self._manifests[version]
+        if (kept := self._manifests.get(version)) is not None:
+            return kept
+        if version < 0:
+            raise VersionNotFound(f"versions count from 0; {version} cannot be one")
+        try:
+            data = self.store.get(keys.manifest(version)).data
+        except ObjectNotFound:
+            raise VersionNotFound(f"{self.store.url} has no version {version}, or it was pruned") from None
+        manifest = parse_manifest(data, version, self.info)
+        with self._lock:
+            self._manifests[version] = manifest
+            if len(self._manifests) > KEPT_MANIFESTS:
+                # a follower lives for as long as the training: what it read first goes first
+                del self._manifests[next(iter(self._manifests))]
+        return manifest
 
     def timeline(self, newest: int, since: int = 0) -> dict[int, Summary]:
         """Summaries from `since` to `newest`, in O(log n) requests; pruned versions are left out."""

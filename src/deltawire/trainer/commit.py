@@ -89,7 +89,7 @@ class Committer:
             metrics={name: float(value) for name, value in metrics.items()},
             timings={name: round(value, 6) for name, value in timings.items()},
             files=files,
-            recent=tuple(s for v, s in self.versions.items() if start <= v < version),
+            recent=self._summaries(start, version),
         )
         try:
             # created, never overwritten: two trainers must not share a version
@@ -130,7 +130,11 @@ class Committer:
         self.newest = manifest
         self.versions[manifest.version] = manifest.summary()
 
+    def _summaries(self, start: int, end: int) -> tuple[Summary, ...]:
+        """Those from `start` up to, not including, `end`; pruned ones are missing."""
+        return tuple(self.versions[v] for v in range(start, end) if v in self.versions)
+
     def _put_page(self, end: int) -> None:
         start = end - history.span(end)
-        page = history.Page(self.run.info.run, end, tuple(s for v, s in self.versions.items() if start <= v < end))
+        page = history.Page(self.run.info.run, end, self._summaries(start, end))
         self.run.store.put(keys.history(end), dump(page))

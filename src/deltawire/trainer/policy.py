@@ -19,12 +19,22 @@ class AnchorPolicy:
 
     def wants_anchor(self, version: int, delta_bytes: int, full_bytes: int, versions: Mapping[int, Summary]) -> bool:
         """Pure: decided from what was published before and the size of the delta at hand."""
-        if not versions:
+        since = _since_full(versions)
+        if not since or (self.every is not None and version - min(since) >= self.every):
             return True
-        last = max((v for v in versions if any(x.kind != "delta" for x in versions[v].links)), default=None)
-        if last is None or (self.every is not None and version - last >= self.every):
-            return True
-        return replay_bytes(versions) + delta_bytes > self.ratio * full_bytes
+        return replay_bytes(since) + delta_bytes > self.ratio * full_bytes
+
+
+def _since_full(versions: Mapping[int, Summary]) -> dict[int, Summary]:
+    """The last version that has full weights and those after it; none where none has. A run may be long: looked for
+    from the end, so that deciding costs the same at version 100,000 as at version 10."""
+    found: dict[int, Summary] = {}
+    for version in range(max(versions, default=-1), -1, -1):
+        if version in versions:
+            found[version] = versions[version]
+            if any(link.kind != "delta" for link in versions[version].links):
+                return found
+    return {}
 
 
 def replay_bytes(versions: Mapping[int, Summary]) -> int:

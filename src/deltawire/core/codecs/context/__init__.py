@@ -41,15 +41,14 @@ def encode(changes: Sequence[Change], before: Before) -> Coded:
     """
     plain = msgspec.structs.replace(packed.encode(changes, before), encoding=packed.name)
     size = _stored(plain)
+    if size <= SMALL:
+        return plain
     if sum(c.count for c in changes) > DENSE * sum(c.region.units for c in changes):
         dense = msgspec.structs.replace(planes.encode(changes, before), encoding=planes.name)
         return dense if _stored(dense) < size else plain
-    if size > SMALL:
-        own = encode_tiles(changes, before)
-        # not compressed yet, and hardly compressible
-        if sum(map(len, own.streams.values())) < size:
-            return own
-    return plain
+    own = encode_tiles(changes, before)
+    # not compressed yet, and hardly compressible
+    return own if sum(map(len, own.streams.values())) < size else plain
 
 
 def _stored(coded: Coded) -> int:
