@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -101,6 +101,13 @@ def expand(stream: Stream, stored: bytes, limit: int, what: str) -> bytes:
     if len(data) != stream.raw:
         raise CorruptStream(f"{what} does not decompress to the {stream.raw} bytes it claims")
     return data
+
+
+def check_names(coded: CodedBlock, streams: Collection[str], parameters: Collection[str] = ()) -> None:
+    """CorruptStream for a block with streams or parameters that its encoding does not know."""
+    strange = sorted((coded.streams.keys() - set(streams)) | (coded.parameters.keys() - set(parameters)))
+    if strange:
+        raise CorruptStream(f"{coded.encoding!r} has no stream or parameter {strange[0]!r:.40}")
 
 
 def exactly(coded: CodedBlock, streams: dict[str, bytes], name: str, limits: tuple[int, int]) -> npt.NDArray[Any]:

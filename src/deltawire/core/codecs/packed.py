@@ -20,7 +20,7 @@ from numba import njit
 from ..change import Change, Region, gather
 from ..dtypes import Bits, lookup
 from ..errors import CorruptStream, CountMismatch, PositionError
-from .base import BaseBits, Before, Coded, CodedBlock, exactly
+from .base import BaseBits, Before, Coded, CodedBlock, check_names, exactly
 from .ulps import take_steps, zigzags_of
 
 name = "packed"
@@ -59,6 +59,7 @@ def decode(
     counts = np.array([count for _, count in regions], np.int64)
     sizes = np.array([region.units for region, _ in regions], np.int64)
     total = int(counts.sum())
+    check_names(coded, ("gaps", "low", "steps", "wide"), ("shift",))
     shift = coded.parameters.get("shift", -1)
     if not 0 <= shift <= 24:
         raise CorruptStream(f"a gap shift of {shift} makes no sense")

@@ -13,7 +13,7 @@ import numpy as np
 from ..change import Change, Region, gather
 from ..dtypes import lookup
 from ..errors import CountMismatch
-from .base import BaseBits, Before, Coded, CodedBlock, exactly
+from .base import BaseBits, Before, Coded, CodedBlock, check_names, exactly
 
 name = "planes"
 
@@ -33,6 +33,7 @@ def decode(
 ) -> list[Change]:
     unit = lookup(regions[0][0].tensor.dtype).unit
     units, size = sum(region.units for region, _ in regions), np.dtype(unit).itemsize
+    check_names(coded, [_stream(i) for i in range(size)])
     planes = [exactly(coded, streams, _stream(i), (units, units)) for i in range(size)]
     result, at = [], 0
     for region, count in regions:

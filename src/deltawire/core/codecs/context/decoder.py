@@ -12,7 +12,7 @@ from numba import njit, uint64
 from ...change import Change, Region
 from ...dtypes import Bits, lookup
 from ...errors import CorruptStream, CountMismatch
-from ..base import CodedBlock, exactly
+from ..base import CodedBlock, check_names, exactly
 from ..ulps import take_steps
 from .classes import CHUNK, CLASSES, SPARE, classify_tile, place_tile
 from .encoder import shifted
@@ -34,6 +34,7 @@ class Block:
         self.regions = tuple(regions)
         self._dtype = lookup(regions[0][0].tensor.dtype)
         self._shapes = [walked(region.rows, region.columns) for region, _ in regions]
+        check_names(coded, ("head", "levels", "sizes", "tiles"))
         total, units = sum(count for _, count in regions), sum(region.units for region, _ in regions)
         data = exactly(coded, streams, "head", (0, head_limit(len(regions))))
         self._head = head = parse_head(self._dtype, data, self._shapes)
