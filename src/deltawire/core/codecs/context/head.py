@@ -117,7 +117,8 @@ def parse_head(dtype: Dtype, data: Bytes, shapes: Sequence[tuple[int, int]]) -> 
     steps = [read.take(read.byte()) for _ in range(count)]
     if any(len(table) > SYMBOLS or not any(table) for table in steps):
         raise CorruptStream("a context head has an empty or oversized step table")
-    step_table = np.zeros(CLASSES, np.uint8) if count == 1 else np.frombuffer(read.take(CLASSES), np.uint8)
+    # a copy: kernels are compiled anew for memory that is read-only
+    step_table = np.frombuffer(read.take(CLASSES) if count > 1 else bytes(CLASSES), np.uint8).copy()
     if int(step_table.max()) >= count:
         raise CorruptStream("a context head names a step table that is not there")
     grids = [_grid(read, shape, leveled) for shape in shapes]
