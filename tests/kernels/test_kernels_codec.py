@@ -11,6 +11,7 @@ from kernel_models import bits, random_tensor
 
 from deltawire.core.codecs.context.classes import CHUNK, SPARE, Rule, classify_tile, place_tile, rank_tile
 from deltawire.core.codecs.context.tiles import Matrix, grid_of, padded
+from deltawire.core.codecs.ulps import take_steps, zigzags_of
 from deltawire.kernels import CLASSES, Plan, grid, rules, torch_ops
 
 
@@ -64,3 +65,28 @@ def test_ranks_are_the_codec_s(ops: ModuleType, device: torch.device, shape: tup
         expected = np.empty(count, np.int64)
         expected[which] = (rows_.astype(np.int64) - r0) * (c1 - c0) + columns_ - c0
         assert np.array_equal(placed.positions[here].cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("step", [1, -1, 2, -3, 0x4000, -0x8000])
+def test_steps_are_the_core_s(ops: ModuleType, device: torch.device, step: int) -> None:
+    old = random_tensor((4096,), torch.int16, 5).view(torch.bfloat16)
+    bits_before = bits(old)
+    # steps are counted along the numbers, so go there by way of the core's own step
+    zigzag = np.full(old.numel(), 2 * step - 2 if step > 0 else -2 * step - 1, np.uint32)
+    zigzag = np.minimum(zigzag, 0xFFFE)
+    bits_after = np.empty_like(bits_before)
+    take_steps(zigzag, bits_before, True, bits_after)
+    new = torch.from_numpy(bits_after.view(np.int16)).view(torch.bfloat16)
+    plan = Plan([old.to(device)], [grid(0, 0, 4096, (1, 4096), (1, 1))])
+    rule_set = rules(plan, [Rule(123, 9, False, 7, 255).table(10)])
+    changed = torch_ops.detect(plan, [old.to(device)], [new.to(device)])
+    found = ops.class_ranks(plan, [old.to(device)], rule_set, changed)
+    expected = np.empty(old.numel(), np.uint32)
+    zigzags_of(bits_before, bits_after, True, expected)
+    assert np.array_equal(np.unique(found.steps.cpu().numpy().view(np.uint16)), np.unique(expected).astype(np.uint16))
+    placed = ops.place(plan, [old.to(device)], rule_set, found.counts, found.ranks, found.steps)
+    reached = np.empty_like(bits_after)
+    reached[placed.positions.cpu().numpy().astype(np.int64)] = (
+        placed.new.cpu().view(torch.int16).numpy().view(np.uint16)
+    )
+    assert np.array_equal(reached, bits_after)

@@ -23,10 +23,13 @@ def from_key(key, is_float, UNIT: tl.constexpr):
 
 @triton.jit
 def step_between(old, new, is_float, UNIT: tl.constexpr):
-    """Zigzag of the (wrapped) step from old to new, less one: a change is never a step of zero."""
+    """The (wrapped) step from old to new as the core zigzags it: +1 → 0, −1 → 1, +2 → 2 …
+
+    That is the usual zigzag, less one, of the way back; half the range counts as a step up in both.
+    """
     sign: tl.constexpr = 1 << (8 * UNIT - 1)
     every: tl.constexpr = (1 << (8 * UNIT)) - 1
-    step = to_key(new, is_float, UNIT) - to_key(old, is_float, UNIT)
+    step = to_key(old, is_float, UNIT) - to_key(new, is_float, UNIT)
     return (((step << 1) ^ tl.where((step & sign) != 0, every, 0)) & every) - 1
 
 
@@ -35,4 +38,4 @@ def take_step(old, step, is_float, UNIT: tl.constexpr):
     every: tl.constexpr = (1 << (8 * UNIT)) - 1
     zigzag = step + 1
     step = (zigzag >> 1) ^ tl.where((zigzag & 1) != 0, every, 0)
-    return from_key((to_key(old, is_float, UNIT) + step) & every, is_float, UNIT)
+    return from_key((to_key(old, is_float, UNIT) - step) & every, is_float, UNIT)

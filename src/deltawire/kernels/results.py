@@ -55,7 +55,7 @@ class Ranks:
     ranks: Tensor
     # as wide as positions
     steps: Tensor
-    # zigzag of the step in ulps, less one; as wide as the bits
+    # zigzagged step in ulps, as core/codecs/ulps.py has it; as wide as the bits
 
 
 @dataclass(frozen=True, slots=True)

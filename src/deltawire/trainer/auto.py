@@ -64,7 +64,7 @@ class EncodingChooser:
         self.measured = False
         self.estimates = {
             "packed": Estimate(9.9, 0.0, 20e-9),
-            "context": Estimate(7.0, 3e-9, 40e-9),
+            "context": Estimate(7.0, 1.75e-9, 160e-9),
         }
         self._density = 0.01
 
