@@ -263,7 +263,8 @@ def _persistent(plan: Plan, tiles: int, rules: Rules) -> tuple[tuple[int], dict[
     """A grid of programs that take tiles in turn, with scratch memory for each."""
     words, wide = triton.cdiv(rules.classes, 4), _wide(rules)
     # a power of two, which the search for a chunk halves
-    chunks = triton.next_power_of_2(plan.chunks(CHUNK))
+    # at least two: Triton 3.6 takes a 1 as a constant, and then fails to compile the search it makes empty
+    chunks = max(2, triton.next_power_of_2(plan.chunks(CHUNK)))
     kind = torch.int32 if plan.position_dtype == torch.uint32 else torch.uint16
     slot = chunks * (4 * words + kind.itemsize * wide)
     programs = max(1, min(tiles, _processors(plan.device) * PROGRAMS, _SCRATCH // slot))
