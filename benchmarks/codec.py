@@ -20,7 +20,7 @@ from _deltas import QWEN3_06B, SMALL, Delta, cached
 from _formats import FORMATS, floors
 from _report import about, best, print_about, write_json
 from deltawire.core.change import blocks, compare
-from deltawire.core.codecs import ENCODINGS
+from deltawire.core.codecs import ENCODINGS, planes
 from deltawire.core.full import digest_of
 from deltawire.core.sparse import DeltaFile, write_delta
 from deltawire.models import ModelView
@@ -44,6 +44,8 @@ def measure(delta: Delta) -> Row:
     row["detect_ns_per_weight"] = 1e9 / elements * best(lambda: _detect(delta))
     row["digest_ns_per_weight"] = 1e9 / elements * best(lambda: digest_of(ModelView(delta.old), threads=1))
     for encoding in ENCODINGS:
+        if encoding == planes.name:
+            continue  # for dense blocks only, where `context` turns to it by itself
         row["formats"].append(_ours(delta, encoding, changed, elements))
     for format in FORMATS:
         row["formats"].append(_theirs(delta, format, changed, elements))
