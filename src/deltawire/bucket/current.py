@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from ..store.local import sync_folder
 from . import folder
 
 
@@ -57,7 +58,7 @@ class CurrentFolder:
             # the same number of another run, or of a folder that somebody changed: readers may be in it
             place = place.with_name(f"{place.name}.{secrets.token_hex(2)}")
         os.rename(made, place)
-        folder.sync(self._versions)
+        sync_folder(self._versions)
         before = self.folder
         self._point_at(place)
         self._previous = before.name if before else None
@@ -70,7 +71,7 @@ class CurrentFolder:
         if self.link.is_dir() and not self.link.is_symlink():
             self.link.rmdir()  # an empty folder; a rename replaces a symlink, not a folder
         os.rename(link, self.link)
-        folder.sync(self.link.parent)
+        sync_folder(self.link.parent)
 
     def close(self) -> None:
         os.close(self._lock)

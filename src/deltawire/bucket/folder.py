@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from ..core import full
 from ..core.manifest import Blob, File, Manifest
+from ..store.local import sync_folder
 from .fetch import Progress, fetch
 from .run import Run
 
@@ -44,7 +45,7 @@ def fill(
             out.write(_content(run, file, before))
             out.flush()
             os.fsync(out.fileno())
-    sync(folder)
+    sync_folder(folder)
 
 
 def _content(run: Run, file: File, before: Path | None) -> bytes:
@@ -84,19 +85,7 @@ def move_into(folder: Path, place: Path, *, replace: bool) -> None:
         shutil.rmtree(folder)
     else:
         os.rename(folder, place)
-    sync(place.parent)
-
-
-def sync(folder: Path) -> None:
-    """The names in a folder on disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder, and need not
-            raise
-    finally:
-        os.close(descriptor)
+    sync_folder(place.parent)
 
 
 def lock(folder: Path) -> int | None:

@@ -6,8 +6,7 @@ Live weights are patched by `replica/`, which can undo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +16,12 @@ from ..core.change import Change, Region, blocks
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.errors import DigestMismatch, ForeignObject, ReferenceUnavailable
-from ..core.manifest import Blob, Link
+from ..core.manifest import Link
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
 from ..core.sparse import DeltaFile
 from .ahead import Parcel, arrivals
-from .fetch import Fetched, Progress, fetch
+from .fetch import Fetched, Progress
 from .run import Run
 
 Resolve = Callable[[str], Path]
@@ -77,20 +76,6 @@ def as_anchor(run: Run, version: int, data: Fetched) -> Weights:
         raise ForeignObject(f"an anchor of version {version} says it is run {claim[0]}, version {claim[1]}")
     full.check_anchor(file, run.schema)
     return Weights(file, run.schema)
-
-
-@contextmanager
-def open_delta(
-    run: Run, version: int, base: int | None, blob: Blob, progress: Progress | None = None
-) -> Iterator[DeltaFile]:
-    with fetch(run.store, blob, progress) as data:
-        yield as_delta(run, version, base, data)
-
-
-@contextmanager
-def open_anchor(run: Run, version: int, blob: Blob, progress: Progress | None = None) -> Iterator[Weights]:
-    with fetch(run.store, blob, progress) as data:
-        yield as_anchor(run, version, data)
 
 
 class Weights:

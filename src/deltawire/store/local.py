@@ -84,7 +84,7 @@ class LocalStore:
         path = self._path(key)
         with self._staged(key, path, data) as temp, self._border(key):
             os.replace(temp, path)
-            _sync_folder(os.path.dirname(path))
+            sync_folder(os.path.dirname(path))
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         path = self._path(key)
@@ -92,7 +92,7 @@ class LocalStore:
             raise AlreadyExists(f"{self._where(key)} exists already")
         with self._staged(key, path, data) as temp, self._border(key):
             self._link(key, temp, path)
-            _sync_folder(os.path.dirname(path))
+            sync_folder(os.path.dirname(path))
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         return self._walk(check_prefix(prefix), prefix, after or "")
@@ -108,7 +108,7 @@ class LocalStore:
                 if os.path.isdir(path):  # a folder of other keys: under this key there is no object
                     return
                 raise
-            _sync_folder(os.path.dirname(path))
+            sync_folder(os.path.dirname(path))
 
     def sweep(self, older_than_s: float = 86_400.0) -> int:
         """Remove what crashed writers left behind; returns how many files.
@@ -257,10 +257,11 @@ def _make_folder(folder: str) -> None:
         _make_folder(os.path.dirname(folder))
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
-    _sync_folder(os.path.dirname(folder))
+    sync_folder(os.path.dirname(folder))
 
 
-def _sync_folder(folder: str) -> None:
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """The names in a folder on disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

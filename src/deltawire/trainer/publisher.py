@@ -160,14 +160,13 @@ class Publisher:
 
     def resume(self, model: Any) -> int:
         """Declare that these weights are the run's newest version, and check it. DivergedRun if they are not."""
-        if self._writer is None or self._writer.committer.newest is None:
+        committer = self._writer.committer if self._writer else None
+        newest = committer.newest if committer else None
+        if committer is None or newest is None:
             raise DivergedRun(f"{self._store.url} has no version to resume from")
-        committer = self._writer.committer
         source = self._source(model)
         committer.run.schema.require_equal(source.schema, ours="the run", theirs="this model")
-        newest = committer.run.manifest(committer.newest.version) if committer.newest else None
         found = str(full.digest_of(source))
-        assert newest is not None
         if found != newest.digest:
             same = [v for v, summary in committer.versions.items() if summary.digest == found]
             what = f"version {same[-1]}" if same else "no version of it"
