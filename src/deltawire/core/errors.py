@@ -32,6 +32,7 @@ DeltawireError
 │   ├── PermissionDenied
 │   ├── StoreUnavailable     the only error worth a retry: time-outs, resets, 5xx, throttling
 │   ├── StoreFull
+│   ├── Unsupported          the store cannot do what was asked of it
 │   └── BadURL
 └── MissingExtra             an optional dependency is not installed
 
@@ -186,6 +187,10 @@ class StoreUnavailable(StoreError):
 
 
 class StoreFull(StoreError):
+    pass
+
+
+class Unsupported(StoreError):
     pass
 
 

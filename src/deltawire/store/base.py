@@ -7,6 +7,7 @@ whole or not at all. Lower-layer errors are translated once, here in `store/`, i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -42,6 +43,9 @@ class Store(Protocol):
     url: str
     """Where this store is, as the user named it, without credentials."""
 
+    creates_exclusively: bool
+    """Whether put_if_absent holds against writers on other machines. Where not, a writer must claim the run first."""
+
     def get(self, key: str) -> Fetched:
         """The whole object. ObjectNotFound if there is none."""
         ...
@@ -72,4 +76,18 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove; no error when it is already gone."""
+        ...
+
+
+@runtime_checkable
+class Announcing(Protocol):
+    """A store that tells its readers when something changed, so that they need not ask."""
+
+    def announcements(self, stop: threading.Event) -> Iterator[str]:
+        """Keys as others change them, for as long as the store talks; an empty one means "something, look yourself".
+
+        Best effort: late, twice or not at all, so a reader goes on asking, only less often. An empty key comes first,
+        as soon as the store listens. Ends when `stop` is set. StoreUnavailable when the connection breaks (call again),
+        Unsupported when this store never tells.
+        """
         ...

@@ -47,6 +47,7 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
         self.url = self.root.as_uri()
+        self.creates_exclusively = True
 
     def get(self, key: str) -> Fetched:
         path = self._path(key)

@@ -56,6 +56,7 @@ class ObjectStore:
 
     def __init__(self, client: Client, url: str, *, prefix: str = "", creator: Client | None = None) -> None:
         self.url = url
+        self.creates_exclusively = True
         self._client = client
         self._creator = creator or client
         self._root = check_key(prefix) + "/" if prefix else ""

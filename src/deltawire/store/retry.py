@@ -6,12 +6,13 @@ Delays grow exponentially with full jitter, so that a fleet of replicas does not
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from deltawire.core.errors import AlreadyExists, ObjectNotFound, StoreUnavailable, TruncatedFile
-from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store
+from deltawire.core.errors import AlreadyExists, ObjectNotFound, StoreUnavailable, TruncatedFile, Unsupported
+from deltawire.store.base import Announcing, Chunks, Fetched, ObjectInfo, Store
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ class Retrying:
             raise ValueError(f"attempts must be at least 1, got {attempts}")
         self.inner = inner
         self.url = inner.url
+        self.creates_exclusively = inner.creates_exclusively
         self._attempts = attempts
         self._total_s = total_s
         self._first_delay_s = first_delay_s
@@ -100,6 +102,12 @@ class Retrying:
                 return
             except StoreUnavailable as error:
                 patience.wait(error)
+
+    def announcements(self, stop: threading.Event) -> Iterator[str]:
+        """As in `Announcing`; never repeated here, since the reader knows what it missed meanwhile."""
+        if not isinstance(self.inner, Announcing):
+            raise Unsupported(f"{self.url} does not tell its readers what changed")
+        return self.inner.announcements(stop)
 
     def _holds(self, key: str, data: bytes) -> bool:
         """Whether the object at `key` is exactly `data`. By size and range: a plain get may come back short."""

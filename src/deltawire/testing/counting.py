@@ -19,6 +19,7 @@ class CountingStore:
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.url = inner.url
+        self.creates_exclusively = inner.creates_exclusively
         self._lock = threading.Lock()
         self.reset()
 

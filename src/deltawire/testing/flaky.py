@@ -71,6 +71,7 @@ class FlakyStore:
     ) -> None:
         self.inner = inner
         self.url = inner.url
+        self.creates_exclusively = inner.creates_exclusively
         self.injected: Counter[str] = Counter()
         self._seed = seed
         self._drop = drop
