@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
 ARGS   ?=
+MINUTES ?= 10
+SEED   ?=
 # Files that start with an underscore are helpers, not benchmarks.
 BENCH  ?= $(sort $(wildcard benchmarks/[a-z]*.py))
 
@@ -14,7 +16,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all bench lint format clean
+.PHONY: help setup demo test test-all test-vllm soak bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +33,14 @@ test: $(READY)  ## run the tests, except the slow ones
 test-all: $(READY)  ## run all tests, the slow ones too
 	@$(BIN)/python -m pytest -n $(JOBS) -m "" --timeout 900 $(ARGS)
 
+soak: $(READY)  ## one trainer, twelve replicas, a real S3 server and faults, for MINUTES=10 (SEED= repeats a run)
+	@$(BIN)/python -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+test-vllm:  ## run the tests against a real vLLM on the CPU, in an environment of its own (made once, outside the clone)
+	@place=$$(tests/engines/vllm/environment.sh $(PYTHON)) && \
+	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
+	$$place/bin/python -m pytest -m "" --timeout 1200 tests/engines/vllm/live.py $(ARGS)
+
 bench: $(READY)  ## run the benchmarks (one of them: make bench BENCH=benchmarks/memory.py)
 	@test -n "$(BENCH)" || { echo "no benchmarks found in benchmarks/"; exit 1; }
 	@for file in $(BENCH); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
@@ -46,7 +56,7 @@ format: $(READY)  ## sort imports, fix what can be fixed, format
 
 clean:  ## remove caches and build outputs (the virtual environment stays)
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
-	@find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	@find src tests benchmarks soak -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch goes first and alone: resolved together with others, pip may choose a build of several GB.
 # The build back end is pinned too, hence no build isolation.

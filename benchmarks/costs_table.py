@@ -1,6 +1,6 @@
 """The measured figures behind `deltawire plan`, printed as they stand in src/deltawire/core/costs.py.
 
-    python benchmarks/costs_table.py                # five minutes on a quiet machine
+    python benchmarks/costs_table.py                # some minutes on a quiet machine
     python benchmarks/costs_table.py --part speeds  # only that
     python benchmarks/costs_table.py --quick        # small arrays: a look, not a measurement
 
@@ -19,8 +19,9 @@ from blake3 import blake3
 
 import deltawire as dw
 from _report import about, best, print_about
-from deltawire.core.change import blocks, compare
+from deltawire.core.change import Change, blocks, compare
 from deltawire.core.full import digest_of
+from deltawire.core.parallel import ordered_map
 from deltawire.core.sparse import DeltaFile, write_delta
 from deltawire.models import ModelView
 
@@ -58,21 +59,34 @@ def steps(lr: float, n: int, rng: np.random.Generator) -> Iterator[tuple[Bits, B
         before = after
 
 
-def packed_bits(old: Bits, new: Bits) -> float:
+def bits_per_change(old: Bits, new: Bits, encoding: str) -> float:
     shape = (-1, 4096)
-    blob = dw.encode({"w": old.reshape(shape)}, {"w": new.reshape(shape)}, "packed", threads=1)
+    blob = dw.encode({"w": old.reshape(shape)}, {"w": new.reshape(shape)}, encoding, threads=1)
     return 8 * len(blob) / np.count_nonzero(old != new)
 
 
 def by_learning_rate(n: int) -> None:
     print("TRAINING: (learning rate, share changed by a step, by the first step, bits per change in `packed`)")
-    for lr in RATES:
+
+    def point(lr: float) -> str:
         trail = steps(lr, n, np.random.default_rng(0))
         old, new = next(trail)
         first = np.mean(old != new)
         for _ in range(STEADY - 1):
             old, new = next(trail)
-        print(f"    Point({lr:g}, {np.mean(old != new):.3g}, {first:.3g}, {packed_bits(old, new):.2f}),", flush=True)
+        return f"Point({lr:g}, {np.mean(old != new):.3g}, {first:.3g}, {bits_per_change(old, new, 'packed'):.2f}),"
+
+    for line in ordered_map(point, RATES):
+        print(f"    {line}", flush=True)
+
+
+def context_bits(n: int) -> None:
+    """The smaller a weight, the likelier it changes: what `context` lives on. One step of noise is enough for that."""
+    print("CONTEXT: (share changed, bits per change in `context`)")
+    for size in (3e-8, 1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4):
+        stepped = Stepped(n, size)
+        bits = 8 * len(stepped.encoded("context")) / stepped.changed
+        print(f"    ({stepped.changed / n:.3g}, {bits:.2f}),", flush=True)
 
 
 def by_density(n: int) -> None:
@@ -81,7 +95,8 @@ def by_density(n: int) -> None:
     old = bf16(normal(n, rng))
     for density in DENSITIES:
         new = ulps(old, density, rng)
-        print(f"    {100 * density:5.1f} % changed   {packed_bits(old, new):5.2f} bits per change", flush=True)
+        bits = bits_per_change(old, new, "packed")
+        print(f"    {100 * density:5.1f} % changed   {bits:5.2f} bits per change", flush=True)
 
 
 def ulps(old: Bits, density: float, rng: np.random.Generator) -> Bits:
@@ -91,53 +106,77 @@ def ulps(old: Bits, density: float, rng: np.random.Generator) -> Bits:
     return new
 
 
+class Stepped:
+    """Weights before and after one step of this size, in bf16: the smaller a weight, the likelier it changes."""
+
+    def __init__(self, n: int, lr: float) -> None:
+        rng = np.random.default_rng(0)
+        w = normal(n, rng)
+        self.old = bf16(w).reshape(-1, 4096)
+        self.new = bf16(w + np.float32(lr) * rng.standard_normal(n, np.float32)).reshape(-1, 4096)
+        self.before, self.after = ModelView({"w": self.old}), ModelView({"w": self.new})
+        self.found = self.detect()
+        self.changed = sum(change.count for block in self.found for change in block)
+
+    def detect(self) -> list[list[Change]]:
+        old, new = self.before.region, self.after.region
+        return [[compare(r, old(r), new(r)) for r in block] for block in blocks(self.before.schema)]
+
+    def encoded(self, encoding: str) -> bytes:
+        writer, file = write_delta(self.found, encoding, self.before.region, {}, threads=1)
+        blob = b"".join(file.chunks())
+        writer.close()
+        return blob
+
+    def coding(self, encoding: str) -> tuple[float, float]:
+        """Seconds to encode and to decode."""
+        blob = self.encoded(encoding)
+
+        def decode() -> None:
+            opened = DeltaFile(lambda start, length: blob[start : start + length], len(blob), self.before.schema)
+            for _ in opened.changes(self.before.bits, threads=1):
+                pass
+
+        return best(lambda: self.encoded(encoding)), best(decode)
+
+
 def speeds(n: int) -> None:
-    """One thread, at 1 % changed."""
-    n *= 4  # well past any cache
-    rng = np.random.default_rng(0)
-    old = bf16(normal(n, rng)).reshape(-1, 4096)
-    new = ulps(old.reshape(-1), 0.01, rng).reshape(old.shape)
-    before, after = ModelView({"w": old}), ModelView({"w": new})
-    found = [[compare(r, before.region(r), after.region(r)) for r in block] for block in blocks(before.schema)]
-    changed = sum(change.count for block in found for change in block)
-    writer, file = write_delta(found, "packed", before.region, {}, threads=1)
-    blob = b"".join(file.chunks())
-    writer.close()
-    live = old.reshape(-1).copy()
-
-    def decode() -> list[list[object]]:
-        opened = DeltaFile(lambda start, length: blob[start : start + length], len(blob), before.schema)
-        return list(opened.changes(before.bits, threads=1))  # type: ignore[arg-type]
-
-    def encode() -> None:
-        write_delta(found, "packed", before.region, {}, threads=1)[0].close()
+    """One thread, on weights of which about 1 % and 3 % change."""
+    n *= 4  # well past most caches
+    some, more = Stepped(n, 2e-7), Stepped(n, 8e-7)
+    print(f"SPEEDS, per second and core, {100 * some.changed / n:.2f} % changed")
+    live = some.old.reshape(-1).copy()
+    whole = memoryview(some.old).cast("B")
 
     def apply() -> None:
-        for block in found:
+        for block in some.found:
             for change in block:
                 change.write(live)
 
-    def detect() -> object:
-        return [[compare(r, before.region(r), after.region(r)) for r in block] for block in blocks(before.schema)]
-
-    print("SPEEDS, per core")
-    whole = memoryview(old).cast("B")
     work: dict[str, tuple[Callable[[], object], float, str]] = {
-        "detect": (detect, n, "weights/s"),
-        "encode": (encode, changed, "changes/s"),
-        "hash": (lambda: blake3(whole).digest(), whole.nbytes, "bytes/s"),
-        "decode": (decode, changed, "changes/s"),
-        "apply": (apply, changed, "changes/s"),
-        "prove": (lambda: digest_of(before, threads=1), n, "weights/s"),
+        "detect": (some.detect, n, "weights"),
+        "hash": (lambda: blake3(whole).digest(), whole.nbytes, "bytes"),
+        "apply": (apply, some.changed, "changes"),
+        "prove": (lambda: digest_of(some.before, threads=1), n, "weights"),
     }
     for name, (call, amount, unit) in work.items():
         print(f"    {name}={amount / best(call):.2g},  # {unit}", flush=True)
+    print(
+        f"CODING, seconds per weight and per change: the line through {some.changed / n:.2%} and {more.changed / n:.2%}"
+    )
+    for encoding in ("packed", "context", "raw"):
+        figures = []
+        for few, many in zip(some.coding(encoding), more.coding(encoding), strict=True):
+            per_change = max(many - few, 0.0) / (more.changed - some.changed)
+            per_weight = max(few - per_change * some.changed, 0.0) / n
+            figures += [f"{per_weight:.2g}", f"{per_change:.2g}"]
+        print(f'    "{encoding}": Coding({", ".join(figures)}),', flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller arrays")
-    parts = {"training": by_learning_rate, "ulps": by_density, "speeds": speeds}
+    parts = {"training": by_learning_rate, "context": context_bits, "ulps": by_density, "speeds": speeds}
     parser.add_argument("--part", choices=parts, help="only this one")
     options = parser.parse_args()
     print_about(about())

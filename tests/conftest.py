@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from deltawire.store import ObjectStore, Store
+from deltawire.testing.hub import HubStandIn
+from deltawire.testing.seaweed import SeaweedFS
 
 # no deadline: the first call of a kernel may compile it
 settings.register_profile("deltawire", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -18,3 +21,36 @@ settings.load_profile("deltawire")
 def store() -> Store:
     """A fresh bucket in this process's memory."""
     return ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[SeaweedFS]:
+    """A real S3 server; each worker of a parallel run has its own."""
+    with SeaweedFS() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(seaweed: SeaweedFS) -> Store:
+    """A fresh place in a real bucket."""
+    return seaweed.store(f"deltawire/{uuid.uuid4()}/run")
+
+
+@pytest.fixture(scope="session")
+def hub_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubStandIn]:
+    """One for all tests of a process: the client remembers what it has uploaded to which server."""
+    with pytest.MonkeyPatch.context() as patch, HubStandIn(tmp_path_factory.mktemp("hub"), page=20) as server:
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hf-home")))
+        # what fails for good need not fail so often
+        patch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "2")
+        yield server
+
+
+@pytest.fixture
+def hub(hub_server: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> HubStandIn:
+    """The Hub stand-in, and an environment that leads hf:// addresses there. No faults are left from other tests."""
+    monkeypatch.setenv("HF_ENDPOINT", hub_server.endpoint)
+    monkeypatch.setenv("HF_TOKEN", hub_server.token)
+    hub_server.faults.clear()
+    hub_server.requests.clear()
+    return hub_server

@@ -253,12 +253,13 @@ class HookedStore:
 
     def __init__(self, inner: Store, hook: Hook) -> None:
         self.inner, self.hook, self.url = inner, hook, inner.url
+        self.creates_exclusively = inner.creates_exclusively
 
-    def get(self, key: str) -> Any:
-        return self._call("get", key)
+    def get(self, key: str, *, limit: int | None = None) -> Any:
+        return self._call("get", key, limit=limit)
 
-    def get_if_changed(self, key: str, etag: str | None) -> Any:
-        return self._call("get_if_changed", key, etag)
+    def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Any:
+        return self._call("get_if_changed", key, etag, limit=limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         return self._call("get_range", key, start, length)
@@ -287,8 +288,8 @@ class HookedStore:
     def delete(self, key: str) -> None:
         self._call("delete", key)
 
-    def _call(self, verb: str, key: str, *rest: Any) -> Any:
+    def _call(self, verb: str, key: str, *rest: Any, **options: Any) -> Any:
         self.hook("before", verb, key)
-        result = getattr(self.inner, verb)(key, *rest)
+        result = getattr(self.inner, verb)(key, *rest, **options)
         self.hook("after", verb, key)
         return result

@@ -210,7 +210,7 @@ def test_only_the_region_asked_for_is_cast(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_wire_dtype_that_nobody_knows() -> None:
-    with pytest.raises(UnsupportedDtype, match="known: bf16"):
+    with pytest.raises(UnsupportedDtype, match="known: auto, bf16"):
         ModelView({"w": torch.zeros(1)}, "fp4")
 
 

@@ -9,9 +9,9 @@ import uuid
 import pytest
 
 from deltawire.bucket.run import Run
+from deltawire.bucket.watch import Watcher
 from deltawire.core import chain
 from deltawire.replica import Replica
-from deltawire.replica.replica import PROBE_EVERY
 from deltawire.store import ObjectStore, Store
 from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
@@ -73,10 +73,8 @@ def test_finding_the_newest(long: Long) -> None:
 
 def test_finding_the_newest_without_head(long: Long) -> None:
     class Headless(CountingStore):
-        def get(self, key: str):  # type: ignore[no-untyped-def]
-            if key == "head.json":
-                return super().get("head.json.gone")
-            return super().get(key)
+        def get(self, key: str, *, limit: int | None = None):  # type: ignore[no-untyped-def]
+            return super().get("head.json.gone" if key == "head.json" else key, limit=limit)
 
     counting = Headless(long.store)
     assert Run.open(counting).newest() == COUNT - 1
@@ -117,16 +115,17 @@ def test_an_idle_poll_is_one_request(long: Long) -> None:
     live = copy(long.weights[COUNT - 1])
     replica = Replica(counting, heartbeat=0)
     replica.sync(live)
+    watcher = Watcher(counting, poll=1.0, stop=threading.Event())
     for idle in range(1, 10):
         counting.reset()
-        assert replica._next(live, every=False, probe=False) is None
+        assert replica._next(live, False, watcher) is None
         assert counting.requests == {"get_if_changed": 1}, idle
         # and almost nothing comes over the wire, once the head has been seen
         assert counting.bytes_in == 0 or idle == 1
 
 
 def test_an_idle_follower(long: Long) -> None:
-    """One request per poll, and one more every sixteenth, in case head was left behind."""
+    """A thousand looks are a thousand requests; now and then one goes past head, in case head was left behind."""
     counting = CountingStore(long.store)
     live = copy(long.weights[COUNT - 1])
     stop = threading.Event()
@@ -140,14 +139,15 @@ def test_an_idle_follower(long: Long) -> None:
     def counted(*args, **kwargs):  # type: ignore[no-untyped-def]
         nonlocal polls
         polls += 1
-        if polls == 10 * PROBE_EVERY:
+        if polls == 1000:
             stop.set()
         return inner(*args, **kwargs)
 
     replica._next = counted  # type: ignore[method-assign]
     assert [*follower] == []
-    assert counting.requests["get_if_changed"] == polls
-    assert counting.requests.total() == polls + polls // PROBE_EVERY
+    assert counting.requests.total() == polls == 1000
+    assert 0 < counting.requests["get"] < 100
+    assert counting.bytes_in < 100
 
 
 def test_taking_the_next_version(long: Long) -> None:
@@ -157,7 +157,7 @@ def test_taking_the_next_version(long: Long) -> None:
     replica = Replica(counting, heartbeat=0)
     replica.sync(live, COUNT - 2)
     counting.reset()
-    assert replica._next(live, every=False, probe=False) == COUNT - 1
+    assert replica._next(live, False, Watcher(counting, poll=1.0, stop=threading.Event())) == COUNT - 1
     replica.sync(live, COUNT - 1)
     assert counting.requests.total() == 3
     assert same(live, long.weights[COUNT - 1])

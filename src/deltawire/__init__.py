@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import decode, encode
+    from .bucket.watch import watch
     from .core.errors import DeltawireError
     from .replica import Replica
     from .trainer import Published, Publisher, PublishHandle
 
-__all__ = ["DeltawireError", "PublishHandle", "Published", "Publisher", "Replica", "decode", "encode"]
+__all__ = ["DeltawireError", "PublishHandle", "Published", "Publisher", "Replica", "decode", "encode", "watch"]
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _HOMES = {
     "Replica": "replica",
     "decode": "api",
     "encode": "api",
+    "watch": "bucket.watch",
 }
 
 

@@ -56,9 +56,8 @@ def decode(blob: bytes, old: Any, *, threads: int | None = None) -> dict[str, An
     if file.metadata.get("sparse", "true") != "true":
         raise UnknownFormat("this file is no delta: it holds full weights")
     result = {name: bits.copy() for name, bits in base}
-    for changes in file.changes(base.bits, threads):
-        for change in changes:
-            change.write(result[change.region.tensor.name])
+    for _ in file.patches(result.__getitem__, threads):
+        pass
     templates = tensors_of(old)
     shaped = {name: like(templates[name], bits) for name, bits in result.items()}
     return {name: shaped[base.schema.ties.get(name, name)] for name in templates}

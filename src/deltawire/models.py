@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,13 @@ _TORCH_DTYPES = {
 }
 _WIRE_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 _UNIT_NAMES = {1: "uint8", 2: "int16", 4: "int32"}
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What torch.compile, FSDP and activation checkpointing put into the names of what they wrap, anywhere."""
+_PARALLEL = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"}
+"""Wrappers that keep the model as `module`, a name that a model's own part may have as well."""
+
+AUTO = "auto"
+"""The wire dtype that is chosen: bf16 for the fp32 and fp64 weights of a torch module, everything else as it is."""
 
 
 def is_torch(value: Any) -> bool:
@@ -47,28 +55,70 @@ def is_torch(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def tensors_of(model: Any) -> dict[str, Any]:
-    """The named tensors of a module or mapping, in its own order, tied ones included."""
+def is_module(model: Any) -> bool:
+    return not isinstance(model, Mapping) and hasattr(model, "state_dict")
+
+
+def tensors_of(model: Any, *, buffers: bool = True) -> dict[str, Any]:
+    """The named tensors of a module or mapping, in its own order, tied ones included.
+
+    Those of a module are named as in its checkpoint, whatever it is wrapped in; a mapping's names are its own.
+    """
     if isinstance(model, Mapping):
         return dict(model)
-    if hasattr(model, "state_dict"):
-        # state_dict of a module gives detached tensors that share the parameters' storage
-        return dict(model.state_dict())
-    raise TypeError(f"cannot read weights from a {type(model).__name__}: pass a module, a state dict or a mapping")
+    if not is_module(model):
+        raise TypeError(f"cannot read weights from a {type(model).__name__}: pass a module, a state dict or a mapping")
+    while hasattr(model, "_orig_mod") or type(model).__name__ in _PARALLEL:
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    # state_dict of a module gives detached tensors that share the parameters' storage
+    tensors = model.state_dict()
+    left_out = set() if buffers else {name for name, _ in model.named_buffers()}
+    return {_plain(name): tensor for name, tensor in tensors.items() if name not in left_out}
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a view found out about a model, without the model."""
+
+    identities: dict[str, tuple[Any, ...] | None]
+    wire: str | None
+    schema: Schema
 
 
 class ModelView:
     """The weights of a model as bits, read a tensor at a time."""
 
-    def __init__(self, model: Any, wire_dtype: str | None = None) -> None:
-        if wire_dtype is not None and wire_dtype not in _WIRE_DTYPES:
-            raise UnsupportedDtype(f"wire dtype {wire_dtype!r} is unknown; known: {', '.join(sorted(_WIRE_DTYPES))}")
+    def __init__(
+        self, model: Any, wire_dtype: str | None = None, *, buffers: bool = True, known: Known | None = None
+    ) -> None:
+        """`known` is what an earlier view had: if these tensors lie where those did, their schema is not made again."""
+        if wire_dtype not in (None, AUTO, *_WIRE_DTYPES):
+            known = ", ".join([AUTO, *sorted(_WIRE_DTYPES)])
+            raise UnsupportedDtype(f"wire dtype {wire_dtype!r} is unknown; known: {known}")
+        # a module has one dtype by habit; who passes a mapping has chosen what is in it
+        self._widest = 2 if wire_dtype == AUTO else 1
+        # bytes of a float that travels as it is
+        if wire_dtype == AUTO:
+            wire_dtype = "bf16" if is_module(model) else None
         self._wire = _WIRE_DTYPES[wire_dtype] if wire_dtype else None
-        self._tensors: dict[str, Any] = {}
+        tensors = tensors_of(model, buffers=buffers)
+        identities = {name: _identity(tensor) for name, tensor in tensors.items()}
+        if known is not None and (known.identities, known.wire) == (identities, self._wire):
+            self.known: Known | None = known
+            self.schema: Schema = known.schema
+            self._tensors: dict[str, Any] = {name: tensors[name] for name in tensors if name not in known.schema.ties}
+            return
+        self._tensors = {}
         ties: dict[str, str] = {}
         seen: dict[tuple[Any, ...], str] = {}
-        for name, tensor in tensors_of(model).items():
-            identity = _identity(tensor)
+        for name, tensor in tensors.items():
+            identity = identities[name]
             first = seen.setdefault(identity, name) if identity is not None else name
             if first == name:
                 self._tensors[name] = tensor
@@ -77,6 +127,26 @@ class ModelView:
         self.schema = Schema.build(
             (TensorSpec(name, self._dtype(t), tuple(t.shape)) for name, t in self._tensors.items()), ties
         )
+        # what has no identity of its own may change its shape unseen
+        self.known = None if None in identities.values() else Known(identities, self._wire, self.schema)
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """What the schema's tensors are in the model, in the model's own dtypes."""
+        return self._tensors
+
+    def device(self) -> Any | None:
+        """The accelerator that every tensor lies on in one piece; None where kernels cannot work on all of them."""
+        tensors = list(self._tensors.values())
+        if not tensors or not all(is_torch(t) and t.is_contiguous() for t in tensors):
+            return None
+        devices = {t.device for t in tensors}
+        return devices.pop() if len(devices) == 1 and tensors[0].device.type == "cuda" else None
+
+    def wire_dtype(self, name: str) -> Any:
+        """The torch dtype that a torch tensor travels in."""
+        tensor = self._tensors[name]
+        return getattr(sys.modules["torch"], self._wire) if self._casts(tensor) else tensor.dtype  # type: ignore[arg-type]
 
     def bits(self, name: str) -> Bits:
         """Flat bits of a tensor: a view where the tensor is contiguous, on the CPU and already in the wire dtype."""
@@ -104,7 +174,7 @@ class ModelView:
         return ((tensor.name, self.bits(tensor.name)) for tensor in self.schema.tensors)
 
     def _casts(self, tensor: Any) -> bool:
-        return bool(self._wire and tensor.is_floating_point() and tensor.dtype.itemsize > 1)
+        return bool(self._wire and tensor.is_floating_point() and tensor.dtype.itemsize > self._widest)
 
     def _dtype(self, tensor: Any) -> str:
         if not is_torch(tensor):

@@ -20,7 +20,7 @@ from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import chain, full, keys
 from deltawire.core.errors import MissingBase, StoreUnavailable, VersionNotFound
-from deltawire.core.manifest import Blob, Head, Heartbeat, Link, Manifest, dump
+from deltawire.core.manifest import Blob, Head, Heartbeat, Link, Manifest, Pruned, dump
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, ObjectInfo, ObjectStore, Store
@@ -61,13 +61,15 @@ def clone(template: Store) -> Store:
 
 
 def later(store: Store, rule: Retention = RULE) -> PrunePlan:
-    """The plan as it would be tomorrow morning, when nothing is young any more."""
+    """The plan as it would be tomorrow morning, when nothing is young any more, and what is marked long marked."""
     return survey(Run.open(store), rule, time.time() + 10 * HOUR)
 
 
-def prune(store: Store, rule: Retention = RULE) -> PrunePlan:
-    plan = later(store, rule)
-    apply_prune(Run.open(store), plan)
+def prune(store: Store, rule: Retention = RULE, by: Store | None = None) -> PrunePlan:
+    """One visit that marks and one, hours later, that deletes; returns what the second did."""
+    for _ in range(2):
+        plan = later(store, rule)
+        apply_prune(Run.open(by or store), plan)
     return plan
 
 
@@ -98,7 +100,7 @@ def test_looking_changes_nothing(run: Store) -> None:
 
 def test_nothing_young_goes(run: Store) -> None:
     plan = survey(Run.open(run), RULE)
-    assert (plan.dropped, plan.objects) == ((), ())
+    assert (plan.marked, plan.going, plan.objects) == ((), (), ())
     assert plan.kept[1] == "younger than the grace period"
 
 
@@ -150,12 +152,24 @@ def test_every_version_that_stays_is_reached_as_before(
         assert chain.plan(None, version, stay) == chain.plan(None, version, summaries)
     assert max(manifests) in plan.kept
     assert rule.versions <= plan.kept.keys()
-    assert set(plan.kept) | set(plan.dropped) == set(manifests)
+    assert set(plan.kept) | set(plan.marked) == set(manifests)
+    assert plan.objects == ()
+
+    marked = Pruned.of("r", plan.marked)
+    for written, reading in ((10 * HOUR, set()), (8 * HOUR, set(manifests))):
+        waiting = plan_prune(
+            manifests, [*listing, ObjectInfo(keys.PRUNED, 1, written)], rule, 10 * HOUR, marked, reading
+        )
+        assert waiting.objects == ()
+        assert waiting.waiting == plan.marked
+    then = plan_prune(manifests, [*listing, ObjectInfo(keys.PRUNED, 1, 8 * HOUR)], rule, 10 * HOUR, marked)
+    assert (then.kept, then.going) == (plan.kept, plan.marked)
     named = {blob.key for v in plan.kept for link in manifests[v].links for blob in link.objects}
-    assert not named & {item.key for item in plan.objects}
-    assert all(item.modified <= 9 * HOUR for item in plan.objects)
-    gone = {blob.key for v in plan.dropped for link in manifests[v].links for blob in link.objects}
-    assert gone == {item.key for item in plan.data}
+    assert not named & {item.key for item in then.objects}
+    assert all(item.modified <= 9 * HOUR for item in then.objects)
+    gone = {blob.key for v in then.going for link in manifests[v].links for blob in link.objects}
+    assert gone == {item.key for item in then.data}
+    assert then.bytes == plan.later
 
 
 def _manifest(version: int, kind: str, skips: list[tuple[int, int]]) -> Manifest:
@@ -198,7 +212,7 @@ def test_a_pruned_run_is_whole_and_smaller(run: Store, models: list[Model]) -> N
     assert before - plan.bytes == sum(item.size for item in run.list() if item.key != keys.PRUNED)
     for version in plan.kept:
         assert same(held(checkout(opened, version), models[version]), models[version])
-    for version in plan.dropped:
+    for version in plan.going:
         with pytest.raises(VersionNotFound):
             checkout(Run.open(run), version)
 
@@ -206,7 +220,7 @@ def test_a_pruned_run_is_whole_and_smaller(run: Store, models: list[Model]) -> N
 def test_a_second_prune_finds_nothing(run: Store) -> None:
     prune(run)
     plan = later(run)
-    assert (plan.dropped, plan.objects) == ((), ())
+    assert (plan.marked, plan.going, plan.objects) == ((), (), ())
 
 
 def test_a_stricter_rule_goes_on_from_there(run: Store) -> None:
@@ -214,7 +228,8 @@ def test_a_stricter_rule_goes_on_from_there(run: Store) -> None:
     second = prune(run, Retention(last=1))
     assert good(run)
     assert set(second.kept) == {32, 33, 34, 35, 36, 37, 38, 39}
-    assert set(Run.open(run).pruned()) == set(range(32)) == {*first.dropped, *second.dropped}
+    assert Run.open(run).pruned().versions == ((0, 31),)
+    assert {*first.going, *second.going} == set(range(32))
 
 
 def test_garbage_goes_but_not_what_may_be_on_its_way(run: Store) -> None:
@@ -226,11 +241,12 @@ def test_garbage_goes_but_not_what_may_be_on_its_way(run: Store) -> None:
     run.put(keys.file("0" * 32), b"an old tokenizer")
     everything = Retention(last=COUNT)
     assert survey(Run.open(run), everything).objects == (), "all of it is young"
-    plan = prune(run, everything)
+    plan = later(run, everything)
+    apply_prune(Run.open(run), plan)
     assert {item.key for item in plan.objects} == {*orphans, keys.file("0" * 32)}
     left = {item.key for item in run.list()}
     assert left.issuperset((*coming, *strange))
-    assert plan.dropped == ()
+    assert Run.open(run).pruned().versions == ()
 
 
 def test_companion_files_live_as_long_as_a_version_names_them(store: Store, models: list[Model]) -> None:
@@ -311,7 +327,7 @@ def test_a_crash_at_any_point_leaves_a_whole_run(template: Store, after: bool) -
     for survived in range(1, changes + 1):
         store = clone(whole)
         with pytest.raises(StoreUnavailable):
-            apply_prune(Run.open(Dies(store, survived, after)), later(store))
+            prune(store, by=Dies(store, survived, after))
         result = verify(Run.open(store), quick=survived % 5 != 0)
         assert result.failure is None, f"after {survived} changes: {result.failure}"
         assert Run.open(store).newest() == COUNT - 1
@@ -329,8 +345,7 @@ def test_no_manifest_ever_names_what_is_gone(run: Store) -> None:
             order.append(key)
             super().delete(key)
 
-    plan = later(run)
-    apply_prune(Run.open(Watched(run)), plan)
+    plan = prune(run, by=Watched(run))
     assert len(order) == len(plan.objects)
     manifests = [i for i, key in enumerate(order) if key.startswith(keys.VERSIONS)]
     assert max(manifests) < min(i for i, key in enumerate(order) if not key.startswith(keys.VERSIONS))
@@ -367,9 +382,12 @@ def test_a_live_publisher_does_not_notice(run: Store, models: list[Model]) -> No
 
 
 def test_a_prune_while_versions_are_published(run: Store, models: list[Model]) -> None:
-    plan = later(run, Retention(last=1))
-    publish(run, models[COUNT:], **OPTIONS)
-    apply_prune(Run.open(run), plan)
+    for half in (models[COUNT : COUNT + 2], models[COUNT + 2 :]):
+        plan = later(run, Retention(last=1))
+        publish(run, half, **OPTIONS)
+        apply_prune(Run.open(run), plan)
+        assert verify(Run.open(run)).ok
+    assert len(plan.going) == 32
     assert good(run)
     assert Run.open(run).newest() == COUNT + 3
 
@@ -409,7 +427,7 @@ def test_a_run_that_starts_from_a_reference(store: Store, tmp_path: Path, models
     publish(store, models[1:10], reference=tmp_path, anchor_ratio=1e6)
     plan = prune(store, Retention(last=1, every=5))
     # one anchor there is not: every version needs all before it, down to the reference
-    assert plan.dropped == ()
+    assert plan.going == ()
     assert good(store)
 
 
@@ -418,4 +436,4 @@ def test_a_file_store_is_pruned_the_same(tmp_path: Path, models: list[Model]) ->
     plan = prune(LocalStore(tmp_path), Retention(last=2))
     assert set(plan.kept) == {16, 17, 18, 19}
     assert good(LocalStore(tmp_path))
-    assert msgspec.json.decode((tmp_path / keys.PRUNED).read_bytes())["versions"] == list(range(16))
+    assert msgspec.json.decode((tmp_path / keys.PRUNED).read_bytes())["versions"] == [[0, 15]]

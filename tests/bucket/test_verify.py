@@ -327,19 +327,19 @@ RECORDS: dict[str, tuple[int | None, str, str, Callable[[Store], None]]] = {
         None,
         keys.PRUNED,
         "another run",
-        lambda s: s.put(keys.PRUNED, dump(Pruned("other", (1,)))),
+        lambda s: s.put(keys.PRUNED, dump(Pruned.of("other", (1,)))),
     ),
     "pruned.json that hides the newest version": (
         COUNT - 1,
         keys.PRUNED,
         "hides version",
-        lambda s: s.put(keys.PRUNED, dump(Pruned(Run.open(s).info.run, (COUNT - 1,)))),
+        lambda s: s.put(keys.PRUNED, dump(Pruned.of(Run.open(s).info.run, (COUNT - 1,)))),
     ),
     "pruned.json that strands a version": (
         5,
         keys.manifest(5),
         "needs 4",
-        lambda s: s.put(keys.PRUNED, dump(Pruned(Run.open(s).info.run, (4,)))),
+        lambda s: s.put(keys.PRUNED, dump(Pruned.of(Run.open(s).info.run, (4,)))),
     ),
 }
 
@@ -373,7 +373,7 @@ def test_what_is_pruned_while_verify_looks_is_no_damage(run: LocalStore) -> None
 
         def get_range(self, key: str, start: int, length: int) -> bytes:
             if key == blob_key(run, 0, "anchor", None):
-                self.inner.put(keys.PRUNED, dump(Pruned(Run.open(run).info.run, tuple(range(1, 8)))))
+                self.inner.put(keys.PRUNED, dump(Pruned.of(Run.open(run).info.run, tuple(range(1, 8)))))
             return super().get_range(key, start, length)
 
     for item in run.list(keys.DELTAS):

@@ -269,7 +269,7 @@ def test_every_passes_over_what_was_pruned(tmp_path: Path, checkpoints: list[Pat
     for folder in checkpoints[1:]:
         invoke("publish", folder, run, "--anchor")
     opened = Run.open(str(run))
-    opened.store.put(keys.PRUNED, dump(Pruned(opened.info.run, (1,))))
+    opened.store.put(keys.PRUNED, dump(Pruned.of(opened.info.run, (1,))))
     opened.store.delete(keys.manifest(1))
     process = spawn("follow", run, "--dir", model, "--every", "--json", "--poll", "0.02")
     try:

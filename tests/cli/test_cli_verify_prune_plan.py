@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def test_prune_only_looks_unless_told_to(run: Path) -> None:
 def test_prune_applies(run: Path, checkpoints: list[Path]) -> None:
     invoke("publish", checkpoints[0], run, "--anchor")
     value = invoke_json("prune", run, "--keep-last", 1, "--keep", 1, "--grace", "0s", "--apply")
-    assert (value["applied"], value["newest"], value["dropped"]) == (True, 4, [2, 3])
+    assert (value["applied"], value["newest"], value["gone"]) == (True, 4, [2, 3])
     assert value["kept"]["0"] == "on the way to one that stays"
     assert value["bytes"] > 0
     assert invoke_json("verify", run)["versions"] == 3
@@ -71,6 +72,21 @@ def test_prune_applies(run: Path, checkpoints: list[Path]) -> None:
     invoke("checkout", f"{run}@2", "-o", run.parent / "out", code=4)
     invoke("checkout", f"{run}@1", "-o", run.parent / "out")
     assert "what went" not in invoke("prune", run, "--keep-last", 1, "--keep", 1, "--grace", "0s").stdout
+
+
+def test_prune_marks_first_and_says_when_it_goes(run: Path, checkpoints: list[Path]) -> None:
+    invoke("publish", checkpoints[0], run, "--anchor")
+    assert "0–3 to be marked" in invoke("prune", run, "--keep-last", 1, "--grace", "0s").stdout
+    for path in run.rglob("*.*"):
+        os.utime(path, (0, 0))
+    marked = invoke_json("prune", run, "--keep-last", 1, "--grace", "1h", "--apply")
+    assert (marked["marked"], marked["deleted"]) == ([0, 1, 2, 3], [])
+    assert marked["marked_bytes"] > 0
+    waiting = invoke("prune", run, "--keep-last", 1, "--grace", "1h", "--apply").stdout
+    assert "0–3 wait: marked less than the grace period ago" in waiting
+    os.utime(run / keys.PRUNED, (0, 0))
+    assert invoke_json("prune", run, "--keep-last", 1, "--grace", "1h", "--apply")["gone"] == [0, 1, 2, 3]
+    assert invoke_json("verify", run)["versions"] == 1
 
 
 def test_prune_used_wrongly(run: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.server
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +78,29 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     server.server_close()
 
 
+@pytest.fixture
+def tls(tmp_path: Path) -> Iterator[str]:
+    """A server that has nothing, behind a certificate of its own making."""
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", key, "-out", certificate,
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-addext",
+         "basicConstraints=critical,CA:FALSE"],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server = Server(("127.0.0.1", 0), Handler)
+    server.requests = []
+    server.answer(404, "NoSuchKey")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"https://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
 def calls(store: ObjectStore) -> list[Callable[[], object]]:
     return [
         lambda: store.get("key"),
@@ -135,6 +161,53 @@ def test_codes_that_outrank_the_status(server: Server, status: int, code: str, e
     assert failures(ObjectStore.from_url("s3://bucket/run", retries=0), head=False) == {expected}
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "next_step"),
+    [
+        (403, "AccessDenied", PermissionDenied, "allow it to get, put, list and delete"),
+        (403, "SignatureDoesNotMatch", PermissionDenied, "check AWS_SECRET_ACCESS_KEY"),
+        (403, "InvalidAccessKeyId", PermissionDenied, "check AWS_ACCESS_KEY_ID"),
+        (403, "RequestTimeTooSkewed", PermissionDenied, "set this machine's clock"),
+        (400, "ExpiredToken", PermissionDenied, "sign in again"),
+        (400, "InvalidToken", PermissionDenied, "AWS_SESSION_TOKEN does not belong to this key"),
+        (403, "", PermissionDenied, "check the key, its permissions and the bucket's name"),
+        (400, "AuthorizationHeaderMalformed", BadURL, "set AWS_REGION"),
+        (301, "PermanentRedirect", BadURL, "set AWS_REGION"),
+        (404, "NoSuchBucket", BadURL, "create it first"),
+        (507, "XMinioStorageFull", StoreFull, "free some space"),
+        (403, "QuotaExceeded", StoreFull, "raise the quota, or prune"),
+        (400, "QuotaExceeded", StoreFull, "raise the quota, or prune"),
+    ],
+)
+def test_the_next_step(server: Server, status: int, code: str, expected: type, next_step: str) -> None:
+    server.answer(status, code)
+    store = ObjectStore.from_url("s3://bucket/run", retries=0)
+    for call in calls(store)[:-1]:
+        with pytest.raises(expected, match=next_step) as caught:
+            call()
+        assert caught.value.__cause__ is None, "the client's own words quote whole requests"
+
+
+def test_unreachable_endpoints(monkeypatch: pytest.MonkeyPatch, server: Server, tls: str, tmp_path: Path) -> None:
+    for endpoint, expected, says in (
+        (tls, StoreError, "certificate is not trusted; name its authority's file in AWS_CA_BUNDLE"),
+        (f"https://127.0.0.1:{server.server_port}", StoreError, "does not speak TLS.*write http://"),
+        ("http://no-such-host.invalid", StoreUnavailable, "failed to lookup address.*check the endpoint"),
+    ):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+        with pytest.raises(expected, match=says) as caught:
+            ObjectStore.from_url("s3://bucket/run", retries=0).get("key")
+        assert type(caught.value) is expected, "only what may pass is worth a retry"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", tls)
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "certificate.pem"))
+    with pytest.raises(ObjectNotFound):
+        ObjectStore.from_url("s3://bucket/run", retries=0).get("key")
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "absent.pem"))
+    with pytest.raises(BadURL, match=r"AWS_CA_BUNDLE names .*absent.pem, which cannot be read"):
+        ObjectStore.from_url("s3://bucket/run", retries=0)
+
+
 def test_a_missing_bucket_is_not_a_missing_object(server: Server) -> None:
     server.answer(404, "NoSuchBucket")
     store = ObjectStore.from_url("s3://bucket/run", retries=0)
@@ -148,7 +221,7 @@ def test_a_missing_bucket_is_not_a_missing_object(server: Server) -> None:
 
 def test_a_message_says_what_the_server_said(server: Server) -> None:
     server.answer(403, "AccessDenied")
-    with pytest.raises(PermissionDenied, match=r"s3://bucket/run/key: 403 Forbidden: AccessDenied: as told$"):
+    with pytest.raises(PermissionDenied, match=r"s3://bucket/run/key: 403 Forbidden: AccessDenied: as told; "):
         ObjectStore.from_url("s3://bucket/run", retries=0).get("key")
 
 

@@ -82,7 +82,7 @@ def test_bucket_urls_open_without_contact(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("hf://buckets/me/run", r"no store speaks hf://; use one of az://, file://, gs://, memory://, s3:// or a path"),
+        ("ftp://run", r"no store speaks ftp://; use one of az://, file://, gs://, hf://, memory://, s3:// or a path"),
         ("http://host/run", r"no store speaks http://"),
         ("s3:/bucket/run", "two slashes"),
         ("s3://", "no bucket"),

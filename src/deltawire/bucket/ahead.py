@@ -42,8 +42,13 @@ class Arrival:
         return self._parcel.result()
 
 
-def arrivals(run: Run, steps: Sequence[Step], progress: Progress | None = None) -> Iterator[Arrival]:
-    """The steps of a plan in order, each with its objects fetched ahead. A parcel is closed with the next step."""
+def arrivals(
+    run: Run, steps: Sequence[Step], progress: Progress | None = None, *, shared: bool = True
+) -> Iterator[Arrival]:
+    """The steps of a plan in order, each with its objects fetched ahead. A parcel is closed with the next step.
+
+    `shared` as in `fetch`.
+    """
     waiting: deque[Arrival] = deque()
     todo = deque(steps)
     pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="deltawire-ahead")
@@ -51,7 +56,7 @@ def arrivals(run: Run, steps: Sequence[Step], progress: Progress | None = None) 
         while todo or waiting:
             while todo and (not waiting or sum(a.step.bytes for a in waiting) + todo[0].bytes <= AHEAD_BYTES):
                 step = todo.popleft()
-                waiting.append(Arrival(step, pool.submit(_collect, run, step, progress)))
+                waiting.append(Arrival(step, pool.submit(_collect, run, step, progress, shared)))
             yield waiting[0]
             _discard(waiting.popleft())
     finally:
@@ -61,13 +66,13 @@ def arrivals(run: Run, steps: Sequence[Step], progress: Progress | None = None) 
         pool.shutdown(wait=False)
 
 
-def _collect(run: Run, step: Step, progress: Progress | None) -> Parcel:
+def _collect(run: Run, step: Step, progress: Progress | None, shared: bool) -> Parcel:
     manifest = run.manifest(step.version)
     link = manifest.link(step.kind, step.base)
     parcel = Parcel(manifest, link, [])
     try:
         for blob in link.objects:
-            parcel.objects.append(fetch(run.store, blob, progress))
+            parcel.objects.append(fetch(run.store, blob, progress, shared=shared))
     except BaseException:
         parcel.close()
         raise

@@ -1,18 +1,27 @@
-"""Fetch a data object whole and checked. What is small stays in memory, what is large goes to a temporary file."""
+"""Fetch a data object whole and checked.
+
+What is small stays in memory, what is large goes to a temporary file. Where replicas of a host share a cache, all of
+it goes there, and is read from there.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import TypeVar
 
 from blake3 import blake3
 
-from ..core.errors import HashMismatch, StoreFull, TruncatedFile
+from ..core.errors import HashMismatch, ObjectNotFound, StoreFull, TruncatedFile
 from ..core.manifest import Blob
 from ..store import Store
+from ..store.base import Settling
+from .cache import Cache, hash_of
+
+T = TypeVar("T")
 
 IN_MEMORY = 64 << 20
 PART = 8 << 20
@@ -22,11 +31,10 @@ Progress = Callable[[int], None]
 
 
 class Fetched:
-    """The verified bytes of an object. Close it to remove what it left on disk."""
+    """The verified bytes of an object: in memory, in a file that has no name, or in one that the host shares."""
 
-    def __init__(self, data: bytes | None, path: Path | None, size: int) -> None:
-        self._data, self._path, self.size = data, path, size
-        self._descriptor = os.open(path, os.O_RDONLY) if path else -1
+    def __init__(self, data: bytes | None, descriptor: int, size: int) -> None:
+        self._data, self._descriptor, self.size = data, descriptor, size
 
     def read(self, start: int, length: int) -> bytes:
         if self._data is not None:
@@ -39,10 +47,9 @@ class Fetched:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        if self._path is not None:
+        if self._descriptor >= 0:
             os.close(self._descriptor)
-            self._path.unlink(missing_ok=True)
-            self._path = None
+            self._descriptor = -1
 
     def __enter__(self) -> Fetched:
         return self
@@ -51,36 +58,88 @@ class Fetched:
         self.close()
 
 
-def fetch(store: Store, blob: Blob, progress: Progress | None = None) -> Fetched:
-    """The object a manifest names, or HashMismatch. A bad transfer is tried once more before the object is blamed."""
+def fetch(store: Store, blob: Blob, progress: Progress | None = None, *, shared: bool = True) -> Fetched:
+    """The object a manifest names, or HashMismatch. A bad transfer is tried once more before the object is blamed.
+
+    `shared` lets it come from the cache of this host, if there is one (see cache.py).
+    """
+    cache = Cache.of_this_host(store) if shared else None
+    if cache is not None:
+        moved = False
+
+        def download(handle: int) -> None:
+            nonlocal moved
+            moved = True
+            _twice(store, lambda again: _into_file(store, blob, handle, None if again else progress))
+
+        handle = cache.obtain(blob, download)
+        if handle is not None:
+            if progress and not moved:
+                progress(blob.size)
+            return Fetched(None, handle, blob.size)
+        if moved:
+            # it is only told once
+            progress = None
+    return _twice(store, lambda again: _fetch(store, blob, None if again else progress))
+
+
+def _twice(store: Store, work: Callable[[bool], T]) -> T:
     try:
-        return _fetch_once(store, blob, progress)
+        return _when_there(store, lambda: work(False))
     except (HashMismatch, TruncatedFile):
-        return _fetch_once(store, blob, None)
+        return work(True)
 
 
-def _fetch_once(store: Store, blob: Blob, progress: Progress | None) -> Fetched:
-    size = store.head(blob.key).size if blob.size > PART else blob.size
-    if size != blob.size:
-        raise HashMismatch(f"{blob.key} has {size:,} bytes, its manifest says {blob.size:,}")
+def _when_there(store: Store, work: Callable[[], T]) -> T:
+    """A manifest names the object, so it was put; a store that takes its time to show it is given that time."""
+    end = time.monotonic() + (store.settles_s if isinstance(store, Settling) else 0.0)
+    pause = 0.1
+    while True:
+        try:
+            return work()
+        except ObjectNotFound:
+            if time.monotonic() + pause > end:
+                raise
+        time.sleep(pause)
+        pause *= 2
+
+
+def _fetch(store: Store, blob: Blob, progress: Progress | None) -> Fetched:
     if blob.size <= IN_MEMORY:
+        _check_size(store, blob)
         data = _in_memory(store, blob, progress)
         _check(blob, blake3(data).hexdigest(length=16))
-        return Fetched(data, None, blob.size)
-    handle, name = tempfile.mkstemp(prefix="deltawire-", suffix=".safetensors")
-    path = Path(name)
+        return Fetched(data, -1, blob.size)
     try:
+        # it has no name: nothing is left of it, however we end
+        with tempfile.TemporaryFile(prefix="deltawire-") as file:
+            _into_file(store, blob, file.fileno(), progress)
+            return Fetched(None, os.dup(file.fileno()), blob.size)
+    except OSError as error:
+        raise StoreFull(
+            f"no room for the {blob.size:,} bytes of {blob.key} in {tempfile.gettempdir()}: {error}"
+        ) from error
+
+
+def _into_file(store: Store, blob: Blob, handle: int, progress: Progress | None) -> None:
+    _check_size(store, blob)
+    if os.fstat(handle).st_size != blob.size:
         os.truncate(handle, blob.size)
-        _parts(store, blob, lambda start, data: os.pwrite(handle, data, start), progress)
-        _check(blob, _hash_file(handle, blob.size))
-        return Fetched(None, path, blob.size)
-    except BaseException as error:
-        path.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise StoreFull(f"no room for the {blob.size:,} bytes of {blob.key} in {path.parent}: {error}") from error
-        raise
-    finally:
-        os.close(handle)
+    _parts(store, blob, lambda start, data: _write(handle, data, start), progress)
+    _check(blob, hash_of(handle))
+
+
+def _write(handle: int, data: bytes, start: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        done = os.pwrite(handle, rest, start)
+        rest, start = rest[done:], start + done
+
+
+def _check_size(store: Store, blob: Blob) -> None:
+    """What has the wrong size need not be fetched. Worth a request of its own only where it would be several."""
+    if blob.size > PART and (size := store.head(blob.key).size) != blob.size:
+        raise HashMismatch(f"{blob.key} has {size:,} bytes, its manifest says {blob.size:,}")
 
 
 def _in_memory(store: Store, blob: Blob, progress: Progress | None) -> bytes:
@@ -108,14 +167,6 @@ def _parts(store: Store, blob: Blob, keep: Callable[[int, bytes], object], progr
     with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="deltawire-fetch") as pool:
         for _ in pool.map(one, range(0, blob.size, PART)):
             pass
-
-
-def _hash_file(handle: int, size: int) -> str:
-    # read, not mapped: a map of a large anchor would count as our memory
-    whole = blake3(max_threads=blake3.AUTO)
-    for start in range(0, size, PART):
-        whole.update(os.pread(handle, PART, start))
-    return whole.hexdigest(length=16)
 
 
 def _check(blob: Blob, found: str) -> None:

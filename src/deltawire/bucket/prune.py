@@ -1,16 +1,24 @@
 """What of a run can go, and the order in which it goes.
 
-Pruning is publishing backwards: first `pruned.json` says which versions are no more, then their manifests go, and only
-then the data. So no manifest ever names an object that is gone, and a crash at any point leaves a whole run and some
-garbage, which the next prune takes.
+Pruning is publishing backwards, in two visits. The first marks: `pruned.json` says which versions nobody starts to read
+any more. A later one, when that has stood there for the grace period, deletes what is marked: manifests first, then
+data. So no manifest ever names an object that is gone, and a crash at any point leaves a whole run and some garbage,
+which the next prune takes. A mark restarts the period for all of them, so there is one batch at a time.
+
+A replica that is about to read more than the newest delta says so in its heartbeat (`reading`) and looks at the marks
+once more. Prune marks and then looks who reads; whichever of the two comes second sees the other, without any clock.
+What a fresh heartbeat names stays. A replica without heartbeats has the grace period to finish; one that sleeps longer
+finds objects missing and plans anew, as it does around any other damage.
 
 A version that stays keeps its manifest and all that lies on its cheapest path from nothing, as `checkout` takes it.
 Versions stay or go whole: a manifest cannot be rewritten, and one that names a missing object would be a broken one.
+
+Time is the store's: `modified` of what lies there, against that of an object written for the purpose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..core import chain, keys
@@ -18,6 +26,7 @@ from ..core.errors import ObjectNotFound, VersionNotFound
 from ..core.manifest import Head, Manifest, Pruned, dump, now
 from ..core.parallel import ordered_map
 from ..store import ObjectInfo
+from ..store.base import Sweeping
 from .records import blobs
 from .run import Run
 
@@ -36,9 +45,13 @@ class Retention:
     versions: frozenset[int] = frozenset()
     # and these
     grace: float = 3600.0
-    # seconds; nothing younger goes, so that readers get to the end of what they have begun
+    # seconds; nothing younger is marked and nothing goes that was marked later, so that readers finish what they began
+    lease: float = 900.0
+    # seconds; what a replica said it reads stays for so long after it last said so
     heartbeats: float = 86400.0
     # seconds; a replica that has been silent for longer is forgotten
+    unfinished: float = 86400.0
+    # seconds; what a writer began longer ago and never finished is taken for dead
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +59,14 @@ class PrunePlan:
     newest: int
     kept: dict[int, str]
     # version → why it stays
-    dropped: tuple[int, ...]
-    # the versions that go now
-    pruned: tuple[int, ...]
-    # what pruned.json will say: these and those that went before
+    marked: tuple[int, ...]
+    # versions that nobody starts to read from now on; they go when the grace period is over
+    later: int
+    # the bytes that go with them
+    waiting: tuple[int, ...]
+    # marked before, and still here: the period is not over, or a replica reads them
+    going: tuple[int, ...]
+    # marked before, and going now
     manifests: tuple[ObjectInfo, ...]
     data: tuple[ObjectInfo, ...]
     # anchors and deltas, of versions that go and of publishes that never came to a commit
@@ -72,36 +89,59 @@ def plan_prune(
     listing: Sequence[ObjectInfo],
     rule: Retention,
     now: float,
-    pruned: Iterable[int] = (),
+    pruned: Container[int] = (),
+    reading: Collection[int] = (),
 ) -> PrunePlan:
-    """Pure: from the manifests of every version not yet pruned, and everything that lies in the bucket."""
-    if not manifests:
+    """Pure: from every manifest that is still there, everything that lies in the bucket, and what replicas read."""
+    live = {v: m for v, m in manifests.items() if v not in pruned}
+    if not live:
         raise VersionNotFound("the run has no version yet: there is nothing to prune")
-    newest = max(manifests)
+    newest = max(live)
     before = now - rule.grace
     written = {item.key: item.modified for item in listing}
-    young = {v for v, m in manifests.items() if max(m.created, written.get(keys.manifest(v), 0.0)) > before}
-    kept = _kept(manifests, rule, young)
-    dropped = tuple(sorted(manifests.keys() - kept.keys()))
-    gone = {*pruned, *dropped}
-    named = {blob.key for version in kept for blob in blobs(manifests[version])}
+    ripe = written.get(keys.PRUNED, before) <= before
+    young = {v for v in live if written.get(keys.manifest(v), 0.0) > before}
+    kept = _kept(live, rule, young, reading)
+
+    def waits(version: int | None) -> bool:
+        return version in pruned and (not ripe or version in reading)
+
+    going = {v for v in manifests if v in pruned and not waits(v)}
+    named = {blob.key for version in manifests if version not in going for blob in blobs(manifests[version])}
 
     def old(prefix: str) -> Iterable[ObjectInfo]:
         return (x for x in listing if x.key.startswith(prefix) and x.key not in named and x.modified <= before)
 
+    def settled(key: str) -> bool:
+        """Whether no manifest can come to name this object any more.
+
+        The version after the newest may be on its way for hours, its delta already there while its anchor is being
+        uploaded. Up to the newest, every manifest that will ever be is there.
+        """
+        version = keys.data_version(key)
+        return version is not None and version <= newest and not waits(version)
+
+    # a mark restarts the period for those that wait, so there is none before they are gone
+    marked = live.keys() - kept.keys() if ripe else set()
+    stays = {blob.key for version in kept for blob in blobs(live[version])}
+    leaves = {keys.manifest(v) for v in marked} | {blob.key for v in marked for blob in blobs(live[v])} - stays
     return PrunePlan(
         newest,
         kept,
-        dropped,
-        tuple(sorted(gone)),
-        tuple(item for item in listing if keys.version_of(item.key) in gone),
-        tuple(item for prefix in (keys.ANCHORS, keys.DELTAS) for item in old(prefix) if _is_settled(item.key, newest)),
+        tuple(sorted(marked)),
+        sum(item.size for item in listing if item.key in leaves),
+        tuple(sorted(v for v in manifests if waits(v))),
+        tuple(sorted(going)),
+        tuple(item for item in listing if keys.version_of(item.key) in going),
+        tuple(item for prefix in (keys.ANCHORS, keys.DELTAS) for item in old(prefix) if settled(item.key)),
         tuple(item for item in old(keys.FILES) if keys.is_file(item.key)),
         tuple(x for x in listing if x.key.startswith(keys.REPLICAS) and x.modified <= now - rule.heartbeats),
     )
 
 
-def _kept(manifests: Mapping[int, Manifest], rule: Retention, young: set[int]) -> dict[int, str]:
+def _kept(
+    manifests: Mapping[int, Manifest], rule: Retention, young: set[int], reading: Collection[int]
+) -> dict[int, str]:
     versions = sorted(manifests)
     missing = sorted(rule.versions - manifests.keys())
     if missing:
@@ -112,6 +152,7 @@ def _kept(manifests: Mapping[int, Manifest], rule: Retention, young: set[int]) -
         (f"one of every {rule.every}", (v for v in versions if rule.every and v % rule.every == 0)),
         (f"one of the last {rule.last}", versions[len(versions) - min(rule.last, len(versions)) :]),
         ("younger than the grace period", young),
+        ("a replica reads it now", (v for v in versions if v in reading)),
     ]
     kept: dict[int, str] = {}
     for reason, chosen in reasons:
@@ -122,38 +163,71 @@ def _kept(manifests: Mapping[int, Manifest], rule: Retention, young: set[int]) -
     return dict(sorted(kept.items()))
 
 
-def _is_settled(data_key: str, newest: int) -> bool:
-    """Whether no manifest can come to name this object any more.
-
-    The version after the newest may be on its way for hours, its delta already there while its anchor is being
-    uploaded. Up to the newest, every manifest that will ever be is there.
-    """
-    version = keys.data_version(data_key)
-    return version is not None and version <= newest
-
-
 # ── doing it ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def survey(run: Run, rule: Retention, at: float | None = None) -> PrunePlan:
-    """Look at a run and plan. By the manifests themselves, not by history: what is deleted does not come back."""
+    """Look at a run and plan, without a change to it; by this machine's clock unless told the time."""
     listing = list(run.store.list())
-    pruned = set(run.pruned())
+    return _plan(run, rule, listing, now() if at is None else at)
+
+
+def prune(run: Run, rule: Retention, progress: Callable[[ObjectInfo], None] | None = None) -> PrunePlan:
+    """Mark what can go and delete what was marked long enough ago. Several at once do no harm."""
+    if not rule.grace:
+        # nobody is to be waited for but those who read, and these are looked for after the mark
+        _mark(run, _survey_by_its_clock(run, rule).marked)
+    plan = _survey_by_its_clock(run, rule)
+    apply_prune(run, plan, progress)
+    if isinstance(run.store, Sweeping):
+        run.store.sweep(rule.unfinished)
+    return plan
+
+
+def _survey_by_its_clock(run: Run, rule: Retention) -> PrunePlan:
+    while True:
+        run.store.put(keys.CLOCK, b"{}")
+        # by listing, like everything it is compared with: some stores list finer times than they head
+        listing = list(run.store.list())
+        run.store.delete(keys.CLOCK)
+        at = next((item.modified for item in listing if item.key == keys.CLOCK), None)
+        if at is not None:  # else another prune took it away
+            return _plan(run, rule, listing, at)
+
+
+def _plan(run: Run, rule: Retention, listing: list[ObjectInfo], at: float) -> PrunePlan:
+    """By the manifests themselves, not by history: what is deleted does not come back."""
+    pruned = run.pruned()
+
+    def read(version: int) -> Manifest | None:
+        try:
+            return run.manifest(version)
+        except VersionNotFound:
+            if version in pruned or version in run.pruned():
+                return None  # another prune was here
+            raise
+
     found = (keys.version_of(item.key) for item in listing)
-    versions = sorted({v for v in found if v is not None} - pruned)
-    manifests = dict(zip(versions, ordered_map(run.manifest, versions, _REQUESTS), strict=True))
-    return plan_prune(manifests, listing, rule, now() if at is None else at, pruned)
+    versions = sorted({v for v in found if v is not None})
+    manifests = dict(zip(versions, ordered_map(read, versions, _REQUESTS), strict=True))
+    there = {v: m for v, m in manifests.items() if m is not None}
+    return plan_prune(there, listing, rule, at, pruned, _reading(run, listing, at - rule.lease, there))
+
+
+def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Iterable[int]) -> set[int]:
+    """The versions that replicas fetch, by heartbeats not older than `since`."""
+    fresh = [item for item in listing if item.key.startswith(keys.REPLICAS) and item.modified > since]
+    beats = [run.heartbeat(item.key) for item in fresh]
+    leases = [Pruned(run.info.run, beat.reading) for beat in beats if beat is not None]
+    return {v for v in versions if any(v in lease for lease in leases)}
 
 
 def apply_prune(run: Run, plan: PrunePlan, progress: Callable[[ObjectInfo], None] | None = None) -> None:
-    """Carry a plan out. One prune of a run at a time; publishers and replicas may go on."""
+    """Carry a plan out. Publishers, replicas and other prunes may go on."""
     head = run.head_hint()
     if head is None or head < plan.newest:
         # readers look one manifest past head; the one they would find there may be about to go
         run.store.put(keys.HEAD, dump(Head(run.info.run, plan.newest)))
-    pruned = set(run.pruned())
-    if not pruned.issuperset(plan.pruned):
-        run.store.put(keys.PRUNED, dump(Pruned(run.info.run, tuple(sorted(pruned.union(plan.pruned))))))
 
     def delete(item: ObjectInfo) -> ObjectInfo:
         if not item.key.startswith((keys.FILES, keys.REPLICAS)) or _is_unchanged(run, item):
@@ -164,6 +238,14 @@ def apply_prune(run: Run, plan: PrunePlan, progress: Callable[[ObjectInfo], None
         for item in ordered_map(delete, group, _REQUESTS):
             if progress:
                 progress(item)
+    # those that went are named again in case another prune, writing at the same moment, has lost them
+    _mark(run, (*plan.going, *plan.marked))
+
+
+def _mark(run: Run, versions: Iterable[int]) -> None:
+    pruned = run.pruned()
+    if missing := [v for v in versions if v not in pruned]:
+        run.store.put(keys.PRUNED, dump(pruned.also(missing)))
 
 
 def _is_unchanged(run: Run, item: ObjectInfo) -> bool:

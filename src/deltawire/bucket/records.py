@@ -20,7 +20,7 @@ from ..core.errors import (
     ReferenceUnavailable,
     SchemaError,
 )
-from ..core.manifest import Blob, File, Link, Manifest, Summary, parse
+from ..core.manifest import Blob, File, Link, Manifest, Pruned, Summary, spans
 from ..core.parallel import ordered_map
 from .run import Run
 
@@ -75,7 +75,7 @@ class Records:
         self.run = run
         self.warnings: list[str] = []
         # nothing that harms a reader
-        self.pruned: set[int] = set()
+        self.pruned = Pruned(run.info.run, ())
         self.listed: list[int] = []
         self.manifests: dict[int, Manifest] = {}
         # of every version that is not pruned, ascending
@@ -83,7 +83,7 @@ class Records:
 
     def check(self) -> None:
         with blame(None, keys.PRUNED, lambda: _RESTORE):
-            self.pruned = set(self.run.pruned())
+            self.pruned = self.run.pruned()
         self.listed = self.run.listed()
         if not self.listed:
             self.warnings.append("the run has no version yet")
@@ -97,10 +97,11 @@ class Records:
 
     def _check_gaps(self) -> None:
         newest = self.listed[-1]
-        hidden = max(self.pruned, default=-1)
+        hidden = self.pruned.last
         if hidden >= newest:
             _fail(hidden, keys.PRUNED, f"it hides version {hidden}, but the newest version is {newest}", _RESTORE)
-        missing = sorted(set(range(newest)) - set(self.listed) - self.pruned)
+        there = set(self.listed)
+        missing = [v for v in range(newest) if v not in there and v not in self.pruned]
         if missing:
             advice = (
                 f"restore it from a copy of the bucket, or add version {missing[0]} to {keys.PRUNED} if it is to go"
@@ -166,7 +167,7 @@ class Records:
 
     def _read_page(self, end: int) -> history.Page | DeltawireError:
         try:
-            page = parse(self.run.store.get(keys.history(end)).data, history.Page, keys.history(end))
+            page = self.run.page(end)
         except _BAD as error:
             return error
         if (page.run, page.end) != (self.run.info.run, end):
@@ -220,10 +221,4 @@ def blobs(manifest: Manifest) -> Iterator[Blob | File]:
 
 def ranges(versions: Iterable[int]) -> str:
     """1–3, 7: ascending numbers for people."""
-    spans: list[list[int]] = []
-    for version in versions:
-        if spans and spans[-1][1] == version - 1:
-            spans[-1][1] = version
-        else:
-            spans.append([version, version])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans)
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans(versions))

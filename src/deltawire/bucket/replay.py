@@ -6,23 +6,35 @@ Live weights are patched by `replica/`, which can undo.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from ..core import chain, full
-from ..core.change import Change, Region, blocks
+from ..core.change import Region, blocks
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
-from ..core.errors import DigestMismatch, ForeignObject, ReferenceUnavailable
-from ..core.manifest import Link
+from ..core.errors import (
+    ChainError,
+    DeltawireError,
+    DigestMismatch,
+    ForeignObject,
+    FormatError,
+    MissingBase,
+    ObjectNotFound,
+    ReferenceUnavailable,
+)
+from ..core.manifest import Link, Summary
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
 from ..core.sparse import DeltaFile
 from .ahead import Parcel, arrivals
 from .fetch import Fetched, Progress
 from .run import Run
+
+log = logging.getLogger("deltawire")
 
 Resolve = Callable[[str], Path]
 """Where the checkpoint folder is that a reference names."""
@@ -127,8 +139,8 @@ def take(run: Run, state: State, parcel: Parcel, resolve: Resolve) -> None:
         moved = StateDigest()
         for data in parcel.objects:
             # blocks cover disjoint regions, so each may be written while others are still being decoded
-            for changes in as_delta(run, manifest.version, link.base, data).changes(state.bits):
-                moved += write(changes, state)
+            for changes in as_delta(run, manifest.version, link.base, data).patches(state.bits):
+                moved += sum((change.digest() for change in changes), StateDigest())
         state.digest += moved
     elif link.kind == "anchor":
         for data in parcel.objects:
@@ -140,14 +152,6 @@ def take(run: Run, state: State, parcel: Parcel, resolve: Resolve) -> None:
     state.version = manifest.version
 
 
-def write(changes: list[Change], state: State) -> StateDigest:
-    moved = StateDigest()
-    for change in changes:
-        moved += change.digest()
-        change.write(state.bits(change.region.tensor.name))
-    return moved
-
-
 def checkout(
     run: Run,
     version: int,
@@ -157,11 +161,27 @@ def checkout(
     progress: Progress | None = None,
     steps: list[chain.Step] | None = None,
 ) -> State:
-    """The bits of a version. Continues from `state` where a path leads on from there. `steps` is one planned before."""
-    if steps is None:
-        steps = chain.plan(state.version if state is not None else None, version, run.timeline(version))
-    if state is None:
-        state = State(run.schema)
-    for arrival in arrivals(run, steps, progress):
-        take(run, state, arrival.parcel(), resolve)
-    return state
+    """The bits of a version. Continues from `state` where a path leads on from there. `steps` is one planned before.
+
+    Where an object on the way is damaged or gone, another way is taken, if there is one, from nothing.
+    """
+    versions: Mapping[int, Summary] = {}
+    failure: DeltawireError | None = None
+    while True:
+        if steps is None:
+            versions = versions or run.timeline(version)
+            try:
+                steps = chain.plan(state.version if state is not None else None, version, versions)
+            except MissingBase:
+                raise failure or MissingBase(f"no path leads to version {version} in {run.store.url}") from failure
+        state = state or State(run.schema)
+        for arrival in arrivals(run, steps, progress):
+            try:
+                take(run, state, arrival.parcel(), resolve)
+            except (FormatError, ChainError, ObjectNotFound) as error:
+                log.warning("cannot use the %s to version %d: %s", arrival.step.kind, arrival.step.version, error)
+                versions = chain.without(arrival.step, versions or run.timeline(version))
+                failure, steps, state = error, None, None
+                break
+        else:
+            return state

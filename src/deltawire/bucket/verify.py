@@ -24,7 +24,7 @@ from ..core.manifest import File, Link, Manifest, Summary
 from ..core.sparse import DeltaFile
 from .ahead import Parcel, arrivals
 from .records import Found, Problem, Records, blame, blobs, ranges
-from .replay import Resolve, State, as_anchor, as_delta, find_reference, reference_source, take, write
+from .replay import Resolve, State, as_anchor, as_delta, find_reference, reference_source, take
 from .run import Run
 
 Progress = Callable[[int, int], None]
@@ -79,10 +79,14 @@ def verify(
         _Walk(records, chosen, quick, resolve, result).go(progress)
     except Found as found:
         result.failure = found.problem
-        if found.problem.version is not None and found.problem.version in set(run.pruned()) - records.pruned:
+        if _was_pruned_since(run, records, found.problem.version):
             result.failure = replace(found.problem, advice="it was pruned while verify ran: run verify again")
     result.warnings = records.warnings
     return result
+
+
+def _was_pruned_since(run: Run, records: Records, version: int | None) -> bool:
+    return version is not None and version not in records.pruned and version in run.pruned()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,8 @@ class _Walk:
             self._file(manifest, file)
             if advance:
                 advance(file.size)
-        coming = arrivals(self.run, [visit.step for visit in self.route], advance)
+        # what lies in the bucket is to be verified, not what this host has of it
+        coming = arrivals(self.run, [visit.step for visit in self.route], advance, shared=False)
         for visit, arrival in zip(self.route, coming, strict=True):
             self.result.versions = bisect_left(self.versions, visit.at)
             with self._blame(visit.manifest, visit.link):
@@ -166,7 +171,7 @@ class _Walk:
     def _file(self, manifest: Manifest, file: File) -> None:
         advice = "publish again with the checkpoint's files, or restore it from a copy of the bucket"
         with blame(manifest.version, file.key, lambda: advice):
-            data = self.run.store.get(file.key).data
+            data = self.run.store.get(file.key, limit=file.size).data
             found = blake3(data).hexdigest(length=16)
             if found != file.hash:
                 raise HashMismatch(f"{file.name} has the hash {found}, its manifest says {file.hash}")
@@ -215,8 +220,8 @@ class _Walk:
         """If it fails while the state moves along, the state is spoiled; but so is the run, and the walk ends."""
         moved = StateDigest()
         for file in files:
-            for changes in file.changes(state.bits):
-                moved += write(changes, state) if go_on else sum((c.digest() for c in changes), StateDigest())
+            for changes in file.patches(state.bits) if go_on else file.changes(state.bits):
+                moved += sum((change.digest() for change in changes), StateDigest())
         _require(manifest, state.digest + moved)
         if go_on:
             state.digest, state.version = state.digest + moved, manifest.version
@@ -229,7 +234,7 @@ class _Walk:
             return self.state
         state = self._private_state()
         try:
-            for arrival in arrivals(self.run, chain.plan(state.version, version, self.passable)):
+            for arrival in arrivals(self.run, chain.plan(state.version, version, self.passable), shared=False):
                 manifest = self.records.manifests[arrival.step.version]
                 with self._blame(manifest, manifest.link(arrival.step.kind, arrival.step.base)):
                     take(self.run, state, arrival.parcel(), self.resolve)

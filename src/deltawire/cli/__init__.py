@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import checkout, demo, follow, log, plan, prune, publish, show, verify
+from . import checkout, demo, doctor, env, follow, log, plan, prune, publish, serve, show, verify
 from .common import complain
 
 __all__ = ["app", "main"]
@@ -112,13 +112,17 @@ for _name, _module in {
     "publish": publish,
     "checkout": checkout,
     "follow": follow,
+    "serve": serve,
+    "env": env,
     "log": log,
     "show": show,
     "verify": verify,
     "prune": prune,
     "plan": plan,
+    "doctor": doctor,
 }.items():
-    app.command(_name)(_module.command)
+    # only `serve` passes arguments on, to another program
+    app.command(_name, context_settings={"allow_extra_args": _module is serve})(_module.command)
 
 
 def main() -> None:

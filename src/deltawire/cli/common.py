@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -178,6 +179,24 @@ def resolver(reference: Path | None) -> Resolve:
     from ..bucket.replay import find_reference
 
     return find_reference if reference is None else lambda _: reference
+
+
+# ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM is how a command that goes on for ever is told to stop: in order, and without an error."""
+
+    def end(*_: object) -> None:
+        # not an Exception, so nothing on the way mistakes it for trouble and goes on
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────

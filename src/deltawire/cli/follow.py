@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonOption, ReferenceOption, RunArgument, complain, duration, emit_line
+from .common import JsonOption, ReferenceOption, RunArgument, complain, duration, emit_line, ended_by_sigterm
 
 if TYPE_CHECKING:
     from ..bucket.current import CurrentFolder
@@ -29,7 +28,7 @@ def command(
         str | None, typer.Option("--exec", metavar="CMD", help="Shell command to run for each version.")
     ] = None,
     every: Annotated[bool, typer.Option("--every", help="Go through every version, also when behind.")] = False,
-    poll: Annotated[float, typer.Option(metavar="SECONDS", min=0.01, help="How often to look.")] = 1.0,
+    poll: Annotated[float, typer.Option(metavar="SECONDS", min=0.01, help="Look at least this often.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Go to the newest version, then end.")] = False,
     reference: ReferenceOption = None,
     id: Annotated[str | None, typer.Option(metavar="NAME", help="Name in `log`; host and process by default.")] = None,
@@ -40,6 +39,10 @@ def command(
     DIR is a symlink to a folder beside it and is swapped in one step, so whoever
     opens it finds one whole version. The version before stays for readers that
     are still in it. After a restart it continues from what is on disk.
+
+    It looks when a version is due by the rhythm of those before, and at once where
+    the store announces changes. When another run takes the address it ends with
+    exit code 3 and leaves everything as it is.
 
     CMD runs for each version once it is proven and in place, and at the start
     also for a version that was there. It sees DELTAWIRE_RUN, DELTAWIRE_VERSION
@@ -70,7 +73,7 @@ def command(
         replica = Replica(run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--id") from None
-    with _ended_by_sigterm(), CurrentFolder(folder) if folder is not None else nullcontext() as current:
+    with ended_by_sigterm(), CurrentFolder(folder) if folder is not None else nullcontext() as current:
         keeper = _Keeper(_open(run, poll, wait=not once), current)
         reached = _once(replica, keeper.state) if once else replica.follow(keeper.state, poll=poll, every=every)
         code = 0
@@ -80,19 +83,6 @@ def command(
             _say(replica, version, current, code, json)
     if once and code:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    def end(*_: object) -> None:
-        # not an Exception, so nothing on the way mistakes it for trouble and goes on
-        raise SystemExit(0)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _open(where: str, poll: float, *, wait: bool) -> Run:

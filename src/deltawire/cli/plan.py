@@ -47,7 +47,7 @@ def command(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the weights on the wire: bf16, fp16, fp32, fp8.")] = "bf16",
-    encoding: Annotated[str, typer.Option(help="How deltas are coded: packed or raw.")] = "packed",
+    encoding: Annotated[str, typer.Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
     cores: Annotated[int, typer.Option(min=1, help="For deltawire, on the trainer and on each replica.")] = 16,
     keep_last: Annotated[int, typer.Option(min=0, help="As for `prune`.")] = 20,
     price_storage: Annotated[
@@ -68,6 +68,7 @@ def command(
       deltawire plan --params 7B --replicas 8
       deltawire plan --params 405e9 --lr 1e-6 --bandwidth 1Gbit --replicas 64
       deltawire plan --params 600M --step-seconds 10s --density 0.012
+      deltawire plan --params 7B --bandwidth 100Mbit --encoding auto
       deltawire plan --params 70B --price-storage 0.023 --price-egress 0.09
     """
     from ..core.costs import DTYPES, Setup, UnknownCost, estimate
@@ -98,7 +99,7 @@ def command(
 
 
 def _render(out: Console, costs: Costs) -> None:
-    from ..core.costs import MACHINE, SCRIPT
+    from ..core.costs import MACHINE, SCRIPT, TIMED
 
     rows = table("", "figure", "known", "from", left=("", "known", "from"))
     section = ""
@@ -112,7 +113,7 @@ def _render(out: Console, costs: Costs) -> None:
     out.print(rows)
     for note in costs.notes:
         out.print(f"note: {note}", soft_wrap=True)
-    out.print(f"measured: {SCRIPT} on {MACHINE}. Round trips are not counted.", soft_wrap=True)
+    out.print(f"measured: {SCRIPT}; speeds: {TIMED} on {MACHINE}. Round trips are not counted.", soft_wrap=True)
     out.print("Trained weights change less than random ones: see `log` of a run of yours, and give it as --density.")
 
 

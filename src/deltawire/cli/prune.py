@@ -27,19 +27,26 @@ def command(
     ] = None,
     grace: Annotated[
         float,
-        typer.Option(parser=seconds, metavar="TIME", help="Nothing younger goes: 90s, 30min, 1h, 2d."),
+        typer.Option(parser=seconds, metavar="TIME", help="How long readers may take: 90s, 30min, 1h, 2d."),
     ] = "1h",  # type: ignore[assignment]  # parsed like what is typed
+    unfinished: Annotated[
+        float,
+        typer.Option(parser=seconds, metavar="TIME", help="Uploads begun longer ago and never finished go too."),
+    ] = "1d",  # type: ignore[assignment]
     apply: Annotated[bool, typer.Option("--apply", help="Do it. Without this, only say what would go.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Delete old versions without stranding any that stays.
+    """Delete old versions without stranding any that stays, or anybody who reads.
 
     A version that stays keeps its manifest and everything on its cheapest path:
     the anchor before it and the deltas in between. The newest version always
-    stays, and nothing younger than the grace period goes, so that readers reach
-    the end of what they have begun. Publishers and replicas may go on meanwhile;
-    a replica that sits on a version that goes catches up from an anchor.
-    Leftovers of crashed publishes and of replicas silent for a day go too.
+    stays. What is older than the grace period and not kept is first marked, so
+    that nobody starts to read it; a later prune deletes it when it has been marked
+    for the grace period and no replica says that it reads it. So run it now and
+    then, from cron for instance; publishers, replicas and other prunes may go on
+    meanwhile. With --grace 0s only the replicas that say so are waited for. A
+    replica that sits on a version that goes catches up from an anchor. Leftovers
+    of crashed publishes and of replicas silent for a day go too.
 
     \b
     Examples
@@ -48,13 +55,12 @@ def command(
       deltawire prune s3://runs/chat --keep-last 100 --keep-every 500 --apply
       deltawire prune s3://runs/chat --keep 120 --keep 340 --grace 1d
     """
-    from ..bucket.prune import Retention, apply_prune, survey
+    from ..bucket import prune
     from ..bucket.run import Run
 
     opened = Run.open(run)
-    plan = survey(opened, Retention(keep_last, keep_every, frozenset(keep or ()), grace))
-    if apply:
-        apply_prune(opened, plan)
+    rule = prune.Retention(keep_last, keep_every, frozenset(keep or ()), grace, unfinished=unfinished)
+    plan = prune.prune(opened, rule) if apply else prune.survey(opened, rule)
     emit({"run": opened.store.url, "applied": apply, **_value(plan)}, lambda out: _render(out, plan, apply), json)
 
 
@@ -62,8 +68,11 @@ def _value(plan: PrunePlan) -> dict[str, Any]:
     return {
         "newest": plan.newest,
         "kept": {str(version): why for version, why in plan.kept.items()},
-        "dropped": plan.dropped,
-        "delete": [item.key for item in plan.objects],
+        "marked": plan.marked,
+        "marked_bytes": plan.later,
+        "waiting": plan.waiting,
+        "gone": plan.going,
+        "deleted": [item.key for item in plan.objects],
         "bytes": plan.bytes,
     }
 
@@ -75,12 +84,25 @@ def _render(out: Console, plan: PrunePlan, applied: bool) -> None:
     for why in dict.fromkeys(plan.kept.values()):
         stay.add_row(ranges(v for v, reason in plan.kept.items() if reason == why), why)
     out.print(stay)
-    if not plan.objects:
+    if plan.waiting:
+        out.print(f"{ranges(plan.waiting)} wait: marked less than the grace period ago, or a replica reads them")
+    if plan.marked:
+        what = "marked" if applied else "to be marked"
+        out.print(f"{ranges(plan.marked)} {what}: {size(plan.later)} go when prune runs after the grace period")
+    if plan.objects:
+        _render_objects(out, plan, applied)
+    elif not plan.marked:
         out.print("nothing can go")
-        return
+    if not applied and (plan.objects or plan.marked):
+        out.print("nothing was done: add --apply to do it")
+
+
+def _render_objects(out: Console, plan: PrunePlan, applied: bool) -> None:
+    from ..bucket.records import ranges
+
     go = table("what went" if applied else "what can go", "objects", "bytes", left=("what went", "what can go"))
     for name, items in (
-        (f"manifests of {len(plan.dropped):,} versions: {ranges(plan.dropped) or 'none'}", plan.manifests),
+        (f"manifests of {len(plan.going):,} versions: {ranges(plan.going) or 'none'}", plan.manifests),
         ("anchors and deltas", plan.data),
         ("companion files", plan.files),
         ("heartbeats of silent replicas", plan.heartbeats),
@@ -89,5 +111,3 @@ def _render(out: Console, plan: PrunePlan, applied: bool) -> None:
             go.add_row(name, f"{len(items):,}", size(sum(item.size for item in items)))
     go.add_row("in all", f"{len(plan.objects):,}", size(plan.bytes), style="bold")
     out.print(go)
-    if not applied:
-        out.print("nothing was deleted: add --apply to do it")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from .errors import MissingBase, VersionNotFound
 from .manifest import Kind, Summary
 
@@ -44,6 +46,13 @@ def plan(
         steps.append(step)
         at = step.base
     return steps[::-1]
+
+
+def without(step: Step, versions: Mapping[int, Summary]) -> dict[int, Summary]:
+    """The same versions, less a link that turned out bad."""
+    summary = versions[step.version]
+    links = tuple(link for link in summary.links if (link.kind, link.base) != (step.kind, step.base))
+    return {**versions, step.version: msgspec.structs.replace(summary, links=links)}
 
 
 def needed(wants: Iterable[int], versions: Mapping[int, Summary]) -> set[int]:

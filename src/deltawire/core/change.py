@@ -10,16 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from . import digest
+from . import digest, places
 from .dtypes import Bits, lookup
 from .schema import Schema, TensorSpec
-from .simd import LANES, difference_mask, prefetch, trailing_zeros
+from .simd import LANES, difference_mask, trailing_zeros
 
 BLOCK_UNITS = 1 << 24
 """About how many units a block covers: enough for stable statistics, few enough to hold several in memory."""
-
-_AHEAD = 64
-"""How many changes ahead of its use a cache line is asked for."""
 
 _CHUNK = 1 << 20
 """Units compared at a time, so that scratch arrays stay in the cache's reach whatever the density."""
@@ -111,42 +108,15 @@ class Change:
         scatter(self.region, self.positions, self.old, bits)
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _place(position: Any, base: int, width: int, stride: int) -> Any:
-    local = np.int64(position)
-    return base + local if width == stride else base + (local // width) * stride + local % width
-
-
-@njit(cache=True, nogil=True, inline="always")
-def _fetch_ahead(bits: Any, positions: Any, i: int, base: int, width: int, stride: int) -> None:
-    # one change in a hundred touches a new cache line almost every time: ask for it long before it is needed
-    if i + _AHEAD < positions.size:
-        prefetch(bits.ctypes.data + bits.itemsize * _place(positions[i + _AHEAD], base, width, stride))
-
-
-@njit(cache=True, nogil=True)
-def _scatter(bits: Any, positions: Any, values: Any, base: int, width: int, stride: int) -> None:
-    for i in range(positions.size):
-        _fetch_ahead(bits, positions, i, base, width, stride)
-        bits[_place(positions[i], base, width, stride)] = values[i]
-
-
-@njit(cache=True, nogil=True)
-def _gather(bits: Any, positions: Any, values: Any, base: int, width: int, stride: int) -> None:
-    for i in range(positions.size):
-        _fetch_ahead(bits, positions, i, base, width, stride)
-        values[i] = bits[_place(positions[i], base, width, stride)]
-
-
 def scatter(region: Region, positions: npt.NDArray[np.uint32], values: Bits, bits: Bits) -> None:
     """Write values at (already checked) positions of a region into the tensor's flat bits."""
-    _scatter(bits, positions, values, *region.geometry)
+    places.scatter(bits, positions, values, *region.geometry)
 
 
 def gather(region: Region, positions: npt.NDArray[np.uint32], bits: Bits) -> Bits:
     """The tensor's bits at (already checked) positions of a region."""
     values = np.empty(positions.size, bits.dtype)
-    _gather(bits, positions, values, *region.geometry)
+    places.gather(bits, positions, values, *region.geometry)
     return values
 
 
@@ -228,16 +198,29 @@ def _compare(old: Any, new: Any, start: int, positions: Any, was: Any, now: Any)
 def compare(region: Region, old: Bits, new: Bits) -> Change:
     """Every position where the bits of a region differ. Both are the region's own flat bits (see `Region.cut`)."""
     size = min(_CHUNK, region.units)
-    positions = np.empty(size, np.uint32)
-    was, now = np.empty(size, old.dtype), np.empty(size, old.dtype)
-    parts: list[tuple[npt.NDArray[Any], ...]] = []
+    scratch = np.empty(size, np.uint32), np.empty(size, old.dtype), np.empty(size, old.dtype)
+    kept = no_change(region)
+    parts: tuple[npt.NDArray[Any], ...] = (kept.positions, kept.old, kept.new)
+    count = 0
     for start in range(0, region.units, size):
-        n = _compare(old[start : start + size], new[start : start + size], start, positions, was, now)
-        if n:
-            parts.append((positions[:n].copy(), was[:n].copy(), now[:n].copy()))
-    if not parts:
-        return no_change(region)
-    return Change(region, *(np.concatenate(column) for column in zip(*parts, strict=True)))
+        end = min(start + size, region.units)
+        n = _compare(old[start:end], new[start:end], start, *scratch)
+        if count + n > parts[0].size:
+            # as if the rest were as dense, and a little denser: touching fresh memory costs more than comparing
+            room = count + n if end == region.units else (count + n) * region.units // end * 17 // 16
+            parts = tuple(_with_room(part[:count], room) for part in parts)
+        for part, fresh in zip(parts, scratch, strict=True):
+            part[count : count + n] = fresh[:n]
+        count += n
+    for part in parts:
+        part.resize(count, refcheck=False)
+    return Change(region, *parts)
+
+
+def _with_room(part: npt.NDArray[Any], room: int) -> npt.NDArray[Any]:
+    larger = np.empty(room, part.dtype)
+    larger[: part.size] = part
+    return larger
 
 
 def no_change(region: Region) -> Change:

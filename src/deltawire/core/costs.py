@@ -3,7 +3,7 @@
 Each figure says how it is known:
     given         you said so
     exact         follows from what you said
-    measured      printed by benchmarks/costs_table.py, on MACHINE
+    measured      printed by benchmarks/costs_table.py; speeds by benchmarks/codec.py, on MACHINE
     extrapolated  measured there, scaled to your size, density, cores or links
 
 A version costs a delta; where replaying the deltas since the last anchor would cost more bytes than an anchor, it costs
@@ -25,10 +25,13 @@ MONTH = 30 * DAY
 GB = 1e9
 
 # ── measured ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Every number of this part is printed by benchmarks/costs_table.py. To change one, run it.
+# TRAINING, CONTEXT and the speed of hashing are printed by benchmarks/costs_table.py. The other speeds follow from
+# benchmarks/results/codec-full-ours.json (a test compares them): Qwen3-0.6B at two learning rates, one thread.
+# `costs_table.py --part speeds` prints the same figures for the machine at hand.
 
-MACHINE = "one core of an Intel Xeon, a virtual machine of two"
+MACHINE = "one core of an Intel Xeon, a virtual machine of sixteen"
 SCRIPT = "benchmarks/costs_table.py"
+TIMED = "benchmarks/codec.py"
 
 
 class Point(NamedTuple):
@@ -56,18 +59,27 @@ TRAINING = (
 )
 
 
+CONTEXT = (
+    (0.00161, 8.60),
+    (0.00469, 7.57),
+    (0.0121, 6.77),
+    (0.0333, 5.95),
+    (0.0806, 5.25),
+    (0.198, 4.58),
+    (0.402, 5.59),
+    (0.697, 5.82),
+)
+"""(share changed, bits per changed weight): `context` on weights like these, after one step of noise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Speeds:
     """Per second and core."""
 
     detect: float
     # weights compared
-    encode: float
-    # changes coded
     hash: float
     # bytes of an object
-    decode: float
-    # changes
     apply: float
     # changes written into live weights; one core only, whatever there is
     prove: float
@@ -75,13 +87,36 @@ class Speeds:
 
 
 SPEEDS = Speeds(
-    detect=2.7e09,
-    encode=1.3e08,
+    detect=2.5e09,
     hash=5e09,
-    decode=7.1e07,
-    apply=8.5e07,
-    prove=2.4e09,
+    apply=1.67e08,
+    prove=2.1e09,
 )
+
+
+class Coding(NamedTuple):
+    """Seconds on one core: so much per weight, so much per change."""
+
+    encode_weight: float
+    encode_change: float
+    decode_weight: float
+    decode_change: float
+
+    def encode(self, weights: float, changed: float) -> float:
+        return weights * self.encode_weight + changed * self.encode_change
+
+    def decode(self, weights: float, changed: float) -> float:
+        return weights * self.decode_weight + changed * self.decode_change
+
+
+CODING = {
+    "packed": Coding(2e-11, 5.66e-09, 6.91e-12, 7.15e-09),
+    "context": Coding(6.95e-10, 1.3e-07, 9.69e-10, 8.41e-08),
+    "raw": Coding(3.1e-11, 3.45e-09, 0, 1.16e-08),
+}
+
+AUTO = "auto"
+"""Whichever of packed and context is there first: what the publisher does for every version anew."""
 
 # ── what is asked ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -97,6 +132,7 @@ class Setup:
     density: float | None = None
     # changed share per version, where it is known; else it follows from the learning rate
     encoding: str = "packed"
+    # packed, context, raw or auto
     step_seconds: float = 60.0
     bandwidth: float = 125e6
     # bytes per second from the trainer into the bucket
@@ -150,7 +186,7 @@ class Costs:
 def estimate(setup: Setup) -> Costs:
     """All that can be said of a run in advance."""
     costs = Costs()
-    for part in (_sizes, _times, _per_day, _compared, _late_joiner, _money):
+    for part in (_sizes, _times, _encodings, _per_day, _compared, _late_joiner, _money):
         part(setup, costs)
     return costs
 
@@ -167,9 +203,41 @@ def bits_at(density: float, encoding: str, dtype: str = "bf16") -> float:
     """Bits per changed weight."""
     if encoding == "raw":
         return 8.0 * (4 + DTYPES[dtype])  # an int32 index and the value
-    if encoding != "packed":
-        raise UnknownCost(f"nothing was measured for the encoding {encoding!r}; known: packed, raw")
-    return _interpolate(density, [(p.changed, p.bits) for p in TRAINING])
+    if encoding not in CODING:
+        known = ", ".join((*CODING, AUTO))
+        raise UnknownCost(f"nothing was measured for the encoding {encoding!r}; known: {known}")
+    packed = _interpolate(density, [(p.changed, p.bits) for p in TRAINING])
+    return packed if encoding == "packed" else min(packed, _interpolate(density, list(CONTEXT)))
+
+
+def resolve(setup: Setup, density: float) -> str:
+    """The encoding's own name: for `auto` the one that takes the least time from end to end."""
+    if setup.encoding != AUTO:
+        return setup.encoding
+    return min(("packed", "context"), key=lambda name: _through(setup, density, name))
+
+
+def _delta_bytes(setup: Setup, density: float, encoding: str) -> float:
+    """At most an anchor's: a publisher sends whichever is smaller."""
+    return min(setup.params * density * bits_at(density, encoding, setup.dtype) / 8, _anchor_bytes(setup))
+
+
+def _anchor_bytes(setup: Setup) -> float:
+    return setup.params * DTYPES[setup.dtype]
+
+
+def _through(setup: Setup, density: float, encoding: str) -> float:
+    """Seconds that depend on the encoding: code it, put it, fetch it, verify it, decode it."""
+    coding, size = CODING[encoding], _delta_bytes(setup, density, encoding)
+    changed = setup.params * density
+    work = coding.encode(setup.params, changed) + coding.decode(setup.params, changed)
+    hashing = size / (SPEEDS.hash * _hashing_cores(setup, size))
+    return work / setup.cores + size / setup.bandwidth + size / setup.replica_bandwidth + hashing
+
+
+def _hashing_cores(setup: Setup, size: float) -> int:
+    """What is small is hashed where it arrives."""
+    return setup.cores if size > 64 << 20 else 1
 
 
 def _interpolate(x: float, points: list[tuple[float, float]]) -> float:
@@ -188,21 +256,21 @@ def _interpolate(x: float, points: list[tuple[float, float]]) -> float:
 def _sizes(setup: Setup, costs: Costs) -> None:
     section = "each version"
     density = _density(setup, costs)
-    bits, on_point = bits_at(density, setup.encoding, setup.dtype), setup.dtype == "bf16"
-    exact = setup.encoding == "raw"
+    encoding = resolve(setup, density)
+    bits, on_point = bits_at(density, encoding, setup.dtype), setup.dtype == "bf16"
+    exact = encoding == "raw"
     source = "int32 index and value" if exact else f"{SCRIPT}, at the density above"
     basis: Basis = "exact" if exact else "measured" if on_point else "extrapolated"
-    costs.add(section, "bits_per_change", f"bits per changed weight, {setup.encoding}", bits, "bits", basis, source)
-    anchor = setup.params * DTYPES[setup.dtype]
-    delta = setup.params * density * bits / 8
-    if delta >= anchor:
+    chosen = f"{encoding}, chosen by auto" if setup.encoding == AUTO else encoding
+    costs.add(section, "bits_per_change", f"bits per changed weight, {chosen}", bits, "bits", basis, source)
+    anchor, delta = _anchor_bytes(setup), _delta_bytes(setup, density, encoding)
+    if delta == anchor:
         costs.notes.append("a delta is no smaller than the weights: every version will be an anchor")
-        delta = anchor
     source = "weights × density × bits"
     costs.add(section, "delta_bytes", "a delta", delta, "bytes", "extrapolated", source)
     if setup.density is None:
         first = density_at(setup.lr, first=True)
-        size = min(setup.params * first * bits_at(first, setup.encoding) / 8, anchor)
+        size = _delta_bytes(setup, first, encoding)
         text = "the delta after the optimizer's first step"
         costs.add(section, "first_delta_bytes", text, size, "bytes", "extrapolated", f"{first:.1%} changed, {SCRIPT}")
     costs.add(section, "anchor_bytes", "an anchor", anchor, "bytes", "exact", f"weights × {DTYPES[setup.dtype]} bytes")
@@ -230,22 +298,36 @@ def _times(setup: Setup, costs: Costs) -> None:
     """One phase after the other, without the round trips: those are for the network you have to say."""
     section = "time of a version"
     changed, delta, cores = setup.params * costs["density"], costs["delta_bytes"], setup.cores
-    core, wire = f"{SCRIPT} × {cores} cores", "bytes ÷ bandwidth"
-    hashing = cores if delta > 64 << 20 else 1  # what is small is hashed where it arrives
+    coding = CODING[resolve(setup, costs["density"])]
+    core, wire = f"{TIMED} × {cores} cores", "bytes ÷ bandwidth"
+    hashing = _hashing_cores(setup, delta)
     rows: tuple[tuple[str, str, float, str], ...] = (
         ("detect", "detect: compare with the last version", setup.params / (SPEEDS.detect * cores), core),
-        ("encode", "encode", changed / (SPEEDS.encode * cores), core),
+        ("encode", "encode", coding.encode(setup.params, changed) / cores, core),
         ("put", "put into the bucket", delta / setup.bandwidth, wire),
         ("fetch", "fetch by a replica", delta / setup.replica_bandwidth, wire),
         ("verify", "verify the object's hash", delta / (SPEEDS.hash * hashing), f"{SCRIPT} × {hashing} cores"),
-        ("decode", "decode", changed / (SPEEDS.decode * cores), core),
-        ("apply", "apply to the live weights", changed / SPEEDS.apply, f"{SCRIPT}, one core"),
+        ("decode", "decode", coding.decode(setup.params, changed) / cores, core),
+        ("apply", "apply to the live weights", changed / SPEEDS.apply, f"{TIMED}, one core"),
         ("prove", "prove: digest of all live weights", setup.params / (SPEEDS.prove * cores), core),
     )
     for name, text, seconds, source in rows:
         costs.add(section, name, text, seconds, "seconds", "extrapolated", source)
     total = sum(seconds for _, _, seconds, _ in rows)
     costs.add(section, "sync", "from the trainer's weights to the replica's", total, "seconds", "extrapolated", "sum")
+
+
+def _encodings(setup: Setup, costs: Costs) -> None:
+    """All of them side by side: what a delta takes, and how long the sync with it."""
+    section, density = "encodings compared", costs["density"]
+    fixed = costs["sync"] - _through(setup, density, resolve(setup, density))
+    for name in CODING:
+        size = _delta_bytes(setup, density, name)
+        source = f"{bits_at(density, name, setup.dtype):.1f} bits per change"
+        costs.add(section, f"{name}_bytes", f"{name}, a delta", size, "bytes", "extrapolated", source)
+        seconds = fixed + _through(setup, density, name)
+        source = f"{TIMED} × {setup.cores} cores, bytes ÷ bandwidth"
+        costs.add(section, f"{name}_sync", f"{name}, the whole way", seconds, "seconds", "extrapolated", source)
 
 
 def _per_day(setup: Setup, costs: Costs) -> None:
@@ -266,10 +348,11 @@ def _per_day(setup: Setup, costs: Costs) -> None:
     versions = costs.add(section, "versions", "versions", DAY / interval, "versions", basis, source)
     source = "versions × (delta + its share of an anchor)"
     costs.add(section, "stored", "put and stored", versions * stored, "bytes", "extrapolated", source)
-    kept = setup.keep_last + math.ceil(setup.grace / interval)
+    # a version is young for one grace period, waits to be marked for at most another, and goes after a third
+    kept = setup.keep_last + math.ceil(3 * setup.grace / interval)
     span = kept + every - 1
     held = span * delta * (delta != anchor) + (1 + (span - 1) // every) * anchor
-    source = f"at most, with `prune --keep-last {setup.keep_last}` every hour"
+    source = f"at most, with `prune --keep-last {setup.keep_last}` once in every grace period"
     costs.add(section, "held", "in the bucket at any time, pruned", held, "bytes", "extrapolated", source)
     egress = versions * delta * setup.replicas
     source = f"every delta to {setup.replicas:,} replicas"

@@ -27,6 +27,7 @@ from blake3 import blake3
 from numba import njit
 
 from .dtypes import Bits
+from .places import place
 
 BLOCK = 1024
 _MASK = (1 << 64) - 1
@@ -102,6 +103,14 @@ def _dense(units: Any, start: int, keys: Any, table: Any, out: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
+def _rows(units: Any, start: int, stride: int, keys: Any, table: Any, out: Any) -> None:
+    one = np.zeros(2, np.uint64)
+    for row in range(units.shape[0]):
+        _dense(units[row], start + row * stride, keys, table, one)
+        out += one
+
+
+@njit(cache=True, nogil=True)
 def _sparse(
     positions: Any,
     old: Any,
@@ -116,28 +125,27 @@ def _sparse(
 ) -> None:
     total0 = np.uint64(0)
     total1 = np.uint64(0)
-    last = np.int64(-1)
-    a0 = np.uint64(0)
-    a1 = np.uint64(0)
+    sum0 = np.uint64(0)
+    sum1 = np.uint64(0)
+    here = np.int64(0)
     for i in range(positions.size):
-        local = np.int64(positions[i])
-        flat = base + local if width == stride else base + (local // width) * stride + local % width
+        flat = place(positions[i], base, width, stride)
         # a 4-byte unit is two 16-bit ones
         for half in range(2 if halves else 1):
             p = 2 * flat + half if halves else flat
-            block = p >> 10
-            if block != last:
-                a0 = _mix(keys[0] + np.uint64(block))
-                a1 = _mix(keys[1] + np.uint64(block))
-                last = block
+            if p >> 10 != here:
+                total0 += _mix(keys[0] + np.uint64(here)) * sum0
+                total1 += _mix(keys[1] + np.uint64(here)) * sum1
+                sum0 = sum1 = np.uint64(0)
+                here = p >> 10
             if halves:
                 difference = np.uint64((new[i] >> (16 * half)) & 0xFFFF) - np.uint64((old[i] >> (16 * half)) & 0xFFFF)
             else:
                 difference = np.uint64(new[i]) - np.uint64(old[i])
-            total0 += a0 * table[0, p & 1023] * difference
-            total1 += a1 * table[1, p & 1023] * difference
-    out[0] = total0
-    out[1] = total1
+            sum0 += table[0, p & 1023] * difference
+            sum1 += table[1, p & 1023] * difference
+    out[0] = total0 + _mix(keys[0] + np.uint64(here)) * sum0
+    out[1] = total1 + _mix(keys[1] + np.uint64(here)) * sum1
 
 
 def of_bits(name: str, bits: Bits, start: int = 0) -> StateDigest:
@@ -146,6 +154,17 @@ def of_bits(name: str, bits: Bits, start: int = 0) -> StateDigest:
     if bits.itemsize == 4:
         bits, start = bits.view(np.uint16), 2 * start
     _dense(bits, start, tensor_keys(name), TABLE, out)
+    return StateDigest(int(out[0]), int(out[1]))
+
+
+def of_rows(name: str, matrix: Bits, start: int, stride: int) -> StateDigest:
+    """The digest of a rectangle: `start` is the position of its first unit, `stride` the tensor's columns."""
+    if matrix.ndim == 2 and matrix.shape[1] == stride and matrix.flags.c_contiguous:
+        return of_bits(name, matrix.reshape(-1), start)
+    out = np.zeros(2, np.uint64)
+    if matrix.itemsize == 4:
+        matrix, start, stride = matrix.view(np.uint16), 2 * start, 2 * stride
+    _rows(matrix, start, stride, tensor_keys(name), TABLE, out)
     return StateDigest(int(out[0]), int(out[1]))
 
 

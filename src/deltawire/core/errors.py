@@ -8,13 +8,15 @@ DeltawireError
 │   ├── CorruptStream        a compressed stream that lies about its size or does not decode
 │   ├── PositionError        changed positions out of range or not ascending
 │   ├── CountMismatch        a stated number of elements that the data does not hold
-│   └── HashMismatch         an object whose bytes do not have the hash its manifest names
+│   ├── HashMismatch         an object whose bytes do not have the hash its manifest names
+│   └── ObjectTooLarge       an object larger than anything it could honestly be; not read
 ├── SchemaError
 │   ├── SchemaMismatch       names, shapes or dtypes differ from the run's schema
 │   ├── UnsafeName           a tensor, file or object name that could escape its folder
 │   └── UnsupportedDtype     a dtype with no integer view
 ├── ChainError
 │   ├── RunNotFound          no run.json at this address
+│   ├── RunReplaced          another run lies at this address now
 │   ├── VersionNotFound      the run has no such version (or it was pruned)
 │   ├── ManifestError        a manifest, head or run file that does not parse or contradicts itself
 │   ├── MissingBase          no path of anchors and deltas leads to the wanted version
@@ -34,6 +36,11 @@ DeltawireError
 │   ├── StoreFull
 │   ├── Unsupported          the store cannot do what was asked of it
 │   └── BadURL
+├── RLError
+│   ├── IllegalMove          a step without a game, or after its end
+│   ├── ServerRefused        an environment or rollout server answered that it will not
+│   └── ServerUnavailable    an environment or rollout server does not answer; worth a retry
+├── Unguarded                a server that others could reach and stop, without a token
 └── MissingExtra             an optional dependency is not installed
 
 `exit_code` is what the command line returns for an error of that class.
@@ -81,6 +88,10 @@ class HashMismatch(FormatError):
     pass
 
 
+class ObjectTooLarge(FormatError):
+    pass
+
+
 # ── schema ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -109,6 +120,10 @@ class ChainError(DeltawireError):
 
 class RunNotFound(ChainError):
     exit_code = 4
+
+
+class RunReplaced(ChainError):
+    pass
 
 
 class VersionNotFound(ChainError):
@@ -183,7 +198,11 @@ class PermissionDenied(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    pass
+    """`retry_after` is how many seconds the store asked to be left alone; None where it did not say."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class StoreFull(StoreError):
@@ -195,6 +214,29 @@ class Unsupported(StoreError):
 
 
 class BadURL(StoreError):
+    exit_code = 2
+
+
+# ── reinforcement learning ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class RLError(DeltawireError):
+    pass
+
+
+class IllegalMove(RLError):
+    pass
+
+
+class ServerRefused(RLError):
+    pass
+
+
+class ServerUnavailable(RLError):
+    pass
+
+
+class Unguarded(DeltawireError):
     exit_code = 2
 
 

@@ -9,6 +9,8 @@ from .errors import ForeignObject
 RUN = "run.json"
 HEAD = "head.json"
 PRUNED = "pruned.json"
+CLOCK = "clock.json"
+WRITER = "writer.json"
 ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, VERSIONS = (
     "anchors/",
     "deltas/",

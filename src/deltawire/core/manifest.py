@@ -5,8 +5,11 @@ All are read from a bucket and so are untrusted: `parse_*` checks types and mean
 
 from __future__ import annotations
 
+import math
 import re
 import time
+from bisect import bisect_right
+from collections.abc import Iterable
 from typing import Literal, TypeVar
 
 import msgspec
@@ -144,10 +147,43 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """Versions whose manifests are gone. Written before they go."""
+    """Versions that nobody starts to read any more. Written before anything of them goes."""
 
     run: str
-    versions: tuple[int, ...]
+    versions: tuple[tuple[int, int], ...]
+    # the first and last of each range, ascending: runs are pruned from below, so these are few
+
+    @classmethod
+    def of(cls, run: str, versions: Iterable[int]) -> Pruned:
+        return cls(run, spans(versions))
+
+    def also(self, versions: Iterable[int]) -> Pruned:
+        found: list[tuple[int, int]] = []
+        for first, last in sorted((*self.versions, *spans(versions))):
+            if found and first <= found[-1][1] + 1:
+                found[-1] = found[-1][0], max(found[-1][1], last)
+            else:
+                found.append((first, last))
+        return Pruned(self.run, tuple(found))
+
+    def __contains__(self, version: int) -> bool:
+        # never expanded: a range is a stranger's claim and may be as long as it likes
+        at = bisect_right(self.versions, (version, math.inf))
+        return at > 0 and version <= self.versions[at - 1][1]
+
+    @property
+    def last(self) -> int:
+        return self.versions[-1][1] if self.versions else -1
+
+
+class Writer(msgspec.Struct, frozen=True):
+    """writer.json: who may publish, where the store cannot refuse a second writer."""
+
+    epoch: int
+    # how many have claimed the run, this one included
+    writer: str
+    # the claimant's own mark
+    at: float
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -162,6 +198,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     at: float
     error: str = ""
     timings: dict[str, float] = {}
+    reading: tuple[tuple[int, int], ...] = ()
+    # ranges of versions whose objects it fetches now: prune leaves them while this is fresh
 
 
 T = TypeVar("T")
@@ -236,6 +274,39 @@ def _check_format(data: bytes, what: str) -> None:
     found = parse(data, _Format, what).format
     if found != FORMAT:
         raise UnknownFormat(f"{what} has format {found}; this build reads {FORMAT}: upgrade deltawire")
+
+
+def parse_pruned(data: bytes, run: RunInfo) -> Pruned:
+    pruned = parse(data, Pruned, keys.PRUNED)
+    if pruned.run != run.run:
+        raise ManifestError(f"{keys.PRUNED} belongs to another run")
+    _check_spans(pruned.versions, keys.PRUNED)
+    return pruned
+
+
+def parse_heartbeat(data: bytes, what: str) -> Heartbeat:
+    beat = parse(data, Heartbeat, what)
+    _check_spans(beat.reading, what)
+    return beat
+
+
+def _check_spans(found: tuple[tuple[int, int], ...], what: str) -> None:
+    end = -1
+    for first, last in found:
+        if not end < first <= last:
+            raise ManifestError(f"{what} has a range of versions from {first} to {last} that cannot be one there")
+        end = last
+
+
+def spans(versions: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Numbers as ranges, first and last included."""
+    found: list[tuple[int, int]] = []
+    for version in sorted(set(versions)):
+        if found and found[-1][1] == version - 1:
+            found[-1] = found[-1][0], version
+        else:
+            found.append((version, version))
+    return tuple(found)
 
 
 def now() -> float:

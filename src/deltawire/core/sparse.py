@@ -237,6 +237,17 @@ class DeltaFile:
         changes: list[Change] = block_encoding(block.record.encoding).decode(block.record, block.regions, streams, base)
         return changes
 
+    def patch(self, block: BlockRef, bits: BaseBits) -> list[Change]:
+        """Decode one block and write it. All of it is checked before a bit is touched."""
+        at_once = getattr(block_encoding(block.record.encoding), "patch", None) if block.record else None
+        if at_once is None or block.record is None:
+            changes = self.decode(block, bits)
+            for change in changes:
+                change.write(bits(change.region.tensor.name))
+        else:
+            changes = at_once(block.record, block.regions, self.streams(block), bits)
+        return changes
+
     def steps(self, block: BlockRef) -> npt.NDArray[np.int64] | None:
         """How far each element of a block moves, in ulps; None where only the base version can tell."""
         read = getattr(block_encoding(block.record.encoding), "steps", None) if block.record else None
@@ -261,9 +272,23 @@ class DeltaFile:
 
     def changes(self, base: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
         """Block after block, decoded on several threads, a few blocks ahead at the most."""
+        return self.changes_near(lambda regions: base, threads)
+
+    def changes_near(
+        self, base_of: Callable[[Sequence[Region]], BaseBits], threads: int | None = None
+    ) -> Iterator[list[Change]]:
+        """The same, asking block by block for bits that need to be right in the block's own regions only."""
+        return self._each(lambda block: self.decode(block, base_of([region for region, _ in block.regions])), threads)
+
+    def patches(self, bits: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
+        """As `changes`, and each block is written by the thread that decoded it. For a copy that is dropped on an
+        error: blocks before a bad one are written already."""
+        return self._each(lambda block: self.patch(block, bits), threads)
+
+    def _each(self, work: Callable[[BlockRef], list[Change]], threads: int | None) -> Iterator[list[Change]]:
         most = max((block.changed for block in self.blocks), default=0)
         threads = max(1, min(threads or default_threads(), IN_WORK // (_DECODED * max(most, 1))))
-        return ordered_map(lambda block: self.decode(block, base), self.blocks, threads)
+        return ordered_map(work, self.blocks, threads)
 
     def _raw_blocks(self, schema: Schema | None) -> list[BlockRef]:
         known = schema.by_name() if schema else None

@@ -27,7 +27,7 @@ from ..core.digest import StateDigest, tensor_keys
 from . import torch_ops
 from .host import from_changes, region_plan, to_changes
 from .plan import TILE, Plan, Segment, flat_plan, grid
-from .results import CLASSES, Changed, Ranks, Rules, rules
+from .results import CLASSES, Changed, Ranks, Rules, TooMany, rules
 
 __all__ = [
     "CLASSES",
@@ -37,6 +37,7 @@ __all__ = [
     "Ranks",
     "Rules",
     "Segment",
+    "TooMany",
     "apply",
     "cast_and_detect",
     "class_counts",
@@ -67,25 +68,42 @@ def operations(device: torch.device) -> ModuleType:
     return torch_ops
 
 
-def detect(old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False, plan: Plan | None = None) -> Changed:
-    """Every unit whose bits differ between two models; with `update`, `old` holds the new bits afterwards."""
+def detect(
+    old: Sequence[Tensor],
+    new: Sequence[Tensor],
+    *,
+    update: bool = False,
+    plan: Plan | None = None,
+    most: int | None = None,
+) -> Changed:
+    """Every unit whose bits differ between two models; with `update`, `old` holds the new bits afterwards.
+
+    TooMany, and nothing written, if that is more than `most`.
+    """
     plan = plan or flat_plan(old)
     _require_alike(old, new, [t.dtype for t in old], [t.dtype for t in new])
-    return _run("detect", plan, old, new, update=update)  # type: ignore[no-any-return]
+    return _run("detect", plan, old, new, update=update, most=most)  # type: ignore[no-any-return]
 
 
 def cast_and_detect(
-    masters: Sequence[Tensor], copies: Sequence[Tensor], *, write: bool = True, plan: Plan | None = None
+    masters: Sequence[Tensor],
+    copies: Sequence[Tensor],
+    *,
+    write: bool = True,
+    plan: Plan | None = None,
+    most: int | None = None,
 ) -> Changed:
     """Round fp32 masters to bf16 as torch does, and say where that changes the copies: no snapshot is needed.
 
     With `write` the copies hold the new bits afterwards. Without, they still hold the old ones, which `class_ranks`
-    needs; `apply` then writes them.
+    needs; `apply` then writes them. TooMany, and nothing written, if more than `most` change.
+
+    A NaN becomes the one its device makes: 0x7FFF from CUDA, 0xFFFF from torch on a CPU.
     """
     plan = plan or flat_plan(copies)
     _require_alike(masters, copies, [t.dtype for t in masters], [torch.float32] * len(masters))
     _require_alike(copies, masters, [t.dtype for t in copies], [torch.bfloat16] * len(copies))
-    return _run("cast_and_detect", plan, masters, copies, write=write)  # type: ignore[no-any-return]
+    return _run("cast_and_detect", plan, masters, copies, write=write, most=most)  # type: ignore[no-any-return]
 
 
 def apply(tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False, plan: Plan | None = None) -> Changed:

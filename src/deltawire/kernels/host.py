@@ -38,7 +38,7 @@ def _segment(number: int, region: Region, tile: int) -> Segment:
 
 def to_changes(plan: Plan, changed: Changed, regions: Sequence[Region]) -> list[Change]:
     """What `detect` found by a `region_plan`, on the host and in the core's terms. Waits for the device."""
-    starts, positions, old, new = (_fetched(t) for t in (changed.starts, changed.positions, changed.old, changed.new))
+    starts, positions, old, new = (fetched(t) for t in (changed.starts, changed.positions, changed.old, changed.new))
     if plan.device.type == "cuda":
         torch.cuda.current_stream(plan.device).synchronize()
     result = []
@@ -73,7 +73,7 @@ def from_changes(plan: Plan, changes: Sequence[Change]) -> Changed:
     return Changed(*(t.to(plan.device, non_blocking=True) for t in (starts, positions, old, new)))
 
 
-def _fetched(tensor: Tensor) -> Tensor:
+def fetched(tensor: Tensor) -> Tensor:
     """A copy on its way to the host; pinned, so that the device can write it while the host does something else."""
     if tensor.device.type == "cpu":
         return tensor

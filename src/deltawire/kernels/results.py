@@ -14,9 +14,17 @@ from torch import Tensor
 from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
 from .plan import Plan
 
-__all__ = ["CLASSES", "COLUMN_NEUTRAL", "ROW_NEUTRAL", "Changed", "Ranks", "Rules", "rules"]
+__all__ = ["CLASSES", "COLUMN_NEUTRAL", "ROW_NEUTRAL", "Changed", "Ranks", "Rules", "TooMany", "rules"]
 
 _ALIGNMENT = 16
+
+
+class TooMany(Exception):
+    """More changed than the caller wants to have. Nothing was written."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} units changed")
+        self.count = count
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,25 +11,32 @@ import torch
 from torch import Tensor
 
 from ..core import digest as core_digest
-from .plan import Plan, Segment, narrow, units, widen
-from .results import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL, Changed, Ranks, Rules
+from .adamw import ChangeLog, Elements
+from .plan import TILE, Plan, Segment, narrow, units, widen
+from .results import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL, Changed, Ranks, Rules, TooMany
 
 _DIGEST_BLOCKS = 1 << 12
 
 
-def detect(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False) -> Changed:
+def detect(
+    plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False, most: int | None = None
+) -> Changed:
     """What differs between two lists of tensors; with `update`, `old` then holds the new bits."""
     plan.launches(old, new)
     found = _differences(plan, old, new)
+    if most is not None and found.count > most:
+        raise TooMany(found.count)
     if update:
         for a, b in zip(old, new, strict=True):
             units(a).copy_(units(b))
     return found
 
 
-def cast_and_detect(plan: Plan, masters: Sequence[Tensor], copies: Sequence[Tensor], *, write: bool = True) -> Changed:
+def cast_and_detect(
+    plan: Plan, masters: Sequence[Tensor], copies: Sequence[Tensor], *, write: bool = True, most: int | None = None
+) -> Changed:
     """Round fp32 masters to bf16 and say where the copies differ; with `write`, the copies then hold the new bits."""
-    return detect(plan, copies, [m.detach().to(torch.bfloat16) for m in masters], update=write)
+    return detect(plan, copies, [m.detach().to(torch.bfloat16) for m in masters], update=write, most=most)
 
 
 def _differences(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor]) -> Changed:
@@ -173,6 +180,36 @@ def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks
         was[here] = narrow(before, was.dtype)
         now[here] = narrow(_take(plan, rules, first, before, widen(steps[here])), now.dtype)
     return Changed(starts, positions, was, now)
+
+
+def nothing_seen(elements: Elements) -> Tensor:
+    """A byte per element."""
+    return torch.zeros(elements.tiles * TILE, dtype=torch.bool, device=elements.device)
+
+
+def note(elements: Elements, log: ChangeLog, number: int, old: Tensor, new: Tensor) -> None:
+    """Put what changed between two sets of bf16 bits of a tensor into the log, the first change of each element."""
+    first = int(elements.first_tile[number])
+    seen = log.seen[first * TILE : first * TILE + old.numel()]
+    at = torch.nonzero((old != new) & ~seen).view(-1)
+    seen[at] = True
+    end = log.count + at.numel()
+    if end > log.entries.numel():
+        log.grow(2 * end)
+    log.entries[log.count : end] = (first + at // TILE << 32) | (at % TILE << 16) | widen(old[at])
+    log.set_count(end)
+
+
+def gather_bf16(elements: Elements, params: Sequence[Tensor], starts: Tensor, positions: Tensor) -> Tensor:
+    """The bf16 bits (int64) at positions of tiles."""
+    edges, out = starts.tolist(), torch.empty_like(positions)
+    tile = torch.arange(elements.tiles, device=elements.device).repeat_interleave(starts.diff())
+    for number, p in enumerate(params):
+        first, last = elements.first_tile[number : number + 2].tolist()
+        here = slice(edges[first], edges[last])
+        at = (tile[here] - first) * TILE + positions[here]
+        out[here] = widen(units(p.detach().reshape(-1)[at].to(torch.bfloat16)))
+    return out
 
 
 def _segments(plan: Plan) -> Iterator[tuple[int, Segment]]:

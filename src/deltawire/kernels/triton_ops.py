@@ -10,9 +10,10 @@ import triton
 from torch import Tensor
 
 from ..core import digest as core_digest
-from . import _change, _classes, _digest, _ranks
-from .plan import Plan
-from .results import CLASSES, Changed, Ranks, Rules
+from . import _adamw, _change, _classes, _digest, _ranks
+from .adamw import ChangeLog, Elements, Pointers, Step
+from .plan import TILE, Plan
+from .results import CLASSES, Changed, Ranks, Rules, TooMany
 
 CHUNK = 128
 """Units of a row that are read as one piece; a byte can count them."""
@@ -29,22 +30,30 @@ DIGEST_CHANGE = {"BLOCK": 512, "num_warps": 4}
 CLASS_COUNTS = {"CHUNKS": 32, "num_warps": 4}
 CLASS_RANKS = {"CHUNKS": 16, "GROUP": 128, "BLOCK": 32, "num_warps": 4}
 PLACE = {"CHUNKS": 32, "GROUP": 256, "BLOCK": 32, "num_warps": 4}
+ADAMW = {"WORDS": 32, "num_warps": 1}
+GATHER = {"BLOCK": 512, "num_warps": 4}
 
 # Programs per multiprocessor that take tiles in turn. What fits at once: any that must wait work alone at the end.
 PROGRAMS = 5
 
 
-def detect(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False) -> Changed:
+def detect(
+    plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False, most: int | None = None
+) -> Changed:
     """What differs between two lists of tensors; with `update`, `old` then holds the new bits."""
-    return _detect(plan, old, new, cast=False, write=update)
+    return _detect(plan, old, new, cast=False, write=update, most=most)
 
 
-def cast_and_detect(plan: Plan, masters: Sequence[Tensor], copies: Sequence[Tensor], *, write: bool = True) -> Changed:
+def cast_and_detect(
+    plan: Plan, masters: Sequence[Tensor], copies: Sequence[Tensor], *, write: bool = True, most: int | None = None
+) -> Changed:
     """Round fp32 masters to bf16 and say where the copies differ; with `write`, the copies then hold the new bits."""
-    return _detect(plan, copies, masters, cast=True, write=write)
+    return _detect(plan, copies, masters, cast=True, write=write, most=most)
 
 
-def _detect(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, cast: bool, write: bool) -> Changed:
+def _detect(
+    plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, cast: bool, write: bool, most: int | None
+) -> Changed:
     launches = plan.launches(old, new)
     counts = torch.empty(plan.tiles, dtype=torch.int32, device=plan.device)
     for launch in launches:
@@ -60,7 +69,7 @@ def _detect(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, cast: b
             **COUNT,
         )
     starts = _starts(counts)
-    result = _empty_change(plan, starts)
+    result = _empty_change(plan, starts, most)
     if result.count:
         for launch in launches:
             _change.extract_kernel[(launch.count,)](
@@ -232,15 +241,69 @@ def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks
     return result
 
 
+def nothing_seen(elements: Elements) -> Tensor:
+    """A bit per element."""
+    return torch.zeros(elements.tiles * (TILE // 32), dtype=torch.int32, device=elements.device)
+
+
+def adamw(elements: Elements, work: Step, log: ChangeLog | None, *, again: bool = False) -> None:
+    """One step; with `again`, only where the log had no room the last time."""
+    blank = work.scalars
+    per_tile = TILE // (32 * ADAMW["WORDS"])
+    late = _late(log, elements.tiles * per_tile) if log is not None else blank
+    for aligned, tiles in work.pointers.tiles.items():
+        _adamw.adamw_kernel[(tiles.numel() * per_tile,)](
+            tiles,
+            elements.places,
+            work.pointers.table,
+            work.scalars,
+            blank if work.grad_scale is None else work.grad_scale,
+            blank if work.found_inf is None else work.found_inf,
+            blank if log is None else log.seen,
+            blank if log is None else log.entries,
+            blank if log is None else log.used,
+            late,
+            0 if log is None else log.entries.numel(),
+            BF16=elements.bf16,
+            LOG=log is not None,
+            SCALED=work.grad_scale is not None,
+            SKIPS=work.found_inf is not None,
+            AGAIN=again,
+            ALIGNED=aligned,
+            TILE=TILE,
+            **ADAMW,
+        )
+
+
+def gather_bf16(elements: Elements, params: Sequence[Tensor], starts: Tensor, positions: Tensor) -> Tensor:
+    """The bf16 bits (int64) at positions of tiles."""
+    out = torch.empty(positions.numel(), dtype=torch.int64, device=elements.device)
+    if out.numel():
+        table = Pointers(elements, (params, *[[None] * len(params)] * 3)).table
+        _adamw.gather_kernel[(elements.tiles,)](
+            elements.places, table, starts, positions, out, BF16=elements.bf16, **GATHER
+        )
+    return out
+
+
+def _late(log: ChangeLog, blocks: int) -> Tensor:
+    """A byte per block that waits for room."""
+    if log.late is None or log.late.numel() != blocks:
+        log.late = torch.zeros(blocks, dtype=torch.uint8, device=log.seen.device)
+    return log.late
+
+
 def _starts(counts: Tensor) -> Tensor:
     starts = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
     torch.cumsum(counts, 0, out=starts[1:])
     return starts
 
 
-def _empty_change(plan: Plan, starts: Tensor) -> Changed:
+def _empty_change(plan: Plan, starts: Tensor, most: int | None = None) -> Changed:
     # the one place that waits for the device: outputs are as large as what changed, not as what could
     total = int(starts[-1])
+    if most is not None and total > most:
+        raise TooMany(total)
     values = (torch.empty(total, dtype=plan.value_dtype, device=plan.device) for _ in range(2))
     return Changed(starts, torch.empty(total, dtype=plan.position_dtype, device=plan.device), *values)
 

@@ -8,7 +8,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..bucket.ahead import Parcel, arrivals
 from ..bucket.fetch import Progress
 from ..bucket.replay import Resolve, State, as_anchor, find_reference, reference_source, take
 from ..bucket.run import Run
+from ..bucket.watch import Watcher, following
 from ..core import chain, full, keys
 from ..core.digest import StateDigest
 from ..core.errors import (
@@ -25,22 +27,28 @@ from ..core.errors import (
     DeltawireError,
     DigestMismatch,
     FormatError,
-    ManifestError,
     MissingBase,
     ObjectNotFound,
     RunNotFound,
+    RunReplaced,
     SchemaError,
     StoreError,
+    StoreUnavailable,
+    VersionNotFound,
 )
-from ..core.manifest import Head, Heartbeat, Manifest, Summary, dump, now, parse
+from ..core.manifest import Heartbeat, Manifest, Summary, dump, now, spans
 from ..store import Store, open_store
-from .target import Target
+from .target import Target, open_target
 from .transaction import apply, stage
 
 log = logging.getLogger("deltawire")
 
-PROBE_EVERY = 16
-"""Idle polls between looks past head, in case its writer died between the manifest and head."""
+TRIES = 2
+"""How often an object that the store fails to give is asked for before another way is looked for, and how often a
+follower of every version tries one that cannot be reached before it goes on to the next."""
+
+READING_EVERY = 60.0
+"""Seconds, at most, between heartbeats of a replica that reads what prune must leave; `Retention.lease` is longer."""
 
 _BAD_LINK = (FormatError, SchemaError, ChainError, ObjectNotFound)
 """What makes a replica try another way to the same version."""
@@ -53,6 +61,9 @@ class Replica:
                 checked before the write, from the delta and the weights it meets.
     heartbeat   seconds between heartbeat objects in the bucket; 0 writes none
     reference   the folder of the checkpoint that version 0 refers to, when the run's own name for it does not work here
+    pause       entered exactly for as long as live weights are written and proven, so that nobody computes with them;
+                `version` names them again when it is left, or is None when they have no name
+    target      how live weights are read and written, for engines that keep them in another form than the run's
     """
 
     def __init__(
@@ -64,6 +75,8 @@ class Replica:
         heartbeat: float = 10.0,
         reference: str | Path | None = None,
         strict: bool = True,
+        pause: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        target: Callable[..., Target] = open_target,
     ) -> None:
         self.id = id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         keys.replica(self.id)
@@ -72,10 +85,14 @@ class Replica:
         self.newest: int | None = None
         self.timings: dict[str, float] = {}
         # seconds of the last sync, by phase
+        self.trouble: str = ""
+        # why `follow` does not get on at the moment; empty when all is well
         self._store = open_store(str(run) if isinstance(run, Path) else run)
         self._run: Run | None = None
         self._prove = prove
         self._strict = strict
+        self._pause = pause
+        self._make_target = target
         self._resolve: Resolve = (lambda _: Path(reference)) if reference is not None else find_reference
         self._target: Target | None = None
         self._digest = StateDigest()
@@ -84,7 +101,13 @@ class Replica:
         # these weights were found changed by somebody else in this sync
         self._heartbeat = heartbeat
         self._beat_at = 0.0
-        self._head_etag: str | None = None
+        self._failed, self._passed = (-1, 0), -1
+        # with `every`: the version that could not be reached, how often, and the last one given up
+        self._away: dict[tuple[int, str, int | None], int] = {}
+        # a link whose objects the store could not give, and how often in a row
+        self._beating = threading.Lock()
+        self._reading: tuple[tuple[int, int], ...] = ()
+        # ranges of versions that prune must leave for us
 
     # ── what a rollout server calls ──────────────────────────────────────────────────────────────────────────────────
 
@@ -103,8 +126,10 @@ class Replica:
         try:
             self._reach(run, target, want, progress)
         except DeltawireError as error:
+            self._reading = ()
             self._beat(error=str(error), force=True)
             raise
+        self._reading = ()
         self._beat(force=True)
         return want
 
@@ -112,29 +137,58 @@ class Replica:
         self, model: Any, *, poll: float = 1.0, every: bool = False, stop: threading.Event | None = None
     ) -> Iterator[int]:
         """Yield each version reached, for ever or until `stop` is set. Trouble is logged, noted in the heartbeat and
-        outlived: the model keeps the version it has. With `every`, no version is skipped over."""
+        outlived: the model keeps the version it has. With `every`, no version is skipped over that can be reached.
+        Looks when the store announces something, else when a version is due, and at least every `poll` seconds.
+
+        RunReplaced when another run takes the address: the model keeps its weights, and following the new run is for
+        a new Replica.
+        """
         stop = stop or threading.Event()
-        idle = 0
+        with Watcher(self._store, poll=poll, stop=stop) as watcher:
+            yield from self._follow(model, every, stop, watcher)
+
+    def _follow(self, model: Any, every: bool, stop: threading.Event, watcher: Watcher) -> Iterator[int]:
         while not stop.is_set():
+            want = None
             try:
-                want = self._next(model, every, probe=idle % PROBE_EVERY == 0)
+                want = self._next(model, every, watcher)
                 if want is not None:
                     self.sync(model, want)
-                    idle = 0
+                    self.trouble = ""
                     yield want
                     continue
+                self.trouble = ""
                 self._beat()
-            except RunNotFound:
+            except RunNotFound as error:
+                self.trouble = str(error)
                 log.info("waiting for a run at %s", self._store.url)
+            except RunReplaced as error:
+                self.trouble = str(error)
+                log.error("%s stays at version %s: %s", self.id, self.version, error)
+                raise
             except DeltawireError as error:
                 if isinstance(error, SchemaError) and (self._target is None or self._target.model is not model):
                     raise  # another model: no later version will fit either
+                self.trouble = str(error)
                 log.warning("%s stays at version %s: %s", self.id, self.version, error)
-                # look again: what was away may be there now
-                self._head_etag = None
+                if every and want is not None and isinstance(error, _BAD_LINK):
+                    self._note_failure(want)
+                watcher.forget()
                 self._beat(error=str(error))
-            idle += 1
-            stop.wait(poll)
+            watcher.wait()
+
+    def _note_failure(self, want: int) -> None:
+        """With `every`: a lost object must not hold us up for ever, so what stays out of reach is passed over."""
+        failed, times = self._failed
+        self._failed = (want, times + 1 if failed == want else 1)
+        if self._failed[1] >= TRIES:
+            log.warning("%s passes over version %d, which cannot be reached", self.id, want)
+            self._passed = want
+
+    @property
+    def url(self) -> str:
+        """Where the run is, fit to be shown."""
+        return self._store.url
 
     @property
     def lag(self) -> int | None:
@@ -150,56 +204,28 @@ class Replica:
             self._run = Run.open(self._store)
         return self._run
 
-    def _next(self, model: Any, every: bool, probe: bool) -> int | None:
+    def _next(self, model: Any, every: bool, watcher: Watcher) -> int | None:
         """The version to go to now, or None. One conditional request when nothing happened."""
         run = self._open()
-        if self.version is None or self.newest is None:
-            newest = run.newest()
-            if newest is None:
-                return None
-            self.newest = newest
+        newest = watcher.look(run, self.newest)
+        if newest is None:
+            return None
+        self.newest = newest
+        if self.version is None:
             self._bind(model, run, newest)
             # with `every` go on from the version the model came with, which is said once, like any other
             return self.version if every and self.version is not None else newest
-        newest = self._poll_head(run)
-        if probe and run.exists(newest + 1):
-            newest = run.newest() or newest
-        self.newest = max(newest, self.newest)
-        if self.newest <= self.version:
+        if newest <= self.version:
             return None
-        return self._after(run, self.version) if every else self.newest
-
-    def _after(self, run: Run, version: int) -> int:
-        """The next version there is: those between may have been pruned."""
-        if run.exists(version + 1):
-            return version + 1
-        return min(run.timeline(self.newest or 0, since=version + 1))
-
-    def _poll_head(self, run: Run) -> int:
-        known = self.newest or 0
-        try:
-            got = self._store.get_if_changed(keys.HEAD, self._head_etag)
-        except ObjectNotFound:
-            return known
-        if got is None:
-            return known
-        self._head_etag = got.etag
-        try:
-            head = parse(got.data, Head, keys.HEAD)
-        except ManifestError:
-            return known
-        if head.run != run.info.run or head.version <= known:
-            return known
-        if run.exists(head.version):
-            return head.version
-        # it points at nothing: perhaps at what is not visible yet, so look again
-        self._head_etag = None
-        return known
+        if not every:
+            return newest
+        before = max(self.version, self._passed)
+        return following(run, before, newest) if before < newest else None
 
     def _bind(self, model: Any, run: Run, want: int) -> Target:
         """Find out which version the model's weights are, if any."""
         if self._target is None or self._target.model is not model:
-            self._target, self.version = Target(model, run.schema, strict=self._strict), None
+            self._target, self.version = self._make_target(model, run.schema, strict=self._strict), None
         if self.version is None:
             self._digest = self._target.digest()
             self.version = self._name(run, want)
@@ -225,10 +251,33 @@ class Replica:
             try:
                 steps = self._plan(run, want)
             except MissingBase:
-                raise failure or MissingBase(
+                if failure is not None and not isinstance(failure, StoreUnavailable):
+                    raise failure from None
+                # an object that stays away is as good as lost
+                raise MissingBase(
                     f"no path leads from version {self.version} to {want} in {self._store.url}"
+                    + (f": {failure}" if failure else "")
                 ) from failure
-            failure = self._walk(run, target, steps, progress) or failure
+            if self._reserve(run, want, steps):
+                failure = self._walk(run, target, steps, progress) or failure
+
+    def _reserve(self, run: Run, want: int, steps: list[chain.Step]) -> bool:
+        """Say what we are about to read, so that prune leaves it there. False if some of it is to go: plan again.
+
+        Prune marks and then looks who reads; we say what we read and then look what is marked: one sees the other.
+        A single delta needs no such care. Where it is gone, which takes seconds of bad luck, there is another way.
+        """
+        if not self._heartbeat or (len(steps) == 1 and steps[0].kind == "delta"):
+            return True
+        self._reading = spans(step.version for step in steps)
+        self._beat(force=True)
+        pruned = run.pruned()
+        if want in pruned:
+            run.forget(want)
+            raise VersionNotFound(f"version {want} of {self._store.url} was pruned")
+        marked = {(step.version, step.kind, step.base) for step in steps if step.version in pruned}
+        self._bad |= marked
+        return not marked
 
     def _walk(
         self, run: Run, target: Target, steps: list[chain.Step], progress: Progress | None
@@ -237,7 +286,14 @@ class Replica:
         # a way that leads back first is gone on a copy: weights that are served never fall behind what they are
         leads_back = self.version is not None and steps[0].version < self.version and len(steps) > 1
         copy = State(run.schema) if leads_back else None
-        for arrival in arrivals(run, steps, progress):
+
+        def told(count: int) -> None:
+            # what takes long must not look abandoned
+            self._beat()
+            if progress:
+                progress(count)
+
+        for arrival in arrivals(run, steps, told):
             step = arrival.step
             try:
                 clock = time.perf_counter()
@@ -247,24 +303,33 @@ class Replica:
                     self._take(run, target, parcel)
                 else:
                     take(run, copy, parcel, self._resolve)
-            except _BAD_LINK as error:
+            except (*_BAD_LINK, StoreUnavailable) as error:
+                if isinstance(error, StoreUnavailable) and not self._stays_away(step):
+                    raise
                 if copy is None and isinstance(error, DigestMismatch) and self._has_strayed(target):
                     return error
                 log.warning("%s: cannot use the %s to version %d: %s", self.id, step.kind, step.version, error)
+                if isinstance(error, ObjectNotFound):
+                    run.forget(step.version)
                 self._bad.add((step.version, step.kind, step.base))
                 return error
         if copy is not None:
             manifest = run.manifest(steps[-1].version)
             self._load(target, manifest, copy)
-            self.version = manifest.version
         return None
+
+    def _stays_away(self, step: chain.Step) -> bool:
+        """Whether an object could not be had so often that it is the object, and not the store, that is broken."""
+        link = (step.version, step.kind, step.base)
+        self._away = {link: self._away.get(link, 0) + 1}
+        return self._away[link] >= TRIES
 
     def _has_strayed(self, target: Target) -> bool:
         """Whether somebody else changed the weights: then no delta is to blame, and only full weights help."""
         found = target.digest()
-        if self._strayed or self.version is None or found == self._digest:
+        if self._strayed or found == self._digest:
             return False
-        log.warning("%s: these weights are no longer version %d: somebody changed them", self.id, self.version)
+        log.warning("%s: these weights are no longer what they were: somebody changed them", self.id)
         self._strayed, self.version, self._digest = True, None, found
         return True
 
@@ -300,15 +365,21 @@ class Replica:
         manifest, link = parcel.manifest, parcel.link
         if link.kind == "delta":
             staged = stage(run, parcel, target, self._digest)
-            apply(target, staged, prove=self._prove)
+            with self._pause():
+                try:
+                    apply(target, staged, prove=self._prove)
+                except BaseException:
+                    # it was undone; should that have failed as well, these weights have no name
+                    if target.digest() != self._digest:
+                        self.version = None
+                    raise
+                self._digest, self.version = staged.digest, manifest.version
             self._note(staged.timings)
-            self._digest = staged.digest
         elif link.kind == "anchor":
             for data in parcel.objects:
                 self._load(target, manifest, as_anchor(run, manifest.version, data))
         else:
             self._load(target, manifest, reference_source(run, link, self._resolve))
-        self.version = manifest.version
         log.info(
             "%s: v%d  %s  %.1f MB  %.0f ms",
             self.id,
@@ -326,12 +397,14 @@ class Replica:
             raise DigestMismatch(manifest.version, manifest.digest, str(found), "nothing was changed")
         self._note({"decode": time.perf_counter() - clock})
         clock = time.perf_counter()
-        # between the first and the last tensor the weights have no name
-        self.version = None
-        target.load(source)
-        self._digest = target.digest() if self._prove else found
-        if self._digest != found:
-            raise DigestMismatch(manifest.version, str(found), str(self._digest), "call sync() again")
+        with self._pause():
+            # between the first and the last tensor the weights have no name
+            self.version = None
+            target.load(source)
+            self._digest = target.digest() if self._prove else found
+            if self._digest != found:
+                raise DigestMismatch(manifest.version, str(found), str(self._digest), "call sync() again")
+            self.version = manifest.version
         self._note({"apply": time.perf_counter() - clock})
 
     def _note(self, timings: dict[str, float]) -> None:
@@ -340,14 +413,21 @@ class Replica:
 
     def _beat(self, *, error: str = "", force: bool = False) -> None:
         """Say how we are. Never an error of its own: a replica works without being seen."""
-        if not self._heartbeat or self._run is None or (not force and now() - self._beat_at < self._heartbeat):
+        if not self._heartbeat or self._run is None:
             return
-        self._beat_at = now()
-        timings = {name: round(seconds, 6) for name, seconds in self.timings.items()}
-        beat = Heartbeat(
-            self._run.info.run, self.id, self.version, self.newest, not error, self._beat_at, error[:500], timings
-        )
+        every = min(self._heartbeat, READING_EVERY) if self._reading else self._heartbeat
+        # threads that fetch come here too; one of them says it for all
+        if (not force and now() - self._beat_at < every) or not self._beating.acquire(blocking=force):
+            return
         try:
+            self._beat_at = now()
+            timings = {name: round(seconds, 6) for name, seconds in dict(self.timings).items()}
+            beat = Heartbeat(
+                self._run.info.run, self.id, self.version, self.newest, not error, self._beat_at, error[:500], timings,
+                self._reading,
+            )  # fmt: skip
             self._store.put(keys.replica(self.id), dump(beat))
         except StoreError as trouble:
             log.debug("no heartbeat: %s", trouble)
+        finally:
+            self._beating.release()

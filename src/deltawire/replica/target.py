@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..bucket.replay import State
 from ..core import full
 from ..core.change import Change, Region, regions
+from ..core.codecs.base import BaseBits
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
+from ..core.parallel import ordered_map
 from ..core.schema import Schema
 from ..models import ModelView, is_torch, like, tensors_of, torch_bits
+
+WORTH_THREADS = 1 << 20
+"""Changes that are worth starting threads for: some milliseconds of work."""
+
+
+class Patch(Protocol):
+    """Staged changes, ready to be written to live weights."""
+
+    def write(self) -> None: ...
+
+    def undo(self) -> None:
+        """Put the old bits back: all of them, also after a write that died half-way."""
+        ...
 
 
 class Target:
@@ -29,7 +45,7 @@ class Target:
             self._cells: dict[str, list[_Live | _Copied]] = {n: [_Live(bits)] for n, bits in model.tensors.items()}
             return
         tensors = tensors_of(model)
-        _require(ModelView(model).schema, tensors, schema, strict)
+        require(model, tensors, schema, strict)
         # an alias that does not share storage with its tensor here is written beside it
         names: dict[str, list[str]] = {t.name: [t.name] for t in schema.tensors}
         for alias, name in schema.ties.items():
@@ -48,6 +64,14 @@ class Target:
 
     def region(self, region: Region) -> Bits:
         return region.cut(self.bits(region.tensor.name))
+
+    def base(self, wanted: Sequence[Region]) -> BaseBits:
+        """Present bits by tensor name, for a reader that will look at these regions alone."""
+        return self.bits
+
+    def stage(self, changes: Sequence[Change]) -> Patch:
+        """Bring checked changes to where the weights are. Writes nothing."""
+        return _HostPatch(self, changes)
 
     def write(self, change: Change) -> None:
         for cell in self._cells[change.region.tensor.name]:
@@ -82,6 +106,31 @@ class Target:
                 if not np.may_share_memory(first, other) and not np.array_equal(first, other):
                     total += StateDigest(1, 1)
         return total
+
+
+def open_target(model: Any, schema: Schema, *, strict: bool = True) -> Target:
+    """The target that suits a model: on its GPU where it lies there in one piece."""
+    if not isinstance(model, State) and ModelView(model).device() is not None:
+        from .device import DeviceTarget
+
+        return DeviceTarget(model, schema, strict=strict)
+    return Target(model, schema, strict=strict)
+
+
+class _HostPatch:
+    def __init__(self, target: Target, changes: Sequence[Change]) -> None:
+        self._target, self._changes = target, changes
+
+    def write(self) -> None:
+        many = sum(change.count for change in self._changes) >= WORTH_THREADS
+        threads = None if many and self._target.in_place else 1
+        for _ in ordered_map(self._target.write, self._changes, threads):
+            pass
+
+    def undo(self) -> None:
+        # to undo what was never written changes nothing
+        for change in self._changes:
+            self._target.undo(change)
 
 
 class _Live:
@@ -121,8 +170,9 @@ def _cell(tensor: Any, name: str) -> _Live | _Copied:
     return _Live(tensor.reshape(-1).view(f"u{min(tensor.itemsize, 4)}"))
 
 
-def _require(found: Schema, tensors: dict[str, Any], schema: Schema, strict: bool) -> None:
+def require(model: Any, tensors: dict[str, Any], schema: Schema, strict: bool) -> None:
     """Every tensor of the run must be there as the run has it; with `strict`, nothing else may be."""
+    found = ModelView(model).schema
     specs = found.by_name()
     specs.update((alias, specs[name]) for alias, name in found.ties.items())
     for tensor in schema.tensors:

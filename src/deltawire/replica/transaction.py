@@ -1,6 +1,6 @@
 """Patch live weights all or nothing.
 
-stage    fetch, hash, decode, predict the digest      nothing touched; any error ends here
+stage    decode, predict the digest, bring it there   nothing touched; any error ends here
 apply    scatter the new bits                         on an error: scatter the old ones back
 prove    recompute the digest of the live weights     on a mismatch: scatter the old ones back
 """
@@ -16,11 +16,7 @@ from ..bucket.run import Run
 from ..core.change import Change
 from ..core.digest import StateDigest
 from ..core.errors import DigestMismatch
-from ..core.parallel import ordered_map
-from .target import Target
-
-WORTH_THREADS = 1 << 20
-"""Changes that are worth starting threads for: some milliseconds of work."""
+from .target import Patch, Target
 
 
 @dataclass(slots=True)
@@ -31,6 +27,8 @@ class Staged:
     digest: StateDigest
     # what the weights will have
     changes: list[Change]
+    patch: Patch | None = None
+    # the changes where the weights are
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -40,7 +38,8 @@ def stage(run: Run, parcel: Parcel, target: Target, present: StateDigest) -> Sta
     staged = Staged(manifest.version, present, [])
     clock = time.perf_counter()
     for data in parcel.objects:
-        for changes in as_delta(run, manifest.version, link.base, data).changes(target.bits):
+        file = as_delta(run, manifest.version, link.base, data)
+        for changes in file.changes_near(target.base):
             staged.changes.extend(changes)
     staged.digest = sum((change.digest() for change in staged.changes), present)
     staged.timings["decode"] = time.perf_counter() - clock
@@ -51,17 +50,18 @@ def stage(run: Run, parcel: Parcel, target: Target, present: StateDigest) -> Sta
             str(staged.digest),
             "the delta does not lead there; nothing was changed",
         )
+    clock = time.perf_counter()
+    staged.patch = target.stage(staged.changes)
+    staged.timings["stage"] = time.perf_counter() - clock
     return staged
 
 
 def apply(target: Target, staged: Staged, *, prove: bool = True) -> None:
     """Write a staged delta. On any failure the old bits are back when the exception leaves."""
+    assert staged.patch is not None
     clock = time.perf_counter()
-    many = sum(change.count for change in staged.changes) >= WORTH_THREADS
-    threads = None if many and target.in_place else 1
     try:
-        for _ in ordered_map(target.write, staged.changes, threads):
-            pass
+        staged.patch.write()
         staged.timings["apply"] = time.perf_counter() - clock
         if prove:
             clock = time.perf_counter()
@@ -70,7 +70,5 @@ def apply(target: Target, staged: Staged, *, prove: bool = True) -> None:
             if found != staged.digest:
                 raise DigestMismatch(staged.version, str(staged.digest), str(found), "the old weights were put back")
     except BaseException:
-        # all of them: to undo what was never written changes nothing, and a write that died half-way is undone whole
-        for change in staged.changes:
-            target.undo(change)
+        staged.patch.undo()
         raise

@@ -5,8 +5,10 @@
     s3://bucket/run                S3 and compatible servers (AWS_ENDPOINT_URL names them)
     gs://bucket/run                Google Cloud Storage
     az://container/run             Azure Blob Storage
+    hf://buckets/me/name/run       a Hugging Face bucket, with the `hub` extra
 
-Credentials, region and endpoint come from the environment, never from the URL.
+Credentials come from the environment or the files of the AWS tools, never from the URL; an endpoint and a region may
+stand in it (s3://bucket/run?endpoint=http://127.0.0.1:8333). docs/stores.md says more.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from deltawire.core.errors import BadURL
 from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store
+from deltawire.store.hub import HubStore
 from deltawire.store.local import LocalStore
 from deltawire.store.object import SCHEMES, ObjectStore
 from deltawire.store.retry import Retrying
@@ -25,6 +28,7 @@ from deltawire.store.retry import Retrying
 __all__ = [
     "Chunks",
     "Fetched",
+    "HubStore",
     "LocalStore",
     "ObjectInfo",
     "ObjectStore",
@@ -32,6 +36,8 @@ __all__ = [
     "Store",
     "open_store",
 ]
+
+_SCHEMES = sorted(("file", "hf", *SCHEMES))
 
 
 def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> Store:
@@ -49,11 +55,13 @@ def _open(where: str) -> Store:
             raise BadURL(f"an empty address; {_known()}")
         return LocalStore(Path(where).expanduser())
     name = scheme[1].lower()
-    if name not in ("file", *SCHEMES):
+    if name not in _SCHEMES:
         raise BadURL(f"no store speaks {name}://; {_known()}")
     if not where.startswith("://", len(name)):
         raise BadURL(f"{name}: wants two slashes, as in {name}://…")
     where = name + where[len(name) :]
+    if name == "hf":
+        return HubStore.from_url(where)
     return LocalStore(_file_path(where)) if name == "file" else ObjectStore.from_url(where)
 
 
@@ -69,5 +77,5 @@ def _file_path(url: str) -> str:
 
 
 def _known() -> str:
-    schemes = ", ".join(f"{name}://" for name in sorted(("file", *SCHEMES)))
+    schemes = ", ".join(f"{name}://" for name in _SCHEMES)
     return f"use one of {schemes} or a path"

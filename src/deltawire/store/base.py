@@ -12,6 +12,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from deltawire.core.errors import ObjectTooLarge
+
+
+def check_size(where: str, size: int, limit: int | None) -> None:
+    """ObjectTooLarge, before a byte of it is read."""
+    if limit is not None and size > limit:
+        raise ObjectTooLarge(
+            f"{where} has {size:,} bytes; what belongs there has at most {limit:,}: somebody else wrote it"
+        )
+
+
 Chunks = Callable[[], Iterable[bytes | memoryview]]
 """What `put` streams: called once per attempt, so that a retry starts from the first byte again.
 
@@ -46,12 +57,12 @@ class Store(Protocol):
     creates_exclusively: bool
     """Whether put_if_absent holds against writers on other machines. Where not, a writer must claim the run first."""
 
-    def get(self, key: str) -> Fetched:
-        """The whole object. ObjectNotFound if there is none."""
+    def get(self, key: str, *, limit: int | None = None) -> Fetched:
+        """The whole object. ObjectNotFound if there is none; ObjectTooLarge, unread, beyond `limit` bytes."""
         ...
 
-    def get_if_changed(self, key: str, etag: str | None) -> Fetched | None:
-        """The object, or None when it still has this etag (a conditional request where the store knows one)."""
+    def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
+        """As `get`, or None when it still has this etag (a conditional request where the store knows one)."""
         ...
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
@@ -91,3 +102,20 @@ class Announcing(Protocol):
         Unsupported when this store never tells.
         """
         ...
+
+
+@runtime_checkable
+class Sweeping(Protocol):
+    """A store in which a writer that died leaves something behind that no listing shows."""
+
+    def sweep(self, older_than_s: float = 86_400.0) -> int:
+        """Remove what was begun longer ago than this and never finished; returns how many things."""
+        ...
+
+
+@runtime_checkable
+class Settling(Protocol):
+    """A store that may not show an object at once."""
+
+    settles_s: float
+    """How many seconds after a put others may still be told that there is no such object."""

@@ -20,6 +20,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from deltawire.core.errors import (
     AlreadyExists,
@@ -32,7 +33,7 @@ from deltawire.core.errors import (
     TruncatedFile,
     UnsafeName,
 )
-from deltawire.store.base import Chunks, Fetched, ObjectInfo
+from deltawire.store.base import Chunks, Fetched, ObjectInfo, check_size
 from deltawire.store.names import TEMP_PREFIX, check_key, check_prefix, is_addressable
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -49,17 +50,17 @@ class LocalStore:
         self.url = self.root.as_uri()
         self.creates_exclusively = True
 
-    def get(self, key: str) -> Fetched:
+    def get(self, key: str, *, limit: int | None = None) -> Fetched:
         path = self._path(key)
         with self._border(key, reading=True), open(path, "rb") as file:
             # The open file stays the same object whatever is renamed over its name, so data and etag belong together.
-            return Fetched(file.read(), _etag(os.fstat(file.fileno())))
+            return self._read(key, file, os.fstat(file.fileno()), limit)
 
-    def get_if_changed(self, key: str, etag: str | None) -> Fetched | None:
+    def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
         path = self._path(key)
         with self._border(key, reading=True), open(path, "rb") as file:
-            found = _etag(os.fstat(file.fileno()))
-            return None if found == etag else Fetched(file.read(), found)
+            found = os.fstat(file.fileno())
+            return None if _etag(found) == etag else self._read(key, file, found, limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         if start < 0 or length < 0:
@@ -171,6 +172,10 @@ class LocalStore:
             raise
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _read(self, key: str, file: BinaryIO, found: os.stat_result, limit: int | None) -> Fetched:
+        check_size(self._where(key), found.st_size, limit)
+        return Fetched(file.read(), _etag(found))
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
         for name, found in self._entries(folder):

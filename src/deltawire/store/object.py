@@ -8,40 +8,37 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator
-from datetime import timedelta
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import NotModifiedError
-from obstore.store import MemoryStore, from_url
+from obstore.exceptions import BaseError, NotModifiedError
+from obstore.store import MemoryStore
 
-from deltawire.core.errors import BadURL, ObjectNotFound, StoreUnavailable, TruncatedFile, UnsafeName
-from deltawire.store.base import Chunks, Fetched, ObjectInfo
+from deltawire.core.errors import ObjectNotFound, PermissionDenied, StoreUnavailable, TruncatedFile, Unsupported
+from deltawire.store.address import SCHEMES, connect, parse, uploads
+from deltawire.store.base import Chunks, Fetched, ObjectInfo, check_size
 from deltawire.store.names import check_key, check_prefix
 from deltawire.store.object_errors import CLIENT_ERRORS, translate
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
-    from obstore.store import ClientConfig
     from obstore.store import ObjectStore as Client
 
-SCHEMES = ("az", "gs", "memory", "s3")
+    from deltawire.store.uploads import Uploads
+
+__all__ = ["SCHEMES", "ObjectStore"]
 
 # S3 takes at most 10,000 parts, so this bounds one object at 160 GB; a put holds at most _PARTS_AT_ONCE + 1 of them.
 _PART_BYTES = 16 << 20
 _PARTS_AT_ONCE = 4
 _MAX_OFFSET = (1 << 63) - 1
-# `timeout` bounds a whole request, so it must fit a large get. `read_timeout` ends a stalled connection, but takes a
-# whole upload for one wait: the parts in flight must go up within it, at 1.1 MB/s. AWS_READ_TIMEOUT and so on override.
-_TIMEOUTS = {"connect_timeout": "5s", "read_timeout": "60s", "timeout": "900s"}
-# HTTP options that users set by environment. Given any of ours, the client ignores all of theirs, so carry them over.
-_CLIENT_VARIABLES = (
-    "allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url", "read_timeout", "timeout", "user_agent",
-)  # fmt: skip
+
+log = logging.getLogger("deltawire")
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -54,33 +51,42 @@ class ObjectStore:
     come back as "already exists", and the winner would take itself for the loser. `Retrying` knows how to tell.
     """
 
-    def __init__(self, client: Client, url: str, *, prefix: str = "", creator: Client | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        url: str,
+        *,
+        prefix: str = "",
+        creator: Client | None = None,
+        uploads: Uploads | None = None,
+    ) -> None:
         self.url = url
+        self._place = url.partition("?")[0]
         self.creates_exclusively = True
         self._client = client
         self._creator = creator or client
+        self._uploads = uploads
         self._root = check_key(prefix) + "/" if prefix else ""
 
     @classmethod
-    def from_url(cls, url: str, *, retries: int = 3) -> ObjectStore:
+    def from_url(cls, url: str, *, retries: int = 3, environ: Mapping[str, str] = os.environ) -> ObjectStore:
         """`retries` are the client's own, per request: one failed part need not repeat a large upload."""
-        scheme, bucket, prefix = _parse(url)
-        clean = url.rstrip("/")
-        if scheme == "memory":
+        address = parse(url)
+        if address.scheme == "memory":
             with _memory_lock:
-                return cls(_memory.setdefault(bucket, MemoryStore()), clean, prefix=prefix)
-        with _border(clean):
-            client, creator = (_connect(f"{scheme}://{bucket}", count) for count in (retries, 0))
-        return cls(client, clean, prefix=prefix, creator=creator)
+                return cls(_memory.setdefault(address.bucket, MemoryStore()), address.url, prefix=address.prefix)
+        with _border(address.url):
+            client, creator = (connect(address, environ, count) for count in (retries, 0))
+        return cls(client, address.url, prefix=address.prefix, creator=creator, uploads=uploads(address, environ))
 
-    def get(self, key: str) -> Fetched:
+    def get(self, key: str, *, limit: int | None = None) -> Fetched:
         path = self._path(key)
         with self._border(key):
-            return self._read(key, obstore.get(self._client, path))
+            return self._read(key, obstore.get(self._client, path), limit)
 
-    def get_if_changed(self, key: str, etag: str | None) -> Fetched | None:
+    def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
         if not etag:
-            return self.get(key)
+            return self.get(key, limit=limit)
         path = self._path(key)
         with self._border(key):
             try:
@@ -88,7 +94,7 @@ class ObjectStore:
             except NotModifiedError:
                 return None
             # Some gateways ignore the condition; the body is not fetched before we ask for it.
-            return None if result.meta["e_tag"] == etag else self._read(key, result)
+            return None if result.meta["e_tag"] == etag else self._read(key, result, limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         if start < 0 or length < 0:
@@ -151,6 +157,23 @@ class ObjectStore:
         with contextlib.suppress(ObjectNotFound), self._border(key):
             obstore.delete(self._client, path)
 
+    def sweep(self, older_than_s: float = 86_400.0) -> int:
+        """End multipart uploads of killed writers. A put that fails ends its own.
+
+        `older_than_s` must exceed the longest upload there is: a live one looks the same.
+        """
+        if self._uploads is None:
+            return 0  # Azure drops them after a week, on Google Cloud a lifecycle rule does
+        horizon = time.time() - older_than_s
+        try:
+            stale = [upload for upload in self._uploads.list(self._root) if upload.started <= horizon]
+            for upload in stale:
+                self._uploads.abort(upload)
+        except (PermissionDenied, Unsupported) as error:
+            log.warning("%s; or give the bucket a lifecycle rule with AbortIncompleteMultipartUpload", error)
+            return 0
+        return len(stale)
+
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _pour(self, path: str, source: _Source) -> None:
@@ -177,9 +200,10 @@ class ObjectStore:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _read(self, key: str, result: Any) -> Fetched:
-        data: bytes = result.bytes().to_bytes()
+    def _read(self, key: str, result: Any, limit: int | None) -> Fetched:
         meta: ObjectMeta = result.meta
+        check_size(self._where(key), meta["size"], limit)
+        data: bytes = result.bytes().to_bytes()
         if len(data) != meta["size"]:
             raise StoreUnavailable(f"{self._where(key)}: {len(data)} of {meta['size']} bytes arrived")
         return Fetched(data, meta["e_tag"])
@@ -194,7 +218,7 @@ class ObjectStore:
         return self._root + check_key(key)
 
     def _where(self, key: str) -> str:
-        return f"{self.url}/{key}"
+        return f"{self._place}/{key}"
 
     def _border(self, key: str) -> contextlib.AbstractContextManager[None]:
         return _border(self._where(key))
@@ -224,11 +248,15 @@ class _Source:
 
 @contextlib.contextmanager
 def _border(where: str) -> Iterator[None]:
-    """The bucket client's errors stop here."""
+    """The bucket client's errors stop here, and are nobody's cause: they quote whole requests, signatures included."""
     try:
         yield
     except CLIENT_ERRORS as error:
-        raise translate(error, where) from error
+        meaning = translate(error, where)
+        if isinstance(error, BaseError) or str(error).startswith("Object at location "):
+            # Python keeps it as the context even so: what it quotes goes. Other errors are those of a put's producer.
+            error.args = (str(meaning),)
+        raise meaning from None
 
 
 def _safe_offset(folder: str, after: str) -> str:
@@ -245,45 +273,3 @@ def _safe_offset(folder: str, after: str) -> str:
         if same[end] > "/" and same[end - 1] != "/":  # the client would strip a '/' at the end
             return folder + same[:end]
     return ""
-
-
-def _parse(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix. A URL that could hold a secret is refused, and not repeated in the message."""
-    parts = urlsplit(url)
-    if "@" in parts.netloc or parts.query:
-        raise BadURL(
-            f"a {parts.scheme}:// URL has no place for credentials or options; set them in the environment "
-            "(AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION, …)"
-        )
-    if parts.fragment:
-        raise BadURL(f"{url}: write '#' as %23")
-    prefix = unquote(parts.path).strip("/")
-    if not parts.netloc:
-        raise BadURL(f"{url}: no bucket; write {parts.scheme}://bucket/run")
-    if prefix:
-        try:
-            check_key(prefix)
-        except UnsafeName as error:
-            raise BadURL(f"{url}: {error}") from None
-    return parts.scheme, parts.netloc, prefix
-
-
-def _connect(url: str, retries: int) -> Client:
-    backoff: Any = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2}
-    return from_url(
-        url,
-        client_options=_client_options(url),
-        retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=30), "backoff": backoff},
-    )
-
-
-def _client_options(url: str) -> ClientConfig:
-    family = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}[url.partition(":")[0]]
-    options: Any = dict(_TIMEOUTS)
-    options |= {name: value for name in _CLIENT_VARIABLES if (value := os.environ.get(f"{family}_{name.upper()}"))}
-    # An http:// endpoint is a decision the user has already taken; a second variable for it would only be a riddle.
-    endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
-    chosen = [os.environ[name] for name in endpoints if name.startswith(family) and os.environ.get(name)]
-    if any(endpoint.startswith("http://") for endpoint in chosen):
-        options["allow_http"] = True
-    return options  # type: ignore[no-any-return]

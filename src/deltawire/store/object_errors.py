@@ -36,18 +36,48 @@ CLIENT_ERRORS = (BaseError, FileNotFoundError, ValueError)
 # Error codes, as servers write them between <Code> tags.
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _BUSY = {"ConditionalRequestConflict", "OperationAborted", "RequestTimeout", "ServerBusy", "SlowDown"}
-_BAD_LOGIN = {"AuthFailure", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "TokenRefreshRequired"}
-_NO_SPACE = {"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"}
+_BAD_LOGIN = {
+    "AuthFailure", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "RequestExpired", "RequestTimeTooSkewed",
+    "TokenRefreshRequired",
+}  # fmt: skip
+_BAD_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect"}
+_NO_SPACE = {
+    "InsufficientCapacity", "InsufficientStorage", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded",
+    "XMinioStorageFull",
+}  # fmt: skip
 _DENIED = (PermissionDeniedError, UnauthenticatedError)
 
 # Where a client without credentials goes to ask for some: the machine it hopes to run on.
 _LOGIN_SERVICE = re.compile(r"Error performing \w+ http://(169\.254\.|metadata\.google\.internal)")
 
 _LOGIN_HINT = (
-    "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (profiles are not read: "
-    "`aws configure export-credentials --format env` prints them), GOOGLE_APPLICATION_CREDENTIALS, "
-    "or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+    "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; on other clouds "
+    "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
 )
+
+# What the server says is wrong → what to do about it.
+_NEXT = {
+    "AccessDenied": "this key may not do that here; allow it to get, put, list and delete objects under this prefix",
+    "AuthorizationHeaderMalformed": "set AWS_REGION, or ?region= in the URL, to the bucket's region",
+    "ExpiredToken": "sign in again and restart with the new session token",
+    "IllegalLocationConstraintException": "set AWS_REGION, or ?region= in the URL, to the bucket's region",
+    "InvalidAccessKeyId": "this server does not know the key: check AWS_ACCESS_KEY_ID or the profile, and the endpoint",
+    "InvalidToken": "AWS_SESSION_TOKEN does not belong to this key; unset it for a permanent one",
+    "PermanentRedirect": "set AWS_REGION, or ?region= in the URL, to the bucket's region",
+    "RequestExpired": "set this machine's clock",
+    "RequestTimeTooSkewed": "set this machine's clock: it is too far from the server's",
+    "SignatureDoesNotMatch": "the secret does not belong to the key: check AWS_SECRET_ACCESS_KEY or the profile",
+}
+_NO_REASON = "the answer gives no reason; check the key, its permissions and the bucket's name"
+_NO_SPACE_HINT = "free some space, raise the quota, or prune old versions"
+_REGION_HINT = "the bucket lies in another region; set AWS_REGION, or ?region= in the URL, to that"
+
+# What the client's TLS layer says, which no second attempt will change.
+_TLS = {
+    "InvalidCertificate": "the server's certificate is not trusted; name its authority's file in AWS_CA_BUNDLE",
+    "InvalidMessage": "this server does not speak TLS on that port; write http:// instead of https://",
+}
+_ASKED_US = "External AWS credential provider: "
 
 
 def translate(error: Exception, where: str) -> DeltawireError:
@@ -56,13 +86,18 @@ def translate(error: Exception, where: str) -> DeltawireError:
     # What the server answered, apart from what precedes it: the key, which could say anything.
     answer = text.partition("Server returned non-2xx status code: ")[2]
     status = int(answer[:3]) if answer[:3].isdecimal() else 0
-    code = _tag("Code", answer)
+    code = _tag("Code", answer) or _told(text)
     reason = _reason(text, answer, debug)
 
     if code in _NO_BUCKET:
         return BadURL(f"{where}: no such bucket; create it first, or check its name and the endpoint")
     if _LOGIN_SERVICE.search(text):
         return PermissionDenied(f"{where}: {_LOGIN_HINT}")
+    if _ASKED_US in text:
+        # our own words come back with the name of their class in front
+        return PermissionDenied(f"{where}: {text.partition(_ASKED_US)[2].partition(': ')[2].strip()}")
+    if code in _BAD_REGION or "Received redirect without LOCATION" in text:
+        return BadURL(f"{where}: {reason if code else _REGION_HINT}")
     # Before the classes: the client calls every 409 "already exists", also the one by which S3 says "busy, try again".
     if code in _BUSY:
         return StoreUnavailable(f"{where}: {reason}")
@@ -70,16 +105,18 @@ def translate(error: Exception, where: str) -> DeltawireError:
         return ObjectNotFound(f"no object at {where}")
     if isinstance(error, AlreadyExistsError):
         return AlreadyExists(f"{where} exists already")
-    if isinstance(error, _DENIED) or status in (401, 403) or code in _BAD_LOGIN:
+    if status == 507 or code in _NO_SPACE:
+        return StoreFull(f"{where}: {reason}; {_NO_SPACE_HINT}")
+    if isinstance(error, _DENIED) or status in (401, 403) or code in _BAD_LOGIN or code == "AccessDenied":
         return PermissionDenied(f"{where}: {reason}")
     if status == 416 or text.startswith("Generic InMemory error: Invalid range"):
         return TruncatedFile(f"{where}: {reason}")
-    if status == 507 or code in _NO_SPACE:
-        return StoreFull(f"{where}: {reason}")
     if isinstance(error, InvalidPathError) or text.startswith("Could not parse path"):
         return UnsafeName(f"{where}: {reason}")
     if text.endswith("HTTP error: builder error"):
         return BadURL(f"{where}: the endpoint is not a URL this client may use: {reason}")
+    if not answer and (trouble := re.search(r"error: (InvalidCertificate|InvalidMessage)\(\s*(\w+)", debug)):
+        return StoreError(f"{where}: {_TLS[trouble[1]]} ({trouble[2]})")
     if not answer and ("HTTP error: " in text or isinstance(error, JoinError)):
         return StoreUnavailable(f"{where}: {reason}")
     # 501 is an answer about the request, not about the moment.
@@ -93,11 +130,23 @@ def _tag(name: str, text: str) -> str | None:
     return found[1] if found else None
 
 
+def _told(text: str) -> str | None:
+    """The code in an answer that was 200 for the request and an error for the object: S3 deletes in batches."""
+    found = re.search(r"DeleteObjects request failed .*\(code: (\w+)\)$", text.strip(), re.DOTALL)
+    return found[1] if found else None
+
+
 def _reason(text: str, answer: str, debug: str) -> str:
     """One line a person can act on: the server's own words, or what the socket said."""
     if answer:
-        said = (answer.partition(":")[0], _tag("Code", answer), _tag("Message", answer))
-        return ": ".join(part for part in said if part)
+        code = _tag("Code", answer)
+        said = ": ".join(part for part in (answer.partition(":")[0].strip(), code, _tag("Message", answer)) if part)
+        if not code and said.startswith(("401", "403")):
+            return f"{said}; {_NO_REASON}"
+        return f"{said}; {_NEXT[code]}" if code in _NEXT else said
+    if code := _told(text):
+        return f"{code}; {_NEXT[code]}" if code in _NEXT else code
     short = text.rpartition(" - ")[2].strip()
     below = re.search(r'(?:message|error): "([^"]+)"|source: (TimedOut)', debug)
-    return f"{short} ({below[1] or 'timed out'})" if below else short
+    why = f"{short} ({below[1] or 'timed out'})" if below else short
+    return f"{why}; check the endpoint and the network" if "HTTP error" in short else why

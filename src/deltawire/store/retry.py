@@ -5,6 +5,7 @@ Delays grow exponentially with full jitter, so that a fleet of replicas does not
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -12,9 +13,14 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltawire.core.errors import AlreadyExists, ObjectNotFound, StoreUnavailable, TruncatedFile, Unsupported
-from deltawire.store.base import Announcing, Chunks, Fetched, ObjectInfo, Store
+from deltawire.store.base import Announcing, Chunks, Fetched, ObjectInfo, Settling, Store, Sweeping
+
+log = logging.getLogger("deltawire")
 
 T = TypeVar("T")
+
+_WORTH_SAYING = 4
+"""Failures in a row after which somebody who waits should know why; a second or two."""
 
 
 class Retrying:
@@ -22,7 +28,7 @@ class Retrying:
         self,
         inner: Store,
         *,
-        attempts: int = 6,
+        attempts: int = 10,
         total_s: float = 60.0,
         first_delay_s: float = 0.1,
         max_delay_s: float = 5.0,
@@ -35,6 +41,7 @@ class Retrying:
         self.inner = inner
         self.url = inner.url
         self.creates_exclusively = inner.creates_exclusively
+        self.settles_s = inner.settles_s if isinstance(inner, Settling) else 0.0
         self._attempts = attempts
         self._total_s = total_s
         self._first_delay_s = first_delay_s
@@ -43,11 +50,11 @@ class Retrying:
         self._clock = clock
         self._rng = rng or random.Random()
 
-    def get(self, key: str) -> Fetched:
-        return self._retry(lambda: self.inner.get(key))
+    def get(self, key: str, *, limit: int | None = None) -> Fetched:
+        return self._retry(lambda: self.inner.get(key, limit=limit))
 
-    def get_if_changed(self, key: str, etag: str | None) -> Fetched | None:
-        return self._retry(lambda: self.inner.get_if_changed(key, etag))
+    def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
+        return self._retry(lambda: self.inner.get_if_changed(key, etag, limit=limit))
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         return self._retry(lambda: self.inner.get_range(key, start, length))
@@ -109,6 +116,10 @@ class Retrying:
             raise Unsupported(f"{self.url} does not tell its readers what changed")
         return self.inner.announcements(stop)
 
+    def sweep(self, older_than_s: float = 86_400.0) -> int:
+        inner = self.inner
+        return self._retry(lambda: inner.sweep(older_than_s)) if isinstance(inner, Sweeping) else 0
+
     def _holds(self, key: str, data: bytes) -> bool:
         """Whether the object at `key` is exactly `data`. By size and range: a plain get may come back short."""
 
@@ -149,8 +160,13 @@ class _Patience:
         # The exponent is capped because 2**n overflows a float long before an operator's patience ends.
         ceiling = min(policy._max_delay_s, policy._first_delay_s * 2.0 ** min(self.failures - 1, 60))
         delay = policy._rng.uniform(0.0, ceiling)
+        if error.retry_after is not None:
+            # what was asked for and then some: all who were told the same must not come back at once
+            delay += error.retry_after
         spent = policy._clock() - self._started
         if self.failures >= policy._attempts or spent + delay > policy._total_s:
             attempts = "1 attempt" if self.failures == 1 else f"{self.failures} attempts"
-            raise StoreUnavailable(f"{error}; gave up after {attempts} in {spent:.1f} s") from error
+            raise StoreUnavailable(f"{error}; gave up after {attempts} in {spent:.1f} s", error.retry_after) from error
+        if self.failures == _WORTH_SAYING:
+            log.warning("%s; trying again for up to %.0f s", error, policy._total_s)
         policy._sleep(delay)

@@ -29,15 +29,15 @@ class CountingStore:
             self.bytes_in = 0
             self.bytes_out = 0
 
-    def get(self, key: str) -> Fetched:
+    def get(self, key: str, *, limit: int | None = None) -> Fetched:
         self._count("get")
-        fetched = self.inner.get(key)
+        fetched = self.inner.get(key, limit=limit)
         self._read(len(fetched.data))
         return fetched
 
-    def get_if_changed(self, key: str, etag: str | None) -> Fetched | None:
+    def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
         self._count("get_if_changed")
-        fetched = self.inner.get_if_changed(key, etag)
+        fetched = self.inner.get_if_changed(key, etag, limit=limit)
         self._read(len(fetched.data) if fetched else 0)
         return fetched
 

@@ -95,15 +95,15 @@ class FlakyStore:
             for key in list(self._late):
                 self._show(key)
 
-    def get(self, key: str) -> Fetched:
+    def get(self, key: str, *, limit: int | None = None) -> Fetched:
         luck = self._begin("get", key)
-        fetched = self._cut(luck, self.inner.get(key))
+        fetched = self._cut(luck, self.inner.get(key, limit=limit))
         self._end("get", key, luck)
         return fetched
 
-    def get_if_changed(self, key: str, etag: str | None) -> Fetched | None:
+    def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
         luck = self._begin("get_if_changed", key)
-        fetched = self.inner.get_if_changed(key, etag)
+        fetched = self.inner.get_if_changed(key, etag, limit=limit)
         if fetched is not None:
             fetched = self._cut(luck, fetched)
         self._end("get_if_changed", key, luck)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deltawire.core.errors import AlreadyExists, ObjectNotFound, TruncatedFile, UnsafeName
+from deltawire.core.errors import AlreadyExists, ObjectNotFound, ObjectTooLarge, TruncatedFile, UnsafeName
 from deltawire.store.base import Chunks, Fetched, Store
 
 ODD_KEYS = [
@@ -72,6 +72,17 @@ class StoreTests:
         assert fetched.data == data
         assert type(fetched.data) is bytes
         assert store.head("key").size == len(data)
+
+    def test_a_limit_on_what_is_read(self, store: Store) -> None:
+        store.put("key", bytes(1000))
+        assert store.get("key", limit=1000).data == bytes(1000)
+        changed = store.get_if_changed("key", None, limit=1000)
+        assert changed is not None
+        if changed.etag is not None:
+            assert store.get_if_changed("key", changed.etag, limit=1) is None
+        for call in (lambda: store.get("key", limit=999), lambda: store.get_if_changed("key", "other", limit=999)):
+            with pytest.raises(ObjectTooLarge, match="1,000 bytes"):
+                call()
 
     def test_put_replaces(self, store: Store) -> None:
         for data in (b"first", b"the second is longer", b"3rd", b""):

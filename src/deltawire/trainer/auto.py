@@ -3,7 +3,8 @@
     time = bytes / link speed + encode + decode
 
 The link is measured by the publisher's own uploads; what an encoding costs and saves is measured by its own use,
-starting from the figures of benchmarks/codec.py. A replica is taken to have a link and a processor like the trainer's.
+starting from what `deltawire plan` goes by (core/costs.py). A replica is taken to have a link and a processor like the
+trainer's.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.codecs import check_encoding
+from ..core.costs import AUTO, CODING, bits_at
 from ..core.parallel import default_threads
 from ..core.sparse import DataFile
 
-AUTO = "auto"
-
 UNKNOWN_LINK = 125e6
 """Bytes per second before the first upload was timed: 1 Gbit/s."""
+
+USUAL_DENSITY = 0.01
+"""Share of weights that change, before the first version said more."""
 
 _MEMORY = 0.3
 """Weight of a new measurement in a running mean."""
@@ -46,6 +49,12 @@ class Estimate:
         return (weights * self.seconds_per_weight + changed * self.seconds_per_change) / default_threads()
 
 
+def _at_first(encoding: str) -> Estimate:
+    coding = CODING[encoding]
+    per_weight = coding.encode_weight + coding.decode_weight
+    return Estimate(bits_at(USUAL_DENSITY, encoding), per_weight, coding.encode_change + coding.decode_change)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     encoding: str
@@ -62,11 +71,8 @@ class EncodingChooser:
         self._fixed = None if encoding == AUTO else Choice(encoding)
         self.link = UNKNOWN_LINK
         self.measured = False
-        self.estimates = {
-            "packed": Estimate(9.9, 0.0, 20e-9),
-            "context": Estimate(7.0, 1.75e-9, 160e-9),
-        }
-        self._density = 0.01
+        self.estimates = {name: _at_first(name) for name in ("packed", "context")}
+        self._density = USUAL_DENSITY
 
     def choose(self, weights: int, changed: int | None = None) -> Choice:
         """For a delta of this size, or one as dense as the last where the size is not known yet."""

@@ -13,6 +13,7 @@ from ..core import full, history, keys
 from ..core.errors import AlreadyExists, StoreError, VersionNotFound, WriterConflict
 from ..core.manifest import Blob, File, Head, Link, Manifest, Summary, dump, now
 from ..core.sparse import DataFile
+from .claim import Claim
 
 log = logging.getLogger("deltawire")
 
@@ -25,6 +26,10 @@ class Committer:
         self.writer = secrets.token_hex(4)
         self._unsure = ""
         # the mark of the last commit, where it failed in a way that leaves open whether it happened
+        self._claim: Claim | None = None
+        if not run.store.creates_exclusively:
+            self._claim = Claim.take(run.store)
+            self._keep_run()
         newest = run.newest()
         self.versions: dict[int, Summary] = run.timeline(newest) if newest is not None else {}
         self.newest: Manifest | None = run.manifest(newest) if newest is not None else None
@@ -91,9 +96,14 @@ class Committer:
             files=files,
             recent=self._summaries(start, version),
         )
+        key, data = keys.manifest(version), dump(manifest)
+        if self._claim is not None:
+            self._claim.check()
         try:
             # created, never overwritten: two trainers must not share a version
-            self.run.store.put_if_absent(keys.manifest(version), dump(manifest))
+            self.run.store.put_if_absent(key, data)
+            if self._claim is not None:
+                self._claim.confirm(key, data)
         except AlreadyExists:
             raise WriterConflict(
                 f"another writer committed version {version} of {self.run.store.url} first; "
@@ -124,6 +134,15 @@ class Committer:
         log.warning("version %d was committed after all", manifest.version)
         self._committed(manifest)
         return manifest
+
+    def _keep_run(self) -> None:
+        """Of two trainers that create a run together, the one that holds the claim says what the run is."""
+        there = Run.open(self.run.store)
+        if there.info.run == self.run.info.run:
+            return
+        if self.run.listed():
+            raise WriterConflict(f"another trainer created {self.run.store.url} meanwhile; start this one again")
+        self.run.store.put(keys.RUN, dump(self.run.info))
 
     def _committed(self, manifest: Manifest) -> None:
         self._unsure = ""

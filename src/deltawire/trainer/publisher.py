@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,21 +20,27 @@ from ..bucket.replay import State, checkout, find_reference, reference_source
 from ..bucket.run import Run
 from ..core import full
 from ..core.errors import (
+    ChainError,
     DeltawireError,
     DivergedRun,
+    FormatError,
+    ObjectNotFound,
     PublisherClosed,
     PublishFailed,
+    ReferenceUnavailable,
     RunNotFound,
+    SchemaMismatch,
     WriterConflict,
 )
 from ..core.manifest import Link, Manifest
 from ..core.parallel import ordered_map
 from ..core.sparse import EncodedBlock, encode_block
-from ..models import ModelView
+from ..models import AUTO, Known, ModelView
 from ..store import Store, open_store
 from .auto import EncodingChooser
 from .commit import Committer
-from .mirror import Capture, Mirror, TooLarge
+from .detectors import Detector, HostDetector, LostTrack, TooLarge, as_detector, default_detector
+from .mirror import Capture, Mirror
 from .policy import AnchorPolicy
 from .stream import Stream
 from .writer import Draft, Progress, Published, Skip, VersionWriter, say
@@ -70,8 +76,13 @@ class Publisher:
     """Publishes versions of a model to a run. One live publisher per run; a second one loses cleanly.
 
     encoding       "packed" (default), "context" (smaller, slower), "auto" (whichever gets there sooner) or "raw"
-    wire_dtype     "bf16" or "fp16": what floating-point torch weights are cast to before they are compared; None sends
-                   them as they are
+    wire_dtype     "auto" (default): the fp32 and fp64 weights of a torch module travel as bf16, everything else (other
+                   dtypes, state dicts, numpy, checkpoint folders) as it is. "bf16" or "fp16": what all floating-point
+                   torch weights are cast to before they are compared. None sends them as they are. A NaN gets the bits
+                   that the cast on the model's own device gives it.
+    buffers        whether the buffers of a torch module travel (default), as they do in its checkpoint
+    detector       how changes are found (trainer/detectors.py): by default with a copy on the model's own GPU, or in
+                   host memory for everything else. SnapshotDetector, FusedDetector, or the model's DeltaAdamW.
     anchor_every   an anchor at the latest every so many versions; `anchor_ratio` rules in any case
     anchor_ratio   an anchor once the deltas since the last one cost more than this many times its bytes
     skip_every     also publish a delta over this many versions at a time, so that late joiners fetch fewer objects
@@ -86,7 +97,9 @@ class Publisher:
         run: str | Path | Store,
         *,
         encoding: str = "packed",
-        wire_dtype: str | None = None,
+        wire_dtype: str | None = AUTO,
+        buffers: bool = True,
+        detector: Any = None,
         anchor_every: int | None = None,
         anchor_ratio: float = 1.0,
         skip_every: int | None = None,
@@ -98,6 +111,12 @@ class Publisher:
         self._chooser = EncodingChooser(encoding)
         self._policy = AnchorPolicy(anchor_every, anchor_ratio)
         self._wire_dtype = wire_dtype
+        self._buffers = buffers
+        self._detector: Detector | None = as_detector(detector) if detector is not None else None
+        # the user's; bound at the first publish, which knows the tensors
+        self._bound = False
+        self._known: Known | None = None
+        # about the model published last, which is usually the next one too
         self._skip_every = skip_every
         self._reference = str(reference) if reference is not None else None
         self._files = full.companion_files(Path(files)) if isinstance(files, (str, Path)) else files
@@ -137,13 +156,21 @@ class Publisher:
 
         Takes a torch module, a state dict, a mapping of arrays, or anything with `schema` and `region` (a checkpoint
         folder). Returns once it has seen what changed; the model may train on. With `wait` it returns after the commit
-        and holds no more than one copy of the model plus a few blocks.
+        and, in host memory, holds no more than one copy of the model plus a few blocks.
+
+        Tied weights travel once; frozen ones are compared like all others, and cost no bytes while they do not change.
         """
         began = time.perf_counter()
         self._raise_failure()
         source = self._open(model, progress)
         handle = PublishHandle()
-        job = None if wait else self._capture(source)
+        try:
+            job = None if self._must_stream(source, wait) else self._capture(source)
+        except LostTrack as lost:
+            log.warning("%s; comparing with the newest version in %s", lost, self._store.url)
+            self.flush()
+            self._mirror, self._leftover, job = None, [], None
+            source = self._open(source, progress)
         if job is None:
             self._stream(source, handle, step, metrics or {}, began, progress)
             return handle
@@ -156,6 +183,8 @@ class Publisher:
                 self._thread = threading.Thread(target=self._loop, name="deltawire-publisher", daemon=True)
                 self._thread.start()
             self._work.notify_all()
+        if wait:
+            handle.result()
         return handle
 
     def resume(self, model: Any) -> int:
@@ -166,12 +195,13 @@ class Publisher:
             raise DivergedRun(f"{self._store.url} has no version to resume from")
         source = self._source(model)
         committer.run.schema.require_equal(source.schema, ours="the run", theirs="this model")
-        found = str(full.digest_of(source))
+        detector = self._detector_for(source)
+        found = str(detector.digest_of(source))
         if found != newest.digest:
             same = [v for v, summary in committer.versions.items() if summary.digest == found]
             what = f"version {same[-1]}" if same else "no version of it"
             raise DivergedRun(f"{self._store.url} is at version {newest.version}; these weights are {what}")
-        self._adopt(source)
+        self._mirror = Mirror(detector, detector.load(source))
         return newest.version
 
     def flush(self, timeout: float | None = None) -> None:
@@ -196,6 +226,8 @@ class Publisher:
                 self._work.notify_all()
             if self._thread is not None:
                 self._thread.join(timeout)
+            if self._mirror is not None:
+                self._mirror.detector.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -214,6 +246,12 @@ class Publisher:
         newest = self._writer.committer.newest if self._writer else None
         return newest.version if newest else None
 
+    @property
+    def queue(self) -> int:
+        """Versions on their way: 0, 1 in flight, or 2 with one that waits (and takes in every further publish)."""
+        with self._work:
+            return (self._in_flight is not None) + (self._waiting is not None)
+
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take_up(self, run: Run) -> VersionWriter:
@@ -223,12 +261,18 @@ class Publisher:
     def _source(self, model: Any) -> full.Source:
         if hasattr(model, "schema") and hasattr(model, "region"):
             return model  # type: ignore[no-any-return]
-        return ModelView(model, self._wire_dtype)
+        view = ModelView(model, self._wire_dtype, buffers=self._buffers, known=self._known)
+        self._known = view.known
+        return view
 
     def _open(self, model: Any, progress: Progress | None) -> full.Source:
         """Before the first diff: create the run, or take up its newest version as what to diff against."""
         source = self._source(model)
         writer = self._writer or self._take_up(Run.create(self._store, source.schema, self._model_name))
+        if self._mirror is not None and not self._mirror.detector.suits(source):
+            # the model has moved to another device, or is handed over in another form
+            self.flush()
+            self._mirror, self._leftover = None, []
         if self._mirror is None:
             writer.committer.catch_up()
         run, newest = writer.committer.run, writer.committer.newest
@@ -237,24 +281,50 @@ class Publisher:
             return source
         if newest is None and self._reference is not None:
             self._commit_reference(writer)
-        elif newest is None:
-            self._mirror = Mirror(State(run.schema))
-        elif str(full.digest_of(source)) == newest.digest:
-            self._adopt(source)
+            return source
+        detector = self._detector_for(source)
+        if newest is None:
+            # in host memory the first version is what differs from zeros; a device takes its weights over at once
+            self._mirror = Mirror(detector) if detector.writes_parts else Mirror(detector, detector.load(source))
+        elif str(detector.digest_of(source)) == newest.digest:
+            self._mirror = Mirror(detector, detector.load(source))
         else:
             log.info("rebuilding version %d from %s to diff against", newest.version, self._store.url)
             fetched = (lambda n: progress("fetch", n)) if progress else None
-            self._mirror = Mirror(checkout(run, newest.version, resolve=self._find_reference, progress=fetched))
+            state = self._rebuild(writer, newest.version, fetched)
+            self._mirror = Mirror(HostDetector.of(state), state.digest)
         return source
+
+    def _rebuild(self, writer: VersionWriter, version: int, progress: Callable[[int], None] | None) -> State:
+        run = writer.committer.run
+        try:
+            return checkout(run, version, resolve=self._find_reference, progress=progress)
+        except ReferenceUnavailable:
+            raise  # it is somewhere, only not here
+        except (FormatError, ChainError, ObjectNotFound) as error:
+            # what nobody can read any more must not keep a trainer from going on
+            log.warning("version %d cannot be rebuilt, the next one will be an anchor: %s", version, error)
+            writer.start_over = True
+            return State(run.schema)
+
+    def _detector_for(self, source: full.Source) -> Detector:
+        if self._detector is None:
+            detector = default_detector(source)
+            detector.bind(source)
+            return detector
+        if not self._bound:
+            self._detector.bind(source)
+            self._bound = True
+        if not self._detector.suits(source):
+            raise SchemaMismatch(
+                f"{type(self._detector).__name__} was made for other tensors than those of this model; "
+                "pass the same model to every publish, or a new detector to a new Publisher"
+            )
+        return self._detector
 
     def _find_reference(self, source: str) -> Path:
         """Where this publisher was told the reference is, which may not be what the run calls it."""
         return find_reference(self._reference or source)
-
-    def _adopt(self, source: full.Source) -> None:
-        state = State(source.schema)
-        state.load(source)
-        self._mirror = Mirror(state)
 
     def _commit_reference(self, writer: VersionWriter) -> None:
         """Version 0 is a checkpoint that everybody can get: its name and digest travel, its weights do not."""
@@ -273,15 +343,25 @@ class Publisher:
             timings={},
             files=committer.put_files(self._files),
         )
-        self._mirror = Mirror(state)
+        self._mirror = Mirror(HostDetector.of(state), state.digest)
         say(manifest, schema.elements)
 
     # ── detecting ────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _must_stream(self, source: full.Source, wait: bool) -> bool:
+        """Whether to compare block by block while the caller waits: in little host memory, or where the version to diff
+        against came from the bucket and is not yet where the model is."""
+        assert self._mirror is not None
+        in_host_memory = self._mirror.detector.writes_parts
+        return in_host_memory and (wait or self._lives_elsewhere(source))
+
+    def _lives_elsewhere(self, source: full.Source) -> bool:
+        return not (self._detector or default_detector(source)).writes_parts
+
     def _capture(self, source: full.Source) -> _Job | None:
         """What changed, merged into the job that waits, if one does. None where it is too dense to hold in memory."""
         assert self._mirror is not None
-        budget = self._max_pending or max(MIN_PENDING, self._mirror.state.schema.nbytes // 2)
+        budget = self._max_pending or max(MIN_PENDING, self._mirror.nbytes // 2)
         with self._work:
             # out of the background's reach while it grows
             job, self._waiting = self._waiting, None
@@ -325,9 +405,10 @@ class Publisher:
         if first:
             stream.load()
         blocks = () if first else stream.blocks()
-        draft = Draft(choice, blocks, mirror.state.region, stream.digest, step, metrics, {}, None, progress)
+        draft = Draft(choice, blocks, mirror.detector.region, stream.digest, step, metrics, {}, None, progress)
         published = self._writer.write(draft)
-        self._mirror = mirror
+        # from here on a detector of the model's own kind can take over: the bucket has what the model has
+        self._mirror = None if mirror.detector.writes_parts and self._lives_elsewhere(source) else mirror
         published.timings["held"] = time.perf_counter() - began
         handle._future.set_result(published)
 
@@ -364,7 +445,7 @@ class Publisher:
         mirror = self._mirror
         self._take_over(job, self._writer.committer.catch_up())
         capture, version = job.capture, self._writer.committer.next_version
-        choice = self._chooser.choose(mirror.state.schema.elements, capture.count)
+        choice = self._chooser.choose(self._writer.committer.run.schema.elements, capture.count)
         before = mirror.before(capture)
 
         def encoded() -> Iterator[EncodedBlock]:
@@ -380,6 +461,7 @@ class Publisher:
             job.metrics,
             {"held": job.held},
             self._skip_draft(since, capture, version, choice.encoding),
+            publishes=len(job.handles),
         )
         published = self._writer.write(draft)
         self._settle(capture, version, since)

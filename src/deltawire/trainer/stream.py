@@ -6,6 +6,7 @@ Here nothing is kept but the coded bytes, which the writer spools to disk; the p
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..core import full
 from ..core.change import Block, Change, Region, compare
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
+from ..core.errors import PublishFailed
 from ..core.parallel import default_threads, ordered_map
 from ..core.sparse import EncodedBlock, encode_block
 from .mirror import Mirror
@@ -55,31 +57,30 @@ class Stream:
 
     def digest(self) -> StateDigest:
         """After the last block: the digest of the source."""
-        self._mirror.state.digest += self._moved
-        self._moved = StateDigest()
-        return self._mirror.state.digest
+        mirror = self._mirror
+        reached = mirror.digest + self._moved
+        if not mirror.detector.writes_parts and mirror.detector.load(self._source) != reached:
+            raise PublishFailed("the weights changed while they were being published; keep training out of `publish`")
+        mirror.digest, self._moved = reached, StateDigest()
+        return reached
 
     def load(self) -> None:
         """Take everything over without saying what changed: for the first version, which has no version before it."""
-        for block, _ in zip(self._mirror.plan, ordered_map(self._load, self._mirror.plan, self._threads), strict=True):
-            self._tell(block)
-        self._mirror.state.digest = full.digest_of(self._mirror.state)
+        detector = self._mirror.detector
+        # a device takes weights over by itself; where they are read by regions that can be watched
+        source = _Watched(self._source, self._detected) if detector.writes_parts and self._detected else self._source
+        self._mirror.digest = detector.load(source)
 
     def _tell(self, block: Block) -> None:
         if self._detected:
             self._detected(sum(region.units * region.tensor.unit_size for region in block))
-
-    def _load(self, block: Block) -> None:
-        for region in block:
-            for part in _cut(region, READ_UNITS):
-                self._mirror.state.region(part)[:] = self._source.region(part)
 
     def _code(self, block: Block) -> tuple[StateDigest, list[EncodedBlock]]:
         """Blocks cover disjoint regions: one may be taken over while others are still being compared."""
         moved, coded = StateDigest(), []
         sparse: list[Change] = []
         for part in (part for region in block for part in _cut(region, READ_UNITS)):
-            old, new = self._mirror.state.region(part), self._source.region(part)
+            old, new = self._mirror.detector.region(part), self._source.region(part)
             if not _is_dense(old, new):
                 sparse.append(compare(part, old, new))
                 continue
@@ -91,10 +92,25 @@ class Stream:
         return moved, coded
 
     def _take(self, coded: list[EncodedBlock], changes: list[Change]) -> StateDigest:
-        # coded against the old bits, so they may go now
-        coded.append(encode_block(changes, self._encoding, self._mirror.state.region))
-        self._mirror.write(changes)
+        coded.append(encode_block(changes, self._encoding, self._mirror.detector.region))
+        if self._mirror.detector.writes_parts:
+            # coded against the old bits, so they may go now
+            self._mirror.detector.write(changes)
         return sum((change.digest() for change in changes), StateDigest())
+
+
+class _Watched:
+    """A source that says how far it has been read."""
+
+    def __init__(self, source: full.Source, detected: Detected) -> None:
+        self.schema, self._source, self._detected = source.schema, source, detected
+        self._lock = threading.Lock()
+
+    def region(self, region: Region) -> Bits:
+        bits = self._source.region(region)
+        with self._lock:
+            self._detected(bits.nbytes)
+        return bits
 
 
 def _is_dense(old: Bits, new: Bits) -> bool:

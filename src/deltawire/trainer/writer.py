@@ -37,6 +37,20 @@ class Published:
     # "delta", "anchor", "reference"
     timings: dict[str, float]
     # seconds: held (the trainer's thread), encode, put
+    elements: int = 0
+    # of the whole model
+    publishes: int = 1
+    # calls of `publish` that this version carries: more than one where the bucket was slower than the trainer
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Flat figures for a trainer's own log."""
+        return {
+            **{f"{name}_ms": 1e3 * seconds for name, seconds in self.timings.items()},
+            "bytes": self.bytes,
+            "changed_percent": 100 * self.changed / max(self.elements, 1),
+            "publishes": self.publishes,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,7 @@ class Draft:
     timings: dict[str, float] = field(default_factory=dict)
     skip: Skip | None = None
     progress: Progress | None = None
+    publishes: int = 1
 
 
 class VersionWriter:
@@ -70,6 +85,8 @@ class VersionWriter:
         self, committer: Committer, chooser: EncodingChooser, policy: AnchorPolicy, files: Mapping[str, bytes] | None
     ) -> None:
         self.committer, self.chooser, self.policy, self.files = committer, chooser, policy, files
+        self.start_over = False
+        # nobody can read the version before: the next one stands alone, as an anchor
 
     def write(self, draft: Draft) -> Published:
         committer, schema = self.committer, self.committer.run.schema
@@ -84,7 +101,7 @@ class VersionWriter:
             draft.timings["encode"] = time.perf_counter() - clock
             clock = time.perf_counter()
             delta_bytes = file.size if version else 0
-            if version and delta_bytes < schema.nbytes:
+            if version and delta_bytes < schema.nbytes and not self.start_over:
                 blob = committer.put(keys.delta(version - 1, version, committer.writer), file, put)
                 links.append(Link("delta", version - 1, (blob,), choice.encoding, choice.why, file.changed))
                 self.chooser.learn(choice, file, schema.elements, draft.timings["encode"], time.perf_counter() - clock)
@@ -108,7 +125,8 @@ class VersionWriter:
             timings=draft.timings,
             files=files,
         )
-        say(manifest, schema.elements)
+        self.start_over = False
+        say(manifest, schema.elements, draft.publishes)
         return Published(
             version,
             manifest.digest,
@@ -116,6 +134,8 @@ class VersionWriter:
             sum(link.bytes for link in links),
             tuple(link.kind for link in links),
             dict(manifest.timings),
+            schema.elements,
+            draft.publishes,
         )
 
     def _delta(self, writer: DeltaWriter, blocks: Iterable[EncodedBlock], base: int, version: int) -> DataFile:
@@ -144,11 +164,13 @@ class VersionWriter:
         return {"run": self.committer.run.info.run, "model_version": str(version)}
 
 
-def say(manifest: Manifest, elements: int) -> None:
+def say(manifest: Manifest, elements: int, publishes: int = 1) -> None:
     """One line per version."""
     kinds = "+".join(link.kind for link in manifest.links)
     size = sum(blob.size for link in manifest.links for blob in link.objects)
     times = "  ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in manifest.timings.items())
     parent = f" ← v{manifest.parent}" if manifest.parent is not None else ""
     share = 100 * manifest.changed / max(elements, 1)
-    log.info("v%d%s  %s  %.2f %% changed  %.1f MB  %s", manifest.version, parent, kinds, share, size / 1e6, times)
+    merged = f"  {publishes} publishes" if publishes > 1 else ""
+    mb = size / 1e6
+    log.info("v%d%s  %s  %.2f %% changed  %.1f MB  %s%s", manifest.version, parent, kinds, share, mb, times, merged)

@@ -10,18 +10,19 @@ wide   the large steps, as byte planes, lowest first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from ..change import Change, Region, gather
+from ..change import Change, Region
 from ..dtypes import Bits, lookup
 from ..errors import CorruptStream, CountMismatch, PositionError
+from ..simd import LANES, equal_mask, trailing_zeros
 from .base import BaseBits, Before, Coded, CodedBlock, check_names, exactly
-from .ulps import take_steps, zigzags_of
+from .ulps import gathered, moved, zigzags_of
 
 name = "packed"
 
@@ -36,7 +37,7 @@ def encode(changes: Sequence[Change], before: Before) -> Coded:
     counts = np.array([c.count for c in changes], np.int64)
     covered = sum(c.region.units for c in changes)
     shift = _shift(covered, positions.size)
-    gaps = np.empty(positions.size + (covered >> shift) // 255 + 1, np.uint8)
+    gaps = np.full(positions.size + (covered >> shift) // 255 + 1, 255, np.uint8)
     low = np.empty(_words(positions.size, shift), np.uint32)
     used = _write_gaps(positions, counts, shift, gaps, low)
     steps = np.empty((positions.size + 1) // 2, np.uint8)
@@ -56,6 +57,42 @@ def encode(changes: Sequence[Change], before: Before) -> Coded:
 def decode(
     coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes], base: BaseBits
 ) -> list[Change]:
+    return _changes(coded, regions, streams, base, gathered)
+
+
+def patch(
+    coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes], bits: BaseBits
+) -> list[Change]:
+    """As `decode`, and written at once. The block is checked before a bit is touched."""
+    return _changes(coded, regions, streams, bits, moved)
+
+
+def _changes(
+    coded: CodedBlock,
+    regions: Sequence[tuple[Region, int]],
+    streams: dict[str, bytes],
+    bits: BaseBits,
+    step: Callable[..., None],
+) -> list[Change]:
+    positions, zigzags = read(coded, regions, streams)
+    old = np.empty(positions.size, zigzags.dtype)
+    new = np.empty_like(old)
+    signed, result, start = _is_signed(regions[0][0]), [], 0
+    for region, count in regions:
+        here = slice(start, start + count)
+        change = Change(region, positions[here], old[here], new[here])
+        step(
+            bits(region.tensor.name), change.positions, zigzags[here], signed, change.old, change.new, *region.geometry
+        )
+        result.append(change)
+        start += count
+    return result
+
+
+def read(
+    coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]
+) -> tuple[npt.NDArray[np.uint32], Bits]:
+    """Positions and steps, checked: what needs no weights."""
     counts = np.array([count for _, count in regions], np.int64)
     sizes = np.array([region.units for region, _ in regions], np.int64)
     total = int(counts.sum())
@@ -69,34 +106,24 @@ def decode(
     zigzags = _zigzag_stream(coded, regions, streams)
     positions = np.empty(total, np.uint32)
     _raise_for(_read_gaps(gaps, low, counts, sizes, shift, positions))
-    result, start = [], 0
-    signed = _is_signed(regions[0][0])
-    for region, count in regions:
-        here = positions[start : start + count]
-        old = gather(region, here, base(region.tensor.name))
-        new = np.empty_like(old)
-        take_steps(zigzags[start : start + count], old, signed, new)
-        result.append(Change(region, here, old, new))
-        start += count
-    return result
+    return positions, zigzags
 
 
 def steps(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> npt.NDArray[np.int64]:
     """How far each changed element moves, in ulps. In this encoding that can be read without the base version."""
-    zigzags = _zigzag_stream(coded, regions, streams)[: sum(count for _, count in regions)].astype(np.int64)
+    zigzags = _zigzag_stream(coded, regions, streams).astype(np.int64)
     return np.where(zigzags & 1, -((zigzags + 1) >> 1), (zigzags >> 1) + 1)
 
 
-def _zigzag_stream(
-    coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]
-) -> npt.NDArray[np.uint32]:
+def _zigzag_stream(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> Bits:
     total = sum(count for _, count in regions)
     steps = exactly(coded, streams, "steps", ((total + 1) // 2, (total + 1) // 2))
     unit = lookup(regions[0][0].tensor.dtype).unit
     wide_size = np.dtype(unit).itemsize
     wide = _unplanes(exactly(coded, streams, "wide", (0, total * wide_size)), unit)
-    zigzags = np.empty(steps.size * 2, np.uint32)
-    _raise_for(_read_zigzags(steps, wide, total, 8 * wide_size, zigzags))
+    # of the unit's width: a step that does not fit was refused
+    zigzags = np.empty(total, unit)
+    _raise_for(_read_zigzags(steps, wide, 8 * wide_size, zigzags))
     return zigzags
 
 
@@ -151,12 +178,11 @@ def _write_gaps(positions: Any, counts: Any, shift: int, gaps: Any, low: Any) ->
         for position in positions[i : i + count]:
             gap = np.int64(position) - previous - 1
             previous = np.int64(position)
-            high = gap >> shift
-            while high >= 255:
-                gaps[n] = 255
-                n += 1
-                high -= 255
-            gaps[n] = high
+            # the gaps are full of 255 already; to skip them takes no branch
+            high = np.uint64(gap >> shift)
+            over = high // np.uint64(255)
+            n += np.int64(over)
+            gaps[n] = high - np.uint64(255) * over
             n += 1
             if shift:
                 held |= np.uint64(gap & mask) << np.uint64(bits)
@@ -176,34 +202,34 @@ def _write_gaps(positions: Any, counts: Any, shift: int, gaps: Any, low: Any) ->
 
 @njit(cache=True, nogil=True)
 def _read_gaps(gaps: Any, low: Any, counts: Any, sizes: Any, shift: int, positions: Any) -> int:
+    """A byte at a time, without a branch: where a gap ends is noise, and guessing it wrong costs more than the rest."""
     n = 0
-    i = 0
-    bit = 0
-    mask = (np.int64(1) << shift) - 1
-    end = gaps.size
+    k = 0
+    mask = (np.uint64(1) << np.uint64(shift)) - np.uint64(1)
     for region in range(counts.size):
         position = np.int64(-1)
-        size = sizes[region]
-        for k in range(i, i + counts[region]):
-            high = np.int64(0)
-            byte = np.int64(255)
-            while byte == 255:
-                if n == end:
-                    return _RAN_OUT
-                byte = np.int64(gaps[n])
-                n += 1
-                high += byte
-            gap = high << shift
-            if shift:
-                pair = np.uint64(low[bit >> 5]) | (np.uint64(low[(bit >> 5) + 1]) << np.uint64(32))
-                gap |= np.int64(pair >> np.uint64(bit & 31)) & mask
-                bit += shift
-            position += gap + 1
-            if position >= size:
-                return _OUT_OF_RANGE
-            positions[k] = position
-        i += counts[region]
-    return _OK if n == end else _LEFT_OVER
+        end = k + counts[region]
+        while k < end:
+            # so many bytes end at most so many gaps: no bounds to look at in between
+            piece = min(end - k, gaps.size - n)
+            if piece == 0:
+                return _RAN_OUT
+            for byte in gaps[n : n + piece]:
+                ends = np.int64(byte != 255)
+                rest = np.int64(0)
+                if shift:
+                    bit = np.uint64(k * shift)
+                    word = bit >> np.uint64(5)
+                    pair = np.uint64(low[word]) | (np.uint64(low[word + np.uint64(1)]) << np.uint64(32))
+                    rest = np.int64((pair >> (bit & np.uint64(31))) & mask)
+                position += (np.int64(byte) << shift) + ((rest + 1) & -ends)
+                positions[np.uint64(k)] = position
+                k += ends
+            n += piece
+        # they ascend: where the last is inside, all are
+        if position >= sizes[region]:
+            return _OUT_OF_RANGE
+    return _OK if n == gaps.size else _LEFT_OVER
 
 
 @njit(cache=True, nogil=True)
@@ -223,21 +249,26 @@ def _write_steps(old: Any, new: Any, signed: bool, steps: Any, wide: Any) -> int
 
 
 @njit(cache=True, nogil=True)
-def _read_zigzags(steps: Any, wide: Any, count: int, width: int, zigzags: Any) -> int:
+def _read_zigzags(steps: Any, wide: Any, width: int, zigzags: Any) -> int:
+    nibbles = np.zeros(2 * steps.size + LANES, np.uint8)
     for i in range(steps.size):
-        zigzags[2 * i] = steps[i] & 15
-        zigzags[2 * i + 1] = steps[i] >> 4
+        nibbles[2 * i] = steps[i] & 15
+        nibbles[2 * i + 1] = steps[i] >> 4
+    if nibbles[zigzags.size] != 0:
+        return _LEFT_OVER
+    for i in range(zigzags.size):
+        zigzags[i] = nibbles[i]
     used = 0
-    most = (np.int64(1) << width) - 2
-    for i in range(count):
-        if zigzags[i] == _ESCAPE:
+    most = (np.int64(1) << width) - 2 - _ESCAPE
+    start = np.int64(nibbles.ctypes.data)
+    for i in range(0, zigzags.size, LANES):
+        mask: Any = equal_mask(start + i, np.uint8(_ESCAPE))
+        while mask != 0:
             if used == wide.size:
                 return _RAN_OUT
-            zigzag = np.int64(wide[used]) + _ESCAPE
-            if zigzag > most:
+            if wide[used] > most:
                 return _BAD_STEP
-            zigzags[i] = zigzag
+            zigzags[i + trailing_zeros(mask)] += wide[used]
             used += 1
-    if count < zigzags.size and zigzags[count] != 0:
-        return _LEFT_OVER
+            mask &= mask - np.uint64(1)
     return _OK if used == wide.size else _LEFT_OVER

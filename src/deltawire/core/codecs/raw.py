@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from ..change import Change, Region, gather, regions
+from ..change import Change, gather, regions
 from ..container import Header, Item
 from ..dtypes import Bits, lookup
 from ..errors import CountMismatch, PositionError, SchemaMismatch
+from ..places import flatten
 from ..schema import TensorSpec
 from .base import BaseBits
 
@@ -38,7 +38,8 @@ def encode(changes: Sequence[Change]) -> list[tuple[str, str, bytes]]:
     for change in changes:
         tensor = change.region.tensor
         dtype = index_dtype(tensor)
-        flat = _flat(change.region, change.positions).astype(np.int32 if dtype == "I32" else np.int64)
+        flat = np.empty(change.count, np.int32 if dtype == "I32" else np.int64)
+        flatten(change.positions, flat, *change.region.geometry)
         parts.append((tensor.name + INDICES, dtype, flat.tobytes()))
         parts.append((tensor.name + VALUES, value_dtype(tensor), change.new.tobytes()))
     return parts
@@ -81,11 +82,3 @@ def decode(tensor: TensorSpec, index_dtype: str, indices: bytes, values: bytes, 
         positions = (flat[first:last] - region.base).astype(np.uint32)
         changes.append(Change(region, positions, gather(region, positions, bits), new[first:last]))
     return changes
-
-
-def _flat(region: Region, positions: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    local = positions.astype(np.int64)
-    if region.contiguous:
-        return local + region.base
-    row, column = np.divmod(local, region.columns)
-    return row * region.tensor.columns + column + region.base

@@ -11,6 +11,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from ..places import gather, scatter
+
+_PIECE = 256
+"""Changes whose cache lines fit the first-level cache."""
+
 
 @njit(cache=True, nogil=True, inline="always")
 def _key(bits: Any, signed: bool, sign: int) -> Any:
@@ -43,12 +48,36 @@ def zigzags_of(old: Any, new: Any, signed: bool, zigzags: Any) -> None:
         zigzags[i] = np.uint32(2 * step - 2 if step > 0 else -2 * step - 1)
 
 
+@njit(cache=True, nogil=True, inline="always")
+def _stepped(bits: Any, zigzag: Any, signed: bool, sign: int) -> Any:
+    z = np.int64(zigzag)
+    step = ((z >> 1) + 1) * (1 - 2 * (z & 1))
+    return _unkey((_key(np.int64(bits), signed, sign) + step) & ((np.int64(2) << sign) - 1), signed, sign)
+
+
 @njit(cache=True, nogil=True)
 def take_steps(zigzags: Any, old: Any, signed: bool, new: Any) -> None:
-    # apart from the gather before it: the shorter that loop, the more of its cache misses overlap
     sign = old.itemsize * 8 - 1
-    mask = (np.int64(2) << sign) - 1
     for i in range(old.size):
-        zigzag = np.int64(zigzags[i])
-        step = ((zigzag >> 1) + 1) * (1 - 2 * (zigzag & 1))
-        new[i] = _unkey((_key(np.int64(old[i]), signed, sign) + step) & mask, signed, sign)
+        new[i] = _stepped(old[i], zigzags[i], signed, sign)
+
+
+@njit(cache=True, nogil=True)
+def gathered(
+    bits: Any, positions: Any, zigzags: Any, signed: bool, old: Any, new: Any, base: int, width: int, stride: int
+) -> None:
+    """Old and new bits at positions of a region."""
+    # one after the other: the shorter a loop that waits for memory, the more of its waits overlap
+    gather(bits, positions, old, base, width, stride)
+    take_steps(zigzags, old, signed, new)
+
+
+@njit(cache=True, nogil=True)
+def moved(
+    bits: Any, positions: Any, zigzags: Any, signed: bool, old: Any, new: Any, base: int, width: int, stride: int
+) -> None:
+    """The same, and the new bits are written, while their cache lines are still near."""
+    for start in range(0, positions.size, _PIECE):
+        part = slice(start, start + _PIECE)
+        gathered(bits, positions[part], zigzags[part], signed, old[part], new[part], base, width, stride)
+        scatter(bits, positions[part], new[part], base, width, stride)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import int64, njit, uint8, uint16, uint32, uint64
 
-from ...simd import LANES, classify, equal_mask, popcount, prefetch, trailing_zeros
+from ...simd import LANES, LEAN, classify, equal_mask, popcount, prefetch, trailing_zeros
 
 CHUNK = 128
 """Weights of a row whose classes are counted together: the counts fit a byte."""
@@ -76,7 +76,7 @@ def _address(array: Any) -> Any:
     return int64(array.ctypes.data)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**LEAN)
 def _chunk_classes(
     source: Any, size: Any, levels: Any, out: Any, shift: Any, mask: Any, low: Any, top: Any, offset: Any,
     row_level: Any, limit: Any,
@@ -96,7 +96,7 @@ def _chunk_classes(
             classify(at, levels + half, out + half, uint32(shift), mask, low, top, offset, row_level, limit)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**LEAN)
 def _classify_rows(
     units: Any, size: Any, stride: Any, rule: Any, row_levels: Any, column_levels: Any, r0: Any, r1: Any, c0: Any,
     c1: Any, cls: Any,
@@ -131,7 +131,7 @@ def _classify_rows(
             i += 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**LEAN)
 def classify_tile(
     units: Any, size: Any, stride: Any, rule: Any, row_levels: Any, column_levels: Any, r0: Any, r1: Any, c0: Any,
     c1: Any, cls: Any, hist: Any, n: Any,
@@ -280,10 +280,14 @@ def exponent_histogram(
     )
     # rows have level 1, so this is 255 − exponent
     rule = np.array([shift, mask, 0, 255, 254, 256], np.int64)
+    # neighbours are often equal: one counter would wait for itself
+    counts = np.zeros((4, 256), np.int64)
     for r in range(0, rows, every):
         _classify_rows(units, size, stride, rule, live, levels, r, r + 1, 0, columns, cls)
         for j in range(columns):
-            out[255 - cls[j]] += 1
+            counts[j & 3, cls[j]] += 1
+    for e in range(256):
+        out[e] += counts[:, 255 - e].sum()
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -299,10 +303,12 @@ def weights_by_row(
     # rows have level 1, so this is x
     flat[4], flat[5] = rule[3] - 1, kinds
     chunk = _address(cls)
+    # no weight is less likely than the top exponent in the least likely column, or likelier than the other way round
+    least, most = column_plus[:columns].min(), min(kinds, rule[3] - rule[2] + 1 + column_plus[:columns].max())
     for r in range(rows):
         _classify_rows(units, size, stride, flat, live, column_plus, r, r + 1, 0, columns, cls)
         for b in range(0, columns, CHUNK):
-            for x in range(kinds):
+            for x in range(least, most):
                 count = popcount(equal_mask(chunk + b, uint8(x))) + popcount(equal_mask(chunk + b + LANES, uint8(x)))
                 out[r, x] += count
 
@@ -323,7 +329,7 @@ def weights_by_column(
                 out[j, min(cls[j] + row_plus[r], last)] += every
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**LEAN)
 def changes_by_line(columns: Any, rule: Any, plus: Any, by_row: Any, positions: Any, exponents: Any, out: Any) -> None:
     """out[row, x] with plus per column, or out[column, x] with plus per row, over all changes."""
     for i in range(positions.size):

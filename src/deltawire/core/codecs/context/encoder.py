@@ -13,6 +13,7 @@ from numba import njit
 from ...change import Change
 from ...dtypes import lookup
 from ...errors import PositionError
+from ...simd import LEAN
 from ..base import Before, Coded
 from ..ulps import zigzags_of
 from . import runs
@@ -179,13 +180,14 @@ def _choose_rule(total: Floats, changed: Floats, shift: int, mask: int, leveled:
     """The exponents worth telling apart: merge at both ends while that costs next to nothing."""
     used = np.flatnonzero(total)
     low, high = int(used[0]), int(used[-1])
-    classes = [(total[e], changed[e]) for e in range(low, high + 1)]
-    limit = max(32.0, 2e-4 * sum(_bits(*c) for c in classes))
+    classes = [(total[e], changed[e], _bits(total[e], changed[e])) for e in range(low, high + 1)]
+    limit = max(32.0, 2e-4 * sum(bits for _, _, bits in classes))
     most = CLASSES - ROW_NEUTRAL - COLUMN_NEUTRAL if leveled else CLASSES - 1
 
-    def merged(a: int, b: int) -> tuple[tuple[Any, Any], float]:
-        both = (classes[a][0] + classes[b][0], classes[a][1] + classes[b][1])
-        return both, _bits(*both) - _bits(*classes[a]) - _bits(*classes[b])
+    def merged(a: int, b: int) -> tuple[tuple[Any, Any, float], float]:
+        n, steps = classes[a][0] + classes[b][0], classes[a][1] + classes[b][1]
+        bits = _bits(n, steps)
+        return (n, steps, bits), bits - classes[a][2] - classes[b][2]
 
     while len(classes) > 1:
         (bottom, bottom_cost), (top, top_cost) = merged(0, 1), merged(-1, -2)
@@ -252,7 +254,7 @@ def _step_tables(histogram: npt.NDArray[np.int64]) -> tuple[list[list[int]], npt
 # ── kernels ──
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**LEAN)
 def _count_lines(positions: Any, columns: Any, per_row: Any, per_column: Any) -> Any:
     """Changes per row and column; False where positions do not ascend or leave the segment."""
     row, start, last = 0, 0, -1

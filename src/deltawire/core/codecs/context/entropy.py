@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, uint64
 
-from ...simd import leading_zeros
+from ...simd import LEAN, leading_zeros
 
 PRECISION = 14
 TOTAL = 1 << PRECISION
@@ -185,7 +185,7 @@ def put_bits(ops: Any, at: Any, value: Any, bits: Any) -> Any:
     return at
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**LEAN)
 def encode_ops(ops: Any, count: Any, out: Any, at: Any) -> Any:
     """Append the bytes of ops[:count] to out (room: 3 bytes per operation and 8 more); returns where they end."""
     first = at
@@ -217,7 +217,7 @@ def encode_ops(ops: Any, count: Any, out: Any, at: Any) -> Any:
     return at
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**LEAN)
 def _carry(out: Any, first: Any, at: Any) -> None:
     p = at - 1
     while p >= first and out[p] == 255:
@@ -230,7 +230,7 @@ def _carry(out: Any, first: Any, at: Any) -> None:
 # ── decoder: state is (code, span, at); bytes past the end read as zero, and `at` tells how far past they were read ──
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**LEAN)
 def start_decode(data: Any, at: Any, end: Any) -> Any:
     code = uint64(0)
     for _ in range(4):

@@ -33,6 +33,9 @@ MIN_GAIN = 0.03
 ROUNDS = 4
 """Of choosing levels for rates, then rates for levels."""
 
+ENOUGH = 4096
+"""Lines that rates and prices are estimated from."""
+
 MARGIN = 4
 """Likelihoods below the least likely exponent, and above the likeliest, that levels may lead to."""
 
@@ -97,17 +100,23 @@ def _choose(seen: Floats, hit: Floats, base: Floats, neutral: int, dead: bool) -
     Levels are chosen for given rates of change and prices of levels, then both are taken from the choice, a few times.
     """
     still = np.maximum(seen - hit, 0)
-    gain, cost, rate = np.empty((len(seen), LEVELS), np.float32), np.full(LEVELS, 2.0), base
-    for _ in range(ROUNDS):
-        _gains(still, hit, *_moves(rate, neutral, dead), dead, gain)
-        picked = np.argmax(gain - cost, axis=1)
-        cost = -np.log2((np.bincount(picked, minlength=LEVELS) + 0.5) / (len(picked) + 0.5 * LEVELS))
+    picked, cost, rate = np.empty(len(seen), np.uint8), np.full(LEVELS, 2, np.float32), base
+    # rates and prices are means over all lines: some thousand lines give the same
+    every = max(1, len(seen) // ENOUGH)
+    some = (
+        np.ascontiguousarray(still[::every]),
+        np.ascontiguousarray(hit[::every]),
+        np.empty(len(seen[::every]), np.uint8),
+    )
+    for lines in (*(ROUNDS - 1) * [some], (still, hit, picked)):
+        _pick(*lines[:2], *_moves(rate, neutral, dead), cost, dead, lines[2])
+        count = np.bincount(lines[2], minlength=LEVELS)
+        cost = -np.log2((count + 0.5) / (count.sum() + 0.5 * LEVELS)).astype(np.float32)
         changed, total = 4.0 * base, np.full(base.size, 4.0)
-        _recount(still, hit, picked, neutral, dead, changed, total)
+        _recount(*lines, neutral, dead, changed, total)
         rate = np.clip(changed / total, 1e-7, 0.98)
-    _gains(still, hit, *_moves(base, neutral, dead), dead, gain)
-    saved = float(np.take_along_axis(gain - cost, picked[:, None], 1).sum()) - 8 * HEAD
-    return picked.astype(np.uint8) if saved > MIN_GAIN * hit.sum() else None
+    saved = _saved(still, hit, *_moves(base, neutral, dead), cost, picked) - 8 * HEAD
+    return picked if saved > MIN_GAIN * hit.sum() else None
 
 
 def _moves(rate: Floats, neutral: int, dead: bool) -> tuple[Floats, Floats]:
@@ -121,21 +130,34 @@ def _moves(rate: Floats, neutral: int, dead: bool) -> tuple[Floats, Floats]:
 
 
 @njit(nogil=True, cache=True, fastmath=True)
-def _gains(still: Any, hit: Any, change: Any, keep: Any, dead: Any, gain: Any) -> None:
-    # a kernel and not two matrix products: those would start as many BLAS threads as there are cores
+def _pick(still: Any, hit: Any, change: Any, keep: Any, cost: Any, dead: bool, picked: Any) -> None:
+    """The level of each line that saves the most after its price; only a line without changes may be dead."""
     for i in range(still.shape[0]):
         changes = np.float32(0)
         for x in range(still.shape[1]):
             changes += hit[i, x]
-        for level in range(LEVELS):
-            total = np.float32(0)
+        best = np.float32(-1e30)
+        for level in range(1 if dead and changes > 0 else 0, LEVELS if dead else LEVELS - 1):
+            # not two matrix products: those would start as many BLAS threads as there are cores
+            gain = -cost[level]
             for x in range(still.shape[1]):
-                total += hit[i, x] * change[level, x] + still[i, x] * keep[level, x]
-            gain[i, level] = total
-        if not dead:
-            gain[i, LEVELS - 1] = -1e30
-        elif changes > 0:
-            gain[i, DEAD] = -1e30
+                gain += hit[i, x] * change[level, x] + still[i, x] * keep[level, x]
+            if gain > best:
+                best = gain
+                picked[i] = level
+
+
+@njit(nogil=True, cache=True, fastmath=True)
+def _saved(still: Any, hit: Any, change: Any, keep: Any, cost: Any, picked: Any) -> float:
+    """Bits that picked levels save in all."""
+    total = 0.0
+    for i in range(still.shape[0]):
+        level = picked[i]
+        gain = -cost[level]
+        for x in range(still.shape[1]):
+            gain += hit[i, x] * change[level, x] + still[i, x] * keep[level, x]
+        total += gain
+    return total
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -13,6 +13,7 @@ import numpy as np
 from numba import njit, uint64
 
 from ...errors import CorruptStream, CountMismatch, FormatError, PositionError
+from ...simd import LEAN
 from .classes import CLASSES
 from .entropy import (
     COUNT_BITS,
@@ -72,7 +73,7 @@ def step_histogram(keys: Any, zigzags: Any, out: Any) -> None:
         out[keys[i], symbol] += 1
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**LEAN)
 def _put_count(ops: Any, at: Any, sent: Any, expected: Any, spread: Any, tables: Any, shifts: Any) -> Any:
     level, extra = count_model(expected)
     level += spread * COUNT_LEVELS
@@ -100,13 +101,55 @@ def _put_gap(ops: Any, at: Any, n: Any, k: Any, gap: Any, tables: Any) -> Any:
     return at
 
 
+@njit(**LEAN)
+def _tile_operations(
+    n: Any, k: Any, ranks: Any, zigzags: Any, rates: Any, inverse: Any, spread: Any, step_tables: Any,
+    step_table: Any, models: Any, at: Any, ops: Any,
+) -> Any:  # fmt: skip
+    """What one tile is coded by, into ops; returns how many operations, and where the next tile's changes begin."""
+    gap_tables, _, count_tables, _, shifts, rate_of = models
+    count = 0
+    for c in range(1, CLASSES):
+        left, kc = n[c], k[c]
+        if left == 0:
+            continue
+        if rates[c] != NEVER:
+            sent = left - kc if inverse[c] else kc
+            count = _put_count(ops, count, sent, left * rate_of[rates[c]], spread, count_tables, shifts)
+        # a run codes whichever is rarer, the changed or the others
+        if 2 * kc <= left:
+            todo, previous = kc, -1
+            for i in range(at, at + kc):
+                gap = np.int64(ranks[i]) - previous - 1
+                count = _put_gap(ops, count, left, todo, gap, gap_tables)
+                left -= gap + 1
+                todo -= 1
+                previous = np.int64(ranks[i])
+        else:
+            size, i, todo, previous = left, at, left - kc, -1
+            for rank in range(size):
+                if i < at + kc and ranks[i] == rank:
+                    i += 1
+                    continue
+                gap = rank - previous - 1
+                count = _put_gap(ops, count, left, todo, gap, gap_tables)
+                left -= gap + 1
+                todo -= 1
+                previous = rank
+        for i in range(at, at + kc):
+            symbol, raw, bits = _step_symbol(zigzags[i])
+            count = put_symbol(ops, count, step_tables, step_table[c], symbol)
+            count = put_bits(ops, count, raw, bits)
+        at += kc
+    return count, at
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
 def encode_tiles(
     n: Any, k: Any, ranks: Any, zigzags: Any, rates: Any, inverse: Any, spread: Any, step_tables: Any,
     step_table: Any, models: Any, out: Any, sizes: Any,
 ) -> Any:  # fmt: skip
     """Bytes of all tiles into out, their sizes into sizes; returns the length, or −1 where out is too small."""
-    gap_tables, _, count_tables, _, shifts, rate_of = models
     most = 0
     for t in range(n.shape[0]):
         total = _MAX_ESCAPES
@@ -116,39 +159,9 @@ def encode_tiles(
     ops = np.empty(most, np.uint64)
     at, end = 0, 0
     for t in range(n.shape[0]):
-        count = 0
-        for c in range(1, CLASSES):
-            left, kc = n[t, c], k[t, c]
-            if left == 0:
-                continue
-            if rates[t, c] != NEVER:
-                sent = left - kc if inverse[c] else kc
-                count = _put_count(ops, count, sent, left * rate_of[rates[t, c]], spread, count_tables, shifts)
-            # a run codes whichever is rarer, the changed or the others
-            if 2 * kc <= left:
-                todo, previous = kc, -1
-                for i in range(at, at + kc):
-                    gap = np.int64(ranks[i]) - previous - 1
-                    count = _put_gap(ops, count, left, todo, gap, gap_tables)
-                    left -= gap + 1
-                    todo -= 1
-                    previous = np.int64(ranks[i])
-            else:
-                size, i, todo, previous = left, at, left - kc, -1
-                for rank in range(size):
-                    if i < at + kc and ranks[i] == rank:
-                        i += 1
-                        continue
-                    gap = rank - previous - 1
-                    count = _put_gap(ops, count, left, todo, gap, gap_tables)
-                    left -= gap + 1
-                    todo -= 1
-                    previous = rank
-            for i in range(at, at + kc):
-                symbol, raw, bits = _step_symbol(zigzags[i])
-                count = put_symbol(ops, count, step_tables, step_table[c], symbol)
-                count = put_bits(ops, count, raw, bits)
-            at += kc
+        count, at = _tile_operations(
+            n[t], k[t], ranks, zigzags, rates[t], inverse, spread, step_tables, step_table, models, at, ops
+        )
         if end + 3 * count + 8 > out.size:
             return -1
         start = end
@@ -157,7 +170,7 @@ def encode_tiles(
     return end
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(**LEAN)
 def decode_tile(
     data: Any, start: Any, end: Any, n: Any, rates: Any, inverse: Any, spread: Any, step_tables: Any,
     step_coarse: Any, step_table: Any, step_limit: Any, models: Any, k: Any, ranks: Any, zigzags: Any,

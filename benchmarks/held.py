@@ -1,0 +1,340 @@
+"""How much of a training step `publish` takes, with each detector, and what each costs in memory.
+
+    python benchmarks/held.py                     # Qwen3-0.6B's shape on a GPU, a small one on a CPU
+    python benchmarks/held.py --shape small --only snapshot,adamw
+
+A step is a real AdamW step over constant gradients (about 1 % of the bf16 weights change) and then time in
+which training would do the rest: `--step` seconds in all. After each step comes a publish. `held` is how long the call
+keeps the trainer's thread, `device` how long it keeps the trainer's stream, by CUDA events. Then the same with a bucket
+made 100 times slower: held must stay, versions merge, memory stay bounded. Last, a replica takes the run from there and
+must have the trainer's bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import resource
+import statistics
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from _report import about, print_about, write_json
+from deltawire import Publisher, Replica
+from deltawire.kernels import cast_and_detect
+from deltawire.replica.device import DeviceTarget
+from deltawire.replica.target import open_target
+from deltawire.store import ObjectStore
+from deltawire.store.base import Chunks
+from deltawire.trainer import DeltaAdamW, FusedDetector, HostDetector, SnapshotDetector
+from kernels import SHAPES, Shape
+
+KINDS = ("snapshot", "fused", "adamw", "streamed", "host")
+LEARNING_RATE = 2.5e-7
+"""Constant gradients make every step a whole one: this much of it changes about 1 % of the weights."""
+TARGET_SHARE = 0.01
+TARGET_RATIO = 1.15
+
+
+@dataclass(slots=True)
+class Held:
+    detector: str
+    bucket: str
+    share: float
+    # of a step
+    held_ms: float
+    # median over publishes, the first (which takes the weights over) left out
+    worst_ms: float
+    device_ms: float | None
+    encode_ms: float
+    put_ms: float
+    publishes: int
+    versions: int
+    extra_device_mb: float
+    # the most that was allocated beyond weights, gradients and moments
+    extra_host_mb: float
+    # growth of the process's peak: the bucket itself lies in this process's memory
+    changed_percent: float
+
+
+class Bucket(ObjectStore):
+    """In memory, where a delta takes as long as it is made to."""
+
+    delta_seconds = 0.0
+
+    def put(self, key: str, data: bytes | Chunks) -> None:
+        super().put(key, data)
+        if key.startswith("deltas/"):
+            time.sleep(self.delta_seconds)
+
+
+class Training:
+    """Weights, gradients and an optimizer; fp32 masters."""
+
+    def __init__(self, shape: Shape, kind: str, device: torch.device) -> None:
+        random = torch.Generator(device).manual_seed(1)
+        self.device, self.kind = device, kind
+        self.params = {
+            name: torch.nn.Parameter(torch.randn(size, generator=random, device=device) * 0.02)
+            for name, size in shape.tensors()
+        }
+        for p in self.params.values():
+            p.grad = torch.randn(p.shape, generator=random, device=device) * 1e-3
+        self.copies = {n: p.detach().bfloat16() for n, p in self.params.items()} if kind == "fused" else {}
+        make: Callable[..., Any] = DeltaAdamW if kind == "adamw" else torch.optim.AdamW
+        self.optimizer = make(self.params.values(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+        self.optimizer.step()
+
+    def detector(self) -> Any:
+        return {
+            "snapshot": SnapshotDetector,
+            "fused": lambda: FusedDetector(self.copies),
+            "adamw": lambda: self.optimizer,
+            "streamed": lambda: SnapshotDetector(memory="host"),
+            "host": HostDetector,
+        }[self.kind]()
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def bits(self) -> dict[str, Tensor]:
+        return {name: p.detach().bfloat16().view(torch.int16) for name, p in self.params.items()}
+
+
+def held(training: Training, bucket: Bucket, label: str, publishes: int, step: float) -> Held:
+    cuda = training.device.type == "cuda"
+    training.wait()
+    gc.collect()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    handles, walls, streams = [], [], []
+    publisher = Publisher(bucket, detector=training.detector(), wire_dtype="bf16", anchor_ratio=1e9)
+    publisher.publish(training.params).result()
+    for number in range(publishes + 1):
+        clock = time.perf_counter()
+        training.optimizer.step()
+        training.wait()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
+        began = time.perf_counter()
+        if cuda:
+            events[0].record()
+        handles.append(publisher.publish(training.params))
+        if cuda:
+            events[1].record()
+        wall = time.perf_counter() - began
+        training.wait()
+        # the first has kernels to compile and memory to find
+        if number:
+            walls.append(wall)
+            if cuda:
+                streams.append(events[0].elapsed_time(events[1]))
+        time.sleep(max(0.0, step - (time.perf_counter() - clock)))
+    publisher.flush()
+    done = [handle.result() for handle in handles]
+    extra = (torch.cuda.max_memory_allocated() - before) / 1e6 if cuda else 0.0
+    publisher.close()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1e3
+    versions = {p.version: p for p in done}
+    return Held(
+        training.kind,
+        label,
+        statistics.median(walls) / step,
+        1e3 * statistics.median(walls),
+        1e3 * max(walls),
+        statistics.median(streams) if cuda else None,
+        statistics.median(p.metrics["encode_ms"] for p in versions.values()),
+        statistics.median(p.metrics["put_ms"] for p in versions.values()),
+        len(handles),
+        len(versions),
+        extra,
+        grown,
+        statistics.median(p.metrics["changed_percent"] / p.publishes for p in versions.values()),
+    )
+
+
+def check(training: Training, bucket: Bucket) -> dict[str, float]:
+    """A replica on the same device takes the run and must have the trainer's bits; seconds of its last sync."""
+    live = {n: torch.zeros(p.shape, dtype=torch.bfloat16, device=training.device) for n, p in training.params.items()}
+    replica = Replica(bucket, heartbeat=0, target=DeviceTarget if training.device.type == "cuda" else open_target)
+    newest = replica.sync(live)
+    for name, bits in training.bits().items():
+        if not torch.equal(live[name].view(torch.int16), bits):
+            raise SystemExit(f"{training.kind}: a replica of version {newest} differs from the trainer in {name}")
+    # once more from the version before: only what the newest changed is on the clock
+    Replica(bucket, heartbeat=0).sync(live, newest - 1)
+    replica = Replica(bucket, heartbeat=0)
+    for _ in range(2):
+        replica.sync(live, newest - 1)
+        replica.sync(live, newest)
+    return {name: round(1e3 * seconds, 3) for name, seconds in replica.timings.items()}
+
+
+def time_steps(shape: Shape, device: torch.device, repeats: int) -> list[dict[str, Any]]:
+    """The optimizers side by side: torch's fused step, ours, and torch's followed by a snapshot and compare."""
+    rows = []
+
+    def measure(what: str, work: Callable[[], object], after: Callable[[], object] = lambda: None) -> None:
+        times, walls = [], []
+        for number in range(repeats + 3):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+            if events:
+                torch.cuda.synchronize()
+                events[0].record()
+            clock = time.perf_counter()
+            work()
+            if events:
+                events[1].record()
+                torch.cuda.synchronize()
+            wall = 1e3 * (time.perf_counter() - clock)
+            if number >= 3:
+                walls.append(wall)
+                times.append(events[0].elapsed_time(events[1]) if events else wall)
+            after()
+        rows.append({"what": what, "ms": statistics.median(times), "wall_ms": statistics.median(walls)})
+        ratio = rows[-1]["ms"] / rows[0]["ms"]
+        print(f"  {what:44} {rows[-1]['ms']:8.3f} ms  {ratio:5.2f} x  wall {rows[-1]['wall_ms']:.3f} ms", flush=True)
+
+    def references() -> None:
+        training = Training(shape, "snapshot", device)
+        measure("torch.optim.AdamW(fused=True)", training.optimizer.step)
+        old = [p.detach().bfloat16() for p in training.params.values()]
+        masters = [p.detach() for p in training.params.values()]
+
+        def compared() -> None:
+            training.optimizer.step()
+            cast_and_detect(masters, old)
+
+        measure("the same, snapshot and compare", compared)
+
+    references()
+    gc.collect()
+    ours = Training(shape, "adamw", device)
+    measure("DeltaAdamW, nobody follows", ours.optimizer.step)
+    ours.optimizer._follow()
+    measure("DeltaAdamW, noting what changes", ours.optimizer.step, after=ours.optimizer._follow)
+    print(f"  its log: {ours.optimizer._log.nbytes / 1e6:.0f} MB")
+    rows[-1]["log_mb"] = ours.optimizer._log.nbytes / 1e6
+    return rows
+
+
+def compare_updates(device: torch.device, steps: int = 200) -> dict[str, float]:
+    """DeltaAdamW beside torch's over many steps with decay, groups and a changing rate; each step from the same state.
+
+    The largest difference, in ulps of the larger of the parameter and its step.
+    """
+    random = torch.Generator(device).manual_seed(2)
+    sizes = [(512, 512), (4096,), (300, 70)]
+    start = [torch.randn(s, generator=random, device=device) * 0.02 for s in sizes]
+    lists = [[torch.nn.Parameter(t.clone()) for t in start] for _ in range(2)]
+    groups = [
+        [{"params": ps[:2], "weight_decay": 0.1}, {"params": ps[2:], "weight_decay": 0.0, "betas": (0.8, 0.95)}]
+        for ps in lists
+    ]
+    ours, theirs = DeltaAdamW(groups[0], lr=1e-4), torch.optim.AdamW(groups[1], lr=1e-4, fused=True)
+    worst = 0.0
+    for step in range(steps):
+        before = [p.detach().clone() for p in lists[1]]
+        for a, b in zip(*lists, strict=True):
+            a.grad = torch.randn(a.shape, generator=random, device=device) * 0.01
+            b.grad = a.grad.clone()
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["lr"] = 1e-4 * (1 + step % 7)
+            optimizer.step()
+        for a, b, was in zip(*lists, before, strict=True):
+            size = torch.maximum(b.detach().abs(), (b.detach() - was).abs()).clamp(min=1e-30)
+            ulp = torch.exp2(torch.floor(torch.log2(size)) - 23)
+            worst = max(worst, float(((a - b).detach().abs() / ulp).max()))
+        with torch.no_grad():
+            for a, b in zip(*lists, strict=True):
+                a.copy_(b)
+        ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    return {"steps": steps, "largest_ulps": worst}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b" if cuda else "small")
+    parser.add_argument("--step", type=float, default=1.0, help="seconds a training step takes")
+    parser.add_argument("--publishes", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=20 if cuda else 5, help="optimizer steps that are timed")
+    parser.add_argument("--only", default=",".join(KINDS), help="detectors, by comma")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON")
+    options = parser.parse_args()
+    device = torch.device("cuda" if cuda else "cpu")
+    facts = about()
+    if cuda:
+        facts["machine"] = f"{torch.cuda.get_device_name()}; {facts['machine']}"
+    print_about(facts)
+    shape = SHAPES[options.shape]
+
+    for kind in options.only.split(","):
+        # compile what compiles at its first use
+        held(Training(SHAPES["small"], kind, device), Bucket.from_url(f"memory://{uuid.uuid4()}"), "", 2, 0.01)
+    print("optimizer steps")
+    steps = time_steps(shape, device, options.repeats)
+    updates = compare_updates(device)
+    print(f"  largest difference from torch in any of {updates['steps']} steps: {updates['largest_ulps']:.2f} ulps")
+
+    rows: list[Held] = []
+    replicas: dict[str, dict[str, float]] = {}
+    print(f"\npublishing after every step of {options.step:g} s")
+    for kind in options.only.split(","):
+        gc.collect()
+        training = Training(shape, kind, device)
+        bucket = Bucket.from_url(f"memory://{uuid.uuid4()}")
+        row = held(training, bucket, "fast", options.publishes, options.step)
+        rows.append(row)
+        _print(row)
+        replicas[kind] = check(training, bucket)
+        print(f"    replica, last delta: {replicas[kind]}")
+        if kind in ("snapshot", "adamw"):
+            slow = Bucket.from_url(f"memory://{uuid.uuid4()}")
+            # a hundred times what an upload takes, or enough for versions to merge
+            slow.delta_seconds = max(100 * row.put_ms / 1e3, 3 * options.step)
+            rows.append(held(training, slow, "slow", 2 * options.publishes, options.step))
+            _print(rows[-1])
+            check(training, slow)
+        del training, bucket
+    ratio = steps[3]["ms"] / steps[0]["ms"]
+    met = {row.detector: row.share < TARGET_SHARE for row in rows}
+    print(f"\nDeltaAdamW takes {ratio:.2f} x the fused step (target {TARGET_RATIO}); share under 1 %: {met}")
+    write_json(
+        options.out / f"held-{device.type}.json",
+        {
+            "about": facts,
+            "shape": options.shape,
+            "step_s": options.step,
+            "steps": steps,
+            "updates": updates,
+            "held": [asdict(row) for row in rows],
+            "replica_ms": replicas,
+        },
+    )
+
+
+def _print(row: Held) -> None:
+    device = "" if row.device_ms is None else f"  stream {row.device_ms:6.2f} ms"
+    print(
+        f"  {row.detector:9} {row.bucket:5} held {row.held_ms:7.2f} ms (worst {row.worst_ms:.2f})"
+        f" = {100 * row.share:.2f} %{device}"
+        f"  encode {row.encode_ms:.0f} ms  put {row.put_ms:.0f} ms"
+        f"  {row.publishes} publishes → {row.versions} versions"
+        f"  +{row.extra_device_mb:.0f} MB device, +{row.extra_host_mb:.0f} MB host  {row.changed_percent:.2f} %",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Verified objects that the processes of one host share: `DELTAWIRE_CACHE=/path`, off where it is not set.
+
+    <cache>/<hash>         an object, named by the hash its manifest states; its mtime says when it was last used
+    <cache>/<hash>.part    an object on its way; whoever fetches it holds an flock on it
+
+The part file is the lock. The kernel frees it when its holder dies, and the next in line writes the same file from the
+start. After waiting for a lock one looks whether the name still means the locked file: if not, it has become the
+object, or was swept. Files are removed by unlink alone, so whoever has one open reads it to the end.
+
+A cache saves transfers and is never needed: where it has no room, cannot be written, or the process that fetches an
+object makes no progress, the others fetch for themselves and say so once in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from ..core.manifest import Blob
+from ..store import Store
+
+log = logging.getLogger("deltawire")
+
+DEFAULT_GB = 20.0
+PATIENCE_S = 30.0
+"""How long one waits for another process that fetches an object, while that one writes nothing."""
+
+_POLL_S = 0.02
+_READ = 8 << 20
+_PART = ".part"
+
+_said: set[str] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    folder: Path
+    limit: int
+    # bytes, objects on their way included
+
+    @classmethod
+    def of_this_host(cls, store: Store) -> Cache | None:
+        """The cache the environment names. A folder needs none: it would only be copied."""
+        folder = os.environ.get("DELTAWIRE_CACHE")
+        if not folder or store.url.startswith("file:"):
+            return None
+        return cls(Path(folder).expanduser(), _limit())
+
+    def obtain(self, blob: Blob, download: Callable[[int], None]) -> int | None:
+        """An open file with exactly this object, fetched by `download(descriptor)` where no other process has done so.
+
+        None where the cache cannot serve. `download` checks what it writes; its errors are the caller's.
+        """
+        if blob.size > self.limit:
+            _say_once(f"{blob.size:,} bytes", f"{blob.key} is larger than the whole cache {self.folder}: not kept")
+            return None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while True:
+                if (handle := self._open(blob)) is not None:
+                    return handle
+                with self._claimed(self.folder / (blob.hash + _PART)) as part:
+                    if part is None:
+                        return None
+                    if self._fetch(blob, part, download):
+                        return os.dup(part)
+        except OSError as error:
+            why = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"cannot be used: {error.strerror}"
+            _say_once(why, f"the cache {self.folder} {why}; fetching without it")
+            return None
+
+    def _open(self, blob: Blob) -> int | None:
+        """The object if it is here and still is what it was: disks forget, and others can write here too."""
+        path = self.folder / blob.hash
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            if os.fstat(handle).st_size == blob.size and hash_of(handle) == blob.hash:
+                with contextlib.suppress(PermissionError):
+                    os.utime(handle)
+                return os.dup(handle)
+        finally:
+            os.close(handle)
+        log.warning("%s was damaged in the cache %s: fetching it again", blob.key, self.folder)
+        path.unlink(missing_ok=True)
+        return None
+
+    def _fetch(self, blob: Blob, part: int, download: Callable[[int], None]) -> bool:
+        """Fill the part file we hold the lock of, unless another process was first."""
+        path, final = self.folder / (blob.hash + _PART), self.folder / blob.hash
+        if not _is_named(part, path):
+            return False
+        try:
+            if final.exists():
+                path.unlink()
+                return False
+            if os.fstat(part).st_size != blob.size:
+                # only where needed: those who wait take every write for progress
+                os.truncate(part, blob.size)
+            self._make_room(keep=path)
+            download(part)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        os.replace(path, final)
+        return True
+
+    @contextlib.contextmanager
+    def _claimed(self, path: Path) -> Iterator[int | None]:
+        """The part file with its lock held; None when whoever holds it has stopped writing."""
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            progress, since = 0, time.monotonic()
+            while not _lock(handle):
+                if (written := os.fstat(handle).st_mtime_ns) != progress:
+                    progress, since = written, time.monotonic()
+                elif time.monotonic() - since > PATIENCE_S:
+                    log.warning("another process has been fetching %s for long: not waiting for it", path)
+                    yield None
+                    return
+                time.sleep(_POLL_S)
+            yield handle
+            # also for the copy of the descriptor that outlives this one
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        finally:
+            os.close(handle)
+
+    def _make_room(self, keep: Path) -> None:
+        """Sweep what crashed processes left, then let go what was used least lately, down to the limit."""
+        found: list[tuple[float, int, str]] = []
+        total = 0
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError, PermissionError):  # gone meanwhile, or another user's
+                    stat = entry.stat()
+                    if not entry.name.endswith(_PART):
+                        found.append((stat.st_mtime, stat.st_size, entry.path))
+                    elif entry.path != str(keep) and _swept(entry.path):
+                        continue
+                    total += stat.st_size
+        for _, size, path in sorted(found):
+            if total <= self.limit:
+                return
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                os.unlink(path)
+                total -= size
+
+
+def hash_of(handle: int) -> str:
+    """blake3 of an open file, from its start. Read, not mapped: a map of a large anchor would count as our memory."""
+    whole = blake3(max_threads=blake3.AUTO)
+    start = 0
+    while data := os.pread(handle, _READ, start):
+        whole.update(data)
+        start += len(data)
+    return whole.hexdigest(length=16)
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_named(handle: int, path: Path | str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _swept(path: str) -> bool:
+    """Remove a part file that nobody holds."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        if not _lock(handle) or not _is_named(handle, path):
+            return False
+        os.unlink(path)
+        return True
+    finally:
+        os.close(handle)
+
+
+def _limit() -> int:
+    text = os.environ.get("DELTAWIRE_CACHE_GB") or str(DEFAULT_GB)
+    try:
+        limit = int(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        limit = 0
+    if limit <= 0:
+        raise ValueError(f"DELTAWIRE_CACHE_GB is {text!r}; it is a number of gigabytes, such as 20 or 0.5")
+    return limit
+
+
+def _say_once(what: str, message: str) -> None:
+    if what not in _said:
+        _said.add(what)
+        log.warning(message)

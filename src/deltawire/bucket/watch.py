@@ -1,0 +1,255 @@
+"""When a run has moved on: one way to know, whatever its store can tell.
+
+    told      the store announces what changes (`Announcing`): look at once
+    asked     a conditional GET of head.json, which is a 304 while nothing happens
+    probed    the manifest after the newest known one; now and then in place of head, whose writer may have died between
+              the manifest and head, and always where there is no head
+
+A look is one small request while nothing happens. Looks follow the rhythm in which versions come: rare right after one,
+close together when the next is due, fewer and fewer in a silence, and never further apart than `poll`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..core import keys
+from ..core.errors import (
+    ForeignObject,
+    ManifestError,
+    ObjectNotFound,
+    ObjectTooLarge,
+    RunNotFound,
+    RunReplaced,
+    StoreError,
+    StoreUnavailable,
+    Unsupported,
+)
+from ..core.manifest import Head, parse
+from ..store import Store, open_store
+from ..store.base import Announcing
+from .run import SMALL, Run
+
+log = logging.getLogger("deltawire")
+
+PROBE_EVERY = 16
+"""Of so many idle looks, one goes past head."""
+
+_FASTEST_S = 0.05
+_SLICE_S = 0.1
+"""How soon a wait for announcements sees that it is to stop."""
+
+_LISTENING_S = 30.0
+"""A store that announces is still asked this often: announcements get lost."""
+
+_SILENCE_S = (1.0, 60.0)
+"""Before the first and before the last attempts to hear a store again."""
+
+
+def watch(
+    run: str | Path | Store,
+    since: int | None = None,
+    *,
+    poll: float = 1.0,
+    every: bool = False,
+    stop: threading.Event | None = None,
+) -> Iterator[int]:
+    """Yield versions as they come, for ever or until `stop` is set.
+
+    Begins with the newest one there is, or after `since`. Several that came together are one event, the newest, or with
+    `every` one by one. Waits for a run that is not there yet and for a store that is away; RunReplaced when another
+    run takes the address.
+    """
+    store = open_store(str(run) if isinstance(run, Path) else run)
+    stop = stop or threading.Event()
+    opened: Run | None = None
+    newest, reached = since, since
+    with Watcher(store, poll=poll, stop=stop) as watcher:
+        while not stop.is_set():
+            try:
+                opened = opened or Run.open(store)
+                newest = watcher.look(opened, newest)
+                while newest is not None and (reached is None or reached < newest):
+                    reached = newest if reached is None or not every else following(opened, reached, newest)
+                    yield reached
+                    if stop.is_set():
+                        return
+            except RunNotFound:
+                log.info("waiting for a run at %s", store.url)
+            except StoreUnavailable as error:
+                log.warning("watching goes on: %s", error)
+            watcher.wait()
+
+
+def following(run: Run, version: int, newest: int) -> int:
+    """The next version there is: those between may have been pruned."""
+    if run.exists(version + 1):
+        return version + 1
+    return min(run.timeline(newest, since=version + 1))
+
+
+class Watcher:
+    """What one follower knows of how its run moves on. Use as a context manager; one thread at a time."""
+
+    def __init__(self, store: Store, *, poll: float, stop: threading.Event) -> None:
+        self._store = store
+        self._poll = poll
+        self._stop = stop
+        self._rhythm = Rhythm(poll)
+        self._etag: str | None = None
+        self._headless = False
+        self._looked = False
+        self._idle = 0
+        self._announced = threading.Event()
+        self._listening = False
+        self._ended = threading.Event()
+        self._listener: threading.Thread | None = None
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    # ── looking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def look(self, run: Run, known: int | None) -> int | None:
+        """The newest version, at least `known`; None while there is none. RunReplaced if this is another run by now."""
+        if known is None and not self._looked:
+            newest = run.newest()
+        else:
+            before = -1 if known is None else known
+            newest = self._look(run, before)
+            if newest > before:
+                self._rhythm.saw(newest - before, time.monotonic())
+        self._looked = True
+        newest = None if newest == -1 else newest
+        self._idle = self._idle + 1 if newest == known else 0
+        return newest
+
+    def forget(self) -> None:
+        """Read head anew: what it pointed to could not be used, and may be there now."""
+        self._etag = None
+
+    def _look(self, run: Run, known: int) -> int:
+        try:
+            if self._headless and self._idle % 3:
+                return self._probe(run, known) if self._idle % 3 == 1 else self._still(run, known)
+            if self._idle % PROBE_EVERY == PROBE_EVERY - 1:
+                return self._probe(run, known)
+            return self._ask(run, known)
+        except ForeignObject:
+            self._still(run, known)
+            raise
+
+    def _ask(self, run: Run, known: int) -> int:
+        try:
+            got = self._store.get_if_changed(keys.HEAD, self._etag, limit=SMALL)
+            self._headless = False
+            if got is None:
+                return known
+            self._etag = got.etag
+            head = parse(got.data, Head, keys.HEAD)
+        except ObjectNotFound:
+            self._headless = True
+            return known
+        except (ManifestError, ObjectTooLarge):
+            return known  # whoever wrote it, manifests are the truth
+        if head.run != run.info.run:
+            return self._still(run, known)
+        if head.version <= known:
+            return known
+        if run.exists(head.version):
+            return head.version
+        # it points at nothing: perhaps at what is not visible yet, so look again
+        self.forget()
+        return known
+
+    def _probe(self, run: Run, known: int) -> int:
+        newest = run.newest() if run.exists(known + 1) else None
+        return known if newest is None else max(newest, known)
+
+    def _still(self, run: Run, known: int) -> int:
+        """Whether this address is still the run that we opened."""
+        found = Run.open(self._store).info.run
+        if found != run.info.run:
+            raise RunReplaced(
+                f"another run lies at {self._store.url} now ({found[:32]}, this was {run.info.run}): weights stay the "
+                "version they are; start again to follow the new run"
+            )
+        return known
+
+    # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def wait(self) -> None:
+        """Until it is worth looking again, or time to stop."""
+        if self._listener is None and isinstance(self._store, Announcing):
+            self._listener = threading.Thread(
+                target=self._listen, args=(self._store,), name="deltawire-watch", daemon=True
+            )
+            self._listener.start()
+        pause = self._rhythm.pause(time.monotonic()) * random.uniform(0.75, 1.0)
+        if self._listener is None or not self._listener.is_alive():
+            self._stop.wait(pause)
+            return
+        begun = time.monotonic()
+        while not self._stop.is_set():
+            # asked anew: the store may fall silent while we wait
+            patience = max(pause, min(10 * self._poll, _LISTENING_S)) if self._listening else pause
+            left = begun + patience - time.monotonic()
+            if left <= 0 or self._announced.wait(min(left, _SLICE_S)):
+                break
+        self._announced.clear()
+
+    def _listen(self, store: Announcing) -> None:
+        """A thread of its own. Whatever it misses, looking finds."""
+        silence, longest = _SILENCE_S
+        while not self._ended.is_set():
+            asked = 0.0
+            try:
+                for key in store.announcements(self._ended):
+                    self._listening, silence = True, _SILENCE_S[0]
+                    if key in ("", keys.HEAD, keys.RUN) or key.startswith(keys.VERSIONS):
+                        self._announced.set()
+            except Unsupported:
+                return
+            except StoreError as error:
+                log.debug("%s does not announce at the moment: %s", self._store.url, error)
+                asked = getattr(error, "retry_after", None) or 0.0
+            finally:
+                self._listening = False
+            self._announced.set()  # for what came while nobody listened
+            self._ended.wait(max(asked, random.uniform(silence / 2, silence)))
+            silence = min(2 * silence, longest)
+
+
+class Rhythm:
+    """How long to wait before the next look, by when versions came."""
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self._last: float | None = None
+        self._period: float | None = None
+
+    def saw(self, count: int, at: float) -> None:
+        if self._last is not None:
+            found = (at - self._last) / count
+            self._period = found if self._period is None else (self._period + found) / 2
+        self._last = at
+
+    def pause(self, at: float) -> float:
+        if self._last is None or self._period is None:
+            return self._most
+        since, period = at - self._last, self._period
+        if since < period / 2:
+            wait = period / 2 - since
+        elif since < 2 * period:
+            wait = period / 16
+        else:
+            wait = since / 16
+        return min(self._most, max(wait, _FASTEST_S))

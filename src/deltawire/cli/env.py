@@ -1,0 +1,77 @@
+"""`deltawire env`: an environment to train against, as a server."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from .common import JsonOption, emit_line, ended_by_sigterm
+from .quantities import seconds
+
+
+class Environment(str, Enum):
+    wordle = "wordle"
+
+
+def command(
+    environment: Annotated[Environment, typer.Argument(help="Which one.", show_default=False)],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")] = 8000,
+    words: Annotated[
+        str, typer.Option(metavar="LIST", help="toy (64 words), scowl-10 (595), scowl-20 (1355), or a file.")
+    ] = "scowl-20",
+    guesses: Annotated[int, typer.Option(min=1, max=100, help="How many there are in a game.")] = 6,
+    max_sessions: Annotated[int, typer.Option(min=1, help="How many may play at the same time.")] = 512,
+    idle: Annotated[
+        float, typer.Option(parser=seconds, metavar="TIME", help="A session ends when silent for so long: 30s, 10min.")
+    ] = "10min",  # type: ignore[assignment]  # parsed like what is typed
+    json: JsonOption = False,
+) -> None:
+    """Serve an environment that speaks the OpenEnv protocol.
+
+    Games are played over a WebSocket at /ws; /reset, /step, /state, /health,
+    /metadata and /schema answer over HTTP. Prints one line when it is ready.
+    Needs the extra named rl; torch is not imported. Ctrl-C ends it.
+
+    \b
+    Examples
+      deltawire env wordle
+      deltawire env wordle --words toy --guesses 5   what the small policy plays
+      deltawire env wordle --host 0.0.0.0 --port 7860 --max-sessions 2000
+      deltawire env wordle --port 0 --json           for programs
+    """
+    from ..core.errors import MissingExtra
+
+    if idle <= 0:
+        raise typer.BadParameter("a session needs some time to play", param_hint="--idle")
+    try:
+        from ..rl.env_server import create_app, listen, serve
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"an environment needs {error.name}; pip install 'deltawire[rl]'") from None
+    from ..rl.wordle import Rules
+    from ..rl.wordlists import load
+
+    try:
+        rules = Rules(load(words), guesses)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--words") from None
+    with listen(host, port) as listener, ended_by_sigterm():
+        taken = listener.getsockname()[1]
+        url = f"http://[{host}]:{taken}" if ":" in host else f"http://{host}:{taken}"
+
+        def ready() -> None:
+            value = {
+                "event": "ready",
+                "url": url,
+                "pid": os.getpid(),
+                "environment": environment.value,
+                "words": len(rules.words),
+                "guesses": guesses,
+                "max_sessions": max_sessions,
+            }
+            emit_line(value, f"{environment.value} at {url}  ({len(rules.words)} words, {guesses} guesses)", json)
+
+        serve(create_app(rules, max_sessions=max_sessions, idle=idle), listener, ready)

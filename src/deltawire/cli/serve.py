@@ -1,0 +1,219 @@
+"""`deltawire serve`: a rollout server whose weights follow a run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import JsonOption, ReferenceOption, duration, emit_line, split_run
+
+if TYPE_CHECKING:
+    from ..engines.server import RolloutServer
+    from ..engines.server.follower import Sync
+
+
+class Engine(str, Enum):
+    builtin = "builtin"
+    vllm = "vllm"
+
+
+class Dtype(str, Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Kv(str, Enum):
+    clear = "clear"
+    keep = "keep"
+
+
+class Logprobs(str, Enum):
+    raw = "raw_logprobs"
+    processed = "processed_logprobs"
+
+
+_FLOW, _SIZE, _ACCESS = "Following the run", "Size", "Access"
+
+
+def command(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="Checkpoint folder or hub id. Without --run: the run.", show_default=False
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN[@VERSION]", help="The run to follow, or a version to stay at.")
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="Who computes.")] = Engine.builtin,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option("--served-model-name", metavar="NAME", help="What clients call the model.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="To compute in; auto is float32 on a CPU.")] = Dtype.auto,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
+    threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads.")] = None,
+    kv: Annotated[
+        Kv,
+        typer.Option("--kv", help="Keys and values of running requests when weights change.", rich_help_panel=_FLOW),
+    ] = Kv.clear,
+    poll: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.01, help="How often to look.", rich_help_panel=_FLOW)
+    ] = 1.0,
+    id: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name in `log`; host and process by default.", rich_help_panel=_FLOW),
+    ] = None,
+    reference: ReferenceOption = None,
+    logprobs_mode: Annotated[Logprobs, typer.Option(help="Before or after temperature and top_p.")] = Logprobs.raw,
+    max_model_len: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Prompt and answer together.", rich_help_panel=_SIZE)
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.", rich_help_panel=_SIZE)] = 64,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Sequences that may wait; more get a 503.", rich_help_panel=_SIZE)
+    ] = 1024,
+    kv_memory: Annotated[
+        float, typer.Option(metavar="GB", min=0.001, help="Memory for keys and values.", rich_help_panel=_SIZE)
+    ] = 2.0,
+    max_body: Annotated[
+        float, typer.Option(metavar="MB", min=0.001, help="Size of one request.", rich_help_panel=_SIZE)
+    ] = 8.0,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="File with the bearer token; else DELTAWIRE_TOKEN.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None,
+    guard_all: Annotated[
+        bool, typer.Option("--guard-all", help="Ask for the token on /v1 and /metrics too.", rich_help_panel=_ACCESS)
+    ] = False,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="For running requests at the end.", rich_help_panel=_ACCESS)
+    ] = 5.0,
+    json: JsonOption = False,
+) -> None:
+    """Serve a model whose weights follow a run, in place, while it answers.
+
+    An OpenAI-compatible server (/v1/completions, /v1/chat/completions). Every
+    answer says which versions made it. It is healthy once it has caught up with
+    the run; while the run is not there yet, it waits. A new version is fetched
+    and checked beside the work and written between two tokens.
+
+    A bearer token in DELTAWIRE_TOKEN (or --token-file) guards the control routes,
+    and is required to listen on anything but this machine.
+
+    With --json there is one JSON object per line: the address, then each version.
+
+    \b
+    Examples
+      deltawire serve s3://runs/chat              all of it from the run
+      deltawire serve Qwen/Qwen3-0.6B --run s3://runs/chat
+      deltawire serve --run s3://runs/chat@41     stay at version 41
+      deltawire serve --engine vllm s3://runs/chat -- --max-model-len 4096
+    """
+    if run is None:
+        model, run = None, model
+    if run is None:
+        raise typer.BadParameter("name a run: deltawire serve RUN, or deltawire serve MODEL --run RUN")
+    if ctx.args and engine is not Engine.vllm:
+        raise typer.BadParameter(f"{ctx.args[0]!r} is for vLLM, and needs --engine vllm")
+
+    from ..engines.server.access import check_guarded, read_token
+
+    token = read_token(token_file)
+    check_guarded(host, token)
+    where, pin = split_run(run)
+    if engine is Engine.vllm:
+        from ..engines.vllm.launch import launch
+
+        names = ["--served-model-name", name] if name else []
+        length = ["--max-model-len", str(max_model_len)] if max_model_len else []
+        launch(
+            where,
+            host=host,
+            port=port,
+            version=pin,
+            model=model,
+            reference=str(reference) if reference else None,
+            poll=poll,
+            keep_kv=kv is Kv.keep,
+            token=token,
+            extra=[*names, *length, "--logprobs-mode", logprobs_mode.value, *ctx.args],
+        )
+    from ..engines.server import Limits, Options, RolloutServer
+
+    options = Options(
+        run=where,
+        model=model,
+        pin=pin,
+        host=host,
+        port=port,
+        name=name,
+        dtype=dtype.value,
+        device=device,
+        threads=threads,
+        limits=Limits(max_batch, max_queue, int(kv_memory * 1e9)),
+        max_model_len=max_model_len,
+        kv_policy=kv.value,
+        logprobs_mode=logprobs_mode.value,
+        poll=poll,
+        id=id,
+        reference=reference,
+        token=token,
+        guard_all=guard_all,
+        max_body=int(max_body * 1e6),
+        grace=grace,
+    )
+    with _ended_by_sigterm():
+        try:
+            server = RolloutServer(options, on_sync=lambda sync: _say(sync, json))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        server.run(on_listening=lambda: _listening(server, host, json))
+
+
+def _listening(server: RolloutServer, host: str, json: bool) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{server.port}"
+    value = {"event": "listening", "url": url, "host": host, "port": server.port, "model": server.service.settings.name}
+    emit_line(value, f"listening on {url}", json)
+
+
+def _say(sync: Sync, json: bool) -> None:
+    value = {
+        "event": "version",
+        "version": sync.version,
+        "pause_s": sync.pause_s,
+        "total_s": sync.total_s,
+        "timings": sync.timings,
+    }
+    took = "  ".join(f"{name} {duration(seconds)}" for name, seconds in sync.timings.items())
+    emit_line(value, f"v{sync.version}  pause {sync.pause_s * 1e3:.1f} ms  {took or 'already here'}", json)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """While it waits or loads. The server has its own way to end once it is up."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

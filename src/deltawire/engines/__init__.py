@@ -1,0 +1,1 @@
+"""Where weights are served from."""

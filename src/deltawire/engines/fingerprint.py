@@ -1,0 +1,30 @@
+"""A SHA-256 of a model's weights, made by torch alone: a second opinion on what the state digest says."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def fingerprint(weights: Mapping[str, Tensor], dtype: str, *, exact: bool = False) -> str:
+    """Names, shapes and bits, with floating-point weights cast to `dtype`.
+
+    With `exact` a weight that the cast would change is an error: who serves a version in a wider dtype holds nothing
+    in between.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}")
+    whole = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        kept = tensor.detach().cpu()
+        cast = kept.to(_DTYPES[dtype]) if kept.is_floating_point() else kept
+        if exact and not torch.equal(cast.to(kept.dtype).view(torch.uint8), kept.contiguous().view(torch.uint8)):
+            raise ValueError(f"{name} has weights that are no {dtype}")
+        whole.update(f"{name} {tuple(cast.shape)} {cast.dtype}\n".encode())
+        whole.update(cast.contiguous().view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()

@@ -1,0 +1,31 @@
+"""Who may reach a server. Imports nothing heavy: a refusal should come at once."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+
+from ...core.errors import Unguarded
+
+
+def check_guarded(host: str, token: str | None) -> None:
+    """Whoever can reach /pause can stop the server."""
+    if token is None and not _is_loopback(host):
+        raise Unguarded(
+            f"listening on {host} lets others reach /pause and /resume: set a bearer token in DELTAWIRE_TOKEN "
+            "(or --token-file), or listen on 127.0.0.1"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_token(file: Path | None) -> str | None:
+    """The token from a file or the environment: never from the command line, where every process can read it."""
+    token = file.read_text().strip() if file is not None else os.environ.get("DELTAWIRE_TOKEN", "").strip()
+    return token or None

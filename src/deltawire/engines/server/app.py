@@ -1,0 +1,383 @@
+"""The HTTP side: routes, who may use them, how much they take. Tokens are made by the scheduler's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.concurrency import run_in_threadpool
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..fingerprint import fingerprint
+from .answers import Answer, ChatAnswer, CompletionAnswer, TokenNames, made_by
+from .follower import Follower
+from .loading import Loaded
+from .metrics import Metrics
+from .protocol import BadRequest, ChatRequest, CompletionRequest, parse
+from .scheduler import QueueFull, Scheduler, Told
+from .sequence import Delta, Listener, Sequence
+
+VERSION_HEADER = "x-deltawire-version"
+_RETRY = {"retry-after": "1"}
+_CONTROL = ("/pause", "/resume", "/is_paused", "/deltawire/")
+_OPEN = ("/health",)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    name: str
+    # of the model, as clients see it
+    token: str | None = None
+    # a bearer token for the control routes
+    guard_all: bool = False
+    # the token is needed for every route but /health
+    max_body: int = 8 << 20
+    # bytes of one request
+
+
+class Service:
+    """The parts of a running server."""
+
+    def __init__(
+        self, settings: Settings, loaded: Loaded, scheduler: Scheduler, follower: Follower, metrics: Metrics
+    ) -> None:
+        self.settings, self.loaded = settings, loaded
+        self.scheduler, self.follower, self.metrics = scheduler, follower, metrics
+        self.names = TokenNames(loaded.tokenizer)
+        self.started = time.time()
+
+    def why_not_ready(self) -> str | None:
+        if not self.scheduler.alive:
+            return "failed: nothing is computed any more; the server's log says why"
+        health = self.follower.health
+        if health in ("ok", "degraded"):
+            return None
+        trouble = self.follower.failure or self.follower.replica.trouble
+        return f"{health}: {trouble or 'catching up with the run'}"
+
+    def sequences(
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
+        limit: int | None,
+        logprobs: int | None,
+        listener: Listener,
+    ) -> list[Sequence]:
+        """A sequence for each prompt and choice, if they can run here at all."""
+        most = self.loaded.max_model_len
+        made: list[Sequence] = []
+        if len(prompts) * request.choices > self.scheduler.limits.max_queue:
+            raise BadRequest(f"at most {self.scheduler.limits.max_queue} choices at once", "n")
+        count = self.scheduler.vocabulary
+        for token in (*(token for prompt in prompts for token in prompt), *(request.stop_token_ids or ())):
+            if not 0 <= token < count:
+                raise BadRequest(f"token id {token} is not in the vocabulary of {count}", "prompt")
+        for prompt in prompts:
+            tokens = most - len(prompt) if limit is None else limit
+            if tokens < 1:
+                wanted = f"a prompt of {len(prompt)} tokens" if limit is None else f"max_tokens {limit}"
+                raise BadRequest(
+                    f"{wanted} leaves nothing to generate; this model takes {most} tokens in all", "max_tokens"
+                )
+            sampling = request.sampling(tokens, logprobs)
+            if not self.scheduler.fits(len(prompt) + tokens):
+                raise BadRequest(
+                    f"a prompt of {len(prompt)} tokens and max_tokens {tokens} do not fit: this server takes {most} "
+                    "tokens in all, as far as its memory for keys and values goes", "prompt",
+                )  # fmt: skip
+            for choice in range(request.choices):
+                own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice)
+                made.append(
+                    Sequence(
+                        prompt, own, len(made), self.loaded.tokenizer, self.loaded.eos, bool(request.stream), listener
+                    )
+                )
+        return made
+
+    def fingerprint(self, dtype: str) -> dict[str, Any]:
+        """SHA-256 of the weights that tokens are computed with, taken between two steps."""
+        with self.scheduler.hold():
+            version = self.follower.version
+            return {"version": version, "sha256": fingerprint(self.loaded.model.state_dict(), dtype, exact=True)}
+
+    def status(self) -> dict[str, Any]:
+        replica, last = self.follower.replica, self.follower.last
+        return {
+            "engine": "deltawire",
+            "model": self.settings.name,
+            "run": replica.url,
+            "replica": replica.id,
+            "version": replica.version,
+            "newest": replica.newest,
+            "lag": replica.lag,
+            "health": self.follower.health,
+            "trouble": str(self.follower.failure or replica.trouble),
+            "paused": self.scheduler.paused,
+            "kv_policy": self.scheduler.kv_policy,
+            "last_sync": None
+            if last is None
+            else {"version": last.version, "pause_s": last.pause_s, "total_s": last.total_s, "timings": last.timings},
+            "running": self.scheduler.running,
+            "waiting": self.scheduler.waiting,
+            "counts": msgspec.to_builtins(self.scheduler.counts),
+            "uptime_s": time.time() - self.started,
+        }
+
+
+def build(service: Service) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def deliver(told: Told) -> None:
+            # one call per step, however many sequences; a loop that is gone has no clients either
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(_tell, told)
+
+        service.scheduler.deliver = deliver
+        yield
+
+    app = FastAPI(title="deltawire", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await _answer(service, request, CompletionRequest)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await _answer(service, request, ChatRequest)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        model = {
+            "id": service.settings.name,
+            "object": "model",
+            "created": int(service.started),
+            "owned_by": "deltawire",
+            "max_model_len": service.loaded.max_model_len,
+            "deltawire": {"version": service.follower.version},
+        }
+        return _json({"object": "list", "data": [model]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        reason = service.why_not_ready()
+        return _json({"status": "ok"}) if reason is None else _unready(reason)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/deltawire/status")
+    async def status() -> Response:
+        return _json(service.status())
+
+    @app.get("/deltawire/fingerprint")
+    async def live_weights(dtype: str = "bf16") -> Response:
+        try:
+            return _json(await run_in_threadpool(service.fingerprint, dtype))
+        except ValueError as error:
+            return _problem(400, str(error), "invalid_request_error", "dtype")
+
+    @app.post("/pause")
+    async def pause(mode: str = "abort", clear_cache: bool = True) -> Response:
+        if mode not in ("abort", "wait", "keep"):
+            return _problem(400, "mode must be abort, wait or keep", "invalid_request_error", "mode")
+        await run_in_threadpool(service.scheduler.pause, mode, clear_cache=clear_cache)
+        return _json({"status": "paused"})
+
+    @app.post("/resume")
+    async def resume() -> Response:
+        service.scheduler.resume()
+        return _json({"status": "resumed"})
+
+    @app.get("/is_paused")
+    async def is_paused() -> Response:
+        return _json({"is_paused": service.scheduler.paused})
+
+    app.add_middleware(_Guard, service=service)
+    return app
+
+
+class _Guard:
+    """Asks for the token where it is needed, and counts answers. Plain ASGI: streams and disconnects pass untouched."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._settings, self._metrics = app, service.settings, service.metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope["path"] if scope["path"] in _ROUTES else "other"
+                self._metrics.requests.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        if _may(Request(scope), self._settings):
+            await self._app(scope, receive, counted)
+        else:
+            headers = {"www-authenticate": "Bearer"}
+            refusal = _problem(401, "this route needs the server's bearer token", "authentication_error", None, headers)
+            await refusal(scope, receive, counted)
+
+
+_ROUTES = {
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/deltawire/status",
+    "/deltawire/fingerprint", "/pause", "/resume", "/is_paused",
+}  # fmt: skip
+
+
+def _may(request: Request, settings: Settings) -> bool:
+    path = request.url.path
+    needed = path.startswith(_CONTROL) or (settings.guard_all and path not in _OPEN)
+    if settings.token is None or not needed:
+        return True
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), settings.token.encode())
+
+
+def _tell(told: Told) -> None:
+    for sequence, delta in told:
+        sequence.listener(sequence, delta)
+
+
+# ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _answer(service: Service, http: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
+    events: asyncio.Queue[tuple[Sequence, Delta]] = asyncio.Queue()
+    try:
+        body = await _body(http, service.settings.max_body)
+        if body is None:
+            return _problem(413, f"the body is larger than {service.settings.max_body} bytes", "invalid_request_error")
+        if (reason := service.why_not_ready()) is not None:
+            return _unready(reason)
+        # tokenizing a long prompt takes long: not in the loop that serves everybody
+        sequences, answer = await run_in_threadpool(_prepare, service, body, kind, events)
+    except BadRequest as error:
+        return _problem(400, str(error), "invalid_request_error", error.param)
+    try:
+        service.scheduler.add(sequences)
+    except QueueFull:
+        return _problem(503, "the queue is full; try again", "overloaded_error", headers=_RETRY)
+    if answer.request.stream:
+        headers = {"cache-control": "no-cache", VERSION_HEADER: str(service.follower.version)}
+        return StreamingResponse(
+            _stream(service, sequences, answer, events), media_type="text/event-stream", headers=headers
+        )
+    if not await _finished(service, http, sequences, events):
+        return Response(status_code=499)
+    if any(sequence.finish_reason == "error" for sequence in sequences):
+        return _problem(500, "computing this failed; the server's log says why", "internal_error")
+    return _json(answer.whole(sequences), headers={VERSION_HEADER: made_by(sequences)})
+
+
+def _prepare(
+    service: Service, body: bytes, kind: type[Any], events: asyncio.Queue[tuple[Sequence, Delta]]
+) -> tuple[list[Sequence], Answer]:
+    request = parse(body, kind)
+    tokenizer, name = service.loaded.tokenizer, service.settings.name
+    mark = secrets.token_hex(16)
+
+    def listen(sequence: Sequence, delta: Delta) -> None:
+        events.put_nowait((sequence, delta))
+
+    answer: Answer
+    if isinstance(request, ChatRequest):
+        limit, logprobs = request.limit, request.wanted_logprobs
+        answer = ChatAnswer(request, f"chatcmpl-{mark}", name, service.names)
+    else:
+        limit, logprobs = request.max_tokens, request.logprobs
+        answer = CompletionAnswer(request, f"cmpl-{mark}", name, service.names)
+    return service.sequences(request, request.prompts(tokenizer), limit, logprobs, listen), answer
+
+
+async def _body(http: Request, limit: int) -> bytes | None:
+    """The body, or None as soon as it is larger than allowed."""
+    parts = bytearray()
+    async for part in http.stream():
+        parts += part
+        if len(parts) > limit:
+            return None
+    return bytes(parts)
+
+
+async def _finished(
+    service: Service, http: Request, sequences: list[Sequence], events: asyncio.Queue[tuple[Sequence, Delta]]
+) -> bool:
+    """Wait for all of them; False if the client has gone, and then they are cancelled."""
+
+    async def all_of_them() -> None:
+        for _ in sequences:
+            await events.get()
+
+    work = asyncio.ensure_future(all_of_them())
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return work.done()
+    finally:
+        if not work.done():
+            service.scheduler.cancel(sequences)
+        for task in (work, gone):
+            task.cancel()
+
+
+async def _disconnected(http: Request) -> None:
+    # the body is read, so the next thing to hear of the client is that it has gone
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stream(
+    service: Service, sequences: list[Sequence], answer: Answer, events: asyncio.Queue[tuple[Sequence, Delta]]
+) -> AsyncIterator[bytes]:
+    left = len(sequences)
+    try:
+        for chunk in answer.opening(sequences):
+            yield _event(chunk)
+        while left:
+            sequence, delta = await events.get()
+            left -= delta.finished
+            yield _event(answer.chunk(sequence, delta))
+        if answer.request.wants_usage:
+            yield _event(answer.usage_chunk(sequences))
+        yield b"data: [DONE]\n\n"
+    finally:
+        if left:
+            service.scheduler.cancel(sequences)
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+# ── answers that are no completions ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers=headers, media_type="application/json")
+
+
+def _problem(
+    status: int, message: str, kind: str, param: str | None = None, headers: dict[str, str] | None = None
+) -> Response:
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return _json({"error": error}, status, headers)
+
+
+def _unready(reason: str) -> Response:
+    return _problem(503, f"not ready, {reason}", "unavailable_error", headers=_RETRY)

@@ -1,0 +1,153 @@
+"""The thread that keeps the weights current: everything but the write itself happens while tokens are made."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import DeltawireError
+from ...replica import Replica
+from ...store import Store
+from .weights import WideTarget
+
+log = logging.getLogger("deltawire")
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """How the weights came to a version."""
+
+    version: int
+    pause_s: float
+    # in which no token was made because of it
+    total_s: float
+    timings: dict[str, float]
+
+
+class Follower:
+    """`hold` keeps the weights from being computed with while they are written. `pin` stays at one version."""
+
+    def __init__(
+        self,
+        run: str | Store,
+        model: Any,
+        *,
+        hold: Callable[[], AbstractContextManager[None]],
+        pin: int | None = None,
+        poll: float = 1.0,
+        id: str | None = None,
+        reference: Path | None = None,
+        on_sync: Callable[[Sync], None] = lambda sync: None,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        self.replica = Replica(
+            run,
+            id=id,
+            reference=reference,
+            pause=self._pause,
+            **({"target": WideTarget} if on_cpu else {}),
+        )
+        self.last: Sync | None = None
+        self.caught_up = threading.Event()
+        # set once the newest version of the time (or the pinned one) was reached
+        self.failure: Exception | None = None
+        # the thread has ended because of it: no later version will fit either
+        self._model, self._hold = model, hold
+        self._pin, self._poll = pin, poll
+        self._on_sync, self._on_failure = on_sync, on_failure
+        self._paused_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="deltawire-follower", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def version(self) -> int | None:
+        return self.replica.version
+
+    @property
+    def health(self) -> str:
+        """starting, ok, degraded (serving, but the bucket cannot be followed), unnamed (waiting for a version that can
+        be proven) or failed."""
+        if self.failure is not None:
+            return "failed"
+        if not self.caught_up.is_set():
+            return "starting"
+        if self.version is None:
+            return "unnamed"
+        return "degraded" if self.replica.trouble else "ok"
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        with self._hold():
+            clock = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._paused_s += time.perf_counter() - clock
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._follow()
+                return
+            except DeltawireError as error:
+                # another model: no later version will fit either
+                self.failure = error
+                log.error("following the run has ended: %s", error)
+                self._on_failure()
+                return
+            except Exception as error:
+                # a write that failed was undone, so this version goes on; perhaps the next attempt has more luck
+                self.replica.trouble = f"{type(error).__name__}: {error}"
+                log.exception("%s stays at version %s", self.replica.id, self.version)
+            self._stop.wait(self._poll)
+
+    def _follow(self) -> None:
+        clock = time.perf_counter()
+        for version in self._versions():
+            self._reached(version, time.perf_counter() - clock)
+            if self._stop.is_set():
+                return
+            clock = time.perf_counter()
+
+    def _versions(self) -> Iterator[int]:
+        if self._pin is None:
+            yield from self.replica.follow(self._model, poll=self._poll, stop=self._stop)
+            return
+        while not self._stop.is_set():
+            try:
+                yield self.replica.sync(self._model, self._pin)
+                return
+            except DeltawireError as error:
+                self.replica.trouble = str(error)
+                log.warning("version %d of %s is not to be had: %s", self._pin, self.replica.id, error)
+            self._stop.wait(self._poll)
+
+    def _reached(self, version: int, seconds: float) -> None:
+        self.replica.trouble = ""
+        timings = dict(self.replica.timings)
+        # the wait for the version is no part of how it came
+        spent = min(seconds, sum(timings.values()))
+        self.last = Sync(version, self._paused_s, spent, timings)
+        self._paused_s = 0.0
+        self.caught_up.set()
+        took = "  ".join(f"{name} {value * 1e3:.0f} ms" for name, value in timings.items())
+        log.info("serving v%d  pause %.1f ms  %s", version, self.last.pause_s * 1e3, took)
+        self._on_sync(self.last)

@@ -1,0 +1,124 @@
+"""A model and its tokenizer, ready to be served: from a folder, from the hub, or from nothing but a run."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
+
+from ...bucket import folder
+from ...bucket.replay import Resolve, checkout, find_reference
+from ...bucket.run import Run
+from ...core.errors import ReferenceUnavailable, SchemaMismatch, VersionNotFound
+from ...core.full import weight_files
+from .batch import require_batchable
+
+log = logging.getLogger("deltawire")
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+PLAIN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    model: Any
+    tokenizer: Any
+    # None where the folder has none: then requests are made of token ids
+    eos: frozenset[int]
+    max_model_len: int
+
+
+@contextmanager
+def as_folder(run: Run, version: int | None, resolve: Resolve = find_reference) -> Iterator[Path]:
+    """A version as a checkpoint folder, for as long as it takes to load it."""
+    version = run.newest() if version is None else version
+    if version is None:
+        raise VersionNotFound(f"the run at {run.store.url} has no version yet")
+    manifest = run.manifest(version)
+    if not any(file.name == "config.json" for file in manifest.files):
+        raise ReferenceUnavailable(
+            f"the run at {run.store.url} carries no config.json, so it cannot say which model it is: "
+            "serve MODEL --run RUN, or publish it with its files"
+        )
+    with tempfile.TemporaryDirectory(prefix="deltawire-serve-") as place:
+        made = Path(place)
+        folder.fill(made, run, manifest, checkout(run, version, resolve=resolve))
+        yield made
+
+
+def load(source: str, *, dtype: str = "auto", device: str = "cpu", max_model_len: int | None = None) -> Loaded:
+    """`source` is a checkpoint folder (the weights may be missing: the run has them) or a hub id."""
+    disable_progress_bar()
+    config = AutoConfig.from_pretrained(source)
+    chosen = _dtype(dtype, device, config)
+    place = Path(source)
+    if place.is_dir() and not any(place.glob("*.safetensors")):
+        model = AutoModelForCausalLM.from_config(config, dtype=chosen)
+    else:
+        if place.is_dir():
+            weight_files(place)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen)
+    model = model.to(device).eval().requires_grad_(False)
+    require_batchable(model, source)
+    tokenizer = _tokenizer(source)
+    return Loaded(model, tokenizer, _eos(source, config, tokenizer), _length(config, max_model_len))
+
+
+def _dtype(wanted: str, device: str, config: Any) -> torch.dtype:
+    if wanted != "auto":
+        return getattr(torch, wanted)  # type: ignore[no-any-return]
+    if device == "cpu":
+        return torch.float32
+    return getattr(config, "dtype", None) or torch.bfloat16
+
+
+def _length(config: Any, wanted: int | None) -> int:
+    text = config.get_text_config()
+    odd = set(getattr(text, "layer_types", None) or ()) - PLAIN_LAYERS
+    if odd:
+        raise SchemaMismatch(f"layers of type {min(odd)} are unknown to the built-in server; use --engine vllm")
+    length = getattr(text, "max_position_embeddings", None) or 2048
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()) and text.sliding_window:
+        # within one window, sliding attention is plain attention
+        length = min(length, text.sliding_window)
+    if wanted is not None and wanted > length:
+        raise SchemaMismatch(f"this model is made for at most {length} positions, not {wanted}")
+    return wanted or length
+
+
+def _tokenizer(source: str) -> Any:
+    place = Path(source)
+    if place.is_dir() and not any((place / name).is_file() for name in TOKENIZER_FILES):
+        # transformers would make up one without words
+        log.warning("no tokenizer in %s, so requests must be token ids", source)
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("no tokenizer in %s, so requests must be token ids: %s", source, str(error).splitlines()[0])
+        return None
+
+
+def _eos(source: str, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends an answer: by the generation config, the config and the tokenizer."""
+    try:
+        said = GenerationConfig.from_pretrained(source).eos_token_id
+    except OSError:
+        said = None
+    found: set[int] = set()
+    for value in (
+        said,
+        getattr(config.get_text_config(), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    ):
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    count = config.get_text_config().vocab_size
+    return frozenset(token for token in found if 0 <= token < count)

@@ -1,0 +1,230 @@
+"""What clients send, checked: the OpenAI completions API with vLLM's additions, as far as this server goes.
+
+Fields that nobody here knows are ignored, as vLLM does. Fields that would change the text and are not implemented are
+refused unless they ask for nothing: a sampler that quietly ignores a penalty is wrong data for training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .sampling import Sampling
+
+MAX_CHOICES = 256
+MAX_TOP_LOGPROBS = 20
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # what may be said about what we do not do
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "length_penalty": (None, 1),
+    "use_beam_search": (None, False),
+    "prompt_logprobs": (None,),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None,),
+    "structured_outputs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "tools": (None, []),
+}
+
+
+class BadRequest(Exception):
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Common(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+
+    best_of: Any = None
+    suffix: Any = None
+    logit_bias: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    length_penalty: Any = None
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    structured_outputs: Any = None
+    response_format: Any = None
+    tools: Any = None
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        for name, neutral in _NEUTRAL.items():
+            if getattr(self, name) not in neutral:
+                raise BadRequest(f"{name} is not implemented by this server; leave it out", name)
+        _require("n", 1 <= self.choices <= MAX_CHOICES, f"between 1 and {MAX_CHOICES}")
+        _require("temperature", self.temperature is None or 0 <= self.temperature < float("inf"), "at least 0")
+        _require("top_p", self.top_p is None or 0 < self.top_p <= 1, "in (0, 1]")
+        _require("top_k", self.top_k is None or self.top_k >= -1, "at least 1; 0 and -1 mean all")
+        _require("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1]")
+        _require("min_tokens", self.min_tokens is None or self.min_tokens >= 0, "at least 0")
+        stops = self.stops
+        _require("stop", len(stops) <= 16 and all(0 < len(s) <= 1024 for s in stops), "up to 16 strings, none empty")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling(self, max_tokens: int, logprobs: int | None) -> Sampling:
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            seed=self.seed,
+            logprobs=logprobs,
+            stop=self.stops,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens or 0,
+            skip_special_tokens=self.skip_special_tokens,
+            keep_stop=self.include_stop_str_in_output,
+        )
+
+
+class CompletionRequest(Common, kw_only=True):
+    prompt: str | list[Any]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool = False
+
+    def check(self) -> None:
+        Common.check(self)
+        _require(
+            "logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}"
+        )
+        if self.echo and self.logprobs is not None:
+            raise BadRequest("echo with logprobs is not implemented by this server", "echo")
+
+    def prompts(self, tokenizer: Any) -> list[list[int]]:
+        """Text, texts, token ids, or lists of token ids, as lists of token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (prompt and all(isinstance(p, int) and not isinstance(p, bool) for p in prompt)):
+            prompt = [prompt]
+        if not prompt:
+            raise BadRequest("prompt is empty", "prompt")
+        special = self.add_special_tokens is not False
+        return [_tokens(p, tokenizer, special) for p in prompt]
+
+
+class ChatRequest(Common, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def check(self) -> None:
+        Common.check(self)
+        most = self.top_logprobs or 0
+        _require("top_logprobs", 0 <= most <= MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}")
+        if self.chat_template is not None:
+            raise BadRequest("this server uses the model's own chat template", "chat_template")
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def prompts(self, tokenizer: Any) -> list[list[int]]:
+        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+            raise BadRequest("this model has no chat template; use /v1/completions", "messages")
+        try:
+            tokens = tokenizer.apply_chat_template(
+                [_plain_message(message) for message in self.messages],
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
+                continue_final_message=self.continue_final_message,
+                **(self.chat_template_kwargs or {}),
+            )
+        except Exception as error:
+            # templates are programs of their own and raise what they like
+            raise BadRequest(f"the chat template does not take these messages: {error}", "messages") from None
+        if not tokens:
+            raise BadRequest("these messages come to no tokens", "messages")
+        return [list(tokens)]
+
+
+def parse(body: bytes, kind: type[Any]) -> Any:
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error)) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from None
+    request.check()
+    return request
+
+
+def _require(name: str, fine: bool, wanted: str) -> None:
+    if not fine:
+        raise BadRequest(f"{name} must be {wanted}", name)
+
+
+def _tokens(prompt: Any, tokenizer: Any, special: bool) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise BadRequest("this server has no tokenizer: send token ids", "prompt")
+        prompt = tokenizer.encode(prompt, add_special_tokens=special)
+    if not isinstance(prompt, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+        raise BadRequest("prompt must be text, texts, token ids, or lists of token ids", "prompt")
+    if not prompt:
+        raise BadRequest("a prompt comes to no tokens", "prompt")
+    return prompt
+
+
+def _plain_message(message: dict[str, Any]) -> dict[str, Any]:
+    """Content in parts, as some clients send it, as the text that templates expect."""
+    content = message.get("content")
+    if isinstance(content, list):
+        if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
+            raise BadRequest("only text can be part of a message here", "messages")
+        return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
+    return message

@@ -1,0 +1,227 @@
+"""Weight sync for the trainers of transformers and TRL, through a bucket.
+
+    transfer = BucketTransfer("hf://buckets/me/wordle")
+    trainer = AsyncGRPOTrainer(..., weight_transfer=transfer)
+    transfer.attach(trainer)           # true staleness, and our metrics in the trainer's log
+
+    callback = DeltaSyncCallback("s3://runs/wordle")
+    trainer = GRPOTrainer(..., callbacks=[callback])
+
+The rollout servers follow the run by themselves. Nothing here waits for them, pauses them or knows where they are.
+
+A sync of TRL has a number (its `model_version`); a version of the run has another, since a slow bucket merges syncs.
+The server says which version made a sample, and `BucketTransfer` knows which sync that was.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import DeltawireError, MissingExtra, PublishFailed, WriterConflict
+from ..trainer import Published, Publisher, PublishHandle
+
+if TYPE_CHECKING:
+    import torch
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:  # pragma: no cover - only where the extra is absent
+    raise MissingExtra("deltawire.trl needs transformers; run: pip install 'deltawire[trl]'") from error
+
+log = logging.getLogger("deltawire")
+
+KEPT_SYNCS = 1024
+"""Syncs whose versions are remembered: many more than a staleness limit lets a sample be old."""
+
+
+class BucketTransfer:
+    """The `weight_transfer` of TRL's AsyncGRPOTrainer: every sync becomes a version of a run.
+
+    `options` are those of `Publisher`. Weights travel as bf16 unless `wire_dtype` says otherwise.
+    """
+
+    def __init__(self, run: str, *, wire_dtype: str = "bf16", **options: Any) -> None:
+        self._open = lambda: Publisher(run, wire_dtype=wire_dtype, **options)
+        self._publisher: Publisher | None = None
+        self._syncs = Syncs()
+
+    # ── what the trainer calls ───────────────────────────────────────────────────────────────────────────────────────
+
+    def init_weight_transfer(self) -> None:
+        self._publisher = self._publisher or self._open()
+
+    def pause(self) -> None:
+        """Nothing: a replica pauses itself, for the milliseconds in which it patches its weights."""
+
+    def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Publish them; returns once it is known what changed.
+
+        The iterator is consumed to its end whatever happens, since every rank of a sharded trainer takes part in it.
+        A bucket that is away is no reason to stop training: what it missed goes out with a later sync.
+        """
+        weights = {name: tensor.detach() for name, tensor in iterator}
+        self.init_weight_transfer()
+        assert self._publisher is not None
+        self._syncs.add(publish(self._publisher, weights, step=self._syncs.count + 1))
+
+    def resume(self) -> None:
+        """Nothing; see `pause`."""
+
+    def destroy(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    # ── what we add ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def attach(self, trainer: Any) -> None:
+        """Let samples carry the version that the server names, and our metrics appear in the trainer's log.
+
+        The stock worker marks a sample with the trainer's own count, which is ahead of what the servers have.
+        """
+        from .trl_worker import TrueVersions
+
+        worker = trainer.rollout_worker
+        if worker is not None:  # on the main process alone
+            trainer.rollout_queue = TrueVersions.over(worker, self._syncs)
+        trainer.callback_handler.callbacks.insert(0, MetricsCallback(self.metrics))
+
+    def metrics(self) -> dict[str, float]:
+        """Of the newest sync that is in the bucket."""
+        return self._syncs.metrics()
+
+
+class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
+    """Publishes the model of any transformers or TRL trainer: at the start, then after every `every` optimizer steps.
+
+    `attach(trainer)` in place of `callbacks=[…]` puts our metrics before the reporters', so that they see them too.
+    """
+
+    def __init__(self, run: str, *, every: int = 1, **options: Any) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        self._open = lambda: Publisher(run, **options)
+        self._every = every
+        self._publisher: Publisher | None = None
+        self._syncs = Syncs()
+
+    def attach(self, trainer: Any) -> None:
+        trainer.callback_handler.callbacks.insert(0, self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **around: Any) -> None:
+        if state.is_world_process_zero:
+            self._publisher = self._open()
+            self._publish(around["model"], state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **around: Any) -> None:
+        if self._publisher is not None and state.global_step % self._every == 0:
+            self._publish(around["model"], state)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        add_metrics(self._syncs.metrics(), state, logs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **around: Any) -> None:
+        if self._publisher is None:
+            return
+        if state.global_step % self._every:
+            self._publish(around["model"], state)
+        self._publisher.close()
+        self._publisher = None
+
+    def metrics(self) -> dict[str, float]:
+        return self._syncs.metrics()
+
+    def _publish(self, model: Any, state: Any) -> None:
+        assert self._publisher is not None
+        self._syncs.add(publish(self._publisher, model, step=state.global_step))
+
+
+class MetricsCallback(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, metrics: Any) -> None:
+        self._metrics = metrics
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        add_metrics(self._metrics(), state, logs)
+
+
+class Syncs:
+    """Which version each sync of the trainer became. Counted from 1, as TRL counts."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, PublishHandle] = {}
+        self._versions: dict[int, int] = {}
+        self._newest: Published | None = None
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add(self, handle: PublishHandle | None) -> None:
+        with self._lock:
+            self.count += 1
+            if handle is not None:
+                self._handles[self.count] = handle
+            self._settle()
+
+    def sync_of(self, version: int) -> int:
+        """The last sync that a server with this version has; 0 where it is older than all we know."""
+        with self._lock:
+            self._settle()
+            syncs = sorted(self._versions)
+            # versions rise with syncs; those merged into one version have the same
+            at = bisect.bisect_right([self._versions[sync] for sync in syncs], version)
+            return syncs[at - 1] if at else 0
+
+    def metrics(self) -> dict[str, float]:
+        with self._lock:
+            self._settle()
+            newest = self._newest
+            if newest is None:
+                return {}
+            times = {f"deltawire/{name}_ms": 1e3 * seconds for name, seconds in newest.timings.items()}
+            return {
+                "deltawire/version": float(newest.version),
+                "deltawire/changed": float(newest.changed),
+                "deltawire/bytes": float(newest.bytes),
+                "deltawire/waiting": float(len(self._handles)),
+                **times,
+            }
+
+    def _settle(self) -> None:
+        for sync in [sync for sync, handle in self._handles.items() if handle.done()]:
+            # one that failed is part of the next
+            with suppress(Exception):
+                self._newest = self._handles[sync].result()
+                self._versions[sync] = self._newest.version
+            del self._handles[sync]
+        for sync in sorted(self._versions)[:-KEPT_SYNCS]:
+            del self._versions[sync]
+
+
+def publish(publisher: Publisher, weights: Mapping[str, Any] | Any, step: int) -> PublishHandle | None:
+    """Publish, or log why not: only another writer on the run, or another model, is a reason to stop training."""
+    for _ in range(2):
+        try:
+            return publisher.publish(weights, step=step)
+        except WriterConflict:
+            raise
+        except PublishFailed as error:
+            # what an earlier publish ran into, said once; this one has not been tried yet
+            log.warning("%s", error)
+        except DeltawireError as error:
+            if error.exit_code != 5:  # not the store's
+                raise
+            log.warning("sync %d was not published, a later one carries it: %s", step, error)
+            return None
+    return None
+
+
+def add_metrics(metrics: dict[str, float], state: Any, logs: dict[str, Any] | None) -> None:
+    """Into what reporters are about to read, and into the trainer's own history."""
+    if logs is not None:
+        logs.update(metrics)
+    if state.log_history:
+        state.log_history[-1].update(metrics)

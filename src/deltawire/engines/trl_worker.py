@@ -1,0 +1,79 @@
+"""TRL's stock rollout worker, with samples that carry the version the server says they were made with.
+
+The worker's loop runs in a child process, talks to the server and marks each sample there; the trainer takes samples
+from a queue in its own process. So the loop marks them with the version of the run, the oldest that had a part in them,
+and the queue translates to the trainer's count, which is what its staleness limit is about.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
+
+from .trl import Syncs
+
+_oldest: ContextVar[list[int] | None] = ContextVar("deltawire_oldest", default=None)
+
+
+class VersionedLoop(_AsyncRolloutLoop):  # type: ignore[misc]
+    """Notes the versions in the server's answers, rollout by rollout."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._groups: dict[int, int] = {}
+        # oldest version in the answers so far, by group
+
+    async def _post(self, path: str, payload: dict[str, Any], *args: Any, **options: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = await super()._post(path, payload, *args, **options)
+        seen = _oldest.get()
+        if seen is not None:
+            seen.extend(versions_in(answer))
+        return answer
+
+    async def _generate_one(self, *args: Any, group_id: int, **options: Any) -> Any:
+        seen: list[int] = []
+        # each rollout is a task of its own, so this is its own context
+        _oldest.set(seen)
+        result = await super()._generate_one(*args, group_id=group_id, **options)
+        if seen:
+            self._groups[group_id] = min(*seen, self._groups.get(group_id, seen[0]))
+        return result
+
+    async def _score_group(self, group: Any) -> Any:
+        # -1 is what a server that names no version gets: older than everything
+        group.model_version = self._groups.pop(group.group_id, -1)
+        return await super()._score_group(group)
+
+
+class TrueVersions:
+    """The worker's queue as the trainer sees it."""
+
+    def __init__(self, queue: Any, syncs: Syncs) -> None:
+        self._queue, self._syncs = queue, syncs
+
+    @classmethod
+    def over(cls, worker: AsyncRolloutWorker, syncs: Syncs) -> TrueVersions:
+        if not isinstance(worker, AsyncRolloutWorker):
+            raise TypeError(
+                f"attach() knows TRL's own AsyncRolloutWorker, not {type(worker).__name__}: "
+                "let yours mark samples with the version in the server's answers"
+            )
+        # before start(): the child is told which loop to run
+        worker._loop_cls = VersionedLoop
+        return cls(worker.rollout_buffer, syncs)
+
+    def get(self, *args: Any, **options: Any) -> Any:
+        sample = self._queue.get(*args, **options)
+        sample.model_version = self._syncs.sync_of(sample.model_version)
+        return sample
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+def versions_in(answer: dict[str, Any]) -> list[int]:
+    """The versions a completion says it was made with, whichever of our servers made it."""
+    notes = [answer.get("deltawire"), *(choice.get("deltawire") for choice in answer.get("choices", ()))]
+    return [int(version) for note in notes if isinstance(note, dict) for version in note.get("versions", ())]

@@ -1,0 +1,259 @@
+"""A delta, seen from one rank: what changes in the pieces it holds, decoded from the weights it holds.
+
+`context` codes a tile from the tile's own old weights, so a rank decodes the tiles it holds and never sees the others.
+A tile that is cut by the edge of a piece needs the rest of its old weights: those are *borrowed* from the ranks that
+hold them, through files (`Wanted` says which). All other encodings need old weights at the changed positions alone;
+what a rank decodes at positions that it does not hold is left out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ...core.change import BLOCK_UNITS, Change, Region, compare
+from ...core.codecs import context
+from ...core.dtypes import Bits, lookup
+from ...core.errors import CountMismatch
+from ...core.full import FullFile
+from ...core.parallel import ordered_map
+from ...core.sparse import BlockRef, DeltaFile
+from .placement import Piece
+from .shard import PieceChange, Shard
+
+
+class Rectangle(msgspec.Struct, frozen=True, array_like=True):
+    """Some rows and columns of a tensor, on the wire between ranks."""
+
+    tensor: str
+    row: int
+    rows: int
+    column: int
+    columns: int
+
+    def meet(self, other: Rectangle) -> Rectangle | None:
+        """What both cover."""
+        if self.tensor != other.tensor:
+            return None
+        row, column = max(self.row, other.row), max(self.column, other.column)
+        rows = min(self.row + self.rows, other.row + other.rows) - row
+        columns = min(self.column + self.columns, other.column + other.columns) - column
+        return Rectangle(self.tensor, row, rows, column, columns) if rows > 0 and columns > 0 else None
+
+    def within(self, other: Rectangle) -> tuple[slice, slice]:
+        """Where this lies in a rectangle around it."""
+        row, column = self.row - other.row, self.column - other.column
+        return slice(row, row + self.rows), slice(column, column + self.columns)
+
+
+def rectangle(region: Region) -> Rectangle:
+    return Rectangle(region.tensor.name, region.row, region.rows, region.column, region.columns)
+
+
+Lent = Mapping[Rectangle, Bits]
+"""Old weights of other ranks, by where they belong."""
+
+
+class Wanted(Exception):
+    """Tiles are cut by the edges of this rank's pieces: these rectangles have to be known to decode them."""
+
+    def __init__(self, rectangles: Iterable[Rectangle]) -> None:
+        self.rectangles = sorted(set(rectangles), key=msgspec.structs.astuple)
+        super().__init__(f"{len(self.rectangles)} rectangles of old weights are held by other ranks")
+
+
+class Decoder:
+    """Reads deltas and full weights against a shard's present bits. Touches nothing."""
+
+    def __init__(self, shard: Shard, threads: int | None = 1) -> None:
+        self._shard = shard
+        self._threads = threads
+        self._by_tensor: dict[str, list[int]] = {}
+        for number, piece in enumerate(shard.pieces):
+            self._by_tensor.setdefault(piece.region.tensor.name, []).append(number)
+
+    def delta(self, file: DeltaFile, lent: Lent | None = None) -> list[PieceChange]:
+        """What a delta changes here. Raises `Wanted` where that takes weights of other ranks."""
+        lent = lent or {}
+        wanted: list[Rectangle] = []
+        found: list[PieceChange] = []
+
+        def one(block: BlockRef) -> tuple[list[PieceChange], list[Rectangle]]:
+            if block.record is not None and block.record.encoding == context.name:
+                return self._tiles(file, block, lent)
+            return self._anywhere(file, block), []
+
+        for changes, missing in ordered_map(one, file.blocks, self._threads):
+            found += changes
+            wanted += missing
+        if wanted:
+            raise Wanted(wanted)
+        return found
+
+    def full(self, file: FullFile) -> list[PieceChange]:
+        """What full weights change here."""
+
+        def one(number: int) -> list[PieceChange]:
+            piece, result = self._shard.pieces[number], []
+            bits = self._shard.read(number)
+            for part in _bands(piece):
+                rows = slice(part.row - piece.region.row, part.row - piece.region.row + part.rows)
+                old = np.ascontiguousarray(bits[rows]).reshape(-1)
+                change = compare(part, old, file.region(part))
+                if change.count:
+                    positions = change.positions + np.uint32(rows.start * piece.region.columns)
+                    result.append(PieceChange(number, Change(piece.region, positions, change.old, change.new)))
+            return result
+
+        each = ordered_map(one, range(len(self._shard.pieces)), self._threads)
+        return [change for changes in each for change in changes]
+
+    def load(self, file: FullFile) -> None:
+        """Overwrite all pieces with full weights."""
+        for number, piece in enumerate(self._shard.pieces):
+            for part in _bands(piece):
+                bits = file.region(part).reshape(part.rows, part.columns)
+                self._shard.put(number, part.row - piece.region.row, bits)
+
+    def lend(self, rectangles: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, Bits]]:
+        """What this rank holds of some rectangles."""
+        for wanted in rectangles:
+            for number in self._by_tensor.get(wanted.tensor, ()):
+                whole = rectangle(self._shard.pieces[number].region)
+                part = wanted.meet(whole)
+                if part is not None:
+                    yield part, np.ascontiguousarray(self._shard.read(number)[part.within(whole)])
+
+    # ── encodings that need old weights at the changed positions alone ────────────────────────────────────────────────
+
+    def _anywhere(self, file: DeltaFile, block: BlockRef) -> list[PieceChange]:
+        if not any(region.tensor.name in self._by_tensor for region, _ in block.regions):
+            return []
+        known: dict[str, Bits] = {}
+
+        def base(name: str) -> Bits:
+            if name not in known:
+                known[name] = self._whole(name, block)
+            return known[name]
+
+        result = []
+        for change in file.decode(block, base):
+            for number in self._by_tensor.get(change.region.tensor.name, ()):
+                here = _cut(change, self._shard.pieces[number].region)
+                if here is not None:
+                    result.append(PieceChange(number, here))
+        return result
+
+    def _whole(self, name: str, block: BlockRef) -> Bits:
+        """A tensor's flat bits as far as this rank holds them, zero elsewhere."""
+        numbers = self._by_tensor.get(name, [])
+        spec = next(region.tensor for region, _ in block.regions if region.tensor.name == name)
+        if len(numbers) == 1:
+            piece, bits = self._shard.pieces[numbers[0]], self._shard.read(numbers[0])
+            if piece.region.units == spec.units and bits.flags.c_contiguous:
+                return bits.reshape(-1)
+        whole = np.zeros((spec.rows, spec.columns), lookup(spec.dtype).unit)
+        for number in numbers:
+            region = self._shard.pieces[number].region
+            region.matrix(whole.reshape(-1))[:] = self._shard.read(number)
+        return whole.reshape(-1)
+
+    # ── tiles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tiles(self, file: DeltaFile, block: BlockRef, lent: Lent) -> tuple[list[PieceChange], list[Rectangle]]:
+        assert block.record is not None
+        held = [
+            (number, piece, part)
+            for number, (region, _) in enumerate(block.regions)
+            for piece in self._by_tensor.get(region.tensor.name, ())
+            if (part := rectangle(region).meet(rectangle(self._shard.pieces[piece].region))) is not None
+        ]
+        if not held:
+            return [], []
+        coded = context.open_block(block.record, block.regions, file.streams(block))
+        result: list[PieceChange] = []
+        wanted: list[Rectangle] = []
+        for number, piece, part in held:
+            region, count = block.regions[number]
+            spans = coded.around(number, *part.within(rectangle(region)))
+            around = _of_spans(region, spans)
+            old, missing = self._old(around, lent)
+            if old is None:
+                wanted += missing
+                continue
+            positions, was, now = coded.shard(number, *spans, old)
+            if around == rectangle(region) and positions.size != count:
+                raise CountMismatch(
+                    f"a region of {region.tensor.name!r} has {positions.size} changes, its count is {count}"
+                )
+            spanned = Region(region.tensor, around.row, around.rows, around.column, around.columns)
+            here = _cut(Change(spanned, positions, was, now), self._shard.pieces[piece].region)
+            if here is not None:
+                result.append(PieceChange(piece, here))
+        return result, wanted
+
+    def _old(self, around: Rectangle, lent: Lent) -> tuple[Bits | None, list[Rectangle]]:
+        """The old weights of a rectangle: a view where one piece holds it, else put together, or what is missing."""
+        known: list[tuple[Rectangle, Callable[[], Bits]]] = []
+        for number in self._by_tensor[around.tensor]:
+            whole = rectangle(self._shard.pieces[number].region)
+            part = around.meet(whole)
+            if part == around:
+                return self._shard.read(number)[around.within(whole)], []
+            if part is not None:
+                known.append((part, lambda n=number, p=part, w=whole: self._shard.read(n)[p.within(w)]))  # type: ignore[misc]
+        for whole, bits in lent.items():
+            part = around.meet(whole)
+            if part is not None:
+                known.append((part, lambda b=bits, p=part, w=whole: b[p.within(w)]))  # type: ignore[misc]
+        covered = np.zeros((around.rows, around.columns), bool)
+        for part, _ in known:
+            covered[part.within(around)] = True
+        if not covered.all():
+            return None, [around]
+        spec = self._shard.pieces[self._by_tensor[around.tensor][0]].region.tensor
+        old = np.empty((around.rows, around.columns), lookup(spec.dtype).unit)
+        for part, bits_of in known:
+            old[part.within(around)] = bits_of()
+        return old, []
+
+
+def _of_spans(region: Region, spans: tuple[slice, slice]) -> Rectangle:
+    rows, columns = spans
+    return Rectangle(
+        region.tensor.name,
+        region.row + rows.start,
+        rows.stop - rows.start,
+        region.column + columns.start,
+        columns.stop - columns.start,
+    )
+
+
+def _bands(piece: Piece) -> Iterator[Region]:
+    """A piece in bands of whole rows of its own, of at most a block."""
+    whole = piece.region
+    height = max(1, BLOCK_UNITS // max(whole.columns, 1))
+    for row in range(whole.row, whole.row + whole.rows, height):
+        rows = min(height, whole.row + whole.rows - row)
+        yield Region(whole.tensor, row, rows, whole.column, whole.columns)
+
+
+def _cut(change: Change, to: Region) -> Change | None:
+    """The part of a change that lies in a piece, its positions counted within the piece."""
+    region = change.region
+    if (region.row, region.rows, region.column, region.columns) == (to.row, to.rows, to.column, to.columns):
+        return Change(to, change.positions, change.old, change.new) if change.count else None
+    if rectangle(region).meet(rectangle(to)) is None:
+        return None
+    row, column = np.divmod(change.positions.astype(np.int64), max(region.columns, 1))
+    row += region.row - to.row
+    column += region.column - to.column
+    here: npt.NDArray[Any] = (row >= 0) & (row < to.rows) & (column >= 0) & (column < to.columns)
+    if not here.any():
+        return None
+    positions = (row[here] * to.columns + column[here]).astype(np.uint32)
+    return Change(to, positions, change.old[here], change.new[here])

@@ -1,0 +1,196 @@
+"""The endpoint plugin: the follower's thread, its routes and metrics, and versions on samples."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import threading
+from typing import Any
+
+from fastapi import APIRouter, Body, HTTPException, Request
+
+from ...core.errors import DeltawireError
+from . import NAME, settings
+from .follower import Follower
+from .metrics import Metrics
+from .samples import VersionMiddleware, observe
+from .workers import Workers
+
+log = logging.getLogger("deltawire")
+
+
+class Plugin:
+    name = NAME
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._settings = settings.read()
+        self._follower: Follower | None = None
+        self._workers: Workers | None = None
+        self._host: str | None = None
+        self._metrics = Metrics(lambda: self._follower)
+
+    # ── what vLLM calls ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def attach_router(self, app: Any) -> None:
+        router = APIRouter()
+        router.add_api_route("/deltawire/status", self.status, methods=["GET"])
+        router.add_api_route("/deltawire/sync", self.sync, methods=["POST"])
+        router.add_api_route("/deltawire/pin", self.pin, methods=["POST"])
+        router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
+        app.include_router(router)
+        app.add_middleware(VersionMiddleware, present=self._version)
+        app.add_middleware(HealthMiddleware, reason=self._unfit)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        if engine_client is None:
+            return
+        if getattr(args, "api_server_count", None) not in (None, 0, 1):
+            raise ValueError("deltawire follows from one API server: start vllm serve with --api-server-count 1")
+        self._host = getattr(args, "host", None)
+        self._workers = Workers(engine_client, asyncio.get_running_loop(), self._settings.policy)
+        observe(engine_client, self._version)
+        if self._settings.run:
+            # no token before its weights have a name; requests wait
+            await engine_client.pause_generation(mode="keep", clear_cache=False)
+            self._begin(self._settings.run)
+
+    def _begin(self, run: str) -> Follower:
+        assert self._workers is not None
+        config = self._settings
+        self._follower = Follower(
+            run,
+            self._workers,
+            pin=config.pin,
+            # a run named by a trainer is a trainer's to drive
+            following=config.follow and bool(config.run),
+            held=bool(config.run),
+            reference=config.reference,
+            heartbeat=config.heartbeat,
+        )
+        if config.run:
+            loop = self._follower.loop
+            threading.Thread(target=loop, args=(config.poll,), name="deltawire-follow", daemon=True).start()
+        return self._follower
+
+    # ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def status(self) -> dict[str, Any]:
+        follower = self._follower
+        if follower is None:
+            return {"state": "idle", "run": None, "version": None, "reason": "no run: set DELTAWIRE_RUN"}
+        return {
+            "state": follower.state,
+            "reason": follower.reason,
+            "run": follower.url,
+            "version": follower.version,
+            "newest": follower.newest,
+            "lag": follower.lag,
+            "pin": follower.pin,
+            "guard": follower.guard,
+            "syncs": follower.syncs,
+            "failures": follower.failures,
+            "timings": {phase: round(seconds, 6) for phase, seconds in follower.last.items()},
+            "id": follower.id,
+        }
+
+    async def sync(self, request: Request, version: int | None = Body(None, embed=True)) -> dict[str, Any]:
+        """Go to a version now (the newest by default), without pinning it."""
+        self._authorize(request)
+        return await self._go(self._followed(), version)
+
+    async def pin(self, request: Request, version: int | None = Body(None, embed=True)) -> dict[str, Any]:
+        """Go to a version and stay there, older ones included; null follows again."""
+        self._authorize(request)
+        follower = self._followed()
+        follower.pin = version
+        return await self.status() if version is None else await self._go(follower, version)
+
+    async def update_weights(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
+        """A trainer that drives: {"run": …, "version": …}, plain or as vLLM's `update_info`."""
+        self._authorize(request)
+        info = body.get("update_info", body)
+        if not isinstance(info, dict) or not set(info) <= {"run", "version"}:
+            raise HTTPException(400, "deltawire expects {'run': address, 'version': number}; both may be left out")
+        run, version = info.get("run"), info.get("version")
+        if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+            raise HTTPException(400, f"a version is a number, not {version!r:.40}")
+        if self._follower is None:
+            if not isinstance(run, str) or not run:
+                raise HTTPException(400, "this server follows no run yet: name one")
+            if self._workers is None:
+                raise HTTPException(503, "the engine is not ready")
+            self._begin(run)
+        elif run is not None and run.rstrip("/") not in (
+            self._settings.run.rstrip("/"),
+            self._follower.url.rstrip("/"),
+        ):
+            raise HTTPException(409, f"this server follows {self._follower.url}; another run needs another server")
+        return await self._go(self._followed(), version)
+
+    # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _followed(self) -> Follower:
+        if self._follower is None:
+            raise HTTPException(409, "this server follows no run: set DELTAWIRE_RUN, or name one to /update_weights")
+        return self._follower
+
+    async def _go(self, follower: Follower, version: int | None) -> dict[str, Any]:
+        try:
+            await asyncio.to_thread(follower.sync, follower.workers, version)
+        except DeltawireError as error:
+            status = 404 if error.exit_code == 4 else 503 if error.exit_code == 5 else 409
+            raise HTTPException(status, f"{type(error).__name__}: {error}") from error
+        return await self.status()
+
+    def _authorize(self, request: Request) -> None:
+        """Control routes change what is served. Anybody on this machine may, unless a token is set; others need it."""
+        if not self._settings.token:
+            if not _is_loopback(self._host):
+                raise HTTPException(403, "set DELTAWIRE_TOKEN to control a server that listens beyond this machine")
+            return
+        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if not hmac.compare_digest(given.encode(), self._settings.token.encode()):
+            raise HTTPException(401, "this route needs the header 'Authorization: Bearer <DELTAWIRE_TOKEN>'")
+
+    def _version(self) -> Any:
+        return self._follower.version if self._follower is not None else None
+
+    def _unfit(self) -> str:
+        """Why /health is not 200: weights without a name are not served."""
+        follower = self._follower
+        if follower is None or follower.state in ("healthy", "degraded"):
+            return ""
+        return f"{follower.state}: {follower.reason or 'catching up'}"
+
+
+class HealthMiddleware:
+    """GET /health is 503 until the weights have a name, and whenever they have lost it."""
+
+    def __init__(self, app: Any, reason: Any) -> None:
+        self._app, self._reason = app, reason
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] == "/health" and (why := self._reason()):
+            body = f"{why}\n".encode()
+            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_loopback(host: str | None) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host or "0.0.0.0").is_loopback
+    except ValueError:
+        return False
+
+
+def make() -> Plugin:
+    """Entry point `vllm.endpoint_plugins`."""
+    return Plugin()

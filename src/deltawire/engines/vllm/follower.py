@@ -1,0 +1,223 @@
+"""The one who decides, in the API server: which version is next, and whether all ranks hold it.
+
+Planning, recovery and heartbeats are the replica's; what differs is how weights are reached: through workers that each
+hold a part. Runs in a thread of its own, so that fetching never holds up a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...bucket.ahead import Parcel
+from ...bucket.fetch import Fetched, Progress
+from ...bucket.replay import as_anchor, as_delta, checkout, reference_source
+from ...bucket.run import Run
+from ...core import full
+from ...core.digest import StateDigest
+from ...core.errors import DeltawireError, DigestMismatch
+from ...core.manifest import Manifest
+from ...replica import Replica
+from .workers import NotRestored, Workers
+
+log = logging.getLogger("deltawire")
+
+_CHUNK = 8 << 20
+
+
+class Follower(Replica):
+    """A replica whose weights lie in the workers of a vLLM server.
+
+    pin         stay at this version, older ones included
+    following   go to every new version; else catch up once and then wait for `sync`
+    held        generation is paused until the weights have a name
+    """
+
+    def __init__(
+        self,
+        run: str,
+        workers: Workers,
+        *,
+        pin: int | None = None,
+        following: bool = True,
+        held: bool = True,
+        reference: str | None = None,
+        heartbeat: float = 10.0,
+    ) -> None:
+        super().__init__(run, reference=reference, heartbeat=heartbeat, target=self._open_workers)
+        self.workers = workers
+        self.pin = pin
+        self.guard = ""
+        # "patch", or why weights are reloaded in full
+        self.syncs = 0
+        self.failures = 0
+        self.failure = ""
+        # of the last sync; empty when that went well
+        self.last: dict[str, float] = {}
+        # seconds of the last sync that moved the weights, by phase
+        self._following = following
+        self._held = held
+        self._lost = False
+        # whether weights that had a name have none any more; generation is paused then
+        self._told: int | None = None
+        # the version that vLLM was told to put on samples
+        self._busy = threading.RLock()
+        # a sync asked for over HTTP and the loop's own never run at once
+        self._stop = threading.Event()
+
+    @property
+    def state(self) -> str:
+        """starting, healthy, degraded (serves a version, but not the one it should), paused (serves nothing)."""
+        if self._lost:
+            return "paused"
+        if self._held or self.version is None:
+            return "starting"
+        return "degraded" if self.failure or self.trouble else "healthy"
+
+    @property
+    def reason(self) -> str:
+        return self.failure or self.trouble
+
+    # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def loop(self, poll: float) -> None:
+        """Catch up, then follow until `stop`. What goes wrong is outlived, and said by `state` and `reason`."""
+        while not self._stop.is_set():
+            try:
+                for _ in self.follow(self.workers, poll=poll, stop=self._stop):
+                    pass
+            except Exception as error:
+                log.exception("the follower stumbled")
+                self._went_wrong(error)
+                self._stop.wait(max(poll, 1.0))
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _next(self, model: Any, *args: Any) -> int | None:
+        if self.pin is not None:
+            return self.pin if self.version != self.pin else None
+        if self.version is not None and not self._following:
+            return None
+        return super()._next(model, *args)
+
+    def sync(self, model: Any, version: int | None = None, *, progress: Progress | None = None) -> int:
+        with self._busy:
+            clock, before = time.perf_counter(), self.version
+            self.workers.timings = {}
+            try:
+                reached = super().sync(model, version, progress=progress)
+            except DeltawireError as error:
+                self._went_wrong(error)
+                raise
+            finally:
+                self._tell()
+            self.failure = ""
+            if reached != before:
+                self.syncs += 1
+                self.last = {**self.timings, **self.workers.timings, "total": time.perf_counter() - clock}
+            return reached
+
+    def _went_wrong(self, error: Exception) -> None:
+        self.failures += 1
+        self.failure = f"{type(error).__name__}: {error}"
+        if isinstance(error, NotRestored):
+            self._lost, self.version = True, None
+
+    def _tell(self) -> None:
+        """Weights that have a name are served, whatever else went wrong; weights that have lost theirs are not."""
+        if self.version is None:
+            if self._told is not None and not self._lost:
+                self.workers.pause()
+                self._lost = True
+            return
+        if self._told != self.version or self._held or self._lost:
+            self.workers.name(self.version, resume=self._held or self._lost)
+            self._told, self._held, self._lost = self.version, False, False
+
+    # ── how a replica's steps are gone here ──────────────────────────────────────────────────────────────────────────
+
+    def _open_workers(self, workers: Workers, schema: Any, strict: bool) -> Workers:
+        workers.bind(schema)
+        self._say_guard()
+        return workers
+
+    def _say_guard(self) -> None:
+        self.guard = f"reload: {self.workers.refused}" if self.workers.refused else "patch"
+        if self.workers.refused:
+            log.warning("deltas are refused, every version is reloaded in full: %s", self.workers.refused)
+
+    def _take(self, run: Run, target: Any, parcel: Parcel) -> None:
+        manifest, link = parcel.manifest, parcel.link
+        if self.workers.refused:
+            self._load(target, manifest, checkout(run, manifest.version, resolve=self._resolve))
+        elif link.kind == "delta":
+            for data in parcel.objects:
+                # opened here too: what is wrong with it is then wrong before a worker hears of it
+                as_delta(run, manifest.version, link.base, data)
+                with self._spooled(f"{manifest.version}.delta", _chunks(data)) as path:
+                    self._swap("delta", path, manifest)
+        elif link.kind == "anchor":
+            for data in parcel.objects:
+                self._load(target, manifest, as_anchor(run, manifest.version, data))
+        else:
+            self._load(target, manifest, reference_source(run, link, self._resolve))
+
+    def _load(self, target: Any, manifest: Manifest, source: full.Source) -> None:
+        """Full weights: as a change of those there are, where these have a name to go back to, else over them."""
+        clock = time.perf_counter()
+        found = full.digest_of(source)
+        if str(found) != manifest.digest:
+            raise DigestMismatch(manifest.version, manifest.digest, str(found), "nothing was changed")
+        self._note({"decode": time.perf_counter() - clock})
+        if self.workers.refused:
+            self.workers.reload(source, manifest.version, found)
+            self._reached(manifest.version, found)
+            self._say_guard()
+            return
+        anchor = full.anchor(source.schema, source.region, {})
+        with self._spooled(f"{manifest.version}.full", anchor.chunks()) as path:
+            if self.version is not None:
+                self._swap("full", path, manifest)
+            else:
+                self.workers.load(path, manifest.version, found)
+                self._reached(manifest.version, found)
+
+    def _swap(self, kind: str, path: Path, manifest: Manifest) -> None:
+        staged = self.workers.stage(kind, path, manifest.version, self._digest)
+        self._note(staged.timings)
+        if str(staged.digest) != manifest.digest:
+            self.workers.forget()
+            raise DigestMismatch(
+                manifest.version,
+                manifest.digest,
+                str(staged.digest),
+                "it does not lead there; nothing was changed",
+            )
+        try:
+            self.workers.swap(staged, self._digest)
+        finally:
+            self.workers.forget()
+        self._reached(manifest.version, staged.digest)
+
+    def _reached(self, version: int, digest: StateDigest) -> None:
+        # vLLM was told in the pause
+        self._digest, self.version, self._told = digest, version, version
+
+    @contextmanager
+    def _spooled(self, name: str, chunks: Any) -> Iterator[Path]:
+        path = self.workers.spool(name, chunks)
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _chunks(data: Fetched) -> Iterator[bytes]:
+    for start in range(0, data.size, _CHUNK):
+        yield data.read(start, min(_CHUNK, data.size - start))

@@ -1,0 +1,65 @@
+"""What makes patching a running model wrong although its bytes look right, and how to tell that a reload is right."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+DERIVED = ("W_UK", "W_UV", "W_UK_T", "W_K", "W_V")
+"""What attention layers compute from weights when they are loaded, and use in their place."""
+
+
+def problems_of(model: nn.Module, config: Any) -> list[str]:
+    """Reasons to refuse deltas that the placement map cannot show: weights that nobody computes with."""
+    problems = []
+    quantization = getattr(config.model_config, "quantization", None)
+    if quantization:
+        problems.append(f"the server quantizes its weights ({quantization})")
+    if getattr(config, "lora_config", None):
+        problems.append("the server was started with LoRA, which wraps the layers")
+    parallel = config.parallel_config
+    if getattr(parallel, "enable_eplb", False):
+        problems.append("the server moves experts between ranks (EPLB)")
+    if parallel.data_parallel_size > 1:
+        problems.append("data-parallel ranks are not followed together; start one server per rank")
+    for name, module in model.named_modules():
+        if (linear := getattr(module, "cpu_linear", None)) is not None and _closes_over(linear):
+            problems.append(f"{name!r} computes with a repacked copy of its weight; start with VLLM_PLUGINS=deltawire")
+            break
+    for name, module in model.named_modules():
+        derived = [key for key in DERIVED if isinstance(getattr(module, key, None), Tensor)]
+        if derived:
+            problems.append(f"{name!r} computes with {derived[0]}, which is made from its weights when they are loaded")
+            break
+    return problems
+
+
+def _closes_over(function: Any) -> bool:
+    """Whether a function carries data of its own: a packed weight, or the handle of one."""
+    return bool(getattr(function, "__closure__", None))
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of every parameter, persistent buffer and tensor that layers keep for their kernels."""
+    whole = hashlib.sha256()
+    for name, tensor in _tensors(model):
+        whole.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        whole.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return whole.hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    for name, module in model.named_modules():
+        for key in DERIVED:
+            if isinstance(value := getattr(module, key, None), Tensor):
+                yield f"{name}.{key}", value
+        closure = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
+        for number, cell in enumerate(closure):
+            if isinstance(cell.cell_contents, Tensor):
+                yield f"{name}.cpu_linear.{number}", cell.cell_contents

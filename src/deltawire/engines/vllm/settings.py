@@ -1,0 +1,60 @@
+"""How a server that follows is configured: by its environment, since vLLM's own flags are vLLM's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .workers import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    run: str = ""
+    # DELTAWIRE_RUN: the run's address; empty: wait to be told by /update_weights
+    poll: float = 1.0
+    # DELTAWIRE_POLL: seconds between looks at the bucket
+    follow: bool = True
+    # DELTAWIRE_FOLLOW: go to every new version; 0: catch up at start, then wait to be told
+    pin: int | None = None
+    # DELTAWIRE_PIN: go to this version and stay
+    policy: Policy = field(default_factory=Policy)
+    # DELTAWIRE_PAUSE: keep, wait or abort; DELTAWIRE_KV: clear or keep
+    token: str = ""
+    # DELTAWIRE_TOKEN: what control routes ask for
+    reference: str | None = None
+    # DELTAWIRE_REFERENCE: the folder of the checkpoint the run starts from, where its own name does not work here
+    heartbeat: float = 10.0
+    # DELTAWIRE_HEARTBEAT: seconds between heartbeats in the bucket; 0: none
+
+
+def read(environment: Mapping[str, str] = os.environ) -> Settings:
+    def one_of(name: str, choices: tuple[str, ...]) -> str:
+        value = environment.get(name) or choices[0]
+        if value not in choices:
+            raise ValueError(f"{name} is {value!r}; it can be {' or '.join(choices)}")
+        return value
+
+    def number(name: str, default: float) -> float:
+        try:
+            return float(environment.get(name) or default)
+        except ValueError:
+            raise ValueError(f"{name} is {environment[name]!r}; it is a number of seconds") from None
+
+    pin = environment.get("DELTAWIRE_PIN", "")
+    if pin and not pin.isdecimal():
+        raise ValueError(f"DELTAWIRE_PIN is {pin!r}; it is a version, such as 41")
+    return Settings(
+        run=environment.get("DELTAWIRE_RUN", ""),
+        poll=number("DELTAWIRE_POLL", 1.0),
+        follow=one_of("DELTAWIRE_FOLLOW", ("1", "0")) == "1",
+        pin=int(pin) if pin else None,
+        policy=Policy(
+            one_of("DELTAWIRE_PAUSE", ("keep", "wait", "abort")),
+            one_of("DELTAWIRE_KV", ("clear", "keep")) == "clear",
+        ),
+        token=environment.get("DELTAWIRE_TOKEN", ""),
+        reference=environment.get("DELTAWIRE_REFERENCE") or None,
+        heartbeat=number("DELTAWIRE_HEARTBEAT", 10.0),
+    )

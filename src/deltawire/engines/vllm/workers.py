@@ -1,0 +1,336 @@
+"""All workers of a server as one set of live weights: staged, swapped in a pause, proven, or taken back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...bucket.replay import as_run
+from ...core import full
+from ...core.digest import StateDigest
+from ...core.errors import ChainError, DeltawireError, DigestMismatch, MissingBase, SchemaMismatch
+from ...core.schema import Schema
+from .decode import Rectangle
+from .layout import Layout, arrange
+
+log = logging.getLogger("deltawire")
+
+POLL_S = 0.01
+"""Seconds between looks at how staging is going."""
+
+STAGE_LIMIT_S = 3600.0
+
+
+class WorkerError(ChainError):
+    """A rank could not do what it was asked to; nothing was changed. Another way to the version may still work."""
+
+
+class NotRestored(DeltawireError):
+    """Weights were changed and could not be put back: the server stays paused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a server pauses."""
+
+    mode: str = "keep"
+    # what becomes of running requests: keep, wait or abort
+    clear_cache: bool = True
+    # whether keys and values of the old weights are dropped
+
+
+@dataclass(slots=True)
+class Staged:
+    """A version that every rank has decoded and could write now."""
+
+    version: int
+    digest: StateDigest
+    # what the weights will have
+    changed: int
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+class Workers:
+    """Bound to one engine and one schema. Methods block; they are called from the follower's thread."""
+
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, policy: Policy) -> None:
+        self.model = self
+        # what `Replica` compares to know whether it is still bound to the same weights
+        self.layout: Layout | None = None
+        self.refused = ""
+        # why deltas cannot be applied here
+        self.timings: dict[str, float] = {}
+        self._client, self._loop, self._policy = client, loop, policy
+        self._temporary = tempfile.TemporaryDirectory(prefix="deltawire-vllm-")
+        self._folder = Path(self._temporary.name)
+        self._loaded: StateDigest | None = None
+        # digest of the checkpoint that vLLM's own loader was given last
+        self._from = str(client.vllm_config.model_config.model)
+        # where the server started from; a reload makes vLLM forget it
+        self._source_unknown = False
+        self._reloads = False
+        # whether vLLM's own reload was seen to do no harm here
+
+    # ── binding ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def bind(self, schema: Schema) -> None:
+        """Find out where the weights lie, and whether they can be patched there."""
+        path = self._folder / "schema.json"
+        path.write_bytes(msgspec.json.encode(schema))
+        self.schema = schema
+        answers = self._all("layout", schema=str(path))
+        ranks = [[Rectangle(*piece) for piece in answer["pieces"]] for answer in answers]
+        problems = [problem for answer in answers for problem in answer["problems"]]
+        self.layout = arrange(schema, ranks, list(dict.fromkeys(problems)))
+        self.refused = self.layout.problems[0] if self.layout.problems else ""
+        if not self.refused:
+            self._all("group", groups=[list(groups) for groups in self.layout.groups])
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        """The bytes that the map finds must be those of the checkpoint that was loaded: if not, they were repacked."""
+        source = self._source()
+        self._source_unknown = source is None
+        if source is None:
+            self.refused = self.refused or "the checkpoint that this server loaded is not here to compare memory with"
+            return
+        self._loaded = full.digest_of(source)
+        if not self.refused and self.live_digest() != self._loaded:
+            self.refused = "memory is not laid out like the checkpoint: a kernel repacked some of the weights"
+
+    def _source(self) -> full.Source | None:
+        """The checkpoint that the server started from, where it is one of this schema."""
+        folder = self._source_folder()
+        try:
+            return as_run(full.Checkpoint(folder), self.schema, self._from) if folder else None
+        except DeltawireError as error:
+            log.info("cannot compare with %s: %s", self._from, error)
+            return None
+
+    def _source_folder(self) -> Path | None:
+        return Path(self._from) if Path(self._from).is_dir() else _cached(self._from)
+
+    def digest(self) -> StateDigest:
+        """What the weights are. Where they cannot be read through the map: what vLLM's own loader was given."""
+        if not self.refused:
+            return self.live_digest()
+        return self._loaded if self._loaded is not None else StateDigest(1, 1)
+
+    def live_digest(self) -> StateDigest:
+        return self._total(self._all("digest"))
+
+    # ── before the pause ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def spool(self, name: str, chunks: Iterable[bytes | memoryview]) -> Path:
+        """A file that the workers of this node read. Remove it when it is no longer needed."""
+        path = self._folder / name
+        with open(path, "wb") as out:
+            for chunk in chunks:
+                out.write(chunk)
+        return path
+
+    def stage(self, kind: str, path: Path, version: int, present: StateDigest) -> Staged:
+        """Have every rank decode its part, while the model generates. Nothing is changed."""
+        clock = time.perf_counter()
+        lent: list[str] = []
+        answers = self._background("stage", kind=kind, path=str(path), lent=lent)
+        if any("wanted" in answer for answer in answers):
+            rectangles = [r for answer in answers for r in answer.get("wanted", ())]
+            answers = self._background("lend", rectangles=rectangles, path=str(path) + ".lent")
+            lent = [answer["lent"] for answer in answers]
+            answers = self._background("stage", kind=kind, path=str(path), lent=lent)
+            for file in lent:
+                os.unlink(file)
+        if any("wanted" in answer for answer in answers):
+            raise MissingBase(f"version {version} needs old weights that no rank of this node holds")
+        assert self.layout is not None
+        moved = self._total(answers, "moved")
+        staged = Staged(version, present + moved, sum(answer["changed"] for answer in answers))
+        staged.timings["decode"] = time.perf_counter() - clock
+        return staged
+
+    def forget(self) -> None:
+        self._all("forget")
+
+    # ── the pause ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def swap(self, staged: Staged, present: StateDigest) -> None:
+        """Write what is staged and prove it; on any failure of any rank put all of them back and prove that."""
+        self.run(self._paused(lambda: self._swap(staged, present), staged.version))
+
+    async def _swap(self, staged: Staged, present: StateDigest) -> None:
+        answers = await self._call("apply")
+        failure = _first_error(answers)
+        if failure is None:
+            try:
+                found = self._total(answers)
+                if found == staged.digest:
+                    self.timings.update(_slowest(answers))
+                    return
+                failure = DigestMismatch(
+                    staged.version, str(staged.digest), str(found), "the old weights were put back"
+                )
+            except SchemaMismatch as error:
+                failure = error
+        log.warning("putting the old weights back on all ranks: %s", failure)
+        undone = await self._call("undo")
+        trouble = _first_error(undone)
+        if trouble is not None or self._total(undone) != present:
+            raise NotRestored(f"{failure}; and the old weights could not be put back: {trouble or 'wrong digest'}")
+        raise failure
+
+    def load(self, path: Path, version: int, digest: StateDigest) -> None:
+        """Overwrite everything through the map. There is no way back, so the server stays paused if this fails."""
+        self.run(self._paused(lambda: self._load(path, version, digest), version))
+
+    async def _load(self, path: Path, version: int, digest: StateDigest) -> None:
+        answers = await self._call("load", path=str(path))
+        if (failure := _first_error(answers)) is not None:
+            raise NotRestored(f"version {version} could not be loaded: {failure}")
+        if (found := self._total(answers)) != digest:
+            raise NotRestored(str(DigestMismatch(version, str(digest), str(found))))
+        self.timings.update(_slowest(answers))
+
+    def reload(self, source: full.Source, version: int, digest: StateDigest) -> None:
+        """Full weights through vLLM's own loader, for layouts that cannot be patched."""
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            full.write_checkpoint(Path(folder), source)
+            self.run(self._paused(lambda: self._reload(Path(folder), version, digest), version))
+        self._loaded = digest
+
+    async def _reload(self, folder: Path, version: int, digest: StateDigest) -> None:
+        clock = time.perf_counter()
+        if not self._reloads:
+            await self._prove_reload()
+        await self._reload_from(folder)
+        assert self.layout is not None
+        if not self.layout.problems and self._source_unknown:
+            # the first weights whose digest is known here: they show whether memory is laid out like a checkpoint
+            found = self._total(await self._call("digest"))
+            if found != digest:
+                raise NotRestored(str(DigestMismatch(version, str(digest), str(found), "restart the server")))
+            self.refused = ""
+        self.timings["apply"] = time.perf_counter() - clock
+
+    async def _prove_reload(self) -> None:
+        """Loading what is loaded already must change nothing: a loader that repacks weights may not survive it."""
+        if not self._source_unknown:
+            before = _fingerprints(await self._call("fingerprint"))
+            folder = self._source_folder()
+            assert folder is not None
+            await self._reload_from(folder)
+            if _fingerprints(await self._call("fingerprint")) != before:
+                raise NotRestored(
+                    "this server can follow no run: its layout cannot be patched "
+                    f"({self.refused}), and vLLM's own reload of the same weights gave other ones; restart it"
+                )
+        self._reloads = True
+
+    async def _reload_from(self, folder: Path) -> None:
+        try:
+            await self._client.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        except Exception as error:
+            raise NotRestored(f"vLLM could not reload {folder}: {error}; restart the server") from error
+
+    def name(self, version: int, *, resume: bool) -> None:
+        """Say which version the weights are; with `resume`, let the server generate with them."""
+        self.run(self._name(version, resume))
+
+    async def _name(self, version: int, resume: bool) -> None:
+        await self._client.update_weight_version(str(version))
+        if resume:
+            await self._client.resume_generation()
+
+    def pause(self) -> None:
+        self.run(self._client.pause_generation(mode="keep", clear_cache=True))
+
+    async def _paused(self, work: Callable[[], Coroutine[Any, Any, None]], version: int) -> None:
+        """Run `work` while no token is made. Only weights that have a name are left to generate with."""
+        stay = await self._client.is_paused()
+        clock = time.perf_counter()
+        await self._client.pause_generation(mode=self._policy.mode, clear_cache=self._policy.clear_cache)
+        try:
+            await work()
+            await self._client.update_weight_version(str(version))
+        except NotRestored:
+            stay = True
+            raise
+        except DeltawireError:
+            # the old weights are back, and proven to be
+            raise
+        except Exception as error:
+            stay = True
+            raise NotRestored(f"nobody can say what the weights are: {type(error).__name__}: {error}") from error
+        finally:
+            if not stay:
+                await self._client.resume_generation()
+            self.timings["pause"] = time.perf_counter() - clock
+
+    # ── reaching the ranks ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine where the engine client lives, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = await self._client.collective_rpc(
+            "deltawire", args=(operation,), kwargs=arguments
+        )
+        return answers
+
+    def _all(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
+        answers = self.run(self._call(operation, **arguments))
+        if (error := _first_error(answers)) is not None:
+            raise error
+        return answers  # type: ignore[no-any-return]
+
+    def _background(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Start work on every rank and wait for its answers, without holding up the engine."""
+        self._all(operation, **arguments)
+        limit = time.monotonic() + STAGE_LIMIT_S
+        while time.monotonic() < limit:
+            answers = self._all("staged")
+            if all(answers):
+                return answers
+            time.sleep(POLL_S)
+        raise WorkerError(f"a rank has been at {operation!r} for {STAGE_LIMIT_S:.0f} s")
+
+    def _total(self, answers: list[dict[str, Any]], key: str = "sums") -> StateDigest:
+        assert self.layout is not None
+        return self.layout.total([{int(group): value for group, value in a[key].items()} for a in answers])
+
+
+def _first_error(answers: list[dict[str, Any]]) -> DeltawireError | None:
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            return WorkerError(f"rank {rank}: {answer['error']}")
+    return None
+
+
+def _fingerprints(answers: list[dict[str, Any]]) -> list[str]:
+    if (error := _first_error(answers)) is not None:
+        raise error
+    return [answer["fingerprint"] for answer in answers]
+
+
+def _slowest(answers: list[dict[str, Any]]) -> dict[str, float]:
+    return {phase: max(answer[phase] for answer in answers) for phase in ("apply", "prove")}
+
+
+def _cached(name: str) -> Path | None:
+    """A hub model as it lies in the local cache."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception:
+        return None

@@ -1,0 +1,1 @@
+"""Reinforcement learning on Wordle: the game, an environment server, a small policy, and how well it plays."""

@@ -1,0 +1,501 @@
+"""Asynchronous GRPO on Wordle: sampling and training go on side by side, as far apart as `staleness` allows.
+
+    environment ◀─WebSocket─ workers ─HTTP─▶ rollout servers ◀─ bucket ◀─ publisher
+                                │ groups of games, with the versions that made them   ▲
+                                ▼                                                     │
+                              queue ─ fresh enough? ─▶ advantages, clipped loss, AdamW ┘
+
+A group is one secret, played several times; its games are judged against each other. Every token keeps the
+log-probability that its server drew it with, so the importance ratio is right whatever version that was, also where a
+game went on under new weights. What is older than `staleness` steps is dropped.
+
+Nothing here waits for a particular server: one that fails rests for a moment while others are asked. Without an
+environment the workers begin again, without a bucket training goes on until its samples are too old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import random
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from ..core.errors import PublishFailed, ServerRefused, ServerUnavailable, StoreError
+from ..trainer import Published, Publisher, PublishHandle
+from .env_client import EnvClient
+from .layout import BOS, GUESS_TOKENS, PAD, parse, spell
+from .sampling import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("deltawire")
+
+REST_S = 1.0
+# for a server that failed, before it is asked again
+ANSWER_S = 60.0
+# a server that says nothing for so long has failed
+TICK_S = 0.5
+# how often a trainer without samples looks whether something else is to be done
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    secrets: int = 8
+    # per step
+    games: int = 8
+    # per secret
+    workers: int = 8
+    # groups that are played at the same time
+    staleness: int | None = 8
+    # training steps that a sample may be old; None takes any
+    rate: float = 1e-4
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    # how far the importance ratio may leave 1 before a token stops to count
+    gradient_norm: float = 1.0
+    seed: int = 0
+    # of the secrets, one after the other
+    sync: bool = True
+    # publish after each step; without it the servers keep the version they have
+
+    @property
+    def ahead(self) -> int:
+        """Groups that may be played or waiting: more would be too old by the time they are trained on."""
+        return max(self.workers if self.staleness is None else self.staleness * self.secrets, self.secrets)
+
+
+# ── what is sampled ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One game, token by token. While it is played, its tokens are the next prompt."""
+
+    tokens: list[int] = field(default_factory=lambda: [BOS])
+    logprobs: list[float] = field(default_factory=lambda: [0.0])
+    # with which each token was drawn; 0 for those that the environment wrote
+    sampled: list[bool] = field(default_factory=lambda: [False])
+    versions: set[int] = field(default_factory=set)
+    # that made its tokens, by the servers' own account
+    reward: float = 0.0
+    solved: bool = False
+
+    def guess(self, sample: Sample, versions: Sequence[int]) -> None:
+        self.tokens += sample.tokens
+        self.logprobs += sample.logprobs
+        self.sampled += [True] * len(sample.tokens)
+        self.versions.update(versions)
+
+    def answer(self, feedback: str) -> None:
+        self.tokens += spell(feedback)
+        self.logprobs += [0.0] * len(feedback)
+        self.sampled += [False] * len(feedback)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    rollouts: Sequence[Rollout]
+
+    @property
+    def oldest(self) -> int:
+        return min(version for rollout in self.rollouts for version in rollout.versions)
+
+
+def versions_of(choice: Mapping[str, Any]) -> list[int]:
+    """The versions that made a choice, as deltawire's own server and vLLM with its plugin say it."""
+    note = choice.get("deltawire") or {}
+    found = note.get("versions") or [span.get("version") for span in choice.get("weight_versions") or ()]
+    if not found or not all(isinstance(version, int) for version in found):
+        raise ServerRefused("a rollout server names no version with its samples; is it one that follows a run?")
+    return list(found)
+
+
+class Fleet:
+    """Rollout servers: the one with the least to do is asked, one that failed rests."""
+
+    def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, model: str | None = None) -> None:
+        self._servers = [_Server(url.rstrip("/")) for url in urls]
+        self._client = client
+        self._extra = {"model": model} if model else {}
+
+    async def complete(self, prompts: Sequence[Sequence[int]]) -> list[tuple[Sample, list[int]]]:
+        """A guess for each prompt, and the versions that made it; waits for as long as no server is there."""
+        # no seed: prompts that are alike must not get samples that are
+        body = {
+            "prompt": [[*prompt] for prompt in prompts],
+            "max_tokens": GUESS_TOKENS,
+            "temperature": 1.0,  # so that log-probs before and after temperature are the same
+            "logprobs": 0,
+            "return_token_ids": True,
+            **self._extra,
+        }
+        while True:
+            server = min(self._servers, key=lambda server: (server.rests_until > time.monotonic(), server.busy))
+            await asyncio.sleep(server.rests_until - time.monotonic())
+            server.busy += len(prompts)
+            try:
+                answer = await self._client.post(f"{server.url}/v1/completions", json=body)
+                if answer.status_code < 500:
+                    samples = _samples(server.url, answer)
+                    server.works()
+                    return samples
+                server.failed(f"it answered {answer.status_code}: {answer.text[:200]}")
+            except (httpx.TransportError, ServerUnavailable) as error:
+                server.failed(repr(error))
+            finally:
+                server.busy -= len(prompts)
+
+
+@dataclass(slots=True)
+class _Server:
+    url: str
+    busy: int = 0
+    rests_until: float = 0.0
+    failing: bool = False
+
+    def failed(self, reason: str) -> None:
+        if not self.failing:
+            log.warning("rollout server %s is away, going on without it: %s", self.url, reason)
+        self.failing, self.rests_until = True, time.monotonic() + REST_S
+
+    def works(self) -> None:
+        if self.failing:
+            log.warning("rollout server %s is back", self.url)
+        self.failing = False
+
+
+def _samples(url: str, answer: httpx.Response) -> list[tuple[Sample, list[int]]]:
+    if answer.is_error:
+        raise ServerRefused(f"the rollout server {url} answered {answer.status_code}: {answer.text[:300]}")
+    choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+    if any(choice["finish_reason"] == "abort" for choice in choices):
+        raise ServerUnavailable("it is shutting down")
+    return [
+        (Sample(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])), versions_of(choice))
+        for choice in choices
+    ]
+
+
+class Rollouts:
+    """Plays groups in a thread of its own, for as long as the block lasts; `take` gives them to the trainer."""
+
+    def __init__(self, servers: Sequence[str], environment: str, settings: Settings, model: str | None = None) -> None:
+        self._urls, self._environment, self._settings, self._model = servers, environment, settings, model
+        self._done: queue.Queue[Group | BaseException] = queue.Queue()
+        dice = random.Random(settings.seed)
+        self._seeds = (dice.getrandbits(62) for _ in itertools.count())
+        self._env_away = False
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+        self._room: asyncio.Semaphore
+        self._end: asyncio.Event
+
+    def __enter__(self) -> Rollouts:
+        self._thread.start()
+        self._started.wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    @property
+    def waiting(self) -> int:
+        return self._done.qsize()
+
+    def take(self) -> Group | None:
+        """The next group, or None if there was none for a moment. Raises what ended the workers, if something did."""
+        try:
+            group = self._done.get(timeout=TICK_S)
+        except queue.Empty:
+            return None
+        if isinstance(group, BaseException):
+            raise group
+        self._loop.call_soon_threadsafe(self._room.release)
+        return group
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._play_on())
+        except BaseException as error:
+            # the trainer is told, and ends
+            self._done.put(error)
+
+    async def _play_on(self) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        self._room = asyncio.Semaphore(self._settings.ahead)
+        self._started.set()
+        async with httpx.AsyncClient(timeout=ANSWER_S, limits=httpx.Limits(max_connections=None)) as client:
+            fleet = Fleet(self._urls, client, self._model)
+            tasks = [asyncio.create_task(self._work(fleet)) for _ in range(self._settings.workers)]
+            tasks.append(asyncio.create_task(self._end.wait()))
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for task in done:
+                task.result()
+
+    async def _work(self, fleet: Fleet) -> None:
+        """Group after group, over sessions that stay open. Where they are lost, so are their games."""
+        while True:
+            try:
+                async with AsyncExitStack() as stack:
+                    sessions = [
+                        await stack.enter_async_context(EnvClient(self._environment))
+                        for _ in range(self._settings.games)
+                    ]
+                    if self._env_away:
+                        self._env_away = False
+                        log.warning("the environment %s is back", self._environment)
+                    while True:
+                        await self._room.acquire()
+                        try:
+                            self._done.put(await self._group(fleet, sessions))
+                        except BaseException:
+                            self._room.release()  # what is lost is not ahead any more
+                            raise
+            except ServerUnavailable as error:
+                if not self._env_away:
+                    self._env_away = True
+                    log.warning("trying again until it is there: %s", error)
+                await asyncio.sleep(REST_S)
+
+    async def _group(self, fleet: Fleet, sessions: Sequence[EnvClient]) -> Group:
+        seed = next(self._seeds)
+        await asyncio.gather(*(session.reset(seed) for session in sessions))
+        rollouts = [Rollout() for _ in sessions]
+        going = [*zip(rollouts, sessions, strict=True)]
+        while going:
+            samples = await fleet.complete([rollout.tokens for rollout, _ in going])
+            results = await asyncio.gather(
+                *(session.step(parse(sample.tokens)) for (_, session), (sample, _) in zip(going, samples, strict=True))
+            )
+            for (rollout, _), (sample, versions), result in zip(going, samples, results, strict=True):
+                rollout.guess(sample, versions)
+                if result.done:
+                    rollout.reward, rollout.solved = result.reward or 0.0, result.observation.solved
+                else:
+                    rollout.answer(result.observation.feedback)
+            going = [one for one, result in zip(going, results, strict=True) if not result.done]
+        return Group(rollouts)
+
+
+# ── what is learned ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """How much better each game of a group was than the group, in standard deviations; nothing where all were alike."""
+    mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    return [(reward - mean) / (deviation + 1e-4) for reward in rewards]
+
+
+def clipped_loss(
+    logprobs: Tensor, sampled_with: Tensor, advantage: Tensor, sampled: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """The clipped objective, averaged over sampled tokens, and the share of these that no longer pull.
+
+    All are (games, tokens), `advantage` has one value per game.
+    """
+    ratio = torch.exp(logprobs - sampled_with)
+    wanted = advantage[:, None]
+    objective = torch.minimum(ratio * wanted, ratio.clamp(1 - low, 1 + high) * wanted)
+    still = ((ratio > 1 + high) & (wanted > 0)) | ((ratio < 1 - low) & (wanted < 0))
+    count = sampled.sum()
+    return -(objective * sampled).sum() / count, (still & sampled).sum() / count
+
+
+class Learner:
+    """fp32 master weights and AdamW."""
+
+    def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
+        self.model, self._settings = model.float().train(), settings
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, weight_decay=0.0)
+
+    def step(self, groups: Sequence[Group]) -> dict[str, float]:
+        """One optimizer step on these groups; figures about it."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        scores = [score for group in groups for score in advantages([rollout.reward for rollout in group.rollouts])]
+        longest = max(len(rollout.tokens) for rollout in rollouts)
+
+        def padded(rows: list[list[Any]], filler: Any) -> Tensor:
+            # on the right, where no earlier token attends to it
+            return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
+
+        tokens = padded([rollout.tokens for rollout in rollouts], PAD)
+        sampled = padded([rollout.sampled for rollout in rollouts], False)[:, 1:]
+        sampled_with = padded([rollout.logprobs for rollout in rollouts], 0.0)[:, 1:]
+        logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits.float()
+        logprobs = torch.log_softmax(logits, -1).gather(2, tokens[:, 1:, None])[:, :, 0]
+        low, high = self._settings.clip_low, self._settings.clip_high
+        loss, clipped = clipped_loss(logprobs, sampled_with, torch.tensor(scores), sampled, low, high)
+        self._optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.gradient_norm)
+        self._optimizer.step()
+        return {
+            "loss": loss.item(),
+            "clipped": clipped.item(),
+            "gradient": float(norm),
+            "reward": statistics.fmean(rollout.reward for rollout in rollouts),
+            "solved": statistics.fmean(rollout.solved for rollout in rollouts),
+            "tokens": int(sampled.sum()),
+        }
+
+
+class Ledger:
+    """What was published, and which training step each version carries: a slow bucket puts several into one.
+
+    Begins with the publisher's newest version, which must be the weights that training starts from.
+    """
+
+    def __init__(self, publisher: Publisher) -> None:
+        if publisher.version is None:
+            raise ValueError("publish the weights that training starts from first: the servers sample with them")
+        self._publisher = publisher
+        self._steps = {publisher.version: 0}
+        # version → the last step in it
+        self._under_way: deque[tuple[int, PublishHandle]] = deque()
+        self.owed = False
+        # the last publish failed: the next one carries its changes too
+
+    def publish(self, model: PreTrainedModel, step: int, metrics: Mapping[str, float]) -> None:
+        try:
+            self._under_way.append((step, self._publisher.publish(model, step=step, metrics=metrics)))
+            self.owed = False
+        except (PublishFailed, StoreError) as error:
+            log.warning("step %d is not in the bucket yet: %s", step, error)
+            self.owed = True
+
+    def arrived(self) -> list[Published]:
+        """The versions that have come into being since the last call."""
+        new: dict[int, Published] = {}
+        while self._under_way and self._under_way[0][1].done():
+            step, handle = self._under_way.popleft()
+            try:
+                published = handle.result()
+            except StoreError as error:
+                log.warning("step %d is not in the bucket yet: %s", step, error)
+                self.owed = True
+                continue
+            self._steps[published.version] = step
+            new[published.version] = published
+        return [*new.values()]
+
+    def age(self, version: int, step: int) -> int:
+        """Training steps between the weights of a version and those after `step`."""
+        if version > max(self._steps):
+            return 0  # servers may hear of a version before we do
+        before = [known for known in self._steps if known <= version]
+        first = min(self._steps)
+        return step - self._steps[max(before)] if before else step + first - version
+
+    def settle(self, model: PreTrainedModel, step: int, seconds: float) -> list[Published]:
+        """Get these weights into the bucket, however often that takes; raises what kept them out for so long."""
+        began, new = time.monotonic(), []
+        self.owed |= self._steps[max(self._steps)] < step and not self._under_way
+        while True:
+            if self.owed:
+                self.publish(model, step, {})
+            try:
+                self._publisher.flush()
+            except (PublishFailed, StoreError) as error:
+                if time.monotonic() - began > seconds:
+                    raise
+                log.warning("the last version is not in the bucket yet: %s", error)
+                self.owed = True
+            new += self.arrived()
+            if not self.owed:
+                return new
+            time.sleep(REST_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step of training was like."""
+
+    step: int
+    seconds: float
+    # since training began
+    figures: dict[str, float]
+    # of the update: loss, clipped, gradient, reward, solved, tokens
+    staleness: float
+    # mean over groups, in steps, by the oldest token of each
+    stalest: int
+    dropped: int
+    # groups that were too old
+    waiting: int
+    # groups that are ready for the next one
+    waited_s: float
+    # for samples
+    published: list[Published]
+    # versions that have come into being since the step before
+
+
+def train(
+    learner: Learner,
+    ledger: Ledger,
+    rollouts: Rollouts,
+    settings: Settings,
+    *,
+    steps: int | None = None,
+    seconds: float | None = None,
+) -> Iterator[Step]:
+    """Train until there were so many steps or seconds."""
+    began = time.monotonic()
+    for step in itertools.count(1):
+        asked = time.monotonic()
+        batch: list[Group] = []
+        ages: list[int] = []
+        dropped, published = 0, []
+        while len(batch) < settings.secrets:
+            if seconds is not None and time.monotonic() - began >= seconds:
+                return
+            group = rollouts.take()
+            published += ledger.arrived()
+            if group is None:
+                if ledger.owed:
+                    # or nobody would ever sample with weights that are young enough
+                    ledger.publish(learner.model, step - 1, {})
+                continue
+            age = ledger.age(group.oldest, step - 1)
+            if settings.staleness is not None and age > settings.staleness:
+                dropped += 1
+                continue
+            batch.append(group)
+            ages.append(age)
+        waited = time.monotonic() - asked
+        figures = learner.step(batch)
+        if settings.sync:
+            ledger.publish(learner.model, step, {name: figures[name] for name in ("loss", "reward", "solved")})
+        yield Step(
+            step=step,
+            seconds=time.monotonic() - began,
+            figures=figures,
+            staleness=statistics.fmean(ages),
+            stalest=max(ages),
+            dropped=dropped,
+            waiting=rollouts.waiting,
+            waited_s=waited,
+            published=published,
+        )
+        if step == steps:
+            return

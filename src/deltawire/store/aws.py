@@ -1,0 +1,191 @@
+"""Where an S3 address leads and who asks there, as users of the AWS tools expect.
+
+    what          looked for in this order
+    endpoint      ?endpoint= in the URL, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_ENDPOINT, the profile's endpoint_url
+    region        ?region=, AWS_REGION, AWS_DEFAULT_REGION, the profile's region, us-east-1
+    profile       ?profile=, AWS_PROFILE, AWS_DEFAULT_PROFILE, "default"
+    credentials   the profile if the URL names one; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; a role given to the
+                  machine by its environment (EKS, ECS); the profile; the instance's own role
+
+The bucket client reads variables but no profiles, hence this file. A secret is held by nobody here: it is read when a
+request needs it, so keys that were rotated on disk are found.
+"""
+
+from __future__ import annotations
+
+import configparser
+import ipaddress
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from deltawire.core.errors import BadURL, PermissionDenied
+
+OPTIONS = ("endpoint", "profile", "region")
+"""What an s3:// URL may say after `?`. No place for a secret among them."""
+
+_REREAD = timedelta(minutes=5)
+"""How long a key from a file is used before the file is looked at again."""
+
+_GIVEN_ROLES = (
+    "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)  # fmt: skip
+_NEAR = (".local", ".localhost", ".internal", ".lan", ".home.arpa", ".svc", ".test")
+
+Provider = Callable[[], dict[str, Any]]
+"""Asked for credentials when a request needs them: access_key_id, secret_access_key, token, expires_at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    endpoint: str | None
+    # None is Amazon's own, for the region
+    region: str
+    provider: Provider | None
+    # None leaves it to the client, which asks the machine it runs on
+
+
+def settings(options: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
+    """`options` are those of the URL."""
+    name = options.get("profile") or environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
+    profile = _profile(name, environ)
+    variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    endpoint = options.get("endpoint") or _first(environ, *variables) or profile.get("endpoint_url")
+    if endpoint:
+        endpoint = check_endpoint(endpoint)
+    region = options.get("region") or _first(environ, "AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region")
+    return Settings(endpoint, region or "us-east-1", _provider(options, environ, name, profile))
+
+
+def check_endpoint(endpoint: str) -> str:
+    """The endpoint as it is used. One that holds a secret is refused without repeating it."""
+    parts = urlsplit(endpoint)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise BadURL(
+            "an endpoint has no place for credentials or options; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BadURL(
+            f"the endpoint {endpoint!r} is not a URL this client may use; write https://host or http://host:port"
+        )
+    return endpoint.rstrip("/")
+
+
+def is_near(endpoint: str) -> bool:
+    """Whether an endpoint is on this machine or a private network, where http:// is nobody else's business."""
+    host = (urlsplit(endpoint).hostname or "").lower()
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return "." not in host or host.endswith(_NEAR)
+    return address.is_private or address.is_loopback or address.is_link_local
+
+
+def _provider(
+    options: Mapping[str, str], environ: Mapping[str, str], name: str | None, profile: Mapping[str, str]
+) -> Provider | None:
+    key, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
+    if environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "yes", "on"):
+        return None
+    if "profile" not in options:
+        if bool(key) != bool(secret):
+            missing = "AWS_SECRET_ACCESS_KEY" if key else "AWS_ACCESS_KEY_ID"
+            raise PermissionDenied(f"half of a key: set {missing} too, or neither")
+        if key:
+            token = environ.get("AWS_SESSION_TOKEN") or environ.get("AWS_TOKEN")
+            return lambda: {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+        if any(environ.get(variable) for variable in _GIVEN_ROLES):
+            return None
+    if "aws_access_key_id" in profile:
+        return lambda: _from_file(name, environ)
+    if "credential_process" in profile:
+        command = profile["credential_process"]
+        return lambda: _from_process(command, name)
+    if "role_arn" in profile or any(entry.startswith("sso_") for entry in profile):
+        raise PermissionDenied(
+            f"the AWS profile {name or 'default'!r} signs in by role or single sign-on, which only the AWS tools can; "
+            f'run eval "$(aws configure export-credentials --profile {name or "default"} --format env)", or make a '
+            "profile whose credential_process is that command with --format process"
+        )
+    if name is not None and not profile:
+        raise PermissionDenied(f"there is no AWS profile {name!r} in {_files(environ)[0]} or {_files(environ)[1]}")
+    return None
+
+
+# ── the files of the AWS tools ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _profile(name: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """All that both files say of a profile; the credentials file wins. Empty where there is no such profile."""
+    found: dict[str, str] = {}
+    credentials, config = _files(environ)
+    wanted = name or "default"
+    for path, sections in ((config, (f"profile {wanted}", wanted)), (credentials, (wanted,))):
+        # no interpolation: a secret may hold a percent sign. `default_section` is moved away, it is a profile here.
+        parser = configparser.ConfigParser(interpolation=None, default_section="", strict=False)
+        problem = ""
+        try:
+            parser.read(path, encoding="utf-8")
+        except (configparser.Error, UnicodeDecodeError):
+            # not in its words: they quote the line, which may be a secret
+            problem = "does not parse: write lines `[profile]` and `name = value`"
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        if problem:
+            raise PermissionDenied(f"{path} {problem}")
+        for section in sections:
+            if parser.has_section(section):
+                found.update(parser[section])
+                break
+    return found
+
+
+def _files(environ: Mapping[str, str]) -> tuple[Path, Path]:
+    home = Path(environ.get("HOME") or os.path.expanduser("~")) / ".aws"
+    return (
+        Path(environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials").expanduser(),
+        Path(environ.get("AWS_CONFIG_FILE") or home / "config").expanduser(),
+    )
+
+
+def _from_file(name: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    profile = _profile(name, environ)
+    if not profile.get("aws_access_key_id") or not profile.get("aws_secret_access_key"):
+        raise PermissionDenied(f"the AWS profile {name or 'default'!r} has no whole key any more")
+    return {
+        "access_key_id": profile["aws_access_key_id"],
+        "secret_access_key": profile["aws_secret_access_key"],
+        "token": profile.get("aws_session_token"),
+        "expires_at": datetime.now(timezone.utc) + _REREAD,
+    }
+
+
+def _from_process(command: str, name: str | None) -> dict[str, Any]:
+    """As documented for credential_process. Its output is a secret and is quoted nowhere."""
+    what = f"the credential_process of the AWS profile {name or 'default'!r}"
+    try:
+        done = subprocess.run(shlex.split(command), capture_output=True, timeout=60, check=False)
+        if done.returncode:
+            raise PermissionDenied(f"{what} ended with exit code {done.returncode}; run it by hand to see why")
+        said = json.loads(done.stdout)
+        expires = said.get("Expiration")
+        return {
+            "access_key_id": said["AccessKeyId"],
+            "secret_access_key": said["SecretAccessKey"],
+            "token": said.get("SessionToken"),
+            "expires_at": datetime.fromisoformat(expires.replace("Z", "+00:00")) if expires else None,
+        }
+    except (OSError, ValueError, KeyError, AttributeError, subprocess.TimeoutExpired) as error:
+        kind = type(error).__name__
+    raise PermissionDenied(f"{what} gave no credentials ({kind}); run it by hand to see why")
+
+
+def _first(environ: Mapping[str, str], *names: str) -> str | None:
+    return next((environ[name] for name in names if environ.get(name)), None)

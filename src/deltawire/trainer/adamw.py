@@ -1,0 +1,341 @@
+"""AdamW that notes what its own steps change in bf16, so that publishing needs no copy of the model and no second look.
+
+optimizer = DeltaAdamW(model.parameters(), lr=1e-6)
+publisher = Publisher("s3://runs/wordle", detector=optimizer)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..core.change import Change, Region
+from ..core.dtypes import Bits
+from ..core.errors import SchemaMismatch
+from ..kernels import adamw as ops
+from ..kernels import torch_ops
+from ..kernels.plan import TILE, units
+from ..models import ModelView
+from .detectors import Detector, LostTrack
+from .device import DeviceDetector
+from .parts import Part, fetched, regions_of, snapshot_parts, undo_within
+
+_REFUSED = ("foreach", "capturable", "differentiable")
+
+
+class DeltaAdamW(torch.optim.AdamW):
+    """A drop-in for `torch.optim.AdamW(fused=True)`: the same update within fp32 rounding, the same state.
+
+    Parameters are all fp32 or all bf16, on one device. Once a publisher has it as its detector, every step also notes
+    the bf16 bits from before of what it changes for the first time since the last publish: a bit per parameter, and 8
+    bytes per parameter that moved. There is no amsgrad; gradient scaling (GradScaler), clipping, parameter groups,
+    `maximize` and learning rates that change work as they do in torch.
+
+    What anything but `step` writes to the parameters goes unnoticed only if it hides from autograd (`parameter.data`);
+    otherwise the next publish compares with the newest version in the bucket.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        fused: bool | None = True,
+        **others: Any,
+    ) -> None:
+        wrong = [name for name, value in {"amsgrad": amsgrad, **others}.items() if value]
+        if wrong or fused is False:
+            raise ValueError(
+                f"DeltaAdamW has one way to step, fused and without {', '.join(['amsgrad', *_REFUSED])}; "
+                f"use torch.optim.AdamW and the publisher's default detector for {', '.join(wrong) or 'fused=False'}"
+            )
+        unknown = set(others) - set(_REFUSED)
+        if unknown:
+            raise TypeError(f"DeltaAdamW has no option {sorted(unknown)[0]!r}")
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
+        self._steps = threading.RLock()
+        # held by a step, and by whoever reads parameters and log as one
+        self._log: ops.ChangeLog | None = None
+        self._elements: ops.Elements | None = None
+        self._kept: _Kept | None = None
+        self._versions: list[int] = []
+        # autograd's count of writes to each parameter after our last one
+        self._written: Any = None
+        # CUDA event: our last write
+
+    # ── as an optimizer ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._steps:
+            strayed = self._log is not None and self._strayed()
+            if kernels.operations(self._cut().device).__name__.endswith("triton_ops"):
+                self._step_by_kernel(self._cut())
+            else:
+                self._step_by_torch(self._cut())
+            if self._log is not None and not strayed:
+                self._remember()
+        return loss
+
+    def _step_by_torch(self, elements: ops.Elements) -> None:
+        """Torch's own step, and a look at what it changed."""
+        log, params = self._log, [p.detach() for p in self._parameters()]
+        before = [p.to(torch.bfloat16, copy=True) for p in params] if log is not None else []
+        super().step()
+        for number, old in enumerate(before):
+            torch_ops.note(elements, log, number, units(old), units(params[number].to(torch.bfloat16)))
+
+    def _step_by_kernel(self, elements: ops.Elements) -> None:
+        params = self._parameters()
+        grads = [p.grad for p in params]
+        numbers = [
+            (float(g["lr"]), *g["betas"], g["weight_decay"], g["eps"], g["maximize"], len(g["params"]))
+            for g in self.param_groups
+        ]
+        kept = self._kept
+        if kept is None or not kept.fits(params, grads):
+            kept = self._kept = self._prepare(elements, params, grads)
+        kept.point(grads)
+        with torch.cuda.device(elements.device) if elements.device.type == "cuda" else nullcontext():
+            scalars = kept.scalars(numbers)
+            scale, inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            ops.step(elements, ops.Step(kept.pointers, scalars, scale, inf), self._log)
+            if inf is not None:
+                # a step that was skipped does not count
+                kept.counts -= inf
+        torch.autograd.graph.increment_version(kept.written)
+
+    def _prepare(self, elements: ops.Elements, params: list[Tensor], grads: list[Tensor | None]) -> _Kept:
+        """What stays the same from step to step as long as tensors stay where they are."""
+        for group in self.param_groups:
+            self._init_group(group, [], [], [], [], [], [])
+        states = [None if grad is None else self.state[p] for p, grad in zip(params, grads, strict=True)]
+        for p, state in zip(params, states, strict=True):
+            if state is not None:
+                for tensor in (state["exp_avg"], state["exp_avg_sq"]):
+                    _require_alike(tensor, p)
+        # the step counts as one tensor, of which each parameter's state has its element
+        counts = torch.stack(
+            [torch.zeros((), device=elements.device) if s is None else s["step"].float().reshape(()) for s in states]
+        )
+        for number, state in enumerate(states):
+            if state is not None:
+                state["step"] = counts[number]
+        averages, squares = ([None if s is None else s[name] for s in states] for name in ("exp_avg", "exp_avg_sq"))
+        return _Kept(elements, params, grads, averages, squares, counts)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if getattr(self, "_log", None) is not None:
+            raise ValueError("a publisher follows this optimizer already: make a new one for other parameters")
+        super().add_param_group(param_group)
+        self._elements = self._kept = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._kept = None
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _cut(self) -> ops.Elements:
+        if self._elements is None:
+            self._elements = ops.Elements([p.detach() for p in self._parameters()])
+        return self._elements
+
+    # ── as a detector ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def detector(self) -> Detector:
+        """What `Publisher(detector=optimizer)` uses."""
+        return AdamWDetector(self)
+
+    def _follow(self) -> None:
+        """From now on, note what changes; whatever changed so far does not count."""
+        with self._steps:
+            if self._log is None:
+                elements = self._cut()
+                self._log = ops.ChangeLog(elements, kernels.operations(elements.device))
+            else:
+                self._log.empty()
+            self._remember()
+
+    def _remember(self) -> None:
+        self._versions = [p._version for p in self._parameters()]
+        if self._cut().device.type == "cuda":
+            self._written = torch.cuda.Event()
+            self._written.record(torch.cuda.current_stream(self._cut().device))
+
+    def _strayed(self) -> bool:
+        """Whether somebody else wrote to a parameter."""
+        return [p._version for p in self._parameters()] != self._versions
+
+    def _require_track(self) -> None:
+        if self._log is None or self._strayed():
+            raise LostTrack("parameters were written by something else than DeltaAdamW.step")
+
+
+class AdamWDetector(DeviceDetector):
+    """What a DeltaAdamW noted, and a snapshot of what it does not step (frozen weights, buffers)."""
+
+    def __init__(self, optimizer: DeltaAdamW) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def _make_parts(self, view: ModelView) -> list[Part]:
+        params = self._optimizer._parameters()
+        where = {p.data_ptr(): number for number, p in enumerate(params) if p.numel()}
+        names: dict[str, int] = {}
+        for name, tensor in view.tensors.items():
+            number = where.get(tensor.data_ptr()) if tensor.numel() else None
+            if number is not None and tensor.numel() == params[number].numel():
+                if view.wire_dtype(name) != torch.bfloat16:
+                    raise SchemaMismatch(
+                        f"DeltaAdamW notes changes in bf16; {name!r} travels as {view.wire_dtype(name)}"
+                    )
+                names[name] = number
+        if not names:
+            raise SchemaMismatch("the optimizer given as detector steps none of this model's parameters")
+        rest = [name for name in view.tensors if name not in names]
+        parts: list[Part] = [LogPart(self._optimizer, names, regions_of(self.plan, list(names)))]
+        return parts + (snapshot_parts(view, rest, self.plan, self.device, "device") if rest else [])
+
+
+class LogPart:
+    """Parameters that one optimizer steps: what it captured last is what they are, with its log undone."""
+
+    def __init__(self, optimizer: DeltaAdamW, names: dict[str, int], regions: Sequence[Region]) -> None:
+        self.names = list(names)
+        self._optimizer, self._numbers, self._regions = optimizer, names, regions
+
+    def load(self, live: Sequence[Tensor]) -> None:
+        self._require_same(live)
+        self._optimizer._follow()
+
+    def find(self, live: Sequence[Tensor], most: int) -> kernels.Changed:
+        self._require_same(live)
+        optimizer = self._optimizer
+        with optimizer._steps:
+            optimizer._require_track()
+            assert optimizer._log is not None
+            elements = optimizer._cut()
+            params = [p.detach() for p in optimizer._parameters()]
+            found = ops.changes(elements, params, optimizer._log, kernels.operations(elements.device))
+        if found.count > most:
+            raise kernels.TooMany(found.count)
+        return found
+
+    def take(self, found: kernels.Changed) -> None:
+        self._optimizer._follow()
+
+    def give_back(self, found: kernels.Changed) -> None:
+        # what the log had is gone: as if somebody else had written
+        self._optimizer._versions = []
+
+    def changes(self, found: kernels.Changed) -> list[Change]:
+        return ops.to_changes(self._optimizer._cut(), self._numbers, found, self._regions)
+
+    def read(self, region: Region) -> Bits:
+        optimizer = self._optimizer
+        number = self._numbers[region.tensor.name]
+        with optimizer._steps:
+            optimizer._require_track()
+            assert optimizer._log is not None
+            elements, param = optimizer._cut(), optimizer._parameters()[number].detach()
+            if optimizer._written is not None:
+                torch.cuda.current_stream(elements.device).wait_event(optimizer._written)
+            first = int(elements.first_tile[number])
+            tiles = first + region.base // TILE, first + (region.base + region.units - 1) // TILE + 1
+            starts, positions, old = optimizer._log.between(*tiles)
+            piece = param.reshape(-1)[region.base : region.base + region.units].to(torch.bfloat16)
+            whole = Region(region.tensor, 0, 1, 0, region.units)
+            bits = fetched(units(piece), whole)
+            noted = ops.to_flat(starts, positions, tiles[0] - first)
+            change = Change(Region(region.tensor, 0, 1, 0, 1), noted, old, old)
+        undo_within(region, bits, change)
+        return bits
+
+    def _require_same(self, live: Sequence[Tensor]) -> None:
+        params = self._optimizer._parameters()
+        for name, tensor in zip(self.names, live, strict=True):
+            if tensor.data_ptr() != params[self._numbers[name]].data_ptr():
+                raise LostTrack(f"{name!r} is not what the optimizer steps")
+
+
+class _Kept:
+    """The tensors of a step and where they lie, looked up once: a step's own numbers are few."""
+
+    def __init__(
+        self,
+        elements: ops.Elements,
+        params: list[Tensor],
+        grads: list[Tensor | None],
+        averages: list[Tensor | None],
+        squares: list[Tensor | None],
+        counts: Tensor,
+    ) -> None:
+        # no gradient is kept: it would not be freed when the trainer lets go of it
+        self._params, self._averages, self._squares, self.counts = params, averages, squares, counts
+        self.written = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+        self._elements, self._device = elements, elements.device
+        self._where = [*map(Tensor.data_ptr, params)]
+        self._missing = [grad is None for grad in grads]
+        self._gradients: list[int] = []
+        active = torch.tensor([grad is not None for grad in grads], dtype=torch.float32)
+        self._active = active.to(elements.device)
+        self._numbers: list[Any] = []
+        self._table = torch.empty(0)
+
+    def fits(self, params: list[Tensor], grads: list[Tensor | None]) -> bool:
+        return [grad is None for grad in grads] == self._missing and [*map(Tensor.data_ptr, params)] == self._where
+
+    def point(self, grads: list[Tensor | None]) -> None:
+        """Find the gradients, which a trainer may make anew for every step."""
+        where = [0 if grad is None else grad.data_ptr() for grad in grads]
+        if where != self._gradients:
+            for grad, p in zip(grads, self._params, strict=True):
+                if grad is not None:
+                    _require_alike(grad, p)
+            self.pointers = ops.Pointers(self._elements, (self._params, grads, self._averages, self._squares))
+            self._gradients = where
+
+    def scalars(self, numbers: list[Any]) -> Tensor:
+        """Advance the step counts and work out the numbers of this step, in fp32 on the device, as torch does."""
+        if numbers != self._numbers:
+            rows = []
+            for lr, b1, b2, decay, eps, maximize, size in numbers:
+                lr = np.float32(float(lr))
+                rows += [(lr * np.float32(decay), b1, b2, 0.0, eps, lr, -1.0 if maximize else 1.0)] * size
+            table = torch.from_numpy(np.array(rows, np.float32))
+            self._table = table.to(self._device)
+            self._numbers = numbers
+        self.counts += self._active
+        rest = 1 - self._table[:, 1:3] ** self.counts.clamp(min=1)[:, None]
+        table = self._table.clone()
+        table[:, 3] = rest[:, 1].sqrt()
+        table[:, 5] /= rest[:, 0]
+        return table
+
+
+def _require_alike(tensor: Tensor, parameter: Tensor) -> None:
+    """What the kernel can address beside its parameter: one element for one, of the same width, in the same order."""
+    if tensor.dtype != parameter.dtype or not tensor.is_contiguous() or tensor.device != parameter.device:
+        pieces = "" if tensor.is_contiguous() else ", not contiguous"
+        raise ValueError(
+            f"a gradient or moment is {tensor.dtype} on {tensor.device}{pieces}; "
+            f"its parameter is {parameter.dtype} on {parameter.device}"
+        )

@@ -1,0 +1,141 @@
+"""The right to publish, where the store cannot refuse a second writer (`Store.creates_exclusively` is False).
+
+    take      read writer.json → write it with the next epoch and a mark of our own → wait → it must still be ours
+    confirm   before and after every commit: it is still ours, and so is the manifest that was just written
+
+Whoever wrote writer.json last may publish; the one before finds that out at its next commit and stops. So a run whose
+trainer crashed is taken over by starting another one, and of two that start together one gives up.
+
+Between a loser's last look and its write no store without conditions can stop it. But it then writes one manifest only,
+that of the version after the last one it knew, which is the first version of whoever took over: so that one is looked
+at before every later commit, and put back. Data is safe in any case, its keys carry the writer's mark; and a replica
+that met the wrong manifest finds that the next delta does not fit, before it touches a weight, and plans anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from ..core import keys
+from ..core.errors import ManifestError, ObjectNotFound, ObjectTooLarge, StoreUnavailable, WriterConflict
+from ..core.manifest import Writer, dump, now, parse
+from ..store import Fetched, Store
+
+log = logging.getLogger("deltawire")
+
+SETTLE_S = 1.0
+"""How long a new claim stands before it counts: two that start together, and a commit under way, show by then."""
+
+VISIBLE_S = 15.0
+"""How long a store may take to show us what we wrote."""
+
+_LIMIT = 64 << 10
+_MAX_MANIFEST = 64 << 20
+
+
+class Claim:
+    """`Claim.take` makes one."""
+
+    def __init__(self, store: Store, writer: Writer) -> None:
+        self._store = store
+        self._writer = writer
+        self._etag: str | None = None
+        self._first: tuple[str, bytes, str | None] | None = None
+        # key, content and etag of the first manifest written under this claim
+
+    @classmethod
+    def take(cls, store: Store, sleep: Callable[[float], None] = time.sleep) -> Claim:
+        """WriterConflict if another trainer claims the run at the same moment."""
+        before, _ = _read(store)
+        claim = cls(store, Writer(before.epoch + 1 if before else 1, secrets.token_hex(8), now()))
+        if before is not None:
+            log.info("taking over %s from the trainer that claimed it at %s", store.url, _time(before.at))
+        store.put(keys.WRITER, dump(claim._writer))
+        sleep(SETTLE_S)
+        waited = 0.0
+        while (found := _read(store))[0] == before:
+            if waited >= VISIBLE_S:
+                raise StoreUnavailable(f"{store.url}/{keys.WRITER} was written {waited:.0f} s ago and does not show")
+            sleep(SETTLE_S)
+            waited += SETTLE_S
+        claim._compare(*found)
+        return claim
+
+    def check(self) -> None:
+        """Before a commit: WriterConflict if somebody else has claimed the run."""
+        self._look()
+        self._guard()
+
+    def confirm(self, key: str, manifest: bytes) -> None:
+        """After a commit: WriterConflict if it may not hold."""
+        self._look()
+        try:
+            found = self._store.get(key, limit=_MAX_MANIFEST)
+        except ObjectNotFound:
+            return  # it will show; nobody has contradicted it
+        except ObjectTooLarge:
+            found = Fetched(b"", None)
+        if found.data != manifest:
+            raise WriterConflict(f"{self._store.url}/{key} was written over by another trainer; {_ADVICE}")
+        if self._first is None:
+            self._first = key, manifest, found.etag
+
+    def _look(self) -> None:
+        try:
+            found = self._store.get_if_changed(keys.WRITER, self._etag, limit=_LIMIT)
+        except (ObjectNotFound, ObjectTooLarge):
+            found = Fetched(b"", None)
+        if found is not None:
+            self._compare(*_parsed(found))
+
+    def _guard(self) -> None:
+        """Put back the first manifest if a trainer that had lost the run wrote over it (see above)."""
+        if self._first is None:
+            return
+        key, manifest, etag = self._first
+        try:
+            found = self._store.get_if_changed(key, etag, limit=_MAX_MANIFEST)
+        except ObjectNotFound:
+            self._first = None  # pruned
+            return
+        except ObjectTooLarge:
+            found = Fetched(b"", None)
+        if found is not None and found.data != manifest:
+            log.warning("%s/%s was written over by a trainer that has lost the run: put back", self._store.url, key)
+            self._store.put(key, manifest)
+
+    def _compare(self, found: Writer | None, etag: str | None) -> None:
+        if found == self._writer:
+            self._etag = etag
+            return
+        who = "" if found is None else f" at {_time(found.at)} (epoch {found.epoch}; ours is {self._writer.epoch})"
+        what = "another trainer took over" if found is not None else f"{keys.WRITER} is gone or spoilt, so nobody owns"
+        raise WriterConflict(f"{what} {self._store.url}{who}; {_ADVICE}")
+
+
+_ADVICE = "only one trainer may publish to a run: stop this one, or give it a run of its own"
+
+
+def _read(store: Store) -> tuple[Writer | None, str | None]:
+    try:
+        return _parsed(store.get(keys.WRITER, limit=_LIMIT))
+    except (ObjectNotFound, ObjectTooLarge):
+        return None, None
+
+
+def _parsed(found: Fetched) -> tuple[Writer | None, str | None]:
+    try:
+        return parse(found.data, Writer, keys.WRITER), found.etag
+    except ManifestError as error:
+        log.warning("%s; taking it for none", error)
+        return None, found.etag
+
+
+def _time(at: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
+    except (ValueError, OverflowError, OSError):
+        return "a time that is none"

@@ -1,0 +1,217 @@
+"""How a publisher finds what changed: exactly, by comparing the bits of the wire dtype with those it captured last.
+
+    HostDetector       a copy of the model in host memory; for numpy, checkpoint folders and torch models on a CPU
+    SnapshotDetector   a copy on the model's own device, compared there: the default for a model on a GPU (device.py)
+    FusedDetector      no copy: the bf16 weights that mixed-precision training keeps beside its masters (device.py)
+    DeltaAdamW         no copy: the optimizer notes what its own steps change (adamw.py)
+
+A detector covers the tensors of the schema it is bound to. A sharded writer binds one to the tensors of its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..bucket.replay import State
+from ..core import full
+from ..core.change import Block, Change, Region, blocks, compare, compose
+from ..core.digest import StateDigest
+from ..core.dtypes import Bits
+from ..core.full import Source
+from ..core.parallel import ordered_map
+from ..models import ModelView
+
+
+class TooLarge(Exception):
+    """A capture would need more memory than allowed; nothing was changed."""
+
+
+class LostTrack(Exception):
+    """The weights captured last can no longer be told from what the detector has. The bucket still has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What changed between two moments, on the host."""
+
+    blocks: list[list[Change]]
+    # one list per block of the plan, one change per region of it, empty ones included
+    moved: StateDigest
+    # how the state digest moves
+
+    @classmethod
+    def of(cls, found: Sequence[list[Change]]) -> Found:
+        moved = ordered_map(lambda changes: sum((change.digest() for change in changes), StateDigest()), found)
+        return cls(list(found), sum(moved, StateDigest()))
+
+
+class Detected(Protocol):
+    """What `detect` saw and the detector has yet to take over."""
+
+    found: Future[Found]
+    # may still be on its way from the device
+
+    def take(self) -> None:
+        """From now on these are the weights captured last."""
+        ...
+
+    def give_back(self) -> None:
+        """Undo `take`, also one that was interrupted."""
+        ...
+
+
+class Detector(Protocol):
+    """Holds, in whatever form, the weights captured last."""
+
+    plan: list[Block]
+    # what it was bound to, cut into blocks
+    writes_parts: bool
+    # whether `write` takes a part of the model over; if not, only `load` and `detect` move it
+
+    def bind(self, source: Source) -> None:
+        """Get to know the tensors. Called once, before anything else."""
+        ...
+
+    def suits(self, source: Source) -> bool:
+        """Whether it can compare this source; if not the publisher takes another."""
+        ...
+
+    def digest_of(self, source: Source) -> StateDigest:
+        """The digest of the source's present weights."""
+        ...
+
+    def load(self, source: Source) -> StateDigest:
+        """Make the source's present weights the ones captured last; returns their digest."""
+        ...
+
+    def detect(self, source: Source, budget: int) -> Detected:
+        """What differs between the source and the weights captured last. TooLarge past so many bytes, or LostTrack.
+
+        When this returns the source may change again, as seen from the stream it was called on.
+        """
+        ...
+
+    def region(self, region: Region) -> Bits:
+        """The weights captured last, of a region in one piece. Perhaps a view: not to be written to."""
+        ...
+
+    def write(self, changes: Sequence[Change]) -> None:
+        """Take these over, while the rest stays as it was captured last."""
+        ...
+
+    def later(self, work: Callable[[], Found]) -> Future[Found]:
+        """Merge captures: at once, or where that would hold up the trainer, after what was asked for before."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def now(work: Callable[[], Found]) -> Future[Found]:
+    """A future that is done."""
+    future: Future[Found] = Future()
+    future.set_result(work())
+    return future
+
+
+def merged(first: Future[Found], second: Future[Found]) -> Found:
+    """A weight that came back to its old bits is no longer in it."""
+    a, b = first.result(), second.result()
+    pairs = zip(a.blocks, b.blocks, strict=True)
+    both = ordered_map(lambda pair: [compose(x, y) for x, y in zip(*pair, strict=True)], pairs)
+    return Found(list(both), a.moved + b.moved)
+
+
+class HostDetector:
+    """A private copy of the model in host memory; compares any source with it."""
+
+    writes_parts = True
+
+    state: State
+
+    def bind(self, source: Source) -> None:
+        if not hasattr(self, "state"):
+            self.state = State(source.schema)
+        self.plan = blocks(self.state.schema)
+
+    @classmethod
+    def of(cls, state: State) -> HostDetector:
+        """One that holds a version already."""
+        detector = cls()
+        detector.state = state
+        detector.bind(state)
+        return detector
+
+    def suits(self, source: Source) -> bool:
+        return True
+
+    def digest_of(self, source: Source) -> StateDigest:
+        return full.digest_of(source)
+
+    def load(self, source: Source) -> StateDigest:
+        self.state.load(source)
+        return self.state.digest
+
+    def detect(self, source: Source, budget: int) -> Detected:
+        def one(block: Block) -> tuple[list[Change], StateDigest]:
+            changes = [compare(region, self.state.region(region), source.region(region)) for region in block]
+            return changes, sum((change.digest() for change in changes), StateDigest())
+
+        found: list[list[Change]] = []
+        moved, held = StateDigest(), 0
+        for changes, digest in ordered_map(one, self.plan):
+            found.append(changes)
+            moved += digest
+            held += sum(change.nbytes for change in changes)
+            if held > budget:
+                raise TooLarge
+        return _OnHost(self.state, Found(found, moved))
+
+    def region(self, region: Region) -> Bits:
+        return self.state.region(region)
+
+    def write(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            change.write(self.state.bits(change.region.tensor.name))
+
+    def later(self, work: Callable[[], Found]) -> Future[Found]:
+        return now(work)
+
+    def close(self) -> None:
+        pass
+
+
+class _OnHost:
+    def __init__(self, state: State, found: Found) -> None:
+        self._state = state
+        self._blocks = found.blocks
+        self.found = now(lambda: found)
+
+    def take(self) -> None:
+        for _ in ordered_map(self._write, self._blocks):
+            pass
+
+    def _write(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            change.write(self._state.bits(change.region.tensor.name))
+
+    def give_back(self) -> None:
+        for changes in self._blocks:
+            for change in changes:
+                change.undo(self._state.bits(change.region.tensor.name))
+
+
+def default_detector(source: Source) -> Detector:
+    """A snapshot on the device for a model that lies there in one piece, else a copy in host memory."""
+    if isinstance(source, ModelView) and source.device() is not None:
+        from .device import SnapshotDetector
+
+        return SnapshotDetector()
+    return HostDetector()
+
+
+def as_detector(given: Any) -> Detector:
+    """What a user passed: a detector, or an optimizer that has one."""
+    return given.detector() if hasattr(given, "detector") else given  # type: ignore[no-any-return]

@@ -1,0 +1,268 @@
+"""Detectors that compare where the model is: only what changed leaves the device.
+
+The trainer's stream is held by the comparison alone. What changed is copied to pinned memory on a stream of its own and
+put into the core's terms by a thread of its own, while training goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..core.change import Change, Region, blocks, no_change
+from ..core.digest import StateDigest
+from ..core.dtypes import Bits
+from ..core.errors import SchemaMismatch
+from ..core.full import Source
+from ..core.schema import Schema
+from ..models import ModelView, tensors_of
+from .detectors import Detected, Found, TooLarge, merged
+from .parts import HeldPart, Part, regions_of, snapshot_parts, undo_within
+
+_CHANGE_BYTES = 8
+"""What a changed unit of 16 bits takes on the host: position, old and new bits."""
+
+_AT_ONCE = 1 << 27
+"""Elements that are cast at a time where a digest needs them in the wire dtype."""
+
+
+class DeviceDetector:
+    """What the detectors of this module share. Parts cover the schema's tensors, each of them once."""
+
+    writes_parts = False
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._stream: Any = None
+
+    # ── what a kind of detector says ──
+
+    def _make_parts(self, view: ModelView) -> list[Part]:
+        raise NotImplementedError
+
+    # ── the interface ──
+
+    def bind(self, source: Source) -> None:
+        view = self._view(source)
+        self.schema: Schema = source.schema
+        self.plan = blocks(source.schema)
+        tensors = list(view.tensors.values())
+        self.device = tensors[0].device
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)
+            self._taken = torch.cuda.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltawire-capture")
+        self._parts = self._make_parts(view)
+        self._part_of = {name: part for part in self._parts for name in part.names}
+
+    def suits(self, source: Source) -> bool:
+        if not isinstance(source, ModelView):
+            return False
+        return all(isinstance(t, Tensor) and t.device == self.device for t in source.tensors.values())
+
+    def digest_of(self, source: Source) -> StateDigest:
+        view = self._view(source)
+        total, names, tensors, size = StateDigest(), [], [], 0
+        for name, tensor in view.tensors.items():
+            names.append(name)
+            tensors.append(tensor.detach().contiguous().to(view.wire_dtype(name)))
+            size += tensor.numel()
+            if size >= _AT_ONCE:
+                total += kernels.digest(names, tensors)
+                names, tensors, size = [], [], 0
+        return total + kernels.digest(names, tensors) if tensors else total
+
+    def load(self, source: Source) -> StateDigest:
+        view = self._view(source)
+        for part in self._parts:
+            part.load(self._live(view.tensors, part))
+        self._mark()
+        return self.digest_of(source)
+
+    def detect(self, source: Source, budget: int) -> Detected:
+        return self._detect(self._view(source).tensors, budget // _CHANGE_BYTES)
+
+    def _detect(self, tensors: Mapping[str, Tensor], most: int) -> _OnDevice:
+        found: list[tuple[Part, Any]] = []
+        try:
+            for part in self._parts:
+                found.append((part, part.find(self._live(tensors, part), most)))
+        except kernels.TooMany:
+            raise TooLarge from None
+        ready = None
+        if self._stream is not None:
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(self.device))
+        return _OnDevice(self, found, self._pool.submit(self._fetch, found, ready))
+
+    def region(self, region: Region) -> Bits:
+        with self._beside(self._taken if self._stream is not None else None):
+            return self._part_of[region.tensor.name].read(region)
+
+    def write(self, changes: Sequence[Change]) -> None:
+        raise NotImplementedError("a device takes its weights over as a whole")
+
+    def later(self, work: Callable[[], Found]) -> Future[Found]:
+        # one thread, in order: what is merged was fetched by the time its turn comes
+        return self._pool.submit(work)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+    # ── inside ──
+
+    def _view(self, source: Source) -> ModelView:
+        if not isinstance(source, ModelView) or not all(isinstance(t, Tensor) for t in source.tensors.values()):
+            raise SchemaMismatch(f"{type(self).__name__} compares torch models; this is a {type(source).__name__}")
+        return source
+
+    def _live(self, tensors: Mapping[str, Tensor], part: Part) -> list[Tensor]:
+        return [tensors[name].detach().contiguous() for name in part.names]
+
+    def _fetch(self, found: list[tuple[Part, Any]], ready: Any) -> Found:
+        with self._beside(ready):
+            changes = {change.region: change for part, what in found for change in part.changes(what)}
+        return Found.of([[changes.get(region) or no_change(region) for region in block] for block in self.plan])
+
+    @contextmanager
+    def _beside(self, event: Any) -> Iterator[None]:
+        """On the stream beside training, after an event."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            if event is not None:
+                self._stream.wait_event(event)
+            yield
+
+    def _mark(self) -> None:
+        """What is read from now on comes after what was queued so far."""
+        if self._stream is not None:
+            self._taken.record(torch.cuda.current_stream(self.device))
+
+
+@dataclass(slots=True)
+class _OnDevice:
+    detector: DeviceDetector
+    parts: list[tuple[Part, Any]]
+    found: Future[Found]
+
+    def take(self) -> None:
+        for part, found in self.parts:
+            part.take(found)
+        self.detector._mark()
+
+    def give_back(self) -> None:
+        for part, found in self.parts:
+            part.give_back(found)
+        self.detector._mark()
+
+
+class SnapshotDetector(DeviceDetector):
+    """A copy of the model in the wire dtype. Works for every optimizer and whatever else writes to the weights.
+
+    memory   "device": beside the model; 2 bytes per parameter (in bf16).
+             "host": in pinned host memory, for models whose copy does not fit; it is streamed through the device by
+             blocks of 32 MB, so `publish` takes as long as the bus needs for the whole model.
+    """
+
+    def __init__(self, memory: str = "device") -> None:
+        super().__init__()
+        if memory not in ("device", "host"):
+            raise ValueError(f"a snapshot can be in 'device' or 'host' memory, not in {memory!r}")
+        self._memory = memory
+
+    def _make_parts(self, view: ModelView) -> list[Part]:
+        return snapshot_parts(view, list(view.tensors), self.plan, self.device, self._memory)
+
+
+class FusedDetector(DeviceDetector):
+    """No copy of its own: the bf16 weights that mixed-precision training keeps beside its fp32 masters are the copy.
+
+    `copies` is the bf16 model, or its tensors by name; `publish` takes the masters, under the same names. Detecting is
+    the cast: it writes the copies and says what that changed. So the trainer calls `cast(masters)` after an optimizer
+    step where it had cast by itself, and `publish(masters)` whenever it likes.
+    """
+
+    def __init__(self, copies: Any) -> None:
+        super().__init__()
+        self._copies = copies
+        self._since: Future[Found] | None = None
+        # what was cast since the last capture, and is in the copies already
+        self._casting = threading.Lock()
+
+    def _make_parts(self, view: ModelView) -> list[Part]:
+        copies = {name: tensor.detach() for name, tensor in tensors_of(self._copies).items()}
+        held = {}
+        for name in view.tensors:
+            copy = copies.get(name)
+            if copy is None or copy.shape != view.tensors[name].shape or copy.dtype != view.wire_dtype(name):
+                found = "is missing" if copy is None else f"is {copy.dtype} {list(copy.shape)}"
+                raise SchemaMismatch(
+                    f"the copy of {name!r} {found}; it must be {view.wire_dtype(name)} {list(view.tensors[name].shape)}"
+                )
+            held[name] = copy
+        kinds: dict[bool, list[str]] = {}
+        for name, copy in held.items():
+            kinds.setdefault(copy.dtype == view.tensors[name].dtype, []).append(name)
+        return [HeldPart({n: held[n] for n in members}, regions_of(self.plan, members)) for members in kinds.values()]
+
+    def cast(self, masters: Any) -> None:
+        """Write the masters' rounding to the copies, as training wants after every step."""
+        tensors = tensors_of(masters)
+        if not self._parts:
+            # nothing was published yet, so there is nothing to keep account of
+            for name, copy in tensors_of(self._copies).items():
+                copy.detach().copy_(tensors[name].detach())
+            return
+        detected = self._detect(tensors, 1 << 62)
+        with self._casting:
+            detected.take()
+            self._since = self._joined(detected.found)
+
+    def load(self, source: Source) -> StateDigest:
+        with self._casting:
+            self._since = None
+        return super().load(source)
+
+    def detect(self, source: Source, budget: int) -> Detected:
+        detected = super().detect(source, budget)
+        with self._casting:
+            return _Fused(self, detected, self._since, self._joined(detected.found))
+
+    def region(self, region: Region) -> Bits:
+        with self._casting:
+            bits, since = super().region(region), self._since
+        if since is not None:
+            for block in since.result().blocks:
+                for change in block:
+                    undo_within(region, bits, change)
+        return bits
+
+    def _joined(self, found: Future[Found]) -> Future[Found]:
+        first = self._since
+        return found if first is None else self.later(lambda: merged(first, found))
+
+
+@dataclass(slots=True)
+class _Fused:
+    detector: FusedDetector
+    detected: Detected
+    since: Future[Found] | None
+    found: Future[Found]
+
+    def take(self) -> None:
+        self.detected.take()
+        self.detector._since = None
+
+    def give_back(self) -> None:
+        self.detected.give_back()
+        self.detector._since = self.since

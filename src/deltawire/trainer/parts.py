@@ -1,0 +1,213 @@
+"""How the weights captured last are kept beside live ones on a device, and what differs is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..core.change import Block, Change, Region
+from ..core.dtypes import Bits, lookup
+from ..kernels.plan import Plan, flat, units
+from ..models import ModelView, torch_bits
+
+
+class Part(Protocol):
+    """Tensors whose changes are found in the same way."""
+
+    names: Sequence[str]
+
+    def load(self, live: Sequence[Tensor]) -> None:
+        """Take these as the weights captured last."""
+        ...
+
+    def find(self, live: Sequence[Tensor], most: int) -> Any:
+        """What differs now; kernels.TooMany past so many. Changes nothing."""
+        ...
+
+    def take(self, found: Any) -> None: ...
+
+    def give_back(self, found: Any) -> None: ...
+
+    def changes(self, found: Any) -> list[Change]:
+        """On the host. Called on another thread and stream than `find`, and perhaps after `take`."""
+        ...
+
+    def read(self, region: Region) -> Bits:
+        """Of the weights captured last, on the host."""
+        ...
+
+
+class HeldPart:
+    """Weights captured last in tensors on the live ones' device, in the wire dtype."""
+
+    def __init__(self, held: Mapping[str, Tensor], regions: Sequence[Region]) -> None:
+        self.names = list(held)
+        self.held = list(held.values())
+        self._number = {name: number for number, name in enumerate(self.names)}
+        self._regions = regions
+        self._plan = kernels.region_plan(self.names, self.held, regions)
+
+    def load(self, live: Sequence[Tensor]) -> None:
+        for held, tensor in zip(self.held, live, strict=True):
+            held.copy_(tensor.detach())
+
+    def find(self, live: Sequence[Tensor], most: int) -> kernels.Changed:
+        wire = [held.dtype for held in self.held]
+        if [t.dtype for t in live] == wire:
+            return kernels.detect(self.held, live, plan=self._plan, most=most)
+        if all(t.dtype == torch.float32 for t in live) and set(wire) == {torch.bfloat16}:
+            return kernels.cast_and_detect(live, self.held, write=False, plan=self._plan, most=most)
+        # a cast that no kernel has built in: by torch, into memory that is given back
+        cast = [tensor.detach().to(dtype) for tensor, dtype in zip(live, wire, strict=True)]
+        return kernels.detect(self.held, cast, plan=self._plan, most=most)
+
+    def take(self, found: kernels.Changed) -> None:
+        kernels.apply(self.held, found, plan=self._plan)
+
+    def give_back(self, found: kernels.Changed) -> None:
+        kernels.apply(self.held, found.swapped(), plan=self._plan)
+
+    def changes(self, found: kernels.Changed) -> list[Change]:
+        return kernels.to_changes(self._plan, found, self._regions)
+
+    def read(self, region: Region) -> Bits:
+        return fetched(units(self.held[self._number[region.tensor.name]]), region)
+
+
+class StreamedPart:
+    """Weights captured last in pinned host memory: they visit the device a block at a time to be compared there."""
+
+    def __init__(self, specs: Mapping[str, tuple[int, torch.dtype]], regions: Sequence[Sequence[Region]], device: Any):
+        self.names = list(specs)
+        pin = device.type == "cuda"
+        self.held = {n: torch.empty(size, dtype=dtype, pin_memory=pin) for n, (size, dtype) in specs.items()}
+        self._bits = {name: torch_bits(tensor) for name, tensor in self.held.items()}
+        self._blocks = regions
+        self._device = device
+        # two, so that one is filled while the other is compared
+        most = max((sum(r.units * r.tensor.unit_size for r in block) for block in regions), default=0)
+        self._buffers = [torch.empty(most + 16 * 1024, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._stream = torch.cuda.Stream(device) if pin else None
+        self._plans: dict[tuple[int, int], tuple[list[Tensor], Plan]] = {}
+
+    def load(self, live: Sequence[Tensor]) -> None:
+        for held, tensor in zip(self.held.values(), live, strict=True):
+            held.copy_(tensor.detach().reshape(-1))
+
+    def find(self, live: Sequence[Tensor], most: int) -> list[Change]:
+        by_name = dict(zip(self.names, live, strict=True))
+        result: list[Change] = []
+        count = 0
+        pending = self._upload(0)
+        for number, regions in enumerate(self._blocks):
+            old, plan = pending()
+            if number + 1 < len(self._blocks):
+                pending = self._upload(number + 1)
+            new = [self._slice(by_name[region.tensor.name], region) for region in regions]
+            found = kernels.detect(old, new, plan=plan, most=most - count)
+            count += found.count
+            result += kernels.to_changes(plan, found, regions)
+        return result
+
+    def _slice(self, tensor: Tensor, region: Region) -> Tensor:
+        wire = self.held[region.tensor.name].dtype
+        per = lookup(region.tensor.dtype).units_per_element
+        cut = tensor.detach().reshape(-1)[region.base // per : (region.base + region.units) // per]
+        # `to` of the same dtype is the tensor itself
+        return units(cut.to(wire))
+
+    def _upload(self, number: int) -> Callable[[], tuple[list[Tensor], Plan]]:
+        """Start to copy a block to the device; the answer waits for it."""
+        views, plan = self._room(number)
+        if self._stream is not None:
+            # what was compared in this buffer before must be done with
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            for view, region in zip(views, self._blocks[number], strict=True):
+                held = units(self.held[region.tensor.name])
+                view.copy_(held[region.base : region.base + region.units], non_blocking=True)
+
+        def arrived() -> tuple[list[Tensor], Plan]:
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            return views, plan
+
+        return arrived
+
+    def _room(self, number: int) -> tuple[list[Tensor], Plan]:
+        if (number, number % 2) not in self._plans:
+            views, at = [], 0
+            for region in self._blocks[number]:
+                like = units(self.held[region.tensor.name])
+                size = region.units * like.dtype.itemsize
+                views.append(self._buffers[number % 2][at : at + size].view(like.dtype))
+                at += -(-size // 16) * 16
+            self._plans[number, number % 2] = views, Plan(views, flat(views))
+        return self._plans[number, number % 2]
+
+    def take(self, found: list[Change]) -> None:
+        for change in found:
+            change.write(self._bits[change.region.tensor.name])
+
+    def give_back(self, found: list[Change]) -> None:
+        for change in found:
+            change.undo(self._bits[change.region.tensor.name])
+
+    def changes(self, found: list[Change]) -> list[Change]:
+        return found
+
+    def read(self, region: Region) -> Bits:
+        return region.cut(self._bits[region.tensor.name])
+
+
+def snapshot_parts(
+    view: ModelView, names: Sequence[str], plan: Sequence[Block], device: torch.device, memory: str
+) -> list[Part]:
+    """Tensors that travel as they are, those that are cast from fp32 to bf16, and others apart from each other."""
+    wire = {name: view.wire_dtype(name) for name in names}
+    kinds: dict[tuple[Any, Any] | None, list[str]] = {}
+    for name in names:
+        pair = (view.tensors[name].dtype, wire[name])
+        kinds.setdefault(None if pair[0] == pair[1] else pair, []).append(name)
+    parts: list[Part] = []
+    for members in kinds.values():
+        if memory == "host":
+            own = set(members)
+            regions = [[r for r in block if r.tensor.name in own] for block in plan]
+            specs = {name: (view.tensors[name].numel(), wire[name]) for name in members}
+            parts.append(StreamedPart(specs, [block for block in regions if block], device))
+        else:
+            held = {n: torch.empty(view.tensors[n].shape, dtype=wire[n], device=device) for n in members}
+            parts.append(HeldPart(held, regions_of(plan, members)))
+    return parts
+
+
+def fetched(flat_units: Tensor, region: Region) -> Bits:
+    """A region, in one piece, of a tensor's units on the host. Waits for the current stream."""
+    part = flat_units[region.base : region.base + region.units]
+    if part.device.type == "cuda":
+        part = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
+        torch.cuda.current_stream(flat_units.device).synchronize()
+    else:
+        part = part.clone()
+    return part.numpy().view(lookup(region.tensor.dtype).unit)  # type: ignore[no-any-return]
+
+
+def undo_within(region: Region, bits: Bits, change: Change) -> None:
+    """Put the old bits of a change back where it falls into a region, both in one piece."""
+    if change.count and change.region.tensor == region.tensor:
+        at = change.positions.astype(np.int64) + (change.region.base - region.base)
+        here = slice(*np.searchsorted(at, (0, region.units)).tolist())
+        bits[at[here]] = change.old[here]
+
+
+def regions_of(plan: Sequence[Block], names: Sequence[str]) -> list[Region]:
+    """The regions of some tensors, in the order of the plan."""
+    own = set(names)
+    return [region for block in plan for region in block if region.tensor.name in own]

@@ -1,0 +1,93 @@
+"""`deltawire serve` as a process: it starts, says where it is, and ends when told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import checkpoint, nudge, publisher, tiny_model
+from typer.testing import CliRunner
+
+from deltawire.cli import app
+
+COMMAND = [sys.executable, "-m", "deltawire.cli", "serve"]
+
+
+@contextmanager
+def process(*arguments: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    started = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+    try:
+        yield started
+    finally:
+        if started.poll() is None:
+            started.kill()
+        started.communicate(timeout=60)
+
+
+def refused(*arguments: str, **environment: str) -> str:
+    answer = CliRunner().invoke(app, ["serve", *arguments], env=environment)
+    assert answer.exit_code == 2
+    return answer.output
+
+
+def line(it: subprocess.Popen[str]) -> dict[str, Any]:
+    assert it.stdout is not None
+    return json.loads(it.stdout.readline())
+
+
+@pytest.mark.parametrize("how, code", [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
+def test_from_nothing_but_the_run_to_the_end(tmp_path: Path, how: signal.Signals, code: int) -> None:
+    trainer = tiny_model()
+    with publisher(tmp_path / "run", checkpoint(tmp_path / "model", trainer)) as publish:
+        publish.publish(trainer).result(60)
+        with process(tmp_path / "run", "--port", 0, "--json", "--poll", 0.02, DELTAWIRE_TOKEN="secret") as it:
+            lines = {value["event"]: value for value in (line(it), line(it))}
+            assert lines["version"]["version"] == 0
+            url = lines["listening"]["url"]
+            assert url == f"http://127.0.0.1:{lines['listening']['port']}"
+            nudge(trainer, 1)
+            publish.publish(trainer).result(60)
+            assert line(it)["version"] == 1
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "logprobs": 0}, timeout=60)
+            assert answer.headers["x-deltawire-version"] == "1"
+            assert answer.json()["model"] == "run"
+            assert httpx.post(f"{url}/pause").status_code == 401
+            it.send_signal(how)
+            out, said = it.communicate(timeout=60)
+    assert it.returncode == code
+    assert "Traceback" not in said
+    assert "secret" not in out + said
+
+
+@pytest.mark.slow
+def test_it_can_be_ended_while_it_waits_for_a_run(tmp_path: Path) -> None:
+    with process(tmp_path / "none", "--port", 0) as it:
+        assert it.stderr is not None
+        assert "waiting for it" in it.stderr.readline()
+        it.terminate()
+        it.communicate(timeout=60)
+    assert it.returncode == 0
+
+
+def test_what_it_refuses() -> None:
+    assert "name a run" in refused()
+    assert "DELTAWIRE_TOKEN" in refused("run", "--host", "0.0.0.0", DELTAWIRE_TOKEN="")
+    assert "--engine vllm" in refused("run", "--", "--max-model-len", "9")
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
+def test_without_vllm_it_says_what_to_install() -> None:
+    assert "deltawire[vllm]" in refused("--engine", "vllm", "run", PATH="")

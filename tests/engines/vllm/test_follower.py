@@ -1,0 +1,261 @@
+"""The whole of a following server but vLLM itself: two ranks of a fused model, the follower, a run; and what can go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from vllm_fused import Fused  # noqa: E402
+
+from deltawire.core.full import write_checkpoint  # noqa: E402
+from deltawire.engines.vllm.follower import Follower  # noqa: E402
+from deltawire.engines.vllm.rank import Rank  # noqa: E402
+from deltawire.engines.vllm.workers import NotRestored, Policy, WorkerError, Workers  # noqa: E402
+from deltawire.store import ObjectStore, Store  # noqa: E402
+from deltawire.trainer import Publisher  # noqa: E402
+from support import Bag, moved_bag, random_bag  # noqa: E402
+
+SIZES = {"hidden": 256, "ffn": 512, "heads": 4, "kv": 2, "vocab": 300, "layers": 1}
+
+
+def as_model(bag: Bag) -> dict[str, np.ndarray]:
+    return {t.name: bag.bits(t.name).reshape(t.shape) for t in bag.schema.tensors}
+
+
+class Client:
+    """What vLLM's engine client is to the follower, with its workers in this process."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self.models = [Fused(rank=rank, world=world, **SIZES) for rank in range(world)]
+        self.ranks = [Rank(model, number) for number, model in enumerate(self.models)]
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model=str(folder)))
+        self.paused = False
+        self.weight_version = "default"
+        self.fail: dict[tuple[int, str], int] = {}
+        # (rank, operation) → how many times it fails
+        self.seen_unpaused: list[str] = []
+
+    async def collective_rpc(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None) -> list[Any]:
+        if method == "reload_weights":
+            return [self._reload(model, Path(kwargs["weights_path"])) for model in self.models]
+        operation = args[0]
+        if operation in ("apply", "undo", "load") and not self.paused:
+            self.seen_unpaused.append(operation)
+        answers = []
+        for number, rank in enumerate(self.ranks):
+            left = self.fail.get((number, operation), 0)
+            if left:
+                self.fail[number, operation] = left - 1
+                answers.append(self._break(rank, operation))
+            else:
+                answers.append(rank.call(operation, **(kwargs or {})))
+        return answers
+
+    def _break(self, rank: Rank, operation: str) -> dict[str, Any]:
+        """Fail in the middle: some of the weights are written, nobody takes them back."""
+        if operation == "apply":
+            patch = rank._job.patch
+            rank._weights.write(patch[: len(patch) // 2])
+        return {"error": "OSError: a fault that a test asked for"}
+
+    def _reload(self, model: Fused, folder: Path) -> None:
+        from safetensors.torch import load_file
+
+        model.load_weights(load_file(folder / "model.safetensors").items())
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    async def update_weight_version(self, version: str) -> None:
+        self.weight_version = version
+
+    def bytes(self) -> list[dict[str, bytes]]:
+        return [{n: p.view(torch.int16).numpy().tobytes() for n, p in m.named_parameters()} for m in self.models]
+
+
+class World:
+    """A run with some versions, and a server that started from the first of them."""
+
+    def __init__(self, folder: Path, store: Store, loop: asyncio.AbstractEventLoop, world: int) -> None:
+        self.store = store
+        self.publisher = Publisher(store, encoding="context", anchor_ratio=100.0)
+        self.bags = [random_bag(Fused(world=1, **SIZES).schema(), 1)]
+        self.publisher.publish(as_model(self.bags[0])).result(60)
+        write_checkpoint(folder, self.bags[0])
+        self.client = Client(folder, world)
+        for model in self.client.models:
+            model.load_weights(tensors(self.bags[0]))
+        self.client.paused = True
+        self.workers = Workers(self.client, loop, Policy())
+        self.follower = Follower(store, self.workers, heartbeat=0)  # type: ignore[arg-type]
+
+    def publish(self, density: float = 0.02, **options: Any) -> int:
+        self.bags.append(moved_bag(self.bags[-1], len(self.bags), density))
+        return self.publisher.publish(as_model(self.bags[-1]), **options).result(60).version
+
+    def sync(self, version: int | None = None) -> int:
+        return self.follower.sync(self.workers, version)
+
+    def expected(self, version: int) -> list[dict[str, bytes]]:
+        fresh = [Fused(rank=m.rank, world=m.world, **SIZES) for m in self.client.models]
+        for model in fresh:
+            model.load_weights(tensors(self.bags[version]))
+        return [{n: p.view(torch.int16).numpy().tobytes() for n, p in m.named_parameters()} for m in fresh]
+
+    def holds(self, version: int) -> None:
+        assert self.follower.version == version
+        assert self.client.weight_version == str(version)
+        assert self.client.bytes() == self.expected(version)
+        assert not self.client.paused
+        assert self.client.seen_unpaused == []
+
+
+def tensors(bag: Bag) -> list[tuple[str, torch.Tensor]]:
+    return [(n, torch.from_numpy(a.view(np.int16).copy()).view(torch.bfloat16)) for n, a in as_model(bag).items()]
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop) -> Iterator[World]:
+    world = World(tmp_path, store, loop, 2)
+    yield world
+    world.publisher.close()
+
+
+def test_a_server_finds_out_what_it_is_catches_up_and_is_served(world: World) -> None:
+    assert world.follower.state == "starting"
+    assert world.client.paused
+    world.publish()
+    newest = world.publish()
+    assert world.sync() == newest
+    assert (world.follower.state, world.follower.guard) == ("healthy", "patch")
+    world.holds(newest)
+    assert {"decode", "apply", "prove", "pause", "total"} <= world.follower.last.keys()
+
+
+@pytest.mark.parametrize("rank", (0, 1))
+def test_a_rank_that_fails_half_way_takes_all_back(world: World, rank: int) -> None:
+    world.sync()
+    version = world.publish()
+    world.client.fail[rank, "apply"] = 1
+    with pytest.raises(WorkerError, match=f"rank {rank}"):
+        world.sync()
+    world.holds(0)
+    assert world.follower.state == "degraded"
+    assert world.sync() == version
+    world.holds(version)
+    assert world.follower.state == "healthy"
+
+
+def test_what_cannot_be_put_back_stays_paused_until_it_is_loaded_anew(world: World) -> None:
+    world.sync()
+    world.publish()
+    world.client.fail |= {(1, "apply"): 1, (1, "undo"): 1}
+    with pytest.raises(NotRestored):
+        world.sync()
+    assert (world.follower.state, world.follower.version, world.client.paused) == ("paused", None, True)
+    # nobody knows what these weights are: only full weights lead anywhere from here
+    assert world.sync() == 1
+    world.holds(1)
+    assert world.follower.state == "healthy"
+
+
+def test_weights_that_somebody_else_changed_are_found_out(world: World) -> None:
+    world.sync()
+    world.client.models[1].norm.data.view(torch.int16)[0] ^= 1
+    world.client.models[0].norm.data.view(torch.int16)[0] ^= 1
+    world.publish()
+    assert world.sync() == 1
+    world.holds(1)
+
+
+def test_going_back_and_staying_there(world: World) -> None:
+    for _ in range(3):
+        world.publish()
+    world.sync()
+    assert world.sync(1) == 1
+    world.holds(1)
+    world.follower.pin = 1
+    assert world.follower._next(world.workers) is None
+
+
+def test_a_trainer_that_paused_the_server_finds_it_paused(world: World) -> None:
+    world.sync()
+    world.publish()
+    world.client.paused = True
+    world.sync()
+    assert world.client.paused
+    assert world.client.bytes() == world.expected(1)
+
+
+def test_full_weights_replace_a_foreign_start(
+    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop
+) -> None:
+    """A server that loaded another checkpoint of the same shape: patched to none of its versions, loaded to one."""
+    world = World(tmp_path, store, loop, 2)
+    other = random_bag(world.bags[0].schema, 99)
+    write_checkpoint(tmp_path, other)
+    for model in world.client.models:
+        model.load_weights(tensors(other))
+    assert world.sync() == 0
+    world.holds(0)
+    world.publisher.close()
+
+
+def test_repacked_weights_are_never_patched(
+    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop
+) -> None:
+    """Same shapes, other order: as CPU kernels do with experts. Reloading plainly would undo the packing, so it refuses."""
+    world = World(tmp_path, store, loop, 1)
+    packed = world.client.models[0].gate_up[0].data
+    packed.copy_(packed.flip(0).clone())
+    assert world.sync() == 0
+    assert world.follower.guard.startswith("reload: memory is not laid out like the checkpoint")
+    world.publish()
+    with pytest.raises(NotRestored, match="can follow no run"):
+        world.sync()
+    assert (world.follower.state, world.client.paused) == ("paused", True)
+    world.publisher.close()
+
+
+def test_where_a_reload_is_seen_to_do_no_harm_it_is_used(
+    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop
+) -> None:
+    world = World(tmp_path, store, loop, 2)
+    world.client.ranks[1]._problems = lambda: ["a kernel computes with copies"]
+    assert world.sync() == 0
+    assert world.follower.guard == "reload: a kernel computes with copies"
+    assert world.publish() == world.sync()
+    world.holds(1)
+    world.publisher.close()
+
+
+def test_a_rank_whose_loader_drops_tensors_is_not_patched(world: World) -> None:
+    world.client.models[0].load_weights = lambda weights: [_ for _ in weights]  # type: ignore[method-assign]
+    world.sync()
+    assert "does not use" in world.follower.guard or "holds" in world.follower.guard

@@ -1,0 +1,203 @@
+"""The placement map, the decoder and the digest on a model with fused, padded and sharded layouts; no vLLM needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from vllm_fused import Fused  # noqa: E402
+
+from deltawire.core.codecs import context  # noqa: E402
+from deltawire.core.full import FullFile, anchor  # noqa: E402
+from deltawire.core.schema import Schema  # noqa: E402
+from deltawire.core.sparse import DeltaFile  # noqa: E402
+from deltawire.engines.vllm.decode import Decoder, Wanted, rectangle  # noqa: E402
+from deltawire.engines.vllm.device import DeviceShard  # noqa: E402
+from deltawire.engines.vllm.layout import Layout, arrange  # noqa: E402
+from deltawire.engines.vllm.placement import Piece, trace  # noqa: E402
+from deltawire.engines.vllm.shard import HostShard, Shard, open_shard  # noqa: E402
+from support import Bag, diff, encoded, moved_bag, random_bag  # noqa: E402
+
+
+def as_tensors(bag: Bag) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (t.name, torch.from_numpy(bag.bits(t.name).view(np.int16).copy()).view(torch.bfloat16).reshape(t.shape))
+        for t in bag.schema.tensors
+    ]
+
+
+class Ranks:
+    """All ranks of a tensor-parallel model, each with its shard."""
+
+    def __init__(self, world: int, open_shard: Callable[[Sequence[Piece]], Shard] = open_shard, **shape: int) -> None:
+        self.models = [Fused(rank=rank, world=world, **shape) for rank in range(world)]
+        self.schema: Schema = self.models[0].schema()
+        self.placements = [trace(model, model.load_weights, self.schema) for model in self.models]
+        self.shards: list[Shard] = [open_shard(placement.pieces) for placement in self.placements]
+        self.decoders = [Decoder(shard) for shard in self.shards]
+        self.layout: Layout = arrange(
+            self.schema,
+            [[rectangle(piece.region) for piece in shard.pieces] for shard in self.shards],
+            [problem for placement in self.placements for problem in placement.problems],
+        )
+
+    def load(self, bag: Bag) -> None:
+        for model in self.models:
+            model.load_weights(as_tensors(bag))
+
+    def bytes(self) -> list[dict[str, bytes]]:
+        return [{n: p.view(torch.int16).numpy().tobytes() for n, p in m.named_parameters()} for m in self.models]
+
+    def digest(self) -> str:
+        sums = [
+            {group: str(value) for group, value in shard.digests(groups).items()}
+            for shard, groups in zip(self.shards, self.layout.groups, strict=True)
+        ]
+        return str(self.layout.total(sums))
+
+    def decode(self, blob: bytes) -> list:
+        """Every rank's changes, with old weights borrowed where a tile is cut."""
+        file = DeltaFile(lambda start, length: blob[start : start + length], len(blob), self.schema)
+        result = []
+        for decoder in self.decoders:
+            try:
+                result.append(decoder.delta(file))
+            except Wanted as wanted:
+                lent = {part: bits for other in self.decoders for part, bits in other.lend(wanted.rectangles)}
+                result.append(decoder.delta(file, lent))
+        return result
+
+
+WORLDS = pytest.mark.parametrize("world", (1, 2, 4))
+
+
+@WORLDS
+def test_every_weight_is_found_once(world: int) -> None:
+    ranks = Ranks(world)
+    assert ranks.layout.problems == ()
+    assert set(ranks.layout.holders.values()) >= {(rank,) for rank in range(world)}
+
+
+@WORLDS
+def test_tracing_writes_nothing(world: int) -> None:
+    ranks = Ranks(world)
+    ranks.load(random_bag(ranks.schema, 1))
+    before = ranks.bytes()
+    for model in ranks.models:
+        trace(model, model.load_weights, ranks.schema)
+    assert ranks.bytes() == before
+
+
+@WORLDS
+def test_the_digest_is_the_checkpoints(world: int) -> None:
+    ranks = Ranks(world)
+    bag = random_bag(ranks.schema, 2)
+    ranks.load(bag)
+    assert ranks.digest() == str(bag.digest())
+
+
+@pytest.mark.parametrize("opened", (HostShard, DeviceShard))
+@pytest.mark.parametrize("encoding, density", (("raw", 0.01), ("packed", 0.01), ("context", 0.01), ("context", 0.9)))
+@WORLDS
+def test_a_patched_model_is_a_freshly_loaded_one(world: int, encoding: str, density: float, opened: type) -> None:
+    """What a GPU does is done here by torch on the CPU: the same code, other kernels below it."""
+    ranks, fresh = Ranks(world, opened), Ranks(world)
+    old = random_bag(ranks.schema, 3)
+    new = moved_bag(old, 4, density)
+    ranks.load(old)
+    fresh.load(new)
+    before = ranks.bytes()
+    changes = ranks.decode(encoded(old, diff(old, new), encoding))
+    assert ranks.bytes() == before
+    patches = [shard.prepare(mine) for shard, mine in zip(ranks.shards, changes, strict=True)]
+    for shard, patch in zip(ranks.shards, patches, strict=True):
+        shard.write(patch)
+    assert ranks.bytes() == fresh.bytes()
+    assert ranks.digest() == str(new.digest())
+    for shard, patch in zip(ranks.shards, patches, strict=True):
+        shard.undo(patch)
+    assert ranks.bytes() == before
+
+
+def test_ranks_decode_whole_tiles_alone_and_borrow_for_cut_ones() -> None:
+    """Where tile lines are shard lines nobody needs anybody; a bias is one tile, of which each rank holds a part."""
+    sizes = {"hidden": 512, "ffn": 1024, "heads": 8, "kv": 4, "vocab": 512, "layers": 1}
+    for ranks, borrows in ((Ranks(2, **sizes, bias=False), False), (Ranks(2, **sizes), True)):
+        old = random_bag(ranks.schema, 5)
+        new = moved_bag(old, 6, 0.02)
+        ranks.load(old)
+        blob = encoded(old, diff(old, new), "context")
+        file = DeltaFile(lambda start, length, b=blob: b[start : start + length], len(blob), ranks.schema)
+        assert any(block.record is not None and block.record.encoding == context.name for block in file.blocks)
+        borrowed = []
+        for decoder in ranks.decoders:
+            try:
+                decoder.delta(file)
+            except Wanted as wanted:
+                borrowed += wanted.rectangles
+        assert bool(borrowed) == borrows
+
+
+@WORLDS
+def test_full_weights_are_loaded_or_compared(world: int) -> None:
+    ranks, fresh = Ranks(world), Ranks(world)
+    old = random_bag(ranks.schema, 7)
+    new = moved_bag(old, 8, 0.05)
+    ranks.load(old)
+    fresh.load(new)
+    blob = b"".join(anchor(new.schema, new.region, {}).chunks())
+    file = FullFile(lambda start, length: blob[start : start + length], len(blob))
+    for shard, decoder in zip(ranks.shards, ranks.decoders, strict=True):
+        shard.write(shard.prepare(decoder.full(file)))
+    assert ranks.bytes() == fresh.bytes()
+    ranks.load(old)
+    for decoder in ranks.decoders:
+        decoder.load(file)
+    assert ranks.bytes() == fresh.bytes()
+
+
+def test_a_replicated_weight_that_differs_on_one_rank_is_seen() -> None:
+    ranks = Ranks(2)
+    ranks.load(random_bag(ranks.schema, 9))
+    ranks.models[1].norm.data.view(torch.int16)[3] += 1
+    with pytest.raises(Exception, match="different copies"):
+        ranks.digest()
+
+
+def test_what_is_not_a_plain_copy_is_a_problem() -> None:
+    model = Fused()
+    schema = model.schema()
+
+    def refused(load: object) -> str:
+        placement = trace(model, load, schema)  # type: ignore[arg-type]
+        layout = arrange(schema, [[rectangle(p.region) for p in placement.pieces]], placement.problems)
+        return " | ".join(layout.problems)
+
+    def dropping(weights):  # type: ignore[no-untyped-def]
+        model.load_weights((n, t) for n, t in weights if n != "norm.weight")
+
+    def casting(weights):  # type: ignore[no-untyped-def]
+        model.load_weights((n, t.float() if n == "norm.weight" else t) for n, t in weights)
+
+    def scaling(weights):  # type: ignore[no-untyped-def]
+        model.load_weights(weights)
+        model.norm.data.mul_(2)
+
+    def transposing(weights):  # type: ignore[no-untyped-def]
+        for name, tensor in weights:
+            model.out[0].data.copy_(tensor.t()) if name == "0.out.weight" else model.load_weights([(name, tensor)])
+
+    assert "does not use 'norm.weight'" in refused(dropping)
+    assert "computed" in refused(casting)
+    assert "mul_" in refused(scaling)
+    assert "not laid out in rows" in refused(transposing)
+
+
+def test_a_run_in_another_dtype_is_a_problem() -> None:
+    model = Fused(dtype=torch.float32)
+    placement = trace(model, model.load_weights, model.schema())
+    assert "wire_dtype" in placement.problems[0]

@@ -1,0 +1,149 @@
+"""Versions on completions: a header and a field per choice, in plain and streamed responses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deltawire.engines.vllm.samples import HEADER, VersionMiddleware, observe
+
+
+def span(version: str, start: int, end: int) -> SimpleNamespace:
+    return SimpleNamespace(version=version, start=start, end=end)
+
+
+def output(index: int, spans: list[SimpleNamespace] | None, finished: bool = True) -> SimpleNamespace:
+    choice = SimpleNamespace(index=index, weight_versions=spans, finish_reason="length" if finished else None)
+    return SimpleNamespace(outputs=[choice])
+
+
+class Engine:
+    """Gives what vLLM's engine client gives; `closed` says that whoever stopped reading said so."""
+
+    def __init__(self, *prompts: list[SimpleNamespace]) -> None:
+        self._prompts = list(prompts)
+        self.closed = 0
+
+    async def generate(self, number: int) -> AsyncIterator[SimpleNamespace]:
+        try:
+            for item in self._prompts[number]:
+                yield item
+        finally:
+            self.closed += 1
+
+
+def call(engine: Any, app: Any, path: str = "/v1/completions", present: Any = lambda: 7) -> tuple[dict, bytes]:
+    """Headers and body that a client sees."""
+    observe(engine, present)
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(VersionMiddleware(app, present)({"type": "http", "method": "POST", "path": path}, None, send))
+    assert [m["type"] for m in sent].count("http.response.start") == 1
+    body = b"".join(m.get("body", b"") for m in sent[1:])
+    headers = dict(sent[0]["headers"])
+    if b"content-length" in headers:
+        assert int(headers[b"content-length"]) == len(body)
+    return headers, body
+
+
+def plain(engine: Any, prompts: int = 1, content: Any = None) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for number in range(prompts):
+            async for _ in engine.generate(number):
+                pass
+        body = json.dumps(content or {"choices": [{"index": i, "text": "ä"} for i in range(prompts)]}).encode()
+        start = {"type": "http.response.start", "status": 200}
+        length = (b"content-length", str(len(body)).encode())
+        await send({**start, "headers": [(b"content-type", b"application/json"), length]})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
+def test_a_completion_names_its_versions_token_by_token() -> None:
+    engine = Engine([output(0, None, finished=False), output(0, [span("3", 0, 5), span("4", 5, 9)])])
+    headers, body = call(engine, plain(engine))
+    assert headers[HEADER] == b"3,4"
+    expected = [{"version": 3, "start": 0, "end": 5}, {"version": 4, "start": 5, "end": 9}]
+    assert json.loads(body)["choices"] == [{"index": 0, "text": "ä", "weight_versions": expected}]
+
+
+def test_each_prompt_of_a_batch_has_its_own() -> None:
+    engine = Engine([output(0, [span("9", 0, 2)])], [output(0, [span("10", 0, 2)])])
+    headers, body = call(engine, plain(engine, prompts=2))
+    assert headers[HEADER] == b"9,10"
+    assert [c["weight_versions"][0]["version"] for c in json.loads(body)["choices"]] == [9, 10]
+
+
+def test_an_engine_that_names_no_versions_is_named_by_what_it_began_and_ended_with() -> None:
+    engine = Engine([output(0, None, finished=False), output(0, None)])
+    versions = iter((5, 6, 6))
+    headers, body = call(engine, plain(engine), present=lambda: next(versions))
+    assert json.loads(body)["choices"][0]["weight_versions"] == [{"version": 5}, {"version": 6}]
+    assert headers[HEADER] == b"5,6"
+
+
+def test_an_error_passes_with_the_present_version() -> None:
+    engine = Engine([])
+    headers, body = call(engine, plain(engine, prompts=0, content={"error": "no"}))
+    assert (headers[HEADER], json.loads(body)) == (b"7", {"error": "no"})
+
+
+def test_other_routes_are_left_alone() -> None:
+    engine = Engine([output(0, [span("3", 0, 1)])])
+    headers, body = call(engine, plain(engine), path="/v1/models")
+    assert HEADER not in headers
+    assert "weight_versions" not in body.decode()
+
+
+@pytest.mark.parametrize("cut", (1, 7, 1000))
+def test_the_last_event_of_a_stream_has_the_versions(cut: int) -> None:
+    """Wherever the server cuts its chunks."""
+    engine = Engine([output(0, None, finished=False), output(0, [span("3", 0, 2)])])
+    events = [
+        {"choices": [{"index": 0, "text": "a", "finish_reason": None}]},
+        {"choices": [{"index": 0, "text": "b", "finish_reason": "length"}]},
+        {"choices": [], "usage": {"total_tokens": 2}},
+    ]
+    lines = [json.dumps(event, separators=(",", ":")) for event in events]
+    stream = b"".join(f"data: {line}\n\n".encode() for line in [*lines, "[DONE]"])
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async for _ in engine.generate(0):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for start in range(0, len(stream), cut):
+            await send({"type": "http.response.body", "body": stream[start : start + cut], "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    headers, body = call(engine, app)
+    assert headers[HEADER] == b"7"
+    first, last, usage, done, end = body.decode().split("\n\n")
+    assert json.loads(first.removeprefix("data: ")) == events[0]
+    expected = [{"version": 3, "start": 0, "end": 2}]
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["weight_versions"] == expected
+    assert json.loads(usage.removeprefix("data: ")) == events[2]
+    assert (done, end) == ("data: [DONE]", "")
+
+
+def test_a_client_that_leaves_closes_the_engines_stream() -> None:
+    engine = Engine([output(0, None, finished=False)] * 5)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        stream = engine.generate(0)
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    observe(engine, lambda: 7)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
+    asyncio.run(VersionMiddleware(app, lambda: 7)(scope, None, None))
+    assert engine.closed == 1

@@ -1,0 +1,75 @@
+"""What `deltawire serve --engine vllm` prepares before it becomes vLLM, and how a server reads its settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deltawire.core.errors import RunNotFound, SchemaMismatch
+from deltawire.core.full import Checkpoint, digest_of
+from deltawire.engines.vllm import settings
+from deltawire.engines.vllm.launch import prepare, write_version
+from deltawire.trainer import Publisher
+from support import model
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    with Publisher(tmp_path / "run", files={"config.json": b"{}"}) as publisher:
+        for seed in range(3):
+            publisher.publish(model(seed)).result(60)
+    return str(tmp_path / "run")
+
+
+def test_the_newest_version_is_written_once(run: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    assert write_version(run, None, place) == 2
+    assert (place / "config.json").read_bytes() == b"{}"
+    written = (place / "model.safetensors").stat().st_mtime_ns
+    assert write_version(run, 2, place) == 2
+    assert (place / "model.safetensors").stat().st_mtime_ns == written
+    second = digest_of(Checkpoint(place))
+    assert write_version(run, 0, place) == 0
+    assert digest_of(Checkpoint(place)) != second
+
+
+def test_what_cannot_be_written_says_why(run: str, tmp_path: Path) -> None:
+    with Publisher(tmp_path / "bare") as publisher:
+        publisher.publish(model(0)).result(60)
+    with pytest.raises(SchemaMismatch, match=r"no config\.json"):
+        write_version(str(tmp_path / "bare"), None, tmp_path / "place")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").touch()
+    with pytest.raises(SchemaMismatch, match="not a checkpoint folder"):
+        write_version(run, None, tmp_path / "other")
+    with pytest.raises(RunNotFound):
+        write_version(str(tmp_path / "nothing"), None, tmp_path / "place")
+    assert (tmp_path / "other" / "letter.txt").exists()
+    assert not (tmp_path / "place").exists()
+
+
+def test_the_server_is_told_what_to_follow() -> None:
+    command, environment = prepare(
+        "s3://runs/chat", "/models/chat", port=9, version=41, keep_kv=True, token="t", extra=["--max-model-len", "64"],
+        environment={"VLLM_PLUGINS": "mine,deltawire", "HOME": "/root"},
+    )  # fmt: skip
+    assert command[:3] == ["vllm", "serve", "/models/chat"]
+    assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "deltawire"}
+    assert command[-2:] == ["--max-model-len", "64"]
+    # the token is not on the command line, where every process could read it
+    assert "t" not in command
+    assert environment["VLLM_PLUGINS"] == "mine,deltawire"
+    assert environment["HOME"] == "/root"
+    read = settings.read(environment)
+    assert (read.run, read.pin, read.follow, read.token) == ("s3://runs/chat", 41, True, "t")
+    assert (read.policy.mode, read.policy.clear_cache) == ("keep", False)
+
+
+def test_settings_have_defaults_and_refuse_nonsense() -> None:
+    read = settings.read({})
+    assert (read.run, read.poll, read.follow, read.pin, read.policy.clear_cache) == ("", 1.0, True, None, True)
+    for name in ("DELTAWIRE_POLL", "DELTAWIRE_PAUSE", "DELTAWIRE_KV", "DELTAWIRE_PIN", "DELTAWIRE_FOLLOW"):
+        with pytest.raises(ValueError, match=name):
+            settings.read({name: "nonsense"})

@@ -1,0 +1,74 @@
+"""What vLLM holds after loading a checkpoint: `vllm_fresh.py TP FOLDER…` prints the checksums of each, as JSON lines.
+
+The model is made and loaded by vLLM's own `get_model`, in a process per rank, without an engine around it: what
+`/weight_checker` of a server that was just started from the folder would say, for many folders at the price of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__)
+
+
+def fresh_checksums(folders: Sequence[Path], tp: int) -> list[dict[str, str]]:
+    """Per folder, the checksums of all ranks, named as /weight_checker names them."""
+    from vllm_live import environment, free_port
+
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE), str(tp), *map(str, folders)],
+            env={
+                **environment(tp), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(tp),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(tp)
+    ]  # fmt: skip
+    merged: list[dict[str, str]] = [{} for _ in folders]
+    for rank in ranks:
+        out, _ = rank.communicate(timeout=900)
+        assert rank.returncode == 0
+        lines = [line for line in out.decode().splitlines() if line.startswith('{"dp0')]
+        assert len(lines) == len(folders)
+        for all_ranks, line in zip(merged, lines, strict=True):
+            all_ranks |= json.loads(line)
+    return merged
+
+
+def main() -> None:
+    tp, folders = int(sys.argv[1]), sys.argv[2:]
+    rank = int(os.environ["RANK"])
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+
+    configs = [
+        EngineArgs(
+            model=folder, dtype="bfloat16", max_model_len=512, enforce_eager=True, tensor_parallel_size=tp
+        ).create_engine_config()
+        for folder in folders
+    ]
+    with set_current_vllm_config(configs[0]):
+        init_distributed_environment(tp, rank, "env://", rank, backend="gloo")
+        initialize_model_parallel(tp)
+    for config in configs:
+        with set_current_vllm_config(config):
+            digests = compute_tensor_digests(get_model(vllm_config=config))
+        print(json.dumps({f"dp0:pp0:pcp0:tp{rank}:{name}": value for name, value in digests.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

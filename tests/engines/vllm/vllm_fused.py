@@ -1,0 +1,85 @@
+"""A model with the layouts of an inference engine, in plain torch: fused, padded, sharded, with a loader of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from deltawire.core.schema import Schema, TensorSpec
+
+
+class Fused(nn.Module):
+    """One rank of `world`: qkv and gate_up fused, rows or columns sharded, a vocabulary padded to a multiple of 64."""
+
+    def __init__(
+        self, hidden: int = 64, heads: int = 4, kv: int = 2, ffn: int = 192, vocab: int = 100, layers: int = 2,
+        rank: int = 0, world: int = 1, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", bias: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.hidden, self.ffn, self.vocab, self.layers, self.rank, self.world = hidden, ffn, vocab, layers, rank, world
+        self.size = hidden // heads
+        self.kv = max(kv // world, 1)
+        self.kv_rank = rank * kv // world
+        self.heads, self.all_kv = heads // world, kv
+        self.padded = -(-vocab // 64) * 64 // world
+
+        def weights(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.embed = weights(self.padded, hidden)
+        self.norm = weights(hidden)
+        self.qkv = nn.ParameterList(weights((self.heads + 2 * self.kv) * self.size, hidden) for _ in range(layers))
+        self.qkv_bias = nn.ParameterList(
+            weights((self.heads + 2 * self.kv) * self.size) for _ in range(layers if bias else 0)
+        )
+        self.out = nn.ParameterList(weights(hidden, hidden // world) for _ in range(layers))
+        self.gate_up = nn.ParameterList(weights(2 * ffn // world, hidden) for _ in range(layers))
+        self.down = nn.ParameterList(weights(hidden, ffn // world) for _ in range(layers))
+
+    def schema(self) -> Schema:
+        """The checkpoint's side: one tensor per projection, whole."""
+        heads, dtype = self.heads * self.world, "BF16"
+        specs = [
+            TensorSpec("embed.weight", dtype, (self.vocab, self.hidden)),
+            TensorSpec("norm.weight", dtype, (self.hidden,)),
+        ]
+        for i in range(self.layers):
+            for name, count in (("q", heads), ("k", self.all_kv), ("v", self.all_kv)):
+                specs.append(TensorSpec(f"{i}.{name}.weight", dtype, (count * self.size, self.hidden)))
+                if len(self.qkv_bias):
+                    specs.append(TensorSpec(f"{i}.{name}.bias", dtype, (count * self.size,)))
+            specs.append(TensorSpec(f"{i}.out.weight", dtype, (self.hidden, heads * self.size)))
+            specs.append(TensorSpec(f"{i}.gate.weight", dtype, (self.ffn, self.hidden)))
+            specs.append(TensorSpec(f"{i}.up.weight", dtype, (self.ffn, self.hidden)))
+            specs.append(TensorSpec(f"{i}.down.weight", dtype, (self.hidden, self.ffn)))
+        return Schema.build(specs)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            parts = name.split(".")
+            if name == "norm.weight":
+                self.norm.data.copy_(tensor)
+            elif name == "embed.weight":
+                first = self.padded * self.rank
+                mine = tensor[first : first + self.padded]
+                self.embed.data[: mine.shape[0]].copy_(mine)
+                self.embed.data[mine.shape[0] :].fill_(0)
+            else:
+                self._layer(int(parts[0]), parts[1], parts[2], tensor)
+
+    def _layer(self, i: int, name: str, kind: str, tensor: Tensor) -> None:
+        if name in ("q", "k", "v"):
+            to = (self.qkv if kind == "weight" else self.qkv_bias)[i].data
+            q, kv = self.heads * self.size, self.kv * self.size
+            start, count = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv)}[name]
+            first = self.rank * q if name == "q" else self.kv_rank * self.size
+            to.narrow(0, start, count).copy_(tensor.narrow(0, first, count))
+        elif name in ("gate", "up"):
+            rows = self.ffn // self.world
+            first = rows if name == "up" else 0
+            self.gate_up[i].data.narrow(0, first, rows).copy_(tensor.narrow(0, self.rank * rows, rows))
+        else:
+            to = (self.out if name == "out" else self.down)[i].data
+            to.copy_(tensor.narrow(1, self.rank * to.shape[1], to.shape[1]))

@@ -1,0 +1,148 @@
+"""Live weights on a device: the same all-or-nothing, by kernels. On a CPU the kernels are plain torch."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from deltawire import Publisher, Replica  # noqa: E402
+from deltawire.core import full  # noqa: E402
+from deltawire.core.digest import StateDigest  # noqa: E402
+from deltawire.core.errors import DigestMismatch  # noqa: E402
+from deltawire.models import ModelView, torch_bits  # noqa: E402
+from deltawire.replica import device as device_module  # noqa: E402
+from deltawire.replica.device import DeviceTarget  # noqa: E402
+from deltawire.store import ObjectStore  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture
+def store() -> ObjectStore:
+    return ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+
+
+def weights(seed: int, device: str) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(seed)
+    tensors = {
+        "embed": torch.randn(300, 64, generator=random).bfloat16(),
+        "norm": torch.randn(64, generator=random),
+        "empty": torch.zeros(0, 4),
+        "half": torch.randn(33, 7, generator=random).half(),
+        "count": torch.tensor([seed, 1 << 40]),
+        "scalar": torch.tensor(1.5),
+    }
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def step(model: dict[str, Any], seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    for tensor in model.values():
+        if tensor.is_floating_point() and tensor.numel():
+            move = torch.rand(tensor.shape, generator=random) < 0.05
+            tensor.copy_(torch.where(move.to(tensor.device), tensor * 1.01 + 0.01, tensor))
+    model["count"][0] += 1
+
+
+def replica_of(store: ObjectStore, **options: Any) -> Replica:
+    return Replica(store, heartbeat=0, target=DeviceTarget, **options)
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return all(np.array_equal(torch_bits(a[name]), torch_bits(b[name])) for name in b)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "packed", "context"])
+def test_follows_bit_by_bit(device: str, store: ObjectStore, encoding: str) -> None:
+    model = weights(1, device)
+    live = {name: torch.zeros_like(t) for name, t in model.items()}
+    replica = replica_of(store)
+    with Publisher(store, encoding=encoding) as publisher:
+        for version in range(5):
+            publisher.publish(model).result(60)
+            assert replica.sync(live) == version
+            assert equal(live, model)
+            step(model, version)
+    assert {"decode", "stage", "apply", "prove"} <= replica.timings.keys()
+
+
+def test_a_weight_that_does_not_take_the_write_is_found_and_all_of_it_undone(
+    device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = weights(1, device)
+    live = {name: torch.zeros_like(t) for name, t in model.items()}
+    replica = replica_of(store)
+    with Publisher(store, anchor_ratio=1e9) as publisher:
+        publisher.publish(model).result(60)
+        replica.sync(live)
+        before = {name: t.clone() for name, t in live.items()}
+        step(model, 1)
+        publisher.publish(model).result(60)
+    real = device_module.DevicePatch.write
+
+    def faulty(patch: Any) -> None:
+        real(patch)
+        live["embed"].view(torch.int16)[7, 7] ^= 1
+
+    monkeypatch.setattr(device_module.DevicePatch, "write", faulty)
+    with pytest.raises(DigestMismatch):
+        replica.sync(live)
+    undone = {name: t.clone() for name, t in live.items()}
+    undone["embed"].view(torch.int16)[7, 7] ^= 1
+    assert equal(undone, before)
+
+
+def test_an_error_half_way_leaves_the_old_weights(
+    device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = weights(2, device)
+    live = {name: torch.zeros_like(t) for name, t in model.items()}
+    replica = replica_of(store)
+    with Publisher(store, anchor_ratio=1e9) as publisher:
+        publisher.publish(model).result(60)
+        replica.sync(live)
+        before = {name: t.clone() for name, t in live.items()}
+        step(model, 1)
+        publisher.publish(model).result(60)
+    monkeypatch.setattr(DeviceTarget, "digest", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        replica.sync(live)
+    assert equal(live, before)
+    assert replica.version == 0
+    monkeypatch.undo()
+    assert replica.sync(live) == 1
+    assert equal(live, model)
+
+
+def test_names_that_the_run_ties_and_the_model_does_not(device: str, store: ObjectStore) -> None:
+    embed = weights(3, device)["embed"]
+    model = {"embed": embed, "head": embed}
+    live = {"embed": torch.zeros_like(embed), "head": torch.zeros_like(embed)}
+    replica = replica_of(store)
+    with Publisher(store) as publisher:
+        for version in range(3):
+            publisher.publish(model).result(60)
+            replica.sync(live)
+            assert equal(live, model)
+            embed[version] += 1
+    target = DeviceTarget(live, ModelView(model).schema)
+    whole = target.digest()
+    live["head"].view(torch.int16)[0, 0] ^= 1
+    assert target.digest() == whole + StateDigest(1, 1)
+
+
+def test_digest_regions_and_load(device: str) -> None:
+    model, live = weights(4, device), weights(5, device)
+    view = ModelView(model)
+    target = DeviceTarget(live, view.schema)
+    assert target.digest() == full.digest_of(ModelView(live)) == full.digest_of(target)
+    target.load(view)
+    assert equal(live, model)
+    assert all(np.array_equal(target.bits(name), bits) for name, bits in view)

@@ -1,0 +1,62 @@
+"""The real `openenv` client drives our server, from an environment of its own (476 MB, made once per set of pins)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from env_support import wordle_server
+
+from deltawire.rl.wordle import Rules
+from deltawire.rl.wordlists import load
+
+PINS = ["openenv==0.10.0"]
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deltawire-tests"
+SESSIONS = 64
+
+
+@pytest.fixture(scope="module")
+def openenv() -> Path:
+    """The Python of that environment."""
+    key = sha256(json.dumps([PINS, sys.version_info[:2]]).encode()).hexdigest()[:12]
+    folder = CACHE / f"openenv-{key}"
+    if not (folder / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        subprocess.run([str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *PINS], check=True)
+        (folder / "ready").touch()
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_real_client_plays(openenv: Path) -> None:
+    rules = Rules(load("toy"), 5)
+    secrets = {str(seed): rules.game(seed).secret for seed in range(SESSIONS)}
+    with wordle_server("--words", "toy", "--guesses", "5") as (url, _):
+        script = Path(__file__).with_name("openenv_client.py")
+        done = subprocess.run(
+            [str(openenv), str(script), url, json.dumps({"secrets": secrets})],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["openenv"] == "0.10.0"
+    generic = found["generic"]
+    assert generic["left"] == 5
+    assert generic["missed"] == ["XXXXX", 0.0, False]
+    assert generic["solved"] == ["GGGGG", pytest.approx(1 + 0.3 - 0.05), True]
+    assert generic["state"]["guesses"] == ["zzzzz", secrets["0"]]
+    assert "EXECUTION_ERROR" in generic["after"]
+    assert "reset" in generic["after"]
+    assert found["typed"] == [
+        {"solved": True, "reward": 1.4, "done": True, "episode": f"episode-{seed}", "secret": secret, "steps": 1}
+        for seed, secret in secrets.items()
+    ]
+    assert found["same_action_fields"]

@@ -1,0 +1,313 @@
+"""The server over real sockets: a plain WebSocket client, our own client, HTTP, many at once, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from env_support import wordle_server
+from typer.testing import CliRunner
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect as connect_now
+
+from deltawire.cli import app
+from deltawire.core.errors import ServerRefused, ServerUnavailable
+from deltawire.rl.env_client import EnvClient
+from deltawire.rl.env_server import LARGEST_FRAME
+from deltawire.rl.wordle import Rules
+from deltawire.rl.wordlists import load
+
+RULES = Rules(load("toy"), 5)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with wordle_server("--words", "toy", "--guesses", "5") as (address, _):
+        yield address
+
+
+def ws(address: str) -> str:
+    return address.replace("http", "ws") + "/ws"
+
+
+def ask(connection: Any, message: Any) -> dict[str, Any]:
+    connection.send(message if isinstance(message, str | bytes) else json.dumps(message))
+    return json.loads(connection.recv(timeout=20))
+
+
+# ── one client ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_game_over_a_websocket(url: str) -> None:
+    secret = RULES.game(11).secret
+    with connect_now(ws(url)) as connection:
+        assert ask(connection, {"type": "reset", "data": {"seed": 11}})["data"]["observation"]["guesses_left"] == 5
+        missed = ask(connection, {"type": "step", "data": {"guess": "zzzzz"}})["data"]
+        assert (missed["observation"]["feedback"], missed["done"]) == ("XXXXX", False)
+        solved = ask(connection, {"type": "step", "data": {"guess": secret}})["data"]
+        assert (solved["observation"]["feedback"], solved["done"]) == ("GGGGG", True)
+        assert solved["reward"] == pytest.approx(1 + 0.3 - 0.05)
+        assert ask(connection, {"type": "state"})["data"]["secret"] == secret
+        connection.send('{"type": "close"}')
+        with pytest.raises(ConnectionClosed) as closed:
+            connection.recv(timeout=20)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1000
+
+
+def test_nonsense_is_answered_and_the_game_goes_on(url: str) -> None:
+    with connect_now(ws(url)) as connection:
+        ask(connection, {"type": "reset", "data": {"seed": 1}})
+        for message, code in [
+            ("{", "INVALID_JSON"),
+            (b"\x00\x01", "INVALID_JSON"),
+            ({"type": "dance"}, "UNKNOWN_TYPE"),
+            ({"type": "step", "data": {"guess": None}}, "VALIDATION_ERROR"),
+            ({"type": "step", "data": {"guess": "x" * 5000}}, "VALIDATION_ERROR"),
+        ]:
+            assert ask(connection, message)["data"]["code"] == code
+        assert ask(connection, {"type": "state"})["data"]["step_count"] == 0
+
+
+def test_a_huge_message_ends_only_its_own_session(url: str) -> None:
+    with connect_now(ws(url)) as other:
+        ask(other, {"type": "reset"})
+        with connect_now(ws(url)) as connection:
+            with pytest.raises(ConnectionClosed) as closed:
+                ask(connection, "x" * (LARGEST_FRAME + 1))
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 1009
+        assert ask(other, {"type": "step", "data": {"guess": "crane"}})["type"] == "observation"
+
+
+def test_our_client(url: str) -> None:
+    async def play() -> None:
+        async with EnvClient(url) as env:
+            with pytest.raises(ServerRefused, match="reset first"):
+                await env.step("crane")
+            await env.reset(seed=3)
+            result = await env.step(RULES.game(3).secret)
+            assert result.done
+            assert result.observation.solved
+            assert (await env.state()).secret == RULES.game(3).secret
+
+    asyncio.run(play())
+
+
+def test_our_client_says_who_does_not_answer(url: str) -> None:
+    async def enter(address: str) -> None:
+        async with EnvClient(address, timeout=5):
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ServerUnavailable, match=str(port)):
+        asyncio.run(enter(f"http://127.0.0.1:{port}"))
+    with pytest.raises(ServerRefused, match="speaks no OpenEnv"):
+        asyncio.run(enter(f"{url}/elsewhere"))
+    with pytest.raises(ServerRefused, match="no address"):
+        asyncio.run(enter("ftp://nowhere"))
+
+
+# ── HTTP ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_there_is_to_read(url: str) -> None:
+    assert httpx.get(f"{url}/health").json() == {"status": "healthy"}
+    assert httpx.get(f"{url}/metadata").json()["name"] == "wordle"
+    schema = httpx.get(f"{url}/schema").json()
+    assert "guess" in schema["action"]["properties"]
+    assert "feedback" in schema["observation"]["properties"]
+    assert "step_count" in schema["state"]["properties"]
+    assert httpx.get(f"{url}/state").json()["step_count"] == 0
+
+
+def test_reset_and_step_over_http(url: str) -> None:
+    begun = httpx.post(f"{url}/reset", json={"seed": 5, "episode_id": "a", "other": 1})
+    assert begun.status_code == httpx.post(f"{url}/reset").status_code == 200
+    assert begun.json()["observation"]["guesses_left"] == 5
+    solved = httpx.post(f"{url}/step", json={"action": {"guess": RULES.game(5).secret}, "seed": 5})
+    assert solved.json()["done"] is True
+
+
+@pytest.mark.parametrize(
+    "path, body, status, part",
+    [
+        ("/step", b'{"action": {"guess": "crane"}}', 409, "/ws"),
+        ("/step", b"{}", 422, "action"),
+        ("/step", b'{"action": {"word": "crane"}}', 422, "word"),
+        ("/reset", b'{"seed": -1}', 422, "seed"),
+        ("/reset", b"{", 400, "not JSON"),
+        ("/reset", b" " * 5000, 413, "4096"),
+        ("/dance", b"", 404, "Not Found"),
+    ],
+)
+def test_bad_requests(url: str, path: str, body: bytes, status: int, part: str) -> None:
+    answer = httpx.post(f"{url}{path}", content=body)
+    assert answer.status_code == status
+    assert part in answer.json()["detail"]
+
+
+# ── many at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def play_through(connection: ClientConnection, seed: int) -> list[str]:
+    async def tell(kind: str, **data: Any) -> dict[str, Any]:
+        await connection.send(json.dumps({"type": kind, "data": data}))
+        return json.loads(await connection.recv())["data"]
+
+    answers = []
+    await tell("reset", seed=seed)
+    for word in RULES.words[seed % 50 :][:5]:
+        reply = await tell("step", guess=word)
+        answers.append(reply["observation"]["feedback"])
+        if reply["done"]:
+            break
+    return answers
+
+
+def test_256_sessions_at_the_same_time(url: str) -> None:
+    """All are open before the first game begins; none sees another's game."""
+
+    async def run() -> list[list[str]]:
+        connections = await asyncio.gather(*(connect(ws(url), open_timeout=60) for _ in range(256)))
+        answers = await asyncio.gather(*(play_through(c, seed) for seed, c in enumerate(connections)))
+        again = await asyncio.gather(*(play_through(c, seed) for seed, c in enumerate(connections)))
+        await asyncio.gather(*(connection.close() for connection in connections))
+        assert answers == again
+        return answers
+
+    for seed, answers in enumerate(asyncio.run(run())):
+        game = RULES.game(seed)
+        for word in RULES.words[seed % 50 :][: len(answers)]:
+            game = RULES.play(game, word)
+        assert answers == [guess.feedback for guess in game.guesses]
+
+
+def test_a_full_server_says_so_and_takes_the_next_when_one_leaves() -> None:
+    with wordle_server("--max-sessions", "2") as (url, _):
+        with connect_now(ws(url)) as first, connect_now(ws(url)) as second:
+            assert {ask(one, {"type": "reset"})["type"] for one in (first, second)} == {"observation"}
+            with connect_now(ws(url)) as third:
+                refused = json.loads(third.recv(timeout=20))["data"]
+                assert (refused["code"], refused["max_sessions"]) == ("CAPACITY_REACHED", 2)
+
+            async def enter() -> None:
+                async with EnvClient(url) as env:
+                    await env.reset()
+
+            with pytest.raises(ServerUnavailable, match="sessions are taken"):
+                asyncio.run(enter())
+        asyncio.run(asyncio.wait_for(_until_free(url), 20))
+
+
+async def _until_free(url: str) -> None:
+    while True:
+        try:
+            async with EnvClient(url) as env:
+                await env.reset()
+                return
+        except ServerUnavailable:
+            await asyncio.sleep(0.05)
+
+
+def test_a_silent_session_ends_and_leaves_nothing() -> None:
+    with wordle_server("--idle", "300ms", "--max-sessions", "1") as (url, _), connect_now(ws(url)) as connection:
+        ask(connection, {"type": "reset"})
+        expired = json.loads(connection.recv(timeout=20))["data"]
+        assert (expired["code"], "0.3 s" in expired["message"]) == ("SESSION_ERROR", True)
+        with pytest.raises(ConnectionClosed):
+            connection.recv(timeout=20)
+        asyncio.run(asyncio.wait_for(_until_free(url), 20))
+
+
+def test_memory_does_not_grow_with_games_played() -> None:
+    with wordle_server() as (url, process):
+
+        def games(n: int) -> int:
+            for _ in range(n):
+                with connect_now(ws(url)) as connection:
+                    for _ in range(20):
+                        ask(connection, {"type": "reset", "data": {"episode_id": "e" * 255}})
+                        ask(connection, {"type": "step", "data": {"guess": "g" * 256}})
+            return psutil.Process(process.pid).memory_info().rss
+
+        warm = games(20)
+        assert games(100) - warm < 8 * 2**20
+
+
+# ── how it begins and ends ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("how, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_it_ends_in_order_with_games_open(how: signal.Signals, code: int) -> None:
+    with wordle_server() as (url, process), connect_now(ws(url)) as connection:
+        ask(connection, {"type": "reset"})
+        process.send_signal(how)
+        with pytest.raises(ConnectionClosed) as closed:
+            connection.recv(timeout=20)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1012, "told that the service restarts, not cut off"
+        assert process.wait(20) == code
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(app, ["env", "wordle", "--port", port])
+    assert result.exit_code == 1
+    assert "in use" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options, part",
+    [
+        (["wordle", "--words", "nowhere.txt"], "nowhere.txt"),
+        (["wordle", "--guesses", "0"], "--guesses"),
+        (["wordle", "--idle", "0"], "--idle"),
+        (["wordle", "--port", "70000"], "--port"),
+        (["chess"], "wordle"),
+    ],
+)
+def test_options_that_cannot_be(options: list[str], part: str) -> None:
+    result = CliRunner().invoke(app, ["env", *options], env={"COLUMNS": "160"})
+    assert result.exit_code == 2
+    assert part in result.stderr
+
+
+def test_it_needs_its_extra_and_says_so_but_no_torch() -> None:
+    code = """
+import sys
+if len(sys.argv) > 1:
+    sys.modules[sys.argv[1]] = None
+    from deltawire.cli import app
+    app(["env", "wordle", "--port", "0"])
+import deltawire.rl.env_server, deltawire.rl.env_client
+print({"torch", "transformers", "numba"} & {*sys.modules})
+"""
+    missing = subprocess.run([sys.executable, "-c", code, "uvicorn"], capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 2
+    assert "uvicorn" in missing.stderr
+    assert "deltawire[rl]" in missing.stderr
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert there.stdout == "set()\n"
+
+
+def test_words_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("zebra\n")
+    with wordle_server("--words", str(tmp_path / "mine.txt")) as (url, _), connect_now(ws(url)) as connection:
+        ask(connection, {"type": "reset"})
+        assert ask(connection, {"type": "step", "data": {"guess": "zebra"}})["data"]["done"] is True

@@ -1,0 +1,73 @@
+"""Evaluation over HTTP, against the real rollout server with the policy that ships as version 0 of a run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from deltawire.cli import app
+from deltawire.core.errors import ServerRefused, ServerUnavailable
+from deltawire.engines.server.launch import Options, RolloutServer
+from deltawire.rl.evaluate import evaluate
+from deltawire.rl.sampling import ModelSampler, ServerSampler, Spread
+from deltawire.rl.small_policy import FOLDER, GUESSES, WORDS
+from deltawire.rl.wordle import Rules
+from deltawire.rl.wordlists import load
+
+RULES = Rules(load(WORDS), GUESSES)
+GAMES = 64
+
+
+@contextmanager
+def rollout_server(run: Path) -> Iterator[str]:
+    server = RolloutServer(Options(run=str(run), port=0, name="policy", poll=0.05))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        server.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    run = tmp_path_factory.mktemp("evaluate") / "run"
+    assert CliRunner().invoke(app, ["publish", str(FOLDER), str(run)]).exit_code == 0
+    with rollout_server(run) as address:
+        for _ in range(200):
+            if httpx.get(f"{address}/health").status_code == 200:
+                break
+            threading.Event().wait(0.05)
+        yield address
+
+
+def test_greedy_play_over_http_is_greedy_play_here(url: str) -> None:
+    server, here = ServerSampler(url), ModelSampler.load()
+    assert evaluate(server, RULES, games=GAMES, temperature=0.0) == evaluate(here, RULES, games=GAMES, temperature=0.0)
+
+
+def test_sampled_play_over_two_servers(url: str) -> None:
+    """The same server twice: prompts are dealt out, and games that begin alike do not go on alike."""
+    both = Spread([ServerSampler(url), ServerSampler(url)])
+    samples = both([[1]] * 40, 1.0, 0)
+    assert len({sample.guess for sample in samples}) > 10
+    assert all(len(sample.tokens) == len(sample.logprobs) for sample in samples)
+    assert [sample.tokens for sample in both([[1]] * 40, 1.0, 0)] == [sample.tokens for sample in samples]
+    assert 0.1 < evaluate(both, RULES, games=GAMES).solved < 0.6
+
+
+def test_who_does_not_answer_or_will_not(url: str) -> None:
+    with pytest.raises(ServerUnavailable, match="does not answer"):
+        ServerSampler("http://127.0.0.1:9")([[1]], 1.0, 0)
+    with pytest.raises(ServerRefused, match="answered 400"):
+        ServerSampler(url)([[1] * 500], 1.0, 0)
+    with pytest.raises(ServerRefused, match="answered 404"):
+        ServerSampler(f"{url}/elsewhere")([[1]], 1.0, 0)
