@@ -21,10 +21,10 @@ def fingerprint(weights: Mapping[str, Tensor], dtype: str, *, exact: bool = Fals
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}")
     whole = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
-        kept = tensor.detach().cpu()
+        kept = tensor.detach().cpu().reshape(-1)
         cast = kept.to(_DTYPES[dtype]) if kept.is_floating_point() else kept
-        if exact and not torch.equal(cast.to(kept.dtype).view(torch.uint8), kept.contiguous().view(torch.uint8)):
+        if exact and not torch.equal(cast.to(kept.dtype).view(torch.uint8), kept.view(torch.uint8)):
             raise ValueError(f"{name} has weights that are no {dtype}")
-        whole.update(f"{name} {tuple(cast.shape)} {cast.dtype}\n".encode())
-        whole.update(cast.contiguous().view(torch.uint8).numpy().tobytes())
+        whole.update(f"{name} {tuple(tensor.shape)} {cast.dtype}\n".encode())
+        whole.update(cast.view(torch.uint8).numpy().tobytes())
     return whole.hexdigest()

@@ -1,4 +1,4 @@
-"""The whole of a following server but vLLM itself: two ranks of a fused model, the follower, a run; and what can go wrong."""
+"""All of a following server but vLLM itself: ranks of a fused model, the follower, a run; and what can go wrong."""
 
 from __future__ import annotations
 
@@ -190,6 +190,9 @@ def test_weights_that_somebody_else_changed_are_found_out(world: World) -> None:
     world.client.models[1].norm.data.view(torch.int16)[0] ^= 1
     world.client.models[0].norm.data.view(torch.int16)[0] ^= 1
     world.publish()
+    with pytest.raises(NotRestored, match="somebody else"):
+        world.sync()
+    assert (world.follower.state, world.client.paused) == ("paused", True)
     assert world.sync() == 1
     world.holds(1)
 
@@ -230,7 +233,7 @@ def test_full_weights_replace_a_foreign_start(
 def test_repacked_weights_are_never_patched(
     tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Same shapes, other order: as CPU kernels do with experts. Reloading plainly would undo the packing, so it refuses."""
+    """Same shapes, other order, as CPU kernels do with experts. A plain reload would undo the packing: it refuses."""
     world = World(tmp_path, store, loop, 1)
     packed = world.client.models[0].gate_up[0].data
     packed.copy_(packed.flip(0).clone())

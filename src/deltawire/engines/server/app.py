@@ -105,8 +105,8 @@ class Service:
         return made
 
     def fingerprint(self, dtype: str) -> dict[str, Any]:
-        """SHA-256 of the weights that tokens are computed with, taken between two steps."""
-        with self.scheduler.hold():
+        """SHA-256 of the weights that tokens are computed with, while nobody writes them."""
+        with self.follower.still:
             version = self.follower.version
             return {"version": version, "sha256": fingerprint(self.loaded.model.state_dict(), dtype, exact=True)}
 

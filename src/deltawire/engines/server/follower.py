@@ -59,6 +59,8 @@ class Follower:
         # set once the newest version of the time (or the pinned one) was reached
         self.failure: Exception | None = None
         # the thread has ended because of it: no later version will fit either
+        self.still = threading.Lock()
+        # held while weights are written, and by whoever reads them all and wants one version
         self._model, self._hold = model, hold
         self._pin, self._poll = pin, poll
         self._on_sync, self._on_failure = on_sync, on_failure
@@ -95,7 +97,7 @@ class Follower:
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
-        with self._hold():
+        with self.still, self._hold():
             clock = time.perf_counter()
             try:
                 yield

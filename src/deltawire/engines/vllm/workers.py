@@ -176,16 +176,15 @@ class Workers:
                 if found == staged.digest:
                     self.timings.update(_slowest(answers))
                     return
-                failure = DigestMismatch(
-                    staged.version, str(staged.digest), str(found), "the old weights were put back"
-                )
+                failure = DigestMismatch(staged.version, str(staged.digest), str(found))
             except SchemaMismatch as error:
                 failure = error
         log.warning("putting the old weights back on all ranks: %s", failure)
         undone = await self._call("undo")
         trouble = _first_error(undone)
         if trouble is not None or self._total(undone) != present:
-            raise NotRestored(f"{failure}; and the old weights could not be put back: {trouble or 'wrong digest'}")
+            why = trouble or "these are not the weights from before; perhaps somebody else changed them"
+            raise NotRestored(f"{failure}; and the old weights could not be put back: {why}")
         raise failure
 
     def load(self, path: Path, version: int, digest: StateDigest) -> None:
