@@ -24,7 +24,7 @@ help:  ## list the targets
 setup: $(READY)  ## create the virtual environment with pinned versions (again only when the pins change)
 	@echo "$(VENV) is ready"
 
-demo: $(READY)  ## train a small model, publish its versions, watch two followers keep up
+demo: $(READY)  ## a policy learns Wordle, its weights travel to two servers through a bucket; under five minutes
 	@$(BIN)/deltawire demo $(ARGS)
 
 test: $(READY)  ## run the tests, except the slow ones

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from _report import about, print_about, write_json
+from deltawire.engines.vllm.launch import write_version
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "vllm"))
 # a real server, tiny models and streaming clients are what the tests have too
@@ -69,10 +70,11 @@ def on_a_server(options: argparse.Namespace) -> dict[str, Any]:
         for number in range(options.versions + 1):
             before = {name: bits.copy() for name, bits in trainer.weights.items()}
             version = trainer.publish(options.density)
+            write_version(str(trainer.run), version - 1, folder / "before")
             sums = []
             for name, way in ways.items():
                 if sums:
-                    # the same step again: back to where it started, by the way that is proven
+                    # the same step again, from where it started
                     _to(server, version - 1)
                 prepared = _prepare(name, trainer, before, version, folder)
                 result: dict[str, float] = {}
@@ -84,7 +86,9 @@ def on_a_server(options: argparse.Namespace) -> dict[str, Any]:
                     found[name]["applied"].append(result["applied"])
                     found[name]["gaps"] += gaps
                 if name != "deltawire":
-                    _to(server, version)
+                    # back to where the follower believes to be: it was not told of this
+                    _reload(server, version - 1, str(folder / "before"))
+            _to(server, version)
             assert all(other == sums[0] for other in sums), "the ways lead to different weights"
     finally:
         server.stop()
@@ -108,8 +112,6 @@ def _to(server: Any, version: int) -> None:
 def _prepare(way: str, trainer: Any, before: dict[str, Any], version: int, folder: Path) -> Any:
     """What each way has at hand before it pauses."""
     if way == "full reload":
-        from deltawire.engines.vllm.launch import write_version
-
         write_version(str(trainer.run), version, folder / "full")
         return str(folder / "full")
     if way == "upstream patches":

@@ -38,7 +38,7 @@ EXTRAS = {"huggingface_hub", "torch", "transformers", "triton", "trl", "vllm", "
 # rooms that exist for an extra may import it at their top
 OPTIONAL_ROOMS = {"kernels", "engines", "rl"}
 # and so may modules that are loaded only for models that are torch's
-OPTIONAL_FILES = {"trainer/adamw.py", "trainer/device.py", "trainer/parts.py", "replica/device.py"}
+OPTIONAL_FILES = {"trainer/adamw.py", "trainer/device.py", "trainer/parts.py", "trainer/shards.py", "replica/device.py"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -99,11 +99,8 @@ def test_third_parties_stay_in_their_rooms(room: str, path: Path) -> None:
         if top == "obstore":
             assert room == "store", "nobody but store/ talks to a storage SDK"
         if top in EXTRAS and at_once:
-            # `deltawire demo` imports its parts when it runs
             optional = str(path.relative_to(SOURCE)) in OPTIONAL_FILES
-            assert optional or room in OPTIONAL_ROOMS or path.name.startswith("demo_"), (
-                f"{path.relative_to(SOURCE)} imports {name} for everybody"
-            )
+            assert optional or room in OPTIONAL_ROOMS, f"{path.relative_to(SOURCE)} imports {name} for everybody"
         assert top not in ("pickle", "shelve", "marshal"), "nothing here is ever unpickled"
 
 

@@ -86,7 +86,8 @@ def _plain(name: str) -> str:
 class Known:
     """What a view found out about a model, without the model."""
 
-    identities: dict[str, tuple[Any, ...] | None]
+    where: Any
+    # its tensors, see `_whereabouts`
     wire: str | None
     schema: Schema
 
@@ -108,8 +109,8 @@ class ModelView:
             wire_dtype = "bf16" if is_module(model) else None
         self._wire = _WIRE_DTYPES[wire_dtype] if wire_dtype else None
         tensors = tensors_of(model, buffers=buffers)
-        identities = {name: _identity(tensor) for name, tensor in tensors.items()}
-        if known is not None and (known.identities, known.wire) == (identities, self._wire):
+        where = _whereabouts(tensors)
+        if known is not None and (known.where, known.wire) == (where, self._wire):
             self.known: Known | None = known
             self.schema: Schema = known.schema
             self._tensors: dict[str, Any] = {name: tensors[name] for name in tensors if name not in known.schema.ties}
@@ -118,7 +119,7 @@ class ModelView:
         ties: dict[str, str] = {}
         seen: dict[tuple[Any, ...], str] = {}
         for name, tensor in tensors.items():
-            identity = identities[name]
+            identity = _identity(tensor)
             first = seen.setdefault(identity, name) if identity is not None else name
             if first == name:
                 self._tensors[name] = tensor
@@ -127,8 +128,7 @@ class ModelView:
         self.schema = Schema.build(
             (TensorSpec(name, self._dtype(t), tuple(t.shape)) for name, t in self._tensors.items()), ties
         )
-        # what has no identity of its own may change its shape unseen
-        self.known = None if None in identities.values() else Known(identities, self._wire, self.schema)
+        self.known = None if where is None else Known(where, self._wire, self.schema)
 
     @property
     def tensors(self) -> Mapping[str, Any]:
@@ -215,6 +215,21 @@ def require_schema(view: ModelView, schema: Schema, what: str) -> None:
     if view.schema != schema:
         schema.require_equal(view.schema, ours="the run", theirs=what)
         raise SchemaMismatch(f"{what} differs from the run's schema")
+
+
+def _whereabouts(tensors: Mapping[str, Any]) -> Any:
+    """Equal as long as all tensors are what they were and lie where they did. None where that cannot be told."""
+    values, torch = list(tensors.values()), sys.modules.get("torch")
+    if torch is None or not all(issubclass(kind, torch.Tensor) for kind in set(map(type, values))):
+        identities = {name: _identity(value) for name, value in tensors.items()}
+        # what has no identity of its own may change its shape unseen
+        return None if None in identities.values() else identities
+    # a model has hundreds of tensors and this runs in every publish: whole lists take a third of the time
+    kind = torch.Tensor
+    if 0 in map(kind.numel, values):
+        return None
+    own = [[getattr(value, what) for value in values] for what in ("shape", "dtype", "device")]
+    return [*tensors], [*map(kind.data_ptr, values)], [*map(kind.stride, values)], *own
 
 
 def _identity(tensor: Any) -> tuple[Any, ...] | None:

@@ -1,96 +1,129 @@
-"""demo: a model trains, two processes follow, and every bit is compared."""
+"""demo: a policy learns, two servers follow, one of them dies and comes back, and every bit is compared."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
+import psutil
 import pytest
-from cli_support import invoke, invoke_json, spawn
+from cli_support import invoke, spawn
 
 pytest.importorskip("torch")
 
+LOADED = pytest.mark.timeout(400)
+# five processes that import torch, on a machine that may have other things to do
 
-@pytest.mark.slow
+
+@LOADED
 def test_the_demo(tmp_path: Path) -> None:
-    """As `make demo` runs it, in a process of its own, with few versions."""
-    run = tmp_path / "run"
-    process = spawn("demo", "--versions", 4, "--run", run, env={**os.environ, "TMPDIR": str(tmp_path)})
-    out, err = process.communicate(timeout=110)
-    assert process.returncode == 0, out + err
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("v")] == ["v0", "v1", "v2", "v3"]
-    assert "follower-2" in out
-    last = out.splitlines()[-1]
-    assert last.startswith("✓ all bit-identical: 4 versions, 2 followers, 8 proofs")
-    log = invoke_json("log", run)
-    assert [version["kind"] for version in log["versions"]] == ["delta", "delta", "delta", "anchor"]
-    assert {replica["version"] for replica in log["replicas"]} == {3}
-    assert not list(tmp_path.glob("deltawire-demo-*"))
-    # and a second demo does not publish into the first one's run
-    assert "already" in invoke("demo", "--run", run, code=2).stderr
+    """As `make demo` runs it, in a process of its own, with few steps, and with a server that dies on the way."""
+    out = tmp_path / "out"
+    process = spawn("demo", "--steps", 6, "--games", 16, "--kill-replica", "--keep", "--out", out)
+    seen = _watch(process)
+    text, err = process.communicate()
+    assert process.returncode == 0, text + err
+    assert not _alive(seen)
+    lines = text.splitlines()
+    assert "· training" in lines
+    assert any(line.startswith("✓ 2 replicas hold the trainer's bits, all 7 versions verified") for line in lines)
+    story = json.loads((out / "report.json").read_bytes())
+    assert story["ok"]
+    assert [step["step"] for step in story["steps"]] == [1, 2, 3, 4, 5, 6]
+    assert [version["version"] for version in story["published"]] == [*range(7)]
+    assert [found["version"] for found in story["evaluated"]] == [0, 6]
+    assert set(story["equal"]) == {"replica-1", "replica-2"}
+    remarks = [text for _, text in story["remarks"]]
+    assert "replica-2 is killed (SIGKILL)" in remarks
+    assert any(text.startswith("replica-2 starts again") for text in remarks)
+    page = (out / "report.html").read_text()
+    assert page.count("<svg") >= 6
+    assert not re.search(r"(src|href)\s*=", page), "it needs no other file"
+    # the bucket is a run like any other
+    assert json.loads(invoke("verify", out / "run", "--json").stdout)["ok"]
+    # and a second demo publishes into neither it nor its folder
+    assert "already" in invoke("demo", "--bucket", out / "run", code=2).stderr
+    assert "already" in invoke("demo", "--out", out, code=2).stderr
 
 
-def test_the_proof_sees_a_single_bit() -> None:
-    from deltawire.cli.demo_model import TinyLM, fingerprint, same_bits, wire_weights
-
-    weights = wire_weights(TinyLM())
-    copy = {name: tensor.clone() for name, tensor in weights.items()}
-    assert same_bits(weights, copy)
-    assert fingerprint(weights) == fingerprint(copy)
-    copy["norm.bias"][7] = -0.0  # equal as a number, another bit
-    assert not same_bits(weights, copy)
-    assert fingerprint(weights) != fingerprint(copy)
-
-
-def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "deltawire[torch]" in invoke("demo", code=2).stderr
-
-
-@pytest.mark.slow
-def test_a_follower_with_other_bits_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison is not for show: a trainer whose own list differs in one version finds out."""
-    from deltawire.cli import demo
-
-    before = demo.Demo.wait
-
-    def wait(self: demo.Demo, show: object) -> None:
-        before(self, None)
-        self.expected[1] = "0" * 64
-
-    monkeypatch.setattr(demo.Demo, "wait", wait)
-    value = json.loads(invoke("demo", "--versions", 3, "--json", "--run", tmp_path / "run", code=1).stdout)
-    assert value["problems"] == [f"follower-{n} has other bits in version 1" for n in (1, 2)]
-    assert value["proofs"] == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_no_follower_outlives_the_demo(tmp_path: Path, sent: signal.Signals) -> None:
-    # a killed demo cannot tidy up: what it leaves goes with the test
-    home = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = spawn("demo", "--versions", 500, "--run", tmp_path / "run", env=home)
+@LOADED
+@pytest.mark.parametrize(
+    "sent, when",
+    [
+        (signal.SIGINT, "· training"),
+        pytest.param(signal.SIGINT, "· starting", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "· waiting for the replicas", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, "· training", marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_outlives_the_demo(tmp_path: Path, sent: signal.Signals, when: str) -> None:
+    process = spawn("demo", "--games", 0, "--out", tmp_path / "out")
     try:
-        assert any(line.startswith("v2") for line in process.stdout)
-        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-        assert len(children) == 2
+        assert any(line.startswith(when) for line in process.stdout)
+        children = psutil.Process(process.pid).children(recursive=True)
+        if when == "· training":
+            assert len(children) == 4
         process.send_signal(sent)
-        assert process.wait(20) == (130 if sent == signal.SIGINT else -sent)
-        deadline = time.monotonic() + 20
-        while any(_alive(int(child)) for child in children):
-            assert time.monotonic() < deadline, "a follower is still there"
-            time.sleep(0.1)
+        expected = {signal.SIGINT: 130, signal.SIGTERM: 0, signal.SIGKILL: -signal.SIGKILL}
+        assert process.wait(60) == expected[sent]
+        _, left = psutil.wait_procs(children, timeout=60)
+        assert not _alive({child.pid: child for child in left})
+        if sent != signal.SIGKILL:
+            assert not (tmp_path / "out" / "run").exists()
     finally:
         process.kill()
         process.communicate()
 
 
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+@LOADED
+@pytest.mark.slow
+def test_the_demo_through_s3_without_syncing(tmp_path: Path) -> None:
+    """The control: replicas play with version 0 throughout, and get the last one only to be measured."""
+    home = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = spawn("demo", "--steps", 4, "--games", 16, "--bucket", "s3", "--no-sync", "--json", env=home)
+    seen = _watch(process)
+    text, err = process.communicate()
+    assert process.returncode == 0, text + err
+    assert not _alive(seen)
+    value = json.loads(text)
+    assert value["ok"]
+    assert value["versions"] == 2
+    assert value["staleness_max"] == 3
+    [folder] = tmp_path.glob("deltawire-demo-*")
+    assert sorted(path.name for path in folder.iterdir()) == ["logs", "report.html", "report.json"]
+
+
+def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "deltawire[rl,serve]" in invoke("demo", code=2).stderr
+
+
+@LOADED
+def test_a_trainer_that_cannot_start_is_a_problem_with_a_reason(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("a file where a folder should be")
+    value = json.loads(invoke("demo", "--bucket", taken / "run", "--out", tmp_path / "out", "--json", code=1).stdout)
+    assert "trainer" in value["problems"][0]
+    assert Path(value["report"]["html"]).is_file()
+
+
+def _watch(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    """Every process that the demo had at some time."""
+    seen: dict[int, psutil.Process] = {}
+    while process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            seen[child.pid] = child
+        try:
+            process.wait(0.3)
+        except subprocess.TimeoutExpired:
+            continue
+    assert len(seen) >= 4
+    return seen
+
+
+def _alive(processes: dict[int, psutil.Process]) -> list[psutil.Process]:
+    return [one for one in processes.values() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

@@ -32,12 +32,12 @@ def test_an_anchor_holds_every_bit(schema: Schema, seed: int, rows: int, columns
     assert len(blob) == anchor.size
     assert b"".join(anchor.chunks()) == blob, "a retry must send the same bytes"
     file = reader(blob)
-    full.check_anchor(file, schema)
+    whole = full.Anchor([file], schema)
     assert (file.metadata["sparse"], file.metadata["model_version"]) == ("false", "3")
     for plan in (blocks(schema, units), column_cut(schema, rows, columns)):
         for block in plan:
             for region in block:
-                assert file.region(region).tolist() == bag.region(region).tolist()
+                assert file.region(region).tolist() == whole.region(region).tolist() == bag.region(region).tolist()
 
 
 def test_an_anchor_aligns_every_tensor() -> None:
@@ -54,7 +54,7 @@ def test_an_anchor_must_hold_exactly_the_runs_tensors() -> None:
     file = reader(b"".join(full.anchor(bag.schema, bag.region, {}).chunks()))
     for other in ([a, b], [], [TensorSpec("a", "F16", (4,))], [TensorSpec("a", "BF16", (2, 2))]):
         with pytest.raises(SchemaMismatch):
-            full.check_anchor(file, Schema.build(other))
+            full.Anchor([file], Schema.build(other))
 
 
 def test_an_anchor_of_a_later_format_is_refused() -> None:

@@ -84,7 +84,7 @@ def test_this_build_still_reads_tiles() -> None:
 def test_this_build_still_reads_the_anchor() -> None:
     blob = read("anchor.safetensors")
     file = full.FullFile(lambda start, length: blob[start : start + length], len(blob))
-    full.check_anchor(file, make.SCHEMA)
+    full.Anchor([file], make.SCHEMA)
     assert full.digest_of(Weights(file, make.SCHEMA)) == full.digest_of(make.old())
 
 

@@ -88,7 +88,7 @@ def test_the_log_is_exact(
         for step in range(3):
             give_gradients([mine], 10 * publish + step)
             optimizer.step()
-        found = adamw.changes(elements, [p.detach() for p in mine], log, kernels.operations(device))
+        found = adamw.changes(elements, adamw.noted(elements, mine, log, kernels.operations(device)))
         after = bits(mine)
         starts = found.starts.cpu().numpy()
         for number, (old, new) in enumerate(zip(before, after, strict=True)):

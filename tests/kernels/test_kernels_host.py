@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import ModuleType
+
 import kernel_models as models
 import numpy as np
 import pytest
@@ -7,7 +9,10 @@ import torch
 
 from deltawire import kernels
 from deltawire.core.change import Change, Region, blocks, compare
+from deltawire.core.codecs.ulps import zigzags_of
+from deltawire.core.dtypes import lookup
 from deltawire.core.schema import Schema, TensorSpec
+from deltawire.kernels import torch_ops
 from deltawire.models import ModelView
 
 
@@ -70,3 +75,29 @@ def test_nothing_changed(device: torch.device) -> None:
     found = kernels.to_changes(plan, kernels.detect(old, old, plan=plan), regions)
     assert [change.count for change in found] == [0] * len(regions)
     assert kernels.apply(old, kernels.from_changes(plan, found), plan=plan).count == 0
+
+
+@pytest.mark.parametrize("block_units", [1 << 24, 1000])
+def test_steps_from_the_host_are_taken_where_the_weights_are(
+    ops: ModuleType, device: torch.device, block_units: int
+) -> None:
+    """What a delta says without old bits becomes the change that `detect` finds, for every dtype and kind of value."""
+    names, old, new, schema = _model(device)
+    regions = [region for block in blocks(schema, block_units) for region in block]
+    plan = kernels.region_plan(names, old, regions, tile=512)
+    expected = torch_ops.detect(plan, old, new)
+    moves = []
+    for number, change in enumerate(kernels.to_changes(plan, expected, regions)):
+        signed = lookup(change.region.tensor.dtype).steps_are_signed
+        zigzags = np.empty(change.count, np.uint32)
+        zigzags_of(change.old, change.new, signed, zigzags)
+        kind = kernels.NUMBER_STEPS if signed else kernels.BIT_STEPS
+        values = zigzags.astype(change.old.dtype)
+        if number % 3 == 0:
+            kind, values = kernels.NEW_BITS, change.new
+        moves.append(kernels.RegionMoves(change.region, change.positions, values, kind))
+    before = models.clones(old)
+    assert models.equal(ops.resolve(plan, old, kernels.send_moves(plan, moves)), expected)
+    assert models.same(old, before)
+    with pytest.raises(ValueError, match="tiles"):
+        kernels.resolve(old, kernels.send_moves(plan, moves), plan=kernels.region_plan(names, old, regions, tile=64))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -14,22 +11,14 @@ from env_support import wordle_server
 
 from deltawire.rl.wordle import Rules
 from deltawire.rl.wordlists import load
+from environments import environment
 
-PINS = ["openenv==0.10.0"]
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deltawire-tests"
 SESSIONS = 64
 
 
 @pytest.fixture(scope="module")
 def openenv() -> Path:
-    """The Python of that environment."""
-    key = sha256(json.dumps([PINS, sys.version_info[:2]]).encode()).hexdigest()[:12]
-    folder = CACHE / f"openenv-{key}"
-    if not (folder / "ready").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *PINS], check=True)
-        (folder / "ready").touch()
-    return folder / "bin" / "python"
+    return environment("openenv", ["openenv==0.10.0"])
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ Live weights are patched by `replica/`, which can undo.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -80,20 +80,20 @@ def as_delta(run: Run, version: int, base: int | None, data: Fetched) -> DeltaFi
     return file
 
 
-def as_anchor(run: Run, version: int, data: Fetched) -> Weights:
-    """A fetched object as the full weights its manifest says it is."""
-    file = full.FullFile(data.read, data.size)
-    claim = (file.metadata.get("run"), file.metadata.get("model_version"))
-    if claim != (run.info.run, str(version)):
-        raise ForeignObject(f"an anchor of version {version} says it is run {claim[0]}, version {claim[1]}")
-    full.check_anchor(file, run.schema)
-    return Weights(file, run.schema)
+def as_anchor(run: Run, version: int, objects: Sequence[Fetched]) -> full.Anchor:
+    """The fetched objects of an anchor as the full weights that the manifest says they are."""
+    files = [full.FullFile(data.read, data.size) for data in objects]
+    for file in files:
+        claim = (file.metadata.get("run"), file.metadata.get("model_version"))
+        if claim != (run.info.run, str(version)):
+            raise ForeignObject(f"an anchor of version {version} says it is run {claim[0]}, version {claim[1]}")
+    return full.Anchor(files, run.schema)
 
 
 class Weights:
-    """Full weights from an opened anchor or checkpoint, seen by the run's schema (which knows about ties)."""
+    """Full weights from an opened checkpoint, seen by the run's schema (which knows about ties)."""
 
-    def __init__(self, source: full.FullFile | full.Source, schema: Schema) -> None:
+    def __init__(self, source: full.Source, schema: Schema) -> None:
         self.schema, self.region = schema, source.region
 
 
@@ -101,6 +101,10 @@ def find_reference(source: str) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
+    if folder.is_absolute():
+        raise ReferenceUnavailable(
+            f"the run starts from {source!r}, a folder that is not here; pass the folder it is in here with --reference"
+        )
     return hub_folder(source)
 
 
@@ -117,7 +121,9 @@ def hub_folder(source: str) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:
-        raise ReferenceUnavailable(f"the run starts from {source!r}, which cannot be had: {error}") from error
+        raise ReferenceUnavailable(
+            f"the run starts from {source!r}, which cannot be had: {error}; pass a folder that has it with --reference"
+        ) from error
 
 
 def reference_source(run: Run, link: Link, resolve: Resolve) -> Weights:
@@ -143,8 +149,7 @@ def take(run: Run, state: State, parcel: Parcel, resolve: Resolve) -> None:
                 moved += sum((change.digest() for change in changes), StateDigest())
         state.digest += moved
     elif link.kind == "anchor":
-        for data in parcel.objects:
-            state.load(as_anchor(run, manifest.version, data))
+        state.load(as_anchor(run, manifest.version, parcel.objects))
     else:
         state.load(reference_source(run, link, resolve))
     if str(state.digest) != manifest.digest:

@@ -184,10 +184,9 @@ class _Walk:
         if link.kind == "reference":
             return visit.hash_only or self._reference(manifest, link)
         if link.kind == "anchor":
-            for data in parcel.objects:
-                weights = as_anchor(self.run, manifest.version, data)
-                if not visit.hash_only:
-                    self._full(manifest, weights)
+            weights = as_anchor(self.run, manifest.version, parcel.objects)
+            if not visit.hash_only:
+                self._full(manifest, weights)
             return visit.hash_only
         files = [as_delta(self.run, manifest.version, link.base, data) for data in parcel.objects]
         if visit.hash_only:

@@ -1,78 +1,119 @@
-"""`deltawire demo`: a model trains and publishes, two processes follow and prove that they hold its bits."""
+"""`deltawire demo`: a policy learns Wordle while its weights travel to two servers through a bucket."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import shutil
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import JsonOption, console, duration, emit, percent, size, sparkline, table, times
+from .common import JsonOption, console, duration, emit, ended_by_sigterm, percent, size, sparkline, table, times
 
 if TYPE_CHECKING:
-    from rich.table import Table
-    from torch import Tensor
+    from rich.console import Group
 
-    from ..trainer import Published
+    from ..rl.demo import Demo, Glimpse, Story
 
-FOLLOWERS = 2
-PATIENCE = 120.0
-"""Seconds a follower may need to start, or to catch up at the end."""
+PLAIN_EVERY = 10
+# steps between two lines where there is no terminal
+
+
+class Engine(str, Enum):
+    builtin = "builtin"
+    vllm = "vllm"
 
 
 def command(
-    run: Annotated[str | None, typer.Option(metavar="URL", help="Where to publish; a temporary folder.")] = None,
-    versions: Annotated[int, typer.Option(min=2, help="How many versions to publish.")] = 30,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary folder.")] = False,
+    bucket: Annotated[
+        str, typer.Option(metavar="file|s3|URL", help="A folder, an S3 server of its own, or any address.")
+    ] = "file",
+    engine: Annotated[Engine, typer.Option(help="Who computes in the rollout servers.")] = Engine.builtin,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Of training; evaluations come on top.")] = 3.5,
+    steps: Annotated[int | None, typer.Option(min=1, help="End after so many, if that is sooner.")] = None,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-4,
+    staleness: Annotated[int, typer.Option(min=0, help="Steps that a sample may be old.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the secrets and the evaluations.")] = 0,
+    games: Annotated[int, typer.Option(min=0, help="In each evaluation; 0 for none.")] = 512,
+    kill_replica: Annotated[bool, typer.Option("--kill-replica", help="Kill a server; it rejoins later.")] = False,
+    no_sync: Annotated[
+        bool, typer.Option("--no-sync", help="Publish nothing between the first and the last step, to compare.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", file_okay=False, help="For report and logs; a temporary folder.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the bucket too, where it lies in that folder.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Train a small model, publish every step, and watch two processes follow it.
+    """Train a policy by reinforcement learning, with everything on this machine.
 
-    A transformer of 3.3 million weights trains with AdamW at 1e-6, in fp32, and
-    publishes bf16. Each follower patches a live model of its own. The trainer keeps
-    a list of SHA-256 hashes of its weights, made by torch alone; a follower that
-    ever has a different hash, or a different bit at the end, fails the demo.
+    A trainer, two rollout servers and a Wordle environment, each a process of its
+    own. Servers and trainer share nothing but a bucket: after every step the
+    trainer publishes what changed, the servers fetch it, write it into their live
+    weights and prove the result. They play, the trainer learns from their games,
+    and solves more and more. At the end all bits are compared, the whole run is
+    verified, and a report is written. Takes less than five minutes on two cores.
 
     \b
     Examples
       deltawire demo
-      deltawire demo --versions 100
-      deltawire demo --run s3://runs/demo
+      deltawire demo --kill-replica             one server dies and comes back
+      deltawire demo --bucket s3                through a real S3 server
+      deltawire demo --bucket s3://runs/wordle  through yours
+      deltawire demo --no-sync                  the same without updates
     """
-    _need_torch()
-    with tempfile.TemporaryDirectory(prefix="deltawire-demo-") if not keep else _kept() as folder:
-        where = run or (Path(folder) / "run").as_uri()
-        _need_nothing_at(where)
-        demo = Demo(where, versions, Path(folder))
-        with demo.followers_running(), nullcontext(None) if json else _view(demo) as show:
-            demo.train(show)
-            demo.wait(show)
-        demo.compare()
-        if json:
-            demo.verify()
-            emit(demo.summary(), lambda out: None, True)
-        else:
-            _epilogue(demo, keep)
-    if demo.problems:
+    _need_extras()
+    from ..rl import report
+    from ..rl.demo import Demo, Plan
+
+    if bucket not in ("file", "s3"):
+        _need_nothing_at(bucket)
+    folder = (out or Path(tempfile.mkdtemp(prefix="deltawire-demo-"))).absolute()
+    if (folder / "run").exists() or (folder / "s3").exists():
+        raise typer.BadParameter(f"{folder} has a run already; name another folder", param_hint="--out")
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = Plan(
+        folder=folder,
+        run=None if bucket == "file" else bucket,
+        engine=engine.value,
+        steps=steps,
+        seconds=60 * minutes,
+        rate=lr,
+        staleness=staleness,
+        seed=seed,
+        games=games,
+        kill_replica=kill_replica,
+        sync=not no_sync,
+    )
+    demo = Demo(plan)
+    try:
+        with ended_by_sigterm(), _view(demo, json) as show:
+            demo.run(show)
+        page, data = report.write(demo.story)
+    finally:
+        if not keep:
+            for made in ("run", "s3"):
+                shutil.rmtree(folder / made, ignore_errors=True)
+    figures = report.summary(demo.story)
+    files = {"html": str(page), "json": str(data)}
+    value = {"ok": not demo.story.problems, "problems": demo.story.problems, "report": files, **figures}
+    emit(value, lambda out: _epilogue(demo.story, figures, page), json)
+    if demo.story.problems:
         raise typer.Exit(1)
 
 
-def _need_torch() -> None:
+def _need_extras() -> None:
     from importlib.util import find_spec
 
     from ..core.errors import MissingExtra
 
-    if find_spec("torch") is None:
-        raise MissingExtra("the demo trains a model, which needs torch: pip install 'deltawire[torch]'")
+    for name in ("torch", "transformers", "httpx", "fastapi", "uvicorn", "websockets", "prometheus_client"):
+        if find_spec(name) is None:
+            raise MissingExtra(f"the demo needs {name} to train and serve: pip install 'deltawire[rl,serve]'")
 
 
 def _need_nothing_at(where: str) -> None:
@@ -83,220 +124,130 @@ def _need_nothing_at(where: str) -> None:
         Run.open(where)
     except RunNotFound:
         return
-    raise typer.BadParameter(f"there is a run at {where} already; the demo wants an empty place", param_hint="--run")
-
-
-@contextmanager
-def _kept() -> Iterator[str]:
-    yield tempfile.mkdtemp(prefix="deltawire-demo-")
-
-
-# ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Follower:
-    """A follower process, seen from the trainer."""
-
-    def __init__(self, name: str, run: str, until: int, weights: Path) -> None:
-        self.name, self.weights = name, weights
-        self.proofs: dict[int, str] = {}
-        self.timings: dict[str, float] = {}
-        module = f"{__package__}.demo_follower"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, run, name, str(until), str(weights)],
-            # a session of its own: Ctrl-C is ours to handle. Its stdin ends when we do, however we end.
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            # two cores must do for a trainer and two followers
-            env={**os.environ, "DELTAWIRE_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        )
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-
-    @property
-    def version(self) -> int | None:
-        return max(list(self.proofs), default=None)  # a copy: the listener adds to it
-
-    def _listen(self) -> None:
-        import msgspec
-
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            proof = msgspec.json.decode(line)
-            self.timings = proof["timings"]
-            self.proofs[proof["version"]] = proof["fingerprint"]
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._listener.join()
-
-
-@dataclass(slots=True)
-class Demo:
-    run: str
-    versions: int
-    folder: Path
-    followers: list[Follower] = field(default_factory=list)
-    expected: dict[int, str] = field(default_factory=dict)
-    # the trainer's own fingerprints
-    published: list[Published] = field(default_factory=list)
-    loss: float = 0.0
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    # as they must arrive
-    elements: int = 0
-    # parameters of the model, tied ones once
-    problems: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def followers_running(self) -> Iterator[None]:
-        for number in range(1, FOLLOWERS + 1):
-            name = f"follower-{number}"
-            self.followers.append(Follower(name, self.run, self.versions - 1, self.folder / f"{name}.pt"))
-        try:
-            yield
-        finally:
-            for follower in self.followers:
-                follower.stop()
-
-    def train(self, show: Callable[[], None] | None) -> None:
-        from ..trainer import Publisher
-        from .demo_model import Trainer, fingerprint, wire_weights
-
-        trainer = Trainer()
-        self.elements = sum(parameter.numel() for parameter in trainer.model.parameters())
-        with Publisher(self.run, wire_dtype="bf16", model_name="demo") as publisher:
-            for version in range(self.versions):
-                self.loss = trainer.step()
-                self.weights = wire_weights(trainer.model)
-                self.expected[version] = fingerprint(self.weights)
-                handle = publisher.publish(trainer.model, step=version, metrics={"loss": self.loss})
-                # a trainer would go on; here every step is to be a version of its own
-                self.published.append(handle.result())
-                if show:
-                    show()
-
-    def wait(self, show: Callable[[], None] | None) -> None:
-        """Until the followers have ended, or can no longer be hoped for."""
-        deadline = time.monotonic() + PATIENCE
-        for follower in self.followers:
-            while follower.process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.1)
-                if show:
-                    show()
-            if follower.process.poll() != 0:
-                self.problems.append(f"{follower.name} did not get to the end: exit code {follower.process.poll()}")
-
-    def compare(self) -> None:
-        import torch
-
-        from .demo_model import same_bits
-
-        for follower in self.followers:
-            for version, expected in self.expected.items():
-                found = follower.proofs.get(version)
-                if found != expected:
-                    what = "never had" if found is None else "has other bits in"
-                    self.problems.append(f"{follower.name} {what} version {version}")
-            if not follower.weights.is_file() or not same_bits(torch.load(follower.weights), self.weights):
-                self.problems.append(f"{follower.name} ended with other weights than the trainer")
-
-    def verify(self) -> None:
-        from ..bucket.run import Run
-        from ..bucket.verify import verify
-
-        failure = verify(Run.open(self.run)).failure
-        if failure is not None:
-            self.problems.append(f"the run does not verify: {failure.what}")
-
-    @property
-    def proofs(self) -> int:
-        return sum(follower.proofs.get(v) == mark for follower in self.followers for v, mark in self.expected.items())
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "run": self.run,
-            "ok": not self.problems,
-            "problems": self.problems,
-            "versions": self.published,
-            "followers": {follower.name: follower.proofs for follower in self.followers},
-            "fingerprints": self.expected,
-            "proofs": self.proofs,
-        }
+    raise typer.BadParameter(f"there is a run at {where} already; the demo wants an empty place", param_hint="--bucket")
 
 
 # ── what is seen ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
-def _view(demo: Demo) -> Iterator[Callable[[], None]]:
-    """A live table on a terminal, else a line per version. Yields what is called whenever something may be new."""
+def _view(demo: Demo, quiet: bool) -> Iterator[Callable[[], None]]:
+    """A live picture on a terminal, else lines. Yields what is called whenever something may be new."""
     out = console()
-    out.print("a small transformer learns with AdamW at lr 1e-6 and publishes bf16; two processes follow", style="bold")
-    out.print(f"run: {demo.run}\n", soft_wrap=True)
-    if not out.is_terminal:
-        said: list[int] = []
-        yield lambda: _say_new(demo, said)
-        return
-    from rich.live import Live
+    if quiet:
+        yield lambda: None
+    elif out.is_terminal:
+        from rich.live import Live
 
-    with Live(console=out, refresh_per_second=8, get_renderable=lambda: _picture(demo)) as live:
-        yield live.refresh
-
-
-def _say_new(demo: Demo, said: list[int]) -> None:
-    for published in demo.published[len(said) :]:
-        said.append(published.version)
-        followers = "  ".join(f"{f.name} {_at(f)}" for f in demo.followers)
-        print(f"{_line(demo, published)}  |  {followers}", flush=True)
+        with Live(console=out, refresh_per_second=4, get_renderable=lambda: _picture(demo.story)):
+            yield lambda: None
+    else:
+        yield _Lines(demo.story)
 
 
-def _line(demo: Demo, published: Published) -> str:
-    smaller = f"{times(2 * demo.elements, published.bytes)} smaller" if published.version else "anchor"
-    share = percent(published.changed, demo.elements)
-    return f"v{published.version}  loss {demo.loss:.3f}  {share} changed  {size(published.bytes)}  {smaller}"
+class _Lines:
+    """One line for each thing that is new, for logs and pipes."""
+
+    def __init__(self, story: Story) -> None:
+        self._story = story
+        self._phase, self._steps, self._evaluated, self._remarks = "", 0, 0, 0
+
+    def __call__(self) -> None:
+        story = self._story
+        if story.phase != self._phase:
+            self._phase = story.phase
+            print(f"· {story.phase}", flush=True)
+        for _, text in story.remarks[self._remarks :]:
+            print(f"! {text}", flush=True)
+        self._remarks = len(story.remarks)
+        for found in story.evaluated[self._evaluated :]:
+            print(f"v{found['version']}: {found['solved']:.1%} of {found['games']} games solved", flush=True)
+        self._evaluated = len(story.evaluated)
+        while self._steps + PLAIN_EVERY <= len(story.steps):
+            self._steps += PLAIN_EVERY
+            print("  ".join(f"{name} {text}" for name, text in _figures(story, self._steps).items()), flush=True)
 
 
-def _at(follower: Follower) -> str:
-    return "starting" if follower.version is None else f"v{follower.version}"
+def _figures(story: Story, upto: int) -> dict[str, str]:
+    """What there is to say after so many steps."""
+    recent = story.steps[max(0, upto - PLAIN_EVERY) : upto]
+    last = recent[-1]
+    before = story.steps[upto - len(recent) - 1]["seconds"] if upto > len(recent) else 0.0
+    tokens = sum(step["figures"]["tokens"] for step in recent) / max(last["seconds"] - before, 1e-9)
+    said = {
+        "step": f"{last['step']}",
+        "solved": f"{sum(step['figures']['solved'] for step in recent) / len(recent):.0%}",
+        "tokens/s": f"{tokens:,.0f}",
+        "staleness": f"{sum(step['staleness'] for step in recent) / len(recent):.1f}",
+    }
+    deltas = [version for version in story.published if version["version"]]
+    if deltas:
+        newest, sent = deltas[-1], sum(version["bytes"] for version in deltas)
+        full = sum(2 * version["elements"] for version in deltas)
+        said["version"] = f"{newest['version']}"
+        said["changed"] = percent(newest["changed"], newest["elements"])
+        said["sent"] = f"{size(sent)} of {size(full)} ({times(full, sent)})"
+    for name, glimpses in story.replicas.items():
+        said[name] = _replica(glimpses[-1])
+    return said
 
 
-def _picture(demo: Demo) -> Table:
-    rows = table("", "version", "", left=("",))
-    deltas = [published.bytes for published in demo.published if published.version]
-    newest = demo.published[-1] if demo.published else None
-    line = _line(demo, newest).partition("  ")[2] if newest else "starting"
-    rows.add_row("trainer", f"{len(demo.published)} of {demo.versions}", line)
-    for follower in demo.followers:
-        right = sum(follower.proofs.get(v) == mark for v, mark in list(demo.expected.items()))
-        took = f", the last in {duration(sum(follower.timings.values()))}" if right else ""
-        rows.add_row(follower.name, _at(follower), f"{right} versions proven bit-identical{took}")
-    rows.add_row("delta sizes", "", f"{sparkline(deltas[-60:])} {size(deltas[-1]) if deltas else ''}")
-    return rows
+def _replica(now: Glimpse) -> str:
+    if now.version is None:
+        return now.state
+    pause = f" pause {now.pause_s * 1e3:.0f} ms" if now.pause_s is not None else ""
+    return f"v{now.version} lag {now.lag}{pause}"
 
 
-def _epilogue(demo: Demo, keep: bool) -> None:
-    from . import log, verify
+def _picture(story: Story) -> Group:
+    from rich.console import Group
+    from rich.text import Text
 
-    print()
-    log.command(demo.run, number=10)
-    try:
-        verify.command(demo.run)
-    except typer.Exit as ended:
-        if ended.exit_code:
-            demo.problems.append("the run does not verify")
+    from ..rl.report import smoothed
+
+    rates = smoothed([step["figures"]["solved"] for step in story.steps])
+    rows = table("", " ", left=("", " "))
+    rows.add_row("phase", story.phase)
+    for found in [*story.evaluated]:
+        rows.add_row(f"v{found['version']} plays", f"{found['solved']:.1%} of {found['games']} games solved")
+    if rates:
+        width = 60
+        shown = rates if len(rates) <= width else [rates[at * (len(rates) - 1) // (width - 1)] for at in range(width)]
+        rows.add_row("solve rate", f"{sparkline([*shown, 1.0])[:-1]} {rates[-1]:.0%}")
+        done = int(story.progress * 60)
+        rows.add_row("training", f"{'━' * done}{'╌' * (60 - done)} {duration(story.steps[-1]['seconds'])}")
+        for name, text in _figures(story, len(story.steps)).items():
+            if name not in story.replicas:
+                rows.add_row(name, text)
+    for name, glimpses in [*story.replicas.items()]:
+        rows.add_row(name, f"{_replica(glimpses[-1]):<28} lag {sparkline([(g.lag or 0) for g in glimpses[-60:]])}")
+    title = Text(f"Wordle, learned through {story.url or 'a bucket'}", style="bold")
+    return Group(title, rows, *(Text(f"! {text}", style="yellow") for _, text in story.remarks[-4:]))
+
+
+def _epilogue(story: Story, figures: dict[str, Any], page: Path) -> None:
     out = console()
-    if keep:
-        out.print(f"kept in {demo.folder}", soft_wrap=True)
-    for problem in demo.problems:
+    for problem in story.problems:
         out.print(f"✗ {problem}", style="bold red", soft_wrap=True)
-    sent = sum(published.bytes for published in demo.published if published.version)
-    full = 2 * demo.elements * max(len(demo.published) - 1, 0)
-    verdict = "✓ all bit-identical" if not demo.problems else "✗ NOT identical"
-    out.print(
-        f"{verdict}: {len(demo.published)} versions, {FOLLOWERS} followers, {demo.proofs} proofs; "
-        f"{size(sent)} of deltas instead of {size(full)}, {times(full, sent)} smaller",
-        style="bold green" if not demo.problems else "bold red",
-        soft_wrap=True,
-    )
+    if figures["solved_after"] is not None:
+        out.print(
+            f"solved {figures['solved_before']:.1%} before, {figures['solved_after']:.1%} after "
+            f"{figures['steps']} steps in {duration(figures['seconds_training'])}, "
+            f"{duration(figures['seconds_in_all'])} in all",
+            soft_wrap=True,
+        )
+    if figures["bytes_sent"]:
+        out.print(
+            f"{figures['versions']} versions, {figures['changed_percent']:.1f} % of weights changed in each; "
+            f"{size(figures['bytes_sent'])} sent instead of {size(figures['bytes_full'])}, anchors included",
+            soft_wrap=True,
+        )
+    if not story.problems:
+        out.print(
+            f"✓ {len(story.equal)} replicas hold the trainer's bits, all {story.verified['versions']} versions verified"
+            if story.verified
+            else "✓ done",
+            style="bold green",
+            soft_wrap=True,
+        )
+    out.print(f"report: {page}", soft_wrap=True)

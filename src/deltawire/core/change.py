@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from numba import njit
 
 from . import digest, places
 from .dtypes import Bits, lookup
+from .errors import SchemaMismatch
 from .schema import Schema, TensorSpec
 from .simd import LANES, difference_mask, trailing_zeros
 
@@ -126,32 +127,74 @@ Block = tuple[Region, ...]
 
 def blocks(schema: Schema, block_units: int = BLOCK_UNITS) -> list[Block]:
     """Cut a model into blocks, the same way on every machine: by dtype, then by name, large tensors by rows."""
+    return blocks_of((whole(tensor) for tensor in schema.tensors), block_units)
+
+
+def blocks_of(rectangles: Iterable[Region], block_units: int = BLOCK_UNITS) -> list[Block]:
+    """The same for parts of a model: rectangles of its tensors, which must not overlap."""
     result: list[Block] = []
     current: list[Region] = []
     room = block_units
     last_dtype = None
-    for tensor in sorted(schema.tensors, key=lambda t: (t.dtype, t.name)):
-        for region in regions(tensor, block_units):
-            if current and (tensor.dtype != last_dtype or region.units > room):
+    for rectangle in sorted(rectangles, key=lambda r: (r.tensor.dtype, r.tensor.name, r.row, r.column)):
+        for region in pieces(rectangle, block_units):
+            if current and (region.tensor.dtype != last_dtype or region.units > room):
                 result.append(tuple(current))
                 current, room = [], block_units
             current.append(region)
             room -= region.units
-            last_dtype = tensor.dtype
+            last_dtype = region.tensor.dtype
     if current:
         result.append(tuple(current))
     return result
 
 
+def whole(tensor: TensorSpec) -> Region:
+    return Region(tensor, 0, tensor.rows, 0, tensor.columns)
+
+
 def regions(tensor: TensorSpec, block_units: int = BLOCK_UNITS) -> Iterator[Region]:
     """A tensor in pieces of at most a block, in the order of its bytes."""
-    if tensor.units == 0:
+    return pieces(whole(tensor), block_units)
+
+
+def pieces(region: Region, block_units: int = BLOCK_UNITS) -> Iterator[Region]:
+    """A rectangle in pieces of at most a block, in the order of its own units."""
+    if region.units == 0:
         return
-    rows, columns = tensor.rows, tensor.columns
-    width = min(columns, block_units)
-    for first, last in _bands(rows, max(1, block_units // width)):
+    columns, width = region.columns, min(region.columns, block_units)
+    for first, last in _bands(region.rows, max(1, block_units // width)):
         for column in range(0, columns, width):
-            yield Region(tensor, first, last - first, column, min(width, columns - column))
+            yield Region(
+                region.tensor, region.row + first, last - first, region.column + column, min(width, columns - column)
+            )
+
+
+def tile(rectangles: Iterable[Region], schema: Schema, what: str) -> None:
+    """Refuse rectangles that leave out a unit of the schema's tensors or hold one twice.
+
+    They must come in bands: rectangles that share a row have the same rows. Shards of a tensor do.
+    """
+    by_tensor: dict[TensorSpec, list[Region]] = {tensor: [] for tensor in schema.tensors}
+    for rectangle in rectangles:
+        if rectangle.tensor not in by_tensor:
+            raise SchemaMismatch(f"{what} holds a part of {rectangle.tensor.name[:80]!r}, which is not in the schema")
+        by_tensor[rectangle.tensor].append(rectangle)
+    for tensor, parts in by_tensor.items():
+        if not tensor.units:
+            continue
+        # where the next rectangle must start
+        row = column = rows = 0
+        for part in sorted(parts, key=lambda part: (part.row, part.column)):
+            in_band = column == 0 or part.rows == rows
+            fits = 0 < part.rows <= tensor.rows - row and 0 < part.columns <= tensor.columns - column
+            if (part.row, part.column) != (row, column) or not in_band or not fits:
+                raise SchemaMismatch(f"{what} does not hold every part of {tensor.name!r} exactly once, in bands")
+            rows, column = part.rows, column + part.columns
+            if column == tensor.columns:
+                row, column = row + rows, 0
+        if row != tensor.rows:
+            raise SchemaMismatch(f"{what} does not hold all of {tensor.name!r}")
 
 
 def _bands(rows: int, height: int) -> Iterator[tuple[int, int]]:

@@ -27,6 +27,7 @@ DeltawireError
 │   ├── WriterConflict       another writer committed this version first
 │   ├── DivergedRun          the run's newest version is not what this trainer last published
 │   ├── PublishFailed        a background publish failed; raised on the next call
+│   ├── RankLost             another rank of a sharded trainer does not answer any more
 │   └── PublisherClosed      publish() after close()
 ├── StoreError
 │   ├── ObjectNotFound
@@ -171,6 +172,10 @@ class DivergedRun(PublishError):
 
 
 class PublishFailed(PublishError):
+    pass
+
+
+class RankLost(PublishError):
     pass
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +14,7 @@ import numpy as np
 from blake3 import blake3
 
 from . import container, digest
-from .change import BLOCK_UNITS, Region, blocks, regions
+from .change import BLOCK_UNITS, Region, blocks, pieces, tile, whole
 from .dtypes import Bits, lookup
 from .errors import FormatError, ManifestError, SchemaMismatch, TruncatedFile, UnknownFormat, UnsafeName
 from .parallel import ordered_map
@@ -24,6 +25,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
 COMPANION_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
 MAX_COMPANION = 64 << 20
+REGIONS = "regions"
 _READ_UNITS = BLOCK_UNITS >> 2
 
 
@@ -42,31 +44,55 @@ def file_order(schema: Schema) -> list[TensorSpec]:
     return sorted(schema.tensors, key=lambda t: (-lookup(t.dtype).size, t.name))
 
 
-def chunks(tensors: list[TensorSpec], read: Callable[[Region], Bits]) -> Iterator[memoryview]:
+def chunks(rectangles: Iterable[Region], read: Callable[[Region], Bits]) -> Iterator[memoryview]:
     """The data part of a file, a few megabytes at a time."""
-    for tensor in tensors:
-        for region in regions(tensor):
+    for rectangle in rectangles:
+        for region in pieces(rectangle):
             yield np.ascontiguousarray(read(region)).data.cast("B")
 
 
 def anchor(schema: Schema, read: Callable[[Region], Bits], metadata: Mapping[str, str]) -> DataFile:
     """The full weights as a data object. Reads everything once to hash it, and again for every put."""
-    tensors = file_order(schema)
+    return anchor_of([whole(tensor) for tensor in schema.tensors], read, metadata)
+
+
+def anchor_of(rectangles: Iterable[Region], read: Callable[[Region], Bits], metadata: Mapping[str, str]) -> DataFile:
+    """Some of the full weights: what one of several writers holds. What is not a whole tensor gets a name of its own,
+    and `regions` in the metadata says where it belongs."""
+    ordered = sorted(rectangles, key=lambda r: (-lookup(r.tensor.dtype).size, r.tensor.name, r.row, r.column))
     everything = {"format": FORMAT, "version": FORMAT_VERSION, "sparse": "false", **metadata}
-    head = container.build(((t.name, t.dtype, t.shape) for t in tensors), everything)
+    parts_of = {
+        _stored(r).name: (r.tensor.name, r.row, r.rows, r.column, r.columns) for r in ordered if r != whole(r.tensor)
+    }
+    if parts_of:
+        everything[REGIONS] = msgspec.json.encode(parts_of).decode()
+    stored = [_stored(rectangle) for rectangle in ordered]
+    if len({tensor.name for tensor in stored}) != len(stored):
+        raise SchemaMismatch("a part of a tensor would have the name of another tensor; rename that one")
+    head = container.build(((t.name, t.dtype, t.shape) for t in stored), everything)
 
     def parts() -> Iterator[bytes]:
         yield head
-        for chunk in chunks(tensors, read):
+        for chunk in chunks(ordered, read):
             yield bytes(chunk)
 
-    whole = blake3(max_threads=blake3.AUTO)
+    everything_hash = blake3(max_threads=blake3.AUTO)
     size = 0
     for part in parts():
-        whole.update(part)
+        everything_hash.update(part)
         size += len(part)
     head_hash = blake3(head).hexdigest(length=16)
-    return DataFile(size, whole.hexdigest(length=16), len(head), head_hash, schema.elements, parts)
+    elements = sum(tensor.elements for tensor in stored)
+    return DataFile(size, everything_hash.hexdigest(length=16), len(head), head_hash, elements, parts)
+
+
+def _stored(rectangle: Region) -> TensorSpec:
+    """What a rectangle is in a file: the tensor itself, or a matrix of its elements."""
+    tensor = rectangle.tensor
+    if rectangle == whole(tensor):
+        return tensor
+    columns = rectangle.columns // lookup(tensor.dtype).units_per_element
+    return TensorSpec(f"{tensor.name}@{rectangle.row},{rectangle.column}", tensor.dtype, (rectangle.rows, columns))
 
 
 class FullFile:
@@ -95,6 +121,62 @@ class FullFile:
         data = self._read(item.start + region.row * width * size, region.rows * width * size)
         rows = np.frombuffer(data, unit).reshape(region.rows, width)
         return np.ascontiguousarray(rows[:, region.column : region.column + region.columns]).reshape(-1)
+
+
+class Anchor:
+    """The full weights of a version, from the objects of its anchor: one with everything, or one per writer."""
+
+    def __init__(self, files: Iterable[FullFile], schema: Schema) -> None:
+        self.schema = schema
+        known = schema.by_name()
+        self._parts: dict[str, list[tuple[Region, TensorSpec, FullFile]]] = {name: [] for name in known}
+        for file in files:
+            placed = _regions(file.metadata.get(REGIONS, "{}"))
+            for stored in file.tensors:
+                name, *sides = placed.get(stored.name) or (stored.name,)
+                if name not in known:
+                    raise SchemaMismatch(f"tensor {name[:80]!r} is in the anchor only")
+                region = Region(known[name], *sides) if sides else whole(known[name])
+                if stored != _stored(region) or region.column % lookup(stored.dtype).units_per_element:
+                    raise SchemaMismatch(
+                        f"the anchor has {stored.dtype} {list(stored.shape)} where the run has "
+                        f"{known[name].dtype} {list(known[name].shape)} as {name!r}"
+                    )
+                self._parts[name].append((region, stored, file))
+        tile((part for parts in self._parts.values() for part, _, _ in parts), schema, "the anchor")
+        for parts in self._parts.values():
+            parts.sort(key=lambda part: (part[0].row, part[0].column))
+
+    def region(self, region: Region) -> Bits:
+        parts = self._parts[region.tensor.name]
+        # in bands, who starts later also ends later
+        at = bisect_left(parts, region.row + 1, key=lambda part: part[0].row + part[0].rows)
+        result: Bits | None = None
+        while at < len(parts) and parts[at][0].row < region.row + region.rows:
+            place, stored, file = parts[at]
+            at += 1
+            row, column = max(region.row, place.row), max(region.column, place.column)
+            rows = min(region.row + region.rows, place.row + place.rows) - row
+            columns = min(region.column + region.columns, place.column + place.columns) - column
+            if columns <= 0:
+                continue
+            bits = file.region(Region(stored, row - place.row, rows, column - place.column, columns))
+            if (rows, columns) == (region.rows, region.columns):
+                return bits
+            if result is None:
+                result = np.empty(region.units, bits.dtype)
+            matrix = result.reshape(region.rows, region.columns)
+            down, across = row - region.row, column - region.column
+            matrix[down : down + rows, across : across + columns] = bits.reshape(rows, columns)
+        assert result is not None  # the parts cover the tensor
+        return result
+
+
+def _regions(text: str) -> dict[str, tuple[str, int, int, int, int]]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, tuple[str, int, int, int, int]])
+    except msgspec.DecodeError as error:
+        raise SchemaMismatch(f"the regions of an anchor do not parse: {error}") from None
 
 
 class Checkpoint:
@@ -228,7 +310,7 @@ def write_checkpoint(
     for name, shard in zip(names, shards, strict=True):
         with open(folder / name, "wb") as out:
             out.write(container.build(((t.name, t.dtype, t.shape) for t in shard.tensors), {"format": "pt"}))
-            for chunk in chunks(shard.tensors, source.region):
+            for chunk in chunks(map(whole, shard.tensors), source.region):
                 out.write(chunk)
                 if progress:
                     progress(chunk.nbytes)
@@ -240,8 +322,3 @@ def write_checkpoint(
             "weight_map": {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard.tensors},
         }
         (folder / INDEX_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=2))
-
-
-def check_anchor(file: FullFile, schema: Schema) -> None:
-    """An anchor must hold exactly the run's tensors."""
-    Schema.build(file.tensors, schema.ties).require_equal(schema, ours="the anchor", theirs="the run")

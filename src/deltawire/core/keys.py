@@ -20,20 +20,33 @@ ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, VERSIONS = (
     "versions/",
 )
 
-_DATA = re.compile(r"(?:anchors|deltas)/step_(?:[0-9]{6,18}-)?([0-9]{6,18})\.[0-9a-f]{8}\.safetensors")
+_DATA = re.compile(
+    r"(?:anchors|deltas)/step_(?:[0-9]{6,18}-)?([0-9]{6,18})\.[0-9a-f]{8}(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors"
+)
 _FILE = re.compile(r"files/[0-9a-f]{32}")
 _MANIFEST = re.compile(r"versions/([0-9]{6,18})\.json")
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-def anchor(version: int, writer: str) -> str:
-    return f"{ANCHORS}step_{version:06d}.{writer}.safetensors"
+Shard = tuple[int, int]
+"""(which, of how many): one writer of several, counted from 0 here and from 1 in a key."""
+
+ALONE: Shard = (0, 1)
 
 
-def delta(base: int, version: int, writer: str) -> str:
+def anchor(version: int, writer: str, shard: Shard = ALONE) -> str:
+    return f"{ANCHORS}step_{version:06d}.{writer}{_shard(shard)}.safetensors"
+
+
+def delta(base: int, version: int, writer: str, shard: Shard = ALONE) -> str:
     """The writer's mark keeps two trainers that race for one version from overwriting each other's data."""
     span = f"{base:06d}-{version:06d}" if version - base > 1 else f"{version:06d}"
-    return f"{DELTAS}step_{span}.{writer}.safetensors"
+    return f"{DELTAS}step_{span}.{writer}{_shard(shard)}.safetensors"
+
+
+def _shard(shard: Shard) -> str:
+    which, of = shard
+    return f"-{which + 1:05d}-of-{of:05d}" if of > 1 else ""
 
 
 def file(hash: str) -> str:

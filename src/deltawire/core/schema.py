@@ -93,6 +93,8 @@ class Schema(msgspec.Struct, frozen=True):
 
     def require_equal(self, other: Schema, *, ours: str, theirs: str) -> None:
         """SchemaMismatch that names the first difference."""
+        if self == other:
+            return
         mine, yours = self.by_name(), other.by_name()
         for name in sorted(mine.keys() | yours.keys()):
             a, b = mine.get(name), yours.get(name)

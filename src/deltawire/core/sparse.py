@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from . import container
 from .change import Change, Region
 from .codecs import block_encoding, check_encoding, raw
 from .codecs.base import BaseBits, Before, CodedBlock, Stream, expand, squeeze
-from .dtypes import lookup
+from .dtypes import Bits, lookup
 from .errors import (
     CorruptStream,
     CountMismatch,
@@ -46,6 +46,8 @@ IN_WORK = 128 << 20
 _DECODED = 24
 """Bytes a change takes on its way: position, old and new bits, and what the decoder needs beside them."""
 _COPY = 4 << 20
+
+T = TypeVar("T")
 
 Read = Callable[[int, int], bytes]
 """(start, length) → bytes of the file. A memory buffer, a local file or ranged requests."""
@@ -248,6 +250,15 @@ class DeltaFile:
             changes = at_once(block.record, block.regions, self.streams(block), bits)
         return changes
 
+    def moves(self, block: BlockRef) -> tuple[npt.NDArray[np.uint32], Bits] | None:
+        """Positions and zigzagged steps of a block, for who has the base version elsewhere; None where only the base
+        version can tell."""
+        read = getattr(block_encoding(block.record.encoding), "read", None) if block.record else None
+        if read is None or block.record is None:
+            return None
+        moves: tuple[npt.NDArray[np.uint32], Bits] = read(block.record, block.regions, self.streams(block))
+        return moves
+
     def steps(self, block: BlockRef) -> npt.NDArray[np.int64] | None:
         """How far each element of a block moves, in ulps; None where only the base version can tell."""
         read = getattr(block_encoding(block.record.encoding), "steps", None) if block.record else None
@@ -272,20 +283,15 @@ class DeltaFile:
 
     def changes(self, base: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
         """Block after block, decoded on several threads, a few blocks ahead at the most."""
-        return self.changes_near(lambda regions: base, threads)
-
-    def changes_near(
-        self, base_of: Callable[[Sequence[Region]], BaseBits], threads: int | None = None
-    ) -> Iterator[list[Change]]:
-        """The same, asking block by block for bits that need to be right in the block's own regions only."""
-        return self._each(lambda block: self.decode(block, base_of([region for region, _ in block.regions])), threads)
+        return self.each(lambda block: self.decode(block, base), threads)
 
     def patches(self, bits: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
         """As `changes`, and each block is written by the thread that decoded it. For a copy that is dropped on an
         error: blocks before a bad one are written already."""
-        return self._each(lambda block: self.patch(block, bits), threads)
+        return self.each(lambda block: self.patch(block, bits), threads)
 
-    def _each(self, work: Callable[[BlockRef], list[Change]], threads: int | None) -> Iterator[list[Change]]:
+    def each(self, work: Callable[[BlockRef], T], threads: int | None = None) -> Iterator[T]:
+        """Work on all blocks, on as many threads as decoding them leaves memory for; results in order."""
         most = max((block.changed for block in self.blocks), default=0)
         threads = max(1, min(threads or default_threads(), IN_WORK // (_DECODED * max(most, 1))))
         return ordered_map(work, self.blocks, threads)

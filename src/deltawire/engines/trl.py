@@ -64,10 +64,7 @@ class BucketTransfer:
         The iterator is consumed to its end whatever happens, since every rank of a sharded trainer takes part in it.
         A bucket that is away is no reason to stop training: what it missed goes out with a later sync.
         """
-        weights = {name: tensor.detach() for name, tensor in iterator}
-        self.init_weight_transfer()
-        assert self._publisher is not None
-        self._syncs.add(publish(self._publisher, weights, step=self._syncs.count + 1))
+        self._syncs.add(self._publish(iterator, step=self._syncs.count + 1))
 
     def resume(self) -> None:
         """Nothing; see `pause`."""
@@ -82,18 +79,26 @@ class BucketTransfer:
     def attach(self, trainer: Any) -> None:
         """Let samples carry the version that the server names, and our metrics appear in the trainer's log.
 
-        The stock worker marks a sample with the trainer's own count, which is ahead of what the servers have.
+        The stock worker marks a sample with the trainer's own count, which is ahead of what the servers have. And the
+        trainer waits for its servers before the first sync, while they wait for a first version: it goes out here.
+        Call it on every process, before `train`.
         """
         from .trl_worker import TrueVersions
 
-        worker = trainer.rollout_worker
-        if worker is not None:  # on the main process alone
-            trainer.rollout_queue = TrueVersions.over(worker, self._syncs)
+        if trainer.rollout_worker is not None:  # on the main process alone
+            trainer.rollout_queue = TrueVersions.over(trainer.rollout_worker, self._syncs)
+            self._publish(trainer._streaming_iter(), step=0)
         trainer.callback_handler.callbacks.insert(0, MetricsCallback(self.metrics))
 
     def metrics(self) -> dict[str, float]:
         """Of the newest sync that is in the bucket."""
         return self._syncs.metrics()
+
+    def _publish(self, named: Iterable[tuple[str, torch.Tensor]], step: int) -> PublishHandle | None:
+        weights = {name: tensor.detach() for name, tensor in named}
+        self.init_weight_transfer()
+        assert self._publisher is not None
+        return publish(self._publisher, weights, step)
 
 
 class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]

@@ -25,16 +25,21 @@ from torch import Tensor
 
 from ..core.digest import StateDigest, tensor_keys
 from . import torch_ops
-from .host import from_changes, region_plan, to_changes
+from .host import RegionMoves, from_changes, region_plan, send_moves, to_changes
 from .plan import TILE, Plan, Segment, flat_plan, grid
-from .results import CLASSES, Changed, Ranks, Rules, TooMany, rules
+from .results import BIT_STEPS, CLASSES, NEW_BITS, NUMBER_STEPS, Changed, Moves, Ranks, Rules, TooMany, rules
 
 __all__ = [
+    "BIT_STEPS",
     "CLASSES",
+    "NEW_BITS",
+    "NUMBER_STEPS",
     "TILE",
     "Changed",
+    "Moves",
     "Plan",
     "Ranks",
+    "RegionMoves",
     "Rules",
     "Segment",
     "TooMany",
@@ -45,13 +50,16 @@ __all__ = [
     "detect",
     "digest",
     "digest_change",
+    "digest_plan",
     "flat_plan",
     "from_changes",
     "grid",
     "operations",
     "place",
     "region_plan",
+    "resolve",
     "rules",
+    "send_moves",
     "to_changes",
 ]
 
@@ -101,8 +109,10 @@ def cast_and_detect(
     A NaN becomes the one its device makes: 0x7FFF from CUDA, 0xFFFF from torch on a CPU.
     """
     plan = plan or flat_plan(copies)
-    _require_alike(masters, copies, [t.dtype for t in masters], [torch.float32] * len(masters))
-    _require_alike(copies, masters, [t.dtype for t in copies], [torch.bfloat16] * len(copies))
+    found = [t.dtype for t in masters], [t.dtype for t in copies]
+    _require_alike(masters, copies, found[0], [torch.float32] * len(masters))
+    if set(found[1]) - {torch.bfloat16}:
+        raise ValueError(f"copies must be bf16; these are {', '.join(sorted(map(str, set(found[1]))))}")
     return _run("cast_and_detect", plan, masters, copies, write=write, most=most)  # type: ignore[no-any-return]
 
 
@@ -113,9 +123,21 @@ def apply(tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False, pl
     return _run("apply", plan, tensors, changed, keep=keep)  # type: ignore[no-any-return]
 
 
-def digest(names: Sequence[str], tensors: Sequence[Tensor]) -> StateDigest:
+def resolve(tensors: Sequence[Tensor], moves: Moves, *, plan: Plan) -> Changed:
+    """Moves as a change of what the tensors hold now. Writes nothing to them."""
+    if moves.starts.numel() != plan.tiles + 1:
+        raise ValueError(f"the moves have {moves.starts.numel() - 1} tiles, the plan {plan.tiles}")
+    return _run("resolve", plan, tensors, moves)  # type: ignore[no-any-return]
+
+
+def digest_plan(tensors: Sequence[Tensor]) -> Plan:
+    """How `digest` cuts tensors: for who asks for it often, and in a hurry."""
+    return flat_plan(tensors, unit=2)
+
+
+def digest(names: Sequence[str], tensors: Sequence[Tensor], *, plan: Plan | None = None) -> StateDigest:
     """The state digest of a model: what `deltawire.core.digest` says of the same bits."""
-    plan = flat_plan(tensors, unit=2)
+    plan = plan or digest_plan(tensors)
     return _state(_run("digest", plan, tensors, _keys(plan, names)))
 
 

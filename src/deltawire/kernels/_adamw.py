@@ -146,17 +146,16 @@ def adamw_kernel(
             tl.store(g_at, g_out, mask=valid)
 
 
-@triton.jit
-def gather_kernel(places, pointers, starts, positions, out, BF16: tl.constexpr, BLOCK: tl.constexpr):
-    """The bits, in bf16, at positions of tiles."""
-    tile = tl.program_id(0)
+# a log of another length must not be compiled for
+@triton.jit(do_not_specialize=["count"])
+def gather_kernel(places, pointers, entries, count, out, BF16: tl.constexpr, BLOCK: tl.constexpr):
+    """The bits, in bf16, that the elements of log entries have now."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = i < count
+    entry = tl.load(entries + i, mask=here, other=0)
+    tile = entry >> 32
     tensor = tl.load(places + 3 * tile)
-    at = element_pointer(pointers, tensor, 0, tl.load(places + 3 * tile + 1), BF16, False)
-    start = tl.load(starts + tile)
-    end = tl.load(starts + tile + 1)
-    while start < end:
-        i = start + tl.arange(0, BLOCK)
-        here = i < end
-        value = tl.load(at + tl.load(positions + i, mask=here, other=0).to(tl.int32), mask=here, other=0.0)
-        tl.store(out + i, wire_bits(value, BF16), mask=here)
-        start += BLOCK
+    start = tl.load(places + 3 * tile + 1)
+    at = element_pointer(pointers, tensor, 0, start + ((entry >> 16) & 0xFFFF), BF16, False)
+    value = tl.load(at, mask=here, other=0.0)
+    tl.store(out + i, wire_bits(value, BF16), mask=here)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import results
+from ._steps import take_step
 from ._tiles import chunk_offsets, tile_pointer, tile_shape
+
+NEW_BITS: tl.constexpr = tl.constexpr(results.NEW_BITS)
+NUMBER_STEPS: tl.constexpr = tl.constexpr(results.NUMBER_STEPS)
 
 
 @triton.jit
@@ -115,6 +120,41 @@ def extract_kernel(
                     tl.store(old + at, after, mask=here)
                 mask &= mask - 1
                 to += 1
+
+
+@triton.jit
+def resolve_kernel(
+    tiles,
+    addresses,
+    geometry,
+    starts,
+    positions,
+    values,
+    kinds,
+    out_old,
+    out_new,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tile = tl.load(tiles + tl.program_id(0))
+    rows, width, stride = tile_shape(geometry, tile)
+    at = tile_pointer(addresses, tile, UNIT, False)
+    kind = tl.load(kinds + tile)
+    start = tl.load(starts + tile)
+    end = tl.load(starts + tile + 1)
+    while start < end:
+        i = start + tl.arange(0, BLOCK)
+        here = i < end
+        position = tl.load(positions + i, mask=here, other=0).to(tl.int32)
+        row = position // width
+        # a position past the tile would be read from a neighbour, or from nowhere
+        here &= row < rows
+        was = tl.load(at + row.to(tl.int64) * stride + (position - row * width), mask=here, other=0).to(tl.uint32)
+        value = tl.load(values + i, mask=here, other=0).to(tl.uint32)
+        now = tl.where(kind == NEW_BITS, value, take_step(was, value, kind == NUMBER_STEPS, UNIT))
+        tl.store(out_old + i, was, mask=here)
+        tl.store(out_new + i, now, mask=here)
+        start += BLOCK
 
 
 @triton.jit

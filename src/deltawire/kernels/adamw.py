@@ -25,6 +25,9 @@ from .results import Changed
 SCALARS = 7
 """Per tensor: lr · decay, beta1, beta2, √(bias correction 2), eps, lr / bias correction 1, sign of the gradient."""
 
+LISTS = 4
+"""Of a step: parameters, gradients, first and second moments."""
+
 SPARE = 32
 """A log starts with room for one element in so many; it grows as it must."""
 
@@ -49,6 +52,17 @@ class Elements:
         self.tensor = tensor
         self.places = torch.from_numpy(np.stack([tensor, start, width], axis=1).astype(np.int64)).to(self.device)
         # int64 [tiles, 3]: tensor, first element, elements
+
+        self._table: tuple[list[int], Tensor] = [], self.places
+
+    def table(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Where tensors lie, as `Pointers.table` with nothing beside them; remembered, because they rarely move."""
+        where = [*map(Tensor.data_ptr, tensors)]
+        if where != self._table[0]:
+            table = np.zeros((len(where), LISTS), np.int64)
+            table[:, 0] = where
+            self._table = where, torch.from_numpy(table).to(self.device)
+        return self._table[1]
 
     @property
     def tiles(self) -> int:
@@ -104,14 +118,8 @@ class ChangeLog:
         self.entries = larger
         self.set_count(self.count)
 
-    def sorted(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Where each tile's entries begin, positions in the tile (int64), old bits (int64)."""
-        entries = torch.sort(self.entries[: self.count])[0]
-        edges = torch.arange(self.elements.tiles + 1, device=entries.device) << 32
-        return torch.searchsorted(entries, edges), entries >> 16 & 0xFFFF, entries & 0xFFFF
-
     def between(self, first: int, last: int) -> tuple[Ints, npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
-        """The same of some tiles, on the host."""
+        """Of some tiles, on the host: where each one's entries begin, positions in the tile, old bits."""
         self.settle()
         entries = self.entries[: self.count]
         entries = entries[(entries >= first << 32) & (entries < last << 32)].cpu().numpy()
@@ -162,16 +170,30 @@ def step(elements: Elements, work: Step, log: ChangeLog | None) -> None:
         triton_ops.adamw(elements, work, log, again=True)
 
 
-def changes(elements: Elements, params: Sequence[Tensor], log: ChangeLog, ops: ModuleType) -> Changed:
-    """What is in the log and has other bits now, tile after tile, row by row."""
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A moment of a log: its entries, and the bits their elements had then."""
+
+    entries: Tensor
+    new: Tensor
+    # int16
+
+
+def noted(elements: Elements, params: Sequence[Tensor], log: ChangeLog, ops: ModuleType) -> Noted:
+    """All that must be seen before the next step. Waits for the device."""
     if log.has_room:
         log.settle()
-    starts, positions, old = log.sorted()
-    new = ops.gather_bf16(elements, params, starts, positions)
-    kept = new != old
-    before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
-    parts = (part[kept].to(torch.int16).view(torch.uint16) for part in (positions, old, new))
-    return Changed(before[starts], *parts)
+    entries = log.entries[: log.count].clone()
+    return Noted(entries, ops.gather_bf16(elements, params, entries))
+
+
+def changes(elements: Elements, noted: Noted) -> Changed:
+    """What was in the log and had other bits, tile after tile, row by row. Can take its time."""
+    kept = noted.entries.to(torch.int16) != noted.new
+    entries, order = torch.sort(noted.entries[kept])
+    edges = torch.arange(elements.tiles + 1, device=entries.device) << 32
+    parts = (entries >> 16, entries, noted.new[kept][order])
+    return Changed(torch.searchsorted(entries, edges), *(part.to(torch.int16).view(torch.uint16) for part in parts))
 
 
 def to_changes(

@@ -7,6 +7,7 @@ along memory where the region is in one piece, in bands of whole rows where it i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,13 @@ from numba import njit
 from torch import Tensor
 
 from ..core.change import Change, Region
-from ..core.dtypes import lookup
+from ..core.dtypes import Bits, lookup
+from ..core.parallel import ordered_map
 from .plan import TILE, Plan, Segment
-from .results import Changed
+from .results import Changed, Moves
+
+_WORTH_THREADS = 1 << 18
+"""Changes that are worth starting threads for."""
 
 
 def region_plan(names: Sequence[str], tensors: Sequence[Tensor], regions: Sequence[Region], tile: int = TILE) -> Plan:
@@ -71,6 +76,43 @@ def from_changes(plan: Plan, changes: Sequence[Change]) -> Changed:
         old.numpy()[here], new.numpy()[here] = change.old, change.new
         done = here.stop
     return Changed(*(t.to(plan.device, non_blocking=True) for t in (starts, positions, old, new)))
+
+
+@dataclass(frozen=True, slots=True)
+class RegionMoves:
+    """What changes in a region, told without its old bits."""
+
+    region: Region
+    positions: npt.NDArray[np.uint32]
+    # ascending, counted within the region, and checked
+    values: Bits
+    kind: int
+    # what these are: see `results.Moves`
+
+
+def send_moves(plan: Plan, moves: Sequence[RegionMoves]) -> Moves:
+    """Moves of the regions of a `region_plan`, in their order, on the device."""
+    cuda = plan.device.type == "cuda"
+    begin = np.cumsum([0, *(move.positions.size for move in moves)])
+    starts = torch.empty(plan.tiles + 1, dtype=torch.int64, pin_memory=cuda)
+    positions = torch.empty(int(begin[-1]), dtype=plan.position_dtype, pin_memory=cuda)
+    values = torch.empty(int(begin[-1]), dtype=plan.value_dtype, pin_memory=cuda)
+    kinds = torch.empty(plan.tiles, dtype=torch.int32, pin_memory=cuda)
+    starts[-1] = int(begin[-1])
+
+    def put(number: int) -> None:
+        move, here = moves[number], slice(*begin[number : number + 2].tolist())
+        tiles = slice(*plan.first_tile[number : number + 2].tolist())
+        bases = _bases(plan.segments[number])
+        edges = np.append(np.searchsorted(move.positions, bases), move.positions.size)
+        starts.numpy()[tiles] = here.start + edges[:-1]
+        kinds.numpy()[tiles] = move.kind
+        _subtract_bases(move.positions, edges, bases, positions.numpy()[here])
+        values.numpy()[here] = move.values
+
+    for _ in ordered_map(put, range(len(moves)), None if begin[-1] >= _WORTH_THREADS else 1):
+        pass
+    return Moves(*(t.to(plan.device, non_blocking=True) for t in (starts, positions, values, kinds)))
 
 
 def fetched(tensor: Tensor) -> Tensor:

@@ -14,7 +14,20 @@ from torch import Tensor
 from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
 from .plan import Plan
 
-__all__ = ["CLASSES", "COLUMN_NEUTRAL", "ROW_NEUTRAL", "Changed", "Ranks", "Rules", "TooMany", "rules"]
+__all__ = [
+    "BIT_STEPS",
+    "CLASSES",
+    "COLUMN_NEUTRAL",
+    "NEW_BITS",
+    "NUMBER_STEPS",
+    "ROW_NEUTRAL",
+    "Changed",
+    "Moves",
+    "Ranks",
+    "Rules",
+    "TooMany",
+    "rules",
+]
 
 _ALIGNMENT = 16
 
@@ -50,6 +63,23 @@ class Changed:
     def swapped(self) -> Changed:
         """The change that takes this one back."""
         return Changed(self.starts, self.positions, self.new, self.old)
+
+
+NEW_BITS, NUMBER_STEPS, BIT_STEPS = range(3)
+"""What `Moves.values` are: the new bits; zigzagged steps along the numbers that bits stand for; along the bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Changed units whose old bits are only where the weights are: `resolve` makes a `Changed` of them."""
+
+    starts: Tensor
+    positions: Tensor
+    # both as in `Changed`
+    values: Tensor
+    # as wide as the bits
+    kinds: Tensor
+    # int32 [tiles]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,18 @@ from torch import Tensor
 from ..core import digest as core_digest
 from .adamw import ChangeLog, Elements
 from .plan import TILE, Plan, Segment, narrow, units, widen
-from .results import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL, Changed, Ranks, Rules, TooMany
+from .results import (
+    CLASSES,
+    COLUMN_NEUTRAL,
+    NEW_BITS,
+    NUMBER_STEPS,
+    ROW_NEUTRAL,
+    Changed,
+    Moves,
+    Ranks,
+    Rules,
+    TooMany,
+)
 
 _DIGEST_BLOCKS = 1 << 12
 
@@ -78,6 +89,23 @@ def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool
             found[here] = narrow(bits[at].to(torch.int64) & ((1 << 8 * size) - 1), found.dtype)
         bits[at] = widen(changed.new[here]).to(bits.dtype)
     return Changed(changed.starts, changed.positions, found, changed.new)
+
+
+def resolve(plan: Plan, tensors: Sequence[Tensor], moves: Moves) -> Changed:
+    """Old bits at the positions of moves, and the new ones they lead to."""
+    plan.launches(tensors)
+    found = Changed(moves.starts, moves.positions, torch.empty_like(moves.values), torch.empty_like(moves.values))
+    starts = moves.starts.tolist()
+    for first, segment in _segments(plan):
+        here = slice(starts[first], starts[first + segment.tiles])
+        bits = units(tensors[segment.tensor])
+        width = 8 * bits.dtype.itemsize
+        old = bits[_addresses(plan, found, first, segment)].to(torch.int64) & ((1 << width) - 1)
+        new, kind = widen(moves.values[here]), int(moves.kinds[first])
+        if kind != NEW_BITS:
+            new = _stepped(old, new, kind == NUMBER_STEPS, width)
+        found.old[here], found.new[here] = narrow(old, found.old.dtype), narrow(new, found.new.dtype)
+    return found
 
 
 def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
@@ -200,15 +228,16 @@ def note(elements: Elements, log: ChangeLog, number: int, old: Tensor, new: Tens
     log.set_count(end)
 
 
-def gather_bf16(elements: Elements, params: Sequence[Tensor], starts: Tensor, positions: Tensor) -> Tensor:
-    """The bf16 bits (int64) at positions of tiles."""
-    edges, out = starts.tolist(), torch.empty_like(positions)
-    tile = torch.arange(elements.tiles, device=elements.device).repeat_interleave(starts.diff())
+def gather_bf16(elements: Elements, params: Sequence[Tensor], entries: Tensor) -> Tensor:
+    """The bf16 bits (int16) that the elements of log entries have now."""
+    ordered, order = torch.sort(entries)
+    out = torch.empty(entries.numel(), dtype=torch.int16, device=elements.device)
+    cuts = torch.from_numpy(elements.first_tile).to(elements.device) << 32
+    edges = torch.searchsorted(ordered, cuts).tolist()
     for number, p in enumerate(params):
-        first, last = elements.first_tile[number : number + 2].tolist()
-        here = slice(edges[first], edges[last])
-        at = (tile[here] - first) * TILE + positions[here]
-        out[here] = widen(units(p.detach().reshape(-1)[at].to(torch.bfloat16)))
+        here = slice(edges[number], edges[number + 1])
+        at = ((ordered[here] >> 32) - int(elements.first_tile[number])) * TILE + (ordered[here] >> 16 & 0xFFFF)
+        out[order[here]] = units(p.detach().reshape(-1)[at].to(torch.bfloat16))
     return out
 
 
@@ -287,8 +316,10 @@ def _steps(plan: Plan, rules: Rules, first: int, old: Tensor, new: Tensor) -> Te
 
 
 def _take(plan: Plan, rules: Rules, first: int, old: Tensor, steps: Tensor) -> Tensor:
-    bits = 8 * int(plan.unit[first])
-    is_float = bool(rules.table[first, 1])
+    return _stepped(old, steps, bool(rules.table[first, 1]), 8 * int(plan.unit[first]))
+
+
+def _stepped(old: Tensor, steps: Tensor, is_float: bool, bits: int) -> Tensor:
     step = ((steps + 1) >> 1) ^ -((steps + 1) & 1)
     return _from_key((_to_key(old, is_float, bits) - step) & ((1 << bits) - 1), is_float, bits)
 

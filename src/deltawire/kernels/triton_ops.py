@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..core import digest as core_digest
 from . import _adamw, _change, _classes, _digest, _ranks
-from .adamw import ChangeLog, Elements, Pointers, Step
+from .adamw import ChangeLog, Elements, Step
 from .plan import TILE, Plan
-from .results import CLASSES, Changed, Ranks, Rules, TooMany
+from .results import CLASSES, Changed, Moves, Ranks, Rules, TooMany
 
 CHUNK = 128
 """Units of a row that are read as one piece; a byte can count them."""
@@ -108,6 +108,26 @@ def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool
                 **APPLY,
             )
     return Changed(changed.starts, changed.positions, found, changed.new)
+
+
+def resolve(plan: Plan, tensors: Sequence[Tensor], moves: Moves) -> Changed:
+    """Old bits at the positions of moves, and the new ones they lead to."""
+    old, new = torch.empty_like(moves.values), torch.empty_like(moves.values)
+    for launch in plan.launches(tensors) if moves.values.numel() else ():
+        _change.resolve_kernel[(launch.count,)](
+            launch.tiles,
+            *launch.addresses,
+            plan.geometry,
+            moves.starts,
+            moves.positions,
+            moves.values,
+            moves.kinds,
+            old,
+            new,
+            UNIT=launch.unit,
+            **APPLY,
+        )
+    return Changed(moves.starts, moves.positions, old, new)
 
 
 def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
@@ -275,15 +295,15 @@ def adamw(elements: Elements, work: Step, log: ChangeLog | None, *, again: bool 
         )
 
 
-def gather_bf16(elements: Elements, params: Sequence[Tensor], starts: Tensor, positions: Tensor) -> Tensor:
-    """The bf16 bits (int64) at positions of tiles."""
-    out = torch.empty(positions.numel(), dtype=torch.int64, device=elements.device)
-    if out.numel():
-        table = Pointers(elements, (params, *[[None] * len(params)] * 3)).table
-        _adamw.gather_kernel[(elements.tiles,)](
-            elements.places, table, starts, positions, out, BF16=elements.bf16, **GATHER
+def gather_bf16(elements: Elements, params: Sequence[Tensor], entries: Tensor) -> Tensor:
+    """The bf16 bits (int16) that the elements of log entries have now."""
+    count = entries.numel()
+    out = torch.empty(count, dtype=torch.uint16, device=elements.device)
+    if count:
+        _adamw.gather_kernel[(triton.cdiv(count, GATHER["BLOCK"]),)](
+            elements.places, elements.table(params), entries, count, out, BF16=elements.bf16, **GATHER
         )
-    return out
+    return out.view(torch.int16)
 
 
 def _late(log: ChangeLog, blocks: int) -> Tensor:

@@ -6,7 +6,8 @@ While the engine is paused nothing crosses the bus but two words of digest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.full import Source
 from ..core.schema import Schema, TensorSpec
-from ..kernels.plan import units
+from ..core.sparse import BlockRef, DeltaFile
+from ..kernels.plan import Remember, units
 from ..models import tensors_of
 from .target import Target, require
 
@@ -45,6 +47,11 @@ class DeviceTarget(Target):
                 if own not in self._names.setdefault(tensor.name, []):
                     self._names[tensor.name].append(own)
         self.device = next(iter(self._live.values())).device
+        self._plans = Remember()
+        # what is proven in every pause
+        self._proven = [tensor.name for tensor in schema.tensors]
+        self._first = [self._live[self._names[name][0]] for name in self._proven]
+        self._digest_plan = kernels.digest_plan(self._first)
 
     @property
     def in_place(self) -> bool:
@@ -59,7 +66,47 @@ class DeviceTarget(Target):
             return self._read(region)
         return region.cut(self.bits(region.tensor.name))
 
-    def base(self, wanted: Sequence[Region]) -> BaseBits:
+    def decode(self, file: DeltaFile) -> list[kernels.RegionMoves]:
+        """Positions and steps, which take no weights to read; where they do, those of a block come to the host."""
+
+        def one(block: BlockRef) -> list[kernels.RegionMoves]:
+            moves = file.moves(block)
+            if moves is None:
+                changes = file.decode(block, self._base([region for region, _ in block.regions]))
+                return [kernels.RegionMoves(c.region, c.positions, c.new, kernels.NEW_BITS) for c in changes]
+            cuts = np.cumsum([0, *(count for _, count in block.regions)]).tolist()
+            parts = ([values[a:b] for values in moves] for a, b in pairwise(cuts))
+            return [
+                kernels.RegionMoves(region, positions, steps, _kind(region))
+                for (region, _), (positions, steps) in zip(block.regions, parts, strict=True)
+            ]
+
+        return [moves for found in file.each(one) for moves in found]
+
+    def stage(self, decoded: Sequence[kernels.RegionMoves]) -> DevicePatch:
+        most = max(map(len, self._names.values()), default=1)
+        parts = (self._part(decoded, number) for number in range(most))
+        return DevicePatch(self.device, [part for part in parts if part is not None])
+
+    def _part(self, decoded: Sequence[kernels.RegionMoves], number: int) -> _Part | None:
+        """What changes in the first tensor that this model has for each of the run's, or in the next ones."""
+        moves = [m for m in decoded if len(self._names[m.region.tensor.name]) > number]
+        if not moves:
+            return None
+        regions = tuple(m.region for m in moves)
+        names = list(dict.fromkeys(region.tensor.name for region in regions))
+        tensors = [self._live[self._names[name][number]] for name in names]
+        # one delta touches the regions that the one before did, as a rule
+        plan = self._plans.get((number, regions), lambda: kernels.region_plan(names, tensors, regions))
+        return _Part(names, tensors, plan, kernels.resolve(tensors, kernels.send_moves(plan, moves), plan=plan))
+
+    def write(self, change: Change) -> None:
+        self.stage([kernels.RegionMoves(change.region, change.positions, change.new, kernels.NEW_BITS)]).write()
+
+    def undo(self, change: Change) -> None:
+        self.stage([kernels.RegionMoves(change.region, change.positions, change.old, kernels.NEW_BITS)]).write()
+
+    def _base(self, wanted: Sequence[Region]) -> BaseBits:
         """Only what a block needs leaves the device; the rest of what is handed out is never touched."""
         whole: dict[str, Bits] = {}
         for region in wanted:
@@ -75,15 +122,6 @@ class DeviceTarget(Target):
             whole[tensor.name][rows.base : rows.base + rows.units] = self._read(rows)
         return whole.__getitem__
 
-    def stage(self, changes: Sequence[Change]) -> DevicePatch:
-        return DevicePatch(self, changes)
-
-    def write(self, change: Change) -> None:
-        self.stage([change]).write()
-
-    def undo(self, change: Change) -> None:
-        self.stage([Change(change.region, change.positions, change.new, change.old)]).write()
-
     def load(self, source: Source) -> None:
         for tensor in self.schema.tensors:
             for region in regions(tensor):
@@ -93,8 +131,7 @@ class DeviceTarget(Target):
                     units(self._live[name])[region.base : region.base + region.units].copy_(new)
 
     def digest(self) -> StateDigest:
-        first = [self._live[self._names[tensor.name][0]] for tensor in self.schema.tensors]
-        total = kernels.digest([tensor.name for tensor in self.schema.tensors], first)
+        total = kernels.digest(self._proven, self._first, plan=self._digest_plan)
         for names in self._names.values():
             for other in names[1:]:
                 if not torch.equal(units(self._live[names[0]]), units(self._live[other])):
@@ -114,43 +151,50 @@ class DeviceTarget(Target):
         return part.numpy().view(lookup(region.tensor.dtype).unit)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tensors with memory of their own, and what changes in them."""
+
+    names: list[str]
+    # in the run
+    tensors: list[Tensor]
+    plan: kernels.Plan
+    changed: kernels.Changed
+
+
 class DevicePatch:
     """Changes on the device, ready to be written. Undoing puts back the bits that were really found there."""
 
-    def __init__(self, target: DeviceTarget, changes: Sequence[Change]) -> None:
-        spread = [
-            Change(_renamed(change.region, name), change.positions, change.old, change.new)
-            for change in changes
-            for name in target._names[change.region.tensor.name]
-        ]
-        touched = list(dict.fromkeys(change.region.tensor.name for change in spread))
-        self._tensors = [target._live[name] for name in touched]
-        self._plan = kernels.region_plan(touched, self._tensors, [change.region for change in spread])
-        self._staged = kernels.from_changes(self._plan, spread) if spread else None
-        # looked up now, not in the pause
-        self._plan.launches(self._tensors)
-        self._device = target.device
-        self._kept: kernels.Changed | None = None
-        self._wait()
+    def __init__(self, device: torch.device, parts: Sequence[_Part]) -> None:
+        self._device, self._parts = device, parts
+        self._kept: list[kernels.Changed] = []
+        # what each part that was written replaced
+        # tensors that the run ties and this model does not count once: the first part has all of the run's
+        first = parts[0] if parts else None
+        self.moved = (
+            kernels.digest_change(first.names, first.tensors, first.changed, plan=first.plan)
+            if first is not None
+            else StateDigest()
+        )
 
     def write(self) -> None:
-        if self._staged is not None:
-            self._kept = kernels.apply(self._tensors, self._staged, keep=True, plan=self._plan)
-            self._wait()
+        for part in self._parts:
+            self._kept.append(kernels.apply(part.tensors, part.changed, keep=True, plan=part.plan))
+        self._wait()
 
     def undo(self) -> None:
-        if self._kept is not None:
-            kernels.apply(self._tensors, self._kept.swapped(), plan=self._plan)
-            self._kept = None
-            self._wait()
+        # a part whose write broke off may be written or not: the bits it was staged against are right for both
+        found = [*self._kept, *(part.changed for part in self._parts[len(self._kept) :])]
+        for part, kept in zip(self._parts, found, strict=True):
+            kernels.apply(part.tensors, kept.swapped(), plan=part.plan)
+        self._kept = []
+        self._wait()
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def _renamed(region: Region, name: str) -> Region:
-    if region.tensor.name == name:
-        return region
-    spec = TensorSpec(name, region.tensor.dtype, region.tensor.shape)
-    return replace(region, tensor=spec)
+def _kind(region: Region) -> int:
+    """How the steps of a region are counted."""
+    return kernels.NUMBER_STEPS if lookup(region.tensor.dtype).steps_are_signed else kernels.BIT_STEPS

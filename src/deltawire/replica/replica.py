@@ -376,8 +376,7 @@ class Replica:
                 self._digest, self.version = staged.digest, manifest.version
             self._note(staged.timings)
         elif link.kind == "anchor":
-            for data in parcel.objects:
-                self._load(target, manifest, as_anchor(run, manifest.version, data))
+            self._load(target, manifest, as_anchor(run, manifest.version, parcel.objects))
         else:
             self._load(target, manifest, reference_source(run, link, self._resolve))
         log.info(

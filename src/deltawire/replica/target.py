@@ -10,13 +10,13 @@ import numpy as np
 from ..bucket.replay import State
 from ..core import full
 from ..core.change import Change, Region, regions
-from ..core.codecs.base import BaseBits
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
+from ..core.sparse import DeltaFile
 from ..models import ModelView, is_torch, like, tensors_of, torch_bits
 
 WORTH_THREADS = 1 << 20
@@ -25,6 +25,9 @@ WORTH_THREADS = 1 << 20
 
 class Patch(Protocol):
     """Staged changes, ready to be written to live weights."""
+
+    moved: StateDigest
+    # how the state digest will move
 
     def write(self) -> None: ...
 
@@ -65,13 +68,13 @@ class Target:
     def region(self, region: Region) -> Bits:
         return region.cut(self.bits(region.tensor.name))
 
-    def base(self, wanted: Sequence[Region]) -> BaseBits:
-        """Present bits by tensor name, for a reader that will look at these regions alone."""
-        return self.bits
+    def decode(self, file: DeltaFile) -> Sequence[Any]:
+        """What a delta changes, checked: as `stage` takes it."""
+        return [change for changes in file.changes(self.bits) for change in changes]
 
-    def stage(self, changes: Sequence[Change]) -> Patch:
-        """Bring checked changes to where the weights are. Writes nothing."""
-        return _HostPatch(self, changes)
+    def stage(self, decoded: Sequence[Any]) -> Patch:
+        """Bring what was decoded to where the weights are. Writes nothing."""
+        return _HostPatch(self, decoded)
 
     def write(self, change: Change) -> None:
         for cell in self._cells[change.region.tensor.name]:
@@ -120,6 +123,7 @@ def open_target(model: Any, schema: Schema, *, strict: bool = True) -> Target:
 class _HostPatch:
     def __init__(self, target: Target, changes: Sequence[Change]) -> None:
         self._target, self._changes = target, changes
+        self.moved = sum((change.digest() for change in changes), StateDigest())
 
     def write(self) -> None:
         many = sum(change.count for change in self._changes) >= WORTH_THREADS

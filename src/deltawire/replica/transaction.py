@@ -1,6 +1,6 @@
 """Patch live weights all or nothing.
 
-stage    decode, predict the digest, bring it there   nothing touched; any error ends here
+stage    decode, bring it there, predict the digest   nothing touched; any error ends here
 apply    scatter the new bits                         on an error: scatter the old ones back
 prove    recompute the digest of the live weights     on a mismatch: scatter the old ones back
 """
@@ -8,12 +8,12 @@ prove    recompute the digest of the live weights     on a mismatch: scatter the
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from ..bucket.ahead import Parcel
 from ..bucket.replay import as_delta
 from ..bucket.run import Run
-from ..core.change import Change
 from ..core.digest import StateDigest
 from ..core.errors import DigestMismatch
 from .target import Patch, Target
@@ -26,39 +26,32 @@ class Staged:
     version: int
     digest: StateDigest
     # what the weights will have
-    changes: list[Change]
-    patch: Patch | None = None
-    # the changes where the weights are
-    timings: dict[str, float] = field(default_factory=dict)
+    patch: Patch
+    # the changes, where the weights are
+    timings: dict[str, float]
 
 
 def stage(run: Run, parcel: Parcel, target: Target, present: StateDigest) -> Staged:
     """Everything that can go wrong with a delta goes wrong here, before a weight is touched."""
     manifest, link = parcel.manifest, parcel.link
-    staged = Staged(manifest.version, present, [])
     clock = time.perf_counter()
+    decoded: list[Any] = []
     for data in parcel.objects:
-        file = as_delta(run, manifest.version, link.base, data)
-        for changes in file.changes_near(target.base):
-            staged.changes.extend(changes)
-    staged.digest = sum((change.digest() for change in staged.changes), present)
-    staged.timings["decode"] = time.perf_counter() - clock
-    if str(staged.digest) != manifest.digest:
-        raise DigestMismatch(
-            manifest.version,
-            manifest.digest,
-            str(staged.digest),
-            "the delta does not lead there; nothing was changed",
-        )
+        decoded.extend(target.decode(as_delta(run, manifest.version, link.base, data)))
+    timings = {"decode": time.perf_counter() - clock}
     clock = time.perf_counter()
-    staged.patch = target.stage(staged.changes)
-    staged.timings["stage"] = time.perf_counter() - clock
-    return staged
+    patch = target.stage(decoded)
+    digest = present + patch.moved
+    timings["stage"] = time.perf_counter() - clock
+    if str(digest) != manifest.digest:
+        raise DigestMismatch(
+            manifest.version, manifest.digest, str(digest), "the delta does not lead there; nothing was changed"
+        )
+    return Staged(manifest.version, digest, patch, timings)
 
 
 def apply(target: Target, staged: Staged, *, prove: bool = True) -> None:
     """Write a staged delta. On any failure the old bits are back when the exception leaves."""
-    assert staged.patch is not None
     clock = time.perf_counter()
     try:
         staged.patch.write()

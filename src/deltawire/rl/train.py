@@ -3,8 +3,8 @@
     python -m deltawire.rl.train --run s3://runs/wordle --env http://host:8000 --server http://a:8000 --server http://b:8000
 
 Publishes the policy as version 0, waits for the servers to have it, measures how well they play, trains, and measures
-again once they have the last version. Writes one JSON object per line, `event` says which: published, evaluated, step,
-done.
+again once they have the last version. Writes one JSON object per line, `event` says which: phase, published, evaluated,
+step, remark, done.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ def run(options: Options, settings: Settings) -> None:
     with Publisher(options.run, wire_dtype="bf16", encoding=options.encoding, files=folder) as publisher:
         _say_published(publisher.publish(learner.model, step=0, wait=True).result())
         assert publisher.version is not None
+        _say("phase", text="waiting for the replicas")
         wait_for(options.servers, publisher.version)
         _evaluate(options, settings, publisher.version)
+        _say("phase", text="training")
         ledger, step = Ledger(publisher), 0
         began = time.monotonic()
         with Rollouts(options.servers, options.environment, settings, options.model) as rollouts:
@@ -75,6 +77,7 @@ def run(options: Options, settings: Settings) -> None:
                     _say_published(published)
                 _say("step", version=publisher.version, **{k: v for k, v in asdict(done).items() if k != "published"})
         trained_s = time.monotonic() - began
+        _say("phase", text="bringing the last version everywhere")
         for published in ledger.settle(learner.model, step, PATIENCE_S):
             _say_published(published)
         wait_for(options.servers, publisher.version)
@@ -112,6 +115,7 @@ def _evaluate(options: Options, settings: Settings, version: int) -> None:
     """Through all servers; again where one of them goes away meanwhile."""
     if not options.games:
         return
+    _say("phase", text=f"playing {options.games} games with version {version}")
     rules = Rules(load(options.words), options.guesses)
     sampler = Spread([ServerSampler(url, options.model) for url in options.servers])
     for attempt in range(1, ATTEMPTS + 1):
@@ -132,7 +136,14 @@ def _say_published(published: Published) -> None:
 
 
 def _say(event: str, **more: Any) -> None:
-    print(json.dumps({"event": event, "at": time.time(), **more}), flush=True)
+    # in one piece: the workers' thread has remarks too
+    sys.stdout.write(json.dumps({"event": event, "at": time.time(), **more}) + "\n")
+    sys.stdout.flush()
+
+
+class _Remarks(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _say("remark", text=record.getMessage())
 
 
 def main() -> None:
@@ -159,7 +170,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.steps is None and given.seconds is None:
         parser.error("say when to end: --steps, --seconds or both")
-    logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(message)s", level=logging.WARNING)
+    log.addHandler(_Remarks(logging.WARNING))
     limit = None if given.staleness < 0 or given.no_sync else given.staleness
     settings = Settings(
         secrets=given.secrets, games=given.generations, workers=given.workers, staleness=limit, rate=given.lr,

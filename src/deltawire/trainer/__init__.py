@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .background import PublishHandle
 from .detectors import HostDetector
-from .publisher import Publisher, PublishHandle
+from .publisher import Publisher
 from .writer import Published
 
 if TYPE_CHECKING:

@@ -226,28 +226,28 @@ class LogPart:
         self._require_same(live)
         self._optimizer._follow()
 
-    def find(self, live: Sequence[Tensor], most: int) -> kernels.Changed:
+    def find(self, live: Sequence[Tensor], most: int) -> ops.Noted:
         self._require_same(live)
         optimizer = self._optimizer
         with optimizer._steps:
             optimizer._require_track()
             assert optimizer._log is not None
             elements = optimizer._cut()
-            params = [p.detach() for p in optimizer._parameters()]
-            found = ops.changes(elements, params, optimizer._log, kernels.operations(elements.device))
-        if found.count > most:
-            raise kernels.TooMany(found.count)
+            found = ops.noted(elements, optimizer._parameters(), optimizer._log, kernels.operations(elements.device))
+        if found.entries.numel() > most:
+            raise kernels.TooMany(found.entries.numel())
         return found
 
-    def take(self, found: kernels.Changed) -> None:
+    def take(self, found: ops.Noted) -> None:
         self._optimizer._follow()
 
-    def give_back(self, found: kernels.Changed) -> None:
+    def give_back(self, found: ops.Noted) -> None:
         # what the log had is gone: as if somebody else had written
         self._optimizer._versions = []
 
-    def changes(self, found: kernels.Changed) -> list[Change]:
-        return ops.to_changes(self._optimizer._cut(), self._numbers, found, self._regions)
+    def changes(self, found: ops.Noted) -> list[Change]:
+        elements = self._optimizer._cut()
+        return ops.to_changes(elements, self._numbers, ops.changes(elements, found), self._regions)
 
     def read(self, region: Region) -> Bits:
         optimizer = self._optimizer
@@ -271,9 +271,11 @@ class LogPart:
 
     def _require_same(self, live: Sequence[Tensor]) -> None:
         params = self._optimizer._parameters()
-        for name, tensor in zip(self.names, live, strict=True):
-            if tensor.data_ptr() != params[self._numbers[name]].data_ptr():
-                raise LostTrack(f"{name!r} is not what the optimizer steps")
+        stepped = [params[number].data_ptr() for number in self._numbers.values()]
+        found = [*map(Tensor.data_ptr, live)]
+        if found != stepped:
+            other = next(name for name, a, b in zip(self.names, found, stepped, strict=True) if a != b)
+            raise LostTrack(f"{other!r} is not what the optimizer steps")
 
 
 class _Kept:

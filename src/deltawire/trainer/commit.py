@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from blake3 import blake3
 
@@ -13,9 +13,21 @@ from ..core import full, history, keys
 from ..core.errors import AlreadyExists, StoreError, VersionNotFound, WriterConflict
 from ..core.manifest import Blob, File, Head, Link, Manifest, Summary, dump, now
 from ..core.sparse import DataFile
+from ..store import Store
 from .claim import Claim
 
 log = logging.getLogger("deltawire")
+
+
+def put_object(store: Store, key: str, file: DataFile, progress: Callable[[int], None] | None = None) -> Blob:
+    def chunks() -> Iterator[bytes]:
+        for chunk in file.chunks():
+            yield chunk
+            if progress:
+                progress(len(chunk))
+
+    store.put(key, chunks)
+    return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
 
 
 class Committer:
@@ -37,16 +49,6 @@ class Committer:
     @property
     def next_version(self) -> int:
         return 0 if self.newest is None else self.newest.version + 1
-
-    def put(self, key: str, file: DataFile, progress: Callable[[int], None] | None = None) -> Blob:
-        def chunks() -> object:
-            for chunk in file.chunks():
-                yield chunk
-                if progress:
-                    progress(len(chunk))
-
-        self.run.store.put(key, chunks)  # type: ignore[arg-type]
-        return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
 
     def put_files(self, files: Mapping[str, bytes] | None) -> tuple[File, ...]:
         """Config and tokenizer files: uploaded once, named by every later manifest. None keeps the parent's."""

@@ -52,7 +52,7 @@ class Detected(Protocol):
     """What `detect` saw and the detector has yet to take over."""
 
     found: Future[Found]
-    # may still be on its way from the device
+    # there once it was taken over; may still be on its way from the device
 
     def take(self) -> None:
         """From now on these are the weights captured last."""

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.schema import Schema
-from ..models import ModelView, tensors_of
+from ..models import Known, ModelView, tensors_of
 from .detectors import Detected, Found, TooLarge, merged
 from .parts import HeldPart, Part, regions_of, snapshot_parts, undo_within
 
@@ -42,6 +42,8 @@ class DeviceDetector:
     def __init__(self) -> None:
         self._parts: list[Part] = []
         self._stream: Any = None
+        self._known: Known | None = None
+        # a view that says the same of itself was looked at before
 
     # ── what a kind of detector says ──
 
@@ -52,6 +54,7 @@ class DeviceDetector:
 
     def bind(self, source: Source) -> None:
         view = self._view(source)
+        self._known = view.known
         self.schema: Schema = source.schema
         self.plan = blocks(source.schema)
         tensors = list(view.tensors.values())
@@ -66,7 +69,11 @@ class DeviceDetector:
     def suits(self, source: Source) -> bool:
         if not isinstance(source, ModelView):
             return False
-        return all(isinstance(t, Tensor) and t.device == self.device for t in source.tensors.values())
+        if self._is_known(source):
+            return True
+        fits = all(isinstance(t, Tensor) and t.device == self.device for t in source.tensors.values())
+        self._known = source.known if fits else None
+        return fits
 
     def digest_of(self, source: Source) -> StateDigest:
         view = self._view(source)
@@ -101,7 +108,7 @@ class DeviceDetector:
         if self._stream is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
-        return _OnDevice(self, found, self._pool.submit(self._fetch, found, ready))
+        return _OnDevice(self, found, ready)
 
     def region(self, region: Region) -> Bits:
         with self._beside(self._taken if self._stream is not None else None):
@@ -120,12 +127,18 @@ class DeviceDetector:
     # ── inside ──
 
     def _view(self, source: Source) -> ModelView:
-        if not isinstance(source, ModelView) or not all(isinstance(t, Tensor) for t in source.tensors.values()):
-            raise SchemaMismatch(f"{type(self).__name__} compares torch models; this is a {type(source).__name__}")
-        return source
+        if isinstance(source, ModelView) and (
+            self._is_known(source) or all(isinstance(t, Tensor) for t in source.tensors.values())
+        ):
+            return source
+        raise SchemaMismatch(f"{type(self).__name__} compares torch models; this is a {type(source).__name__}")
+
+    def _is_known(self, view: ModelView) -> bool:
+        return view.known is not None and view.known is self._known
 
     def _live(self, tensors: Mapping[str, Tensor], part: Part) -> list[Tensor]:
-        return [tensors[name].detach().contiguous() for name in part.names]
+        live = [tensors[name] for name in part.names]
+        return live if all(map(Tensor.is_contiguous, live)) else [tensor.detach().contiguous() for tensor in live]
 
     def _fetch(self, found: list[tuple[Part, Any]], ready: Any) -> Found:
         with self._beside(ready):
@@ -153,12 +166,16 @@ class DeviceDetector:
 class _OnDevice:
     detector: DeviceDetector
     parts: list[tuple[Part, Any]]
-    found: Future[Found]
+    ready: Any
+    # CUDA event: what was found is there
+    found: Future[Found] = field(init=False)
 
     def take(self) -> None:
         for part, found in self.parts:
             part.take(found)
         self.detector._mark()
+        # last: the thread that fetches would take turns with this one
+        self.found = self.detector._pool.submit(self.detector._fetch, self.parts, self.ready)
 
     def give_back(self) -> None:
         for part, found in self.parts:
@@ -226,7 +243,7 @@ class FusedDetector(DeviceDetector):
         detected = self._detect(tensors, 1 << 62)
         with self._casting:
             detected.take()
-            self._since = self._joined(detected.found)
+            self._since = self._joined(self._since, detected.found)
 
     def load(self, source: Source) -> StateDigest:
         with self._casting:
@@ -236,7 +253,7 @@ class FusedDetector(DeviceDetector):
     def detect(self, source: Source, budget: int) -> Detected:
         detected = super().detect(source, budget)
         with self._casting:
-            return _Fused(self, detected, self._since, self._joined(detected.found))
+            return _Fused(self, detected, self._since)
 
     def region(self, region: Region) -> Bits:
         with self._casting:
@@ -247,8 +264,7 @@ class FusedDetector(DeviceDetector):
                     undo_within(region, bits, change)
         return bits
 
-    def _joined(self, found: Future[Found]) -> Future[Found]:
-        first = self._since
+    def _joined(self, first: Future[Found] | None, found: Future[Found]) -> Future[Found]:
         return found if first is None else self.later(lambda: merged(first, found))
 
 
@@ -257,10 +273,11 @@ class _Fused:
     detector: FusedDetector
     detected: Detected
     since: Future[Found] | None
-    found: Future[Found]
+    found: Future[Found] = field(init=False)
 
     def take(self) -> None:
         self.detected.take()
+        self.found = self.detector._joined(self.since, self.detected.found)
         self.detector._since = None
 
     def give_back(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 
 from ..core.change import Block, Change, Region, no_change
 from ..core.digest import StateDigest
@@ -66,11 +67,7 @@ class Mirror:
         # oldest first
         self._lock = threading.Lock()
 
-    @property
-    def units(self) -> int:
-        return sum(region.units for block in self.plan for region in block)
-
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(region.units * region.tensor.unit_size for block in self.plan for region in block)
 

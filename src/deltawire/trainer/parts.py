@@ -52,19 +52,20 @@ class HeldPart:
         self._number = {name: number for number, name in enumerate(self.names)}
         self._regions = regions
         self._plan = kernels.region_plan(self.names, self.held, regions)
+        self._wire = [tensor.dtype for tensor in self.held]
 
     def load(self, live: Sequence[Tensor]) -> None:
         for held, tensor in zip(self.held, live, strict=True):
             held.copy_(tensor.detach())
 
     def find(self, live: Sequence[Tensor], most: int) -> kernels.Changed:
-        wire = [held.dtype for held in self.held]
-        if [t.dtype for t in live] == wire:
+        given = [tensor.dtype for tensor in live]
+        if given == self._wire:
             return kernels.detect(self.held, live, plan=self._plan, most=most)
-        if all(t.dtype == torch.float32 for t in live) and set(wire) == {torch.bfloat16}:
+        if set(given) == {torch.float32} and set(self._wire) == {torch.bfloat16}:
             return kernels.cast_and_detect(live, self.held, write=False, plan=self._plan, most=most)
         # a cast that no kernel has built in: by torch, into memory that is given back
-        cast = [tensor.detach().to(dtype) for tensor, dtype in zip(live, wire, strict=True)]
+        cast = [tensor.detach().to(dtype) for tensor, dtype in zip(live, self._wire, strict=True)]
         return kernels.detect(self.held, cast, plan=self._plan, most=most)
 
     def take(self, found: kernels.Changed) -> None:

@@ -7,69 +7,39 @@ publish ──capture──▶ waiting ──▶ in flight ──encode, put, co
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..bucket.replay import State, checkout, find_reference, reference_source
+from ..bucket.replay import State, find_reference
 from ..bucket.run import Run
 from ..core import full
-from ..core.errors import (
-    ChainError,
-    DeltawireError,
-    DivergedRun,
-    FormatError,
-    ObjectNotFound,
-    PublisherClosed,
-    PublishFailed,
-    ReferenceUnavailable,
-    RunNotFound,
-    SchemaMismatch,
-    WriterConflict,
-)
-from ..core.manifest import Link, Manifest
+from ..core.errors import DeltawireError, DivergedRun, RunNotFound, SchemaMismatch
+from ..core.manifest import Manifest
 from ..core.parallel import ordered_map
 from ..core.sparse import EncodedBlock, encode_block
 from ..models import AUTO, Known, ModelView
 from ..store import Store, open_store
 from .auto import EncodingChooser
+from .background import Background, Job, PublishHandle
 from .commit import Committer
 from .detectors import Detector, HostDetector, LostTrack, TooLarge, as_detector, default_detector
 from .mirror import Capture, Mirror
+from .opening import commit_reference, open_reference, rebuild
 from .policy import AnchorPolicy
+from .skips import Skips
 from .stream import Stream
-from .writer import Draft, Progress, Published, Skip, VersionWriter, say
+from .team import group_of, may_share
+from .writer import Draft, Progress, Published, VersionWriter, say
+
+if TYPE_CHECKING:
+    from .sharded import ShardedPublisher
 
 log = logging.getLogger("deltawire")
 
 MIN_PENDING = 64 << 20
-
-
-class PublishHandle:
-    """What `publish` returns at once. `result()` waits for the version that carries the publish."""
-
-    def __init__(self) -> None:
-        self._future: Future[Published] = Future()
-
-    def result(self, timeout: float | None = None) -> Published:
-        return self._future.result(timeout)
-
-    def done(self) -> bool:
-        return self._future.done()
-
-
-@dataclass(slots=True)
-class _Job:
-    capture: Capture
-    handles: list[PublishHandle] = field(default_factory=list)
-    step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    held: float = 0.0
 
 
 class Publisher:
@@ -88,6 +58,8 @@ class Publisher:
     skip_every     also publish a delta over this many versions at a time, so that late joiners fetch fewer objects
     reference      a checkpoint folder or hub id that version 0 points to, instead of an upload of the full weights
     files          names and contents, or a checkpoint folder, of config and tokenizer files that go with the weights
+    group          "auto" (default): where torch.distributed runs several processes, they publish their model together
+                   (trainer/sharded.py), so every rank must call `publish`. A process group, or None: this one alone.
     max_pending    bytes that one capture may hold while it waits (default: half the model); a denser change is
                    published block by block before `publish` returns
     """
@@ -106,6 +78,7 @@ class Publisher:
         reference: str | Path | None = None,
         files: Mapping[str, bytes] | str | Path | None = None,
         model_name: str = "",
+        group: Any = AUTO,
         max_pending: int | None = None,
     ) -> None:
         self._chooser = EncodingChooser(encoding)
@@ -117,7 +90,6 @@ class Publisher:
         self._bound = False
         self._known: Known | None = None
         # about the model published last, which is usually the next one too
-        self._skip_every = skip_every
         self._reference = str(reference) if reference is not None else None
         self._files = full.companion_files(Path(files)) if isinstance(files, (str, Path)) else files
         self._model_name = model_name
@@ -126,20 +98,13 @@ class Publisher:
         self._writer: VersionWriter | None = None
         self._mirror: Mirror | None = None
         # what to diff against; None until the first publish, and again when it no longer is what the bucket has
-        self._skip: tuple[int, Capture] | None = None
-        # everything since a base version, where skip deltas are wanted
-
-        self._work = threading.Condition()
-        self._waiting: _Job | None = None
-        self._in_flight: _Job | None = None
-        self._leftover: list[Capture] = []
-        # captured but not published, because that failed, oldest first: goes out with the next job
-        self._failure: BaseException | None = None
-        self._closed = False
-        self._thread: threading.Thread | None = None
-        with suppress(RunNotFound):
-            # else it is made by the first publish, which knows the schema
-            self._take_up(Run.open(self._store))
+        self._skips = Skips(skip_every)
+        self._background = Background(self._publish, self._store.url)
+        self._group, self._skip_every = group, skip_every
+        self._sharded: ShardedPublisher | None = None
+        # where several ranks publish, it does all the work
+        if not may_share(group):
+            self._look()
 
     # ── what a trainer calls ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -160,8 +125,11 @@ class Publisher:
 
         Tied weights travel once; frozen ones are compared like all others, and cost no bytes while they do not change.
         """
+        sharded = self._together(model)
+        if sharded is not None:
+            return sharded.publish(model, step, metrics or {}, wait)
         began = time.perf_counter()
-        self._raise_failure()
+        self._background.check()
         source = self._open(model, progress)
         handle = PublishHandle()
         try:
@@ -169,7 +137,7 @@ class Publisher:
         except LostTrack as lost:
             log.warning("%s; comparing with the newest version in %s", lost, self._store.url)
             self.flush()
-            self._mirror, self._leftover, job = None, [], None
+            self._mirror, self._background.leftover, job = None, [], None
             source = self._open(source, progress)
         if job is None:
             self._stream(source, handle, step, metrics or {}, began, progress)
@@ -177,18 +145,17 @@ class Publisher:
         job.handles.append(handle)
         job.step, job.metrics = step, metrics or {}
         job.held += time.perf_counter() - began
-        with self._work:
-            self._waiting = job
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="deltawire-publisher", daemon=True)
-                self._thread.start()
-            self._work.notify_all()
+        self._background.submit(job)
         if wait:
             handle.result()
         return handle
 
     def resume(self, model: Any) -> int:
         """Declare that these weights are the run's newest version, and check it. DivergedRun if they are not."""
+        sharded = self._together(model)
+        if sharded is not None:
+            return sharded.resume(model)
+        self._look()
         committer = self._writer.committer if self._writer else None
         newest = committer.newest if committer else None
         if committer is None or newest is None:
@@ -206,26 +173,13 @@ class Publisher:
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything published so far is committed; raise what went wrong."""
-        with self._work:
-            idle = self._work.wait_for(lambda: self._waiting is None and self._in_flight is None, timeout)
-        if not idle:
-            raise TimeoutError(f"{self._store.url} has not taken everything within {timeout} s")
-        self._raise_failure()
+        (self._sharded or self._background).flush(timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Publish what waits, stop the thread, and raise a background failure that nobody saw yet."""
-        if self._closed:
-            return
         try:
-            self.flush(timeout)
-            if self._leftover:
-                raise PublishFailed(f"the last changes were never published to {self._store.url}: that failed")
+            (self._sharded or self._background).close(timeout)
         finally:
-            with self._work:
-                self._closed = True
-                self._work.notify_all()
-            if self._thread is not None:
-                self._thread.join(timeout)
             if self._mirror is not None:
                 self._mirror.detector.close()
 
@@ -243,16 +197,43 @@ class Publisher:
     @property
     def version(self) -> int | None:
         """The newest committed version."""
+        if self._sharded is not None:
+            return self._sharded.version
         newest = self._writer.committer.newest if self._writer else None
         return newest.version if newest else None
 
     @property
     def queue(self) -> int:
         """Versions on their way: 0, 1 in flight, or 2 with one that waits (and takes in every further publish)."""
-        with self._work:
-            return (self._in_flight is not None) + (self._waiting is not None)
+        return (self._sharded or self._background).depth
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _together(self, model: Any) -> ShardedPublisher | None:
+        """Who publishes where the model is in the hands of several processes; None where this one has all of it."""
+        group = group_of(model, self._group) if self._sharded is None and self._mirror is None else None
+        if group is not None:
+            from .sharded import Settings, ShardedPublisher
+
+            settings = Settings(
+                self._chooser,
+                self._policy,
+                self._wire_dtype,
+                self._buffers,
+                self._skip_every,
+                self._reference,
+                self._files,
+                self._model_name,
+                self._detector,
+            )
+            self._sharded, self._writer = ShardedPublisher(self._store, group, settings), None
+        return self._sharded
+
+    def _look(self) -> None:
+        """Take up the run if it is there. Else it is made by the first publish, which knows the schema."""
+        if self._writer is None:
+            with suppress(RunNotFound):
+                self._take_up(Run.open(self._store))
 
     def _take_up(self, run: Run) -> VersionWriter:
         self._writer = VersionWriter(Committer(run), self._chooser, self._policy, self._files)
@@ -272,7 +253,7 @@ class Publisher:
         if self._mirror is not None and not self._mirror.detector.suits(source):
             # the model has moved to another device, or is handed over in another form
             self.flush()
-            self._mirror, self._leftover = None, []
+            self._mirror, self._background.leftover = None, []
         if self._mirror is None:
             writer.committer.catch_up()
         run, newest = writer.committer.run, writer.committer.newest
@@ -289,23 +270,12 @@ class Publisher:
         elif str(detector.digest_of(source)) == newest.digest:
             self._mirror = Mirror(detector, detector.load(source))
         else:
-            log.info("rebuilding version %d from %s to diff against", newest.version, self._store.url)
             fetched = (lambda n: progress("fetch", n)) if progress else None
-            state = self._rebuild(writer, newest.version, fetched)
+            state = rebuild(run, newest.version, self._find_reference, fetched)
+            writer.start_over = state is None
+            state = state or State(run.schema)
             self._mirror = Mirror(HostDetector.of(state), state.digest)
         return source
-
-    def _rebuild(self, writer: VersionWriter, version: int, progress: Callable[[int], None] | None) -> State:
-        run = writer.committer.run
-        try:
-            return checkout(run, version, resolve=self._find_reference, progress=progress)
-        except ReferenceUnavailable:
-            raise  # it is somewhere, only not here
-        except (FormatError, ChainError, ObjectNotFound) as error:
-            # what nobody can read any more must not keep a trainer from going on
-            log.warning("version %d cannot be rebuilt, the next one will be an anchor: %s", version, error)
-            writer.start_over = True
-            return State(run.schema)
 
     def _detector_for(self, source: full.Source) -> Detector:
         if self._detector is None:
@@ -327,24 +297,13 @@ class Publisher:
         return find_reference(self._reference or source)
 
     def _commit_reference(self, writer: VersionWriter) -> None:
-        """Version 0 is a checkpoint that everybody can get: its name and digest travel, its weights do not."""
         assert self._reference is not None
-        committer = writer.committer
-        schema = committer.run.schema
-        link = Link("reference", source=self._reference, nbytes=schema.nbytes)
+        schema = writer.committer.run.schema
+        link, weights = open_reference(writer.committer.run, self._reference, self._find_reference)
         state = State(schema)
-        state.load(reference_source(committer.run, link, self._find_reference))
-        manifest = committer.commit(
-            (link,),
-            digest=str(state.digest),
-            changed=0,
-            step=None,
-            metrics={},
-            timings={},
-            files=committer.put_files(self._files),
-        )
+        state.load(weights)
+        say(commit_reference(writer.committer, link, str(state.digest), self._files), schema.elements)
         self._mirror = Mirror(HostDetector.of(state), state.digest)
-        say(manifest, schema.elements)
 
     # ── detecting ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -358,25 +317,21 @@ class Publisher:
     def _lives_elsewhere(self, source: full.Source) -> bool:
         return not (self._detector or default_detector(source)).writes_parts
 
-    def _capture(self, source: full.Source) -> _Job | None:
+    def _capture(self, source: full.Source) -> Job | None:
         """What changed, merged into the job that waits, if one does. None where it is too dense to hold in memory."""
         assert self._mirror is not None
         budget = self._max_pending or max(MIN_PENDING, self._mirror.nbytes // 2)
-        with self._work:
-            # out of the background's reach while it grows
-            job, self._waiting = self._waiting, None
+        job = self._background.withdraw()
         try:
             capture = self._mirror.capture(source, budget, job.capture if job else None)
         except BaseException as error:
             # what waits must not be lost with it
-            with self._work:
-                self._waiting = job
-                self._work.notify_all()
+            self._background.submit(job)
             if isinstance(error, TooLarge):
                 return None
             raise
         if job is None:
-            return _Job(capture)
+            return Job(capture)
         job.capture = capture
         return job
 
@@ -392,16 +347,17 @@ class Publisher:
         """Compare, encode and take over one block after the other, in the caller's thread: one model copy, no more."""
         self.flush()
         assert self._writer is not None
-        if self._leftover:
+        if self._background.leftover:
             # the mirror is ahead of the bucket by something that was never published
-            self._mirror, self._leftover = None, []
+            self._mirror, self._background.leftover = None, []
             source = self._open(source, progress)
         mirror, first = self._mirror, self._writer.committer.newest is None
         assert mirror is not None
         choice = self._chooser.choose(source.schema.elements)
         stream = Stream(mirror, source, choice.encoding, (lambda n: progress("detect", n)) if progress else None)
         # until the commit the mirror is ahead of the bucket; if anything fails it must be rebuilt from there
-        self._mirror = self._skip = None
+        self._mirror = None
+        self._skips.forget()
         if first:
             stream.load()
         blocks = () if first else stream.blocks()
@@ -410,35 +366,11 @@ class Publisher:
         # from here on a detector of the model's own kind can take over: the bucket has what the model has
         self._mirror = None if mirror.detector.writes_parts and self._lives_elsewhere(source) else mirror
         published.timings["held"] = time.perf_counter() - began
-        handle._future.set_result(published)
+        handle.succeed(published)
 
     # ── the background ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _loop(self) -> None:
-        while True:
-            with self._work:
-                self._work.wait_for(lambda: self._waiting is not None or self._closed)
-                if self._waiting is None:
-                    return
-                job, self._waiting = self._waiting, None
-                self._in_flight = job
-            try:
-                published = self._publish(job)
-            except BaseException as error:
-                log.error("publish failed: %s", error)
-                with self._work:
-                    self._failure = error
-                    self._leftover.append(job.capture)
-                for handle in job.handles:
-                    handle._future.set_exception(error)
-            else:
-                for handle in job.handles:
-                    handle._future.set_result(published)
-            with self._work:
-                self._in_flight = None
-                self._work.notify_all()
-
-    def _publish(self, job: _Job) -> Published:
+    def _publish(self, job: Job) -> Published:
         """Encode, upload and commit one job. Nothing is lost on failure: it is part of whatever is published next."""
         assert self._mirror is not None
         assert self._writer is not None
@@ -451,7 +383,7 @@ class Publisher:
         def encoded() -> Iterator[EncodedBlock]:
             return ordered_map(lambda changes: encode_block(changes, choice.encoding, before), capture.blocks)
 
-        since = self._since_skip_base(capture)
+        since = self._skips.since(capture)
         draft = Draft(
             choice,
             encoded() if version else (),
@@ -460,63 +392,25 @@ class Publisher:
             job.step,
             job.metrics,
             {"held": job.held},
-            self._skip_draft(since, capture, version, choice.encoding),
+            self._skips.draft(mirror, since, capture, version, choice.encoding),
             publishes=len(job.handles),
         )
         published = self._writer.write(draft)
         self._settle(capture, version, since)
         return published
 
-    def _take_over(self, job: _Job, committed: Manifest | None) -> None:
+    def _take_over(self, job: Job, committed: Manifest | None) -> None:
         """Let a job carry what earlier ones could not publish, less the one that was committed after all."""
         assert self._mirror is not None
-        if committed is not None and self._leftover:
-            first = self._leftover.pop(0)
-            self._settle(first, committed.version, self._since_skip_base(first))
-        while self._leftover:
-            job.capture = self._mirror.fold(self._leftover[-1], job.capture)
-            self._leftover.pop()
+        leftover = self._background.leftover
+        if committed is not None and leftover:
+            first = leftover.pop(0)
+            self._settle(first, committed.version, self._skips.since(first))
+        while leftover:
+            job.capture = self._mirror.fold(leftover[-1], job.capture)
+            leftover.pop()
 
     def _settle(self, capture: Capture, version: int, since: tuple[int, Capture] | None) -> None:
         assert self._mirror is not None
         self._mirror.settle(capture)
-        self._skip = (version, Capture.empty(self._mirror.plan)) if self._is_skip_base(version) else since
-
-    def _raise_failure(self) -> None:
-        if self._closed:
-            raise PublisherClosed(f"this publisher of {self._store.url} is closed")
-        with self._work:
-            failure = self._failure
-            if not isinstance(failure, WriterConflict):
-                self._failure = None
-        if isinstance(failure, WriterConflict):
-            raise failure
-        if failure is not None:
-            raise PublishFailed(
-                f"publishing to {self._store.url} failed in the background: {failure}. "
-                "Nothing is lost: the next publish carries what this one should have"
-            ) from failure
-
-    # ── skip deltas ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _is_skip_base(self, version: int) -> bool:
-        return bool(self._skip_every) and version % (self._skip_every or 1) == 0
-
-    def _since_skip_base(self, capture: Capture) -> tuple[int, Capture] | None:
-        if self._skip is None:
-            return None
-        base, since = self._skip
-        return base, since.then(capture)
-
-    def _skip_draft(
-        self, since: tuple[int, Capture] | None, capture: Capture, version: int, encoding: str
-    ) -> Skip | None:
-        if since is None or not self._is_skip_base(version) or since[0] == version - 1:
-            return None
-        assert self._mirror is not None
-        base, changes = since
-        before = self._mirror.before(capture, since=changes)
-        return Skip(
-            base,
-            lambda: ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks),
-        )
+        self._skips.settle(self._mirror, version, since)

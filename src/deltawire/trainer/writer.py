@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..bucket.run import Run
 from ..core import full, keys
 from ..core.change import Region
 from ..core.digest import StateDigest
@@ -14,7 +15,7 @@ from ..core.dtypes import Bits
 from ..core.manifest import Link, Manifest
 from ..core.sparse import DataFile, DeltaWriter, EncodedBlock
 from .auto import Choice, EncodingChooser
-from .commit import Committer
+from .commit import Committer, put_object
 from .policy import AnchorPolicy
 
 log = logging.getLogger("deltawire")
@@ -41,6 +42,19 @@ class Published:
     # of the whole model
     publishes: int = 1
     # calls of `publish` that this version carries: more than one where the bucket was slower than the trainer
+
+    @classmethod
+    def of(cls, manifest: Manifest, elements: int, publishes: int) -> Published:
+        return cls(
+            manifest.version,
+            manifest.digest,
+            manifest.changed,
+            sum(link.bytes for link in manifest.links),
+            tuple(link.kind for link in manifest.links),
+            dict(manifest.timings),
+            elements,
+            publishes,
+        )
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -97,18 +111,17 @@ class VersionWriter:
         delta = DeltaWriter(choice.encoding)
         links: list[Link] = []
         try:
-            file = self._delta(delta, draft.blocks, version - 1, version)
+            file = delta_file(committer.run, delta, draft.blocks, version - 1, version)
             draft.timings["encode"] = time.perf_counter() - clock
             clock = time.perf_counter()
             delta_bytes = file.size if version else 0
             if version and delta_bytes < schema.nbytes and not self.start_over:
-                blob = committer.put(keys.delta(version - 1, version, committer.writer), file, put)
+                blob = put_object(committer.run.store, keys.delta(version - 1, version, committer.writer), file, put)
                 links.append(Link("delta", version - 1, (blob,), choice.encoding, choice.why, file.changed))
                 self.chooser.learn(choice, file, schema.elements, draft.timings["encode"], time.perf_counter() - clock)
             if not links or self.policy.wants_anchor(version, delta_bytes, schema.nbytes, committer.versions):
-                metadata = {**self._metadata(version), "total_params": str(schema.elements)}
-                whole = full.anchor(schema, draft.weights, metadata)
-                blob = committer.put(keys.anchor(version, committer.writer), whole, put)
+                whole = full.anchor(schema, draft.weights, anchor_metadata(committer.run, version))
+                blob = put_object(committer.run.store, keys.anchor(version, committer.writer), whole, put)
                 links.append(Link("anchor", None, (blob,)))
         finally:
             delta.close()
@@ -127,41 +140,35 @@ class VersionWriter:
         )
         self.start_over = False
         say(manifest, schema.elements, draft.publishes)
-        return Published(
-            version,
-            manifest.digest,
-            manifest.changed,
-            sum(link.bytes for link in links),
-            tuple(link.kind for link in links),
-            dict(manifest.timings),
-            schema.elements,
-            draft.publishes,
-        )
-
-    def _delta(self, writer: DeltaWriter, blocks: Iterable[EncodedBlock], base: int, version: int) -> DataFile:
-        for block in blocks:
-            writer.add(block)
-        total = max(self.committer.run.schema.elements, 1)
-        return writer.finish(
-            {
-                **self._metadata(version),
-                "base_version": str(base),
-                "total_params": str(total),
-                "sparsity": f"{1 - writer.changed / total:.6f}",
-            }
-        )
+        return Published.of(manifest, schema.elements, draft.publishes)
 
     def _skip(self, skip: Skip, choice: Choice, version: int) -> Link:
         writer = DeltaWriter(choice.encoding)
         try:
-            file = self._delta(writer, skip.blocks(), skip.base, version)
-            blob = self.committer.put(keys.delta(skip.base, version, self.committer.writer), file)
+            file = delta_file(self.committer.run, writer, skip.blocks(), skip.base, version)
+            blob = put_object(self.committer.run.store, keys.delta(skip.base, version, self.committer.writer), file)
             return Link("delta", skip.base, (blob,), choice.encoding, choice.why, file.changed)
         finally:
             writer.close()
 
-    def _metadata(self, version: int) -> dict[str, str]:
-        return {"run": self.committer.run.info.run, "model_version": str(version)}
+
+def delta_file(run: Run, writer: DeltaWriter, blocks: Iterable[EncodedBlock], base: int, version: int) -> DataFile:
+    for block in blocks:
+        writer.add(block)
+    total = max(run.schema.elements, 1)
+    return writer.finish(
+        {
+            "run": run.info.run,
+            "model_version": str(version),
+            "base_version": str(base),
+            "total_params": str(total),
+            "sparsity": f"{1 - writer.changed / total:.6f}",
+        }
+    )
+
+
+def anchor_metadata(run: Run, version: int) -> dict[str, str]:
+    return {"run": run.info.run, "model_version": str(version), "total_params": str(run.schema.elements)}
 
 
 def say(manifest: Manifest, elements: int, publishes: int = 1) -> None:

@@ -26,7 +26,7 @@ def fresh_checksums(folders: Sequence[Path], tp: int) -> list[dict[str, str]]:
             [sys.executable, str(HERE), str(tp), *map(str, folders)],
             env={
                 **environment(tp), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(tp),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "VLLM_DIST_IDENT": str(port),
             },
             stdout=subprocess.PIPE,
         )
@@ -46,9 +46,12 @@ def fresh_checksums(folders: Sequence[Path], tp: int) -> list[dict[str, str]]:
 def main() -> None:
     tp, folders = int(sys.argv[1]), sys.argv[2:]
     rank = int(os.environ["RANK"])
+    import torch
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    # where there is no accelerator, vLLM's CPU worker does without this too
+    torch.accelerator.empty_cache = lambda: None
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs

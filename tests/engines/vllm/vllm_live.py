@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 import numpy as np
 
-from deltawire.core.full import Checkpoint, regions
+from deltawire.core.change import regions
+from deltawire.core.full import Checkpoint
 from deltawire.trainer import Publisher
 
 VLLM = Path(sys.executable).with_name("vllm")
@@ -69,7 +70,7 @@ class Trainer:
         self._rng = np.random.default_rng(1)
 
     def publish(self, density: float = 0.02) -> int:
-        return self.publisher.publish(self.weights).result(120).version if density == 0 else self._step(density)
+        return self.publisher.publish(self.weights).result(600).version if density == 0 else self._step(density)
 
     def _step(self, density: float) -> int:
         for bits in self.weights.values():
@@ -77,7 +78,7 @@ class Trainer:
             where = np.flatnonzero(self._rng.random(flat.size) < density)
             # a few steps up or down, sometimes far enough to matter
             flat[where] += self._rng.choice(np.array([1, 65535, 40, 65496], np.uint16), where.size)
-        return self.publisher.publish(self.weights).result(120).version
+        return self.publisher.publish(self.weights).result(600).version
 
     def close(self) -> None:
         self.publisher.close()

@@ -1,13 +1,15 @@
 """A vLLM server that follows a run. vLLM is imported by what runs inside it, never here.
 
 placement   checkpoint coordinates → views of runtime storage, traced through the model's own loader
-shard       one rank's weights through that map: read, write, take back, prove (device: on a GPU)
+shard       one rank's weights through that map: read, write, take back, prove (device, _rows: on a GPU)
 decode      a delta as seen from one rank
 layout      all ranks together
 guard       what makes patching wrong although bytes look right
-worker      the weight-transfer back end, in each worker
+rank        what one rank does, when told to
+worker      the weight-transfer back end: a rank in each worker
+workers     all ranks as one: stage, pause, apply, prove, or take back
 follower    the one who decides, in the API server
-endpoint    routes, metrics, versions on samples
+endpoint    routes; metrics; samples: versions on completions; settings: the environment
 launch      `deltawire serve --engine vllm`
 """
 
@@ -34,10 +36,10 @@ def register() -> None:
 
 def _call(worker: Any, operation: str, **arguments: Any) -> dict[str, Any]:
     """The method that the endpoint plugin reaches through `collective_rpc("deltawire", …)`."""
-    engine = worker.weight_transfer_engine
-    if engine is None or not hasattr(engine, "call"):
+    rank = getattr(worker.weight_transfer_engine, "rank", None)
+    if rank is None:
         return {"error": 'start the server with --weight-transfer-config \'{"backend": "deltawire"}\''}
-    return engine.call(operation, **arguments)  # type: ignore[no-any-return]
+    return rank.call(operation, **arguments)  # type: ignore[no-any-return]
 
 
 def _keep_weights_plain() -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,11 +160,14 @@ class Follower(Replica):
             for data in parcel.objects:
                 # opened here too: what is wrong with it is then wrong before a worker hears of it
                 as_delta(run, manifest.version, link.base, data)
-                with self._spooled(f"{manifest.version}.delta", _chunks(data)) as path:
-                    self._swap("delta", path, manifest)
+            with ExitStack() as spooled:
+                paths = [
+                    spooled.enter_context(self._spooled(f"{manifest.version}.{number}.delta", _chunks(data)))
+                    for number, data in enumerate(parcel.objects)
+                ]
+                self._swap("delta", paths, manifest)
         elif link.kind == "anchor":
-            for data in parcel.objects:
-                self._load(target, manifest, as_anchor(run, manifest.version, data))
+            self._load(target, manifest, as_anchor(run, manifest.version, parcel.objects))
         else:
             self._load(target, manifest, reference_source(run, link, self._resolve))
 
@@ -183,13 +186,13 @@ class Follower(Replica):
         anchor = full.anchor(source.schema, source.region, {})
         with self._spooled(f"{manifest.version}.full", anchor.chunks()) as path:
             if self.version is not None:
-                self._swap("full", path, manifest)
+                self._swap("full", [path], manifest)
             else:
                 self.workers.load(path, manifest.version, found)
                 self._reached(manifest.version, found)
 
-    def _swap(self, kind: str, path: Path, manifest: Manifest) -> None:
-        staged = self.workers.stage(kind, path, manifest.version, self._digest)
+    def _swap(self, kind: str, paths: list[Path], manifest: Manifest) -> None:
+        staged = self.workers.stage(kind, paths, manifest.version, self._digest)
         self._note(staged.timings)
         if str(staged.digest) != manifest.digest:
             self.workers.forget()

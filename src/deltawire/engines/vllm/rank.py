@@ -99,11 +99,11 @@ class Rank:
     def _do_digest(self) -> Answer:
         return {"sums": self._sums()}
 
-    def _do_stage(self, kind: str, path: str, lent: list[str]) -> Answer:
-        """Begin to decode a file against the live weights, in a thread."""
+    def _do_stage(self, kind: str, paths: list[str], lent: list[str]) -> Answer:
+        """Begin to decode files against the live weights, in a thread: all of a delta, or full weights."""
         self._do_forget()
         self._require_in_place()
-        self._job = _Job(lambda: self._stage(kind, path, lent))
+        self._job = _Job(lambda: self._stage(kind, paths, lent))
         return {}
 
     def _do_lend(self, rectangles: list[list[Any]], path: str) -> Answer:
@@ -157,17 +157,23 @@ class Rank:
 
     # ── in the thread ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _stage(self, kind: str, path: str, lent: list[str]) -> tuple[Answer, Any]:
+    def _stage(self, kind: str, paths: list[str], lent: list[str]) -> tuple[Answer, Any]:
         clock = time.perf_counter()
         decoder = Decoder(self._weights, threads=max(1, default_threads() // 2))
-        read, size = _opened(path)
-        try:
-            if kind == "delta":
-                staged = decoder.delta(DeltaFile(read, size, self._schema), _borrowed(lent))
-            else:
-                staged = decoder.full(FullFile(read, size))
-        except Wanted as wanted:
-            return {"wanted": [msgspec.structs.astuple(r) for r in wanted.rectangles]}, None
+        borrowed = _borrowed(lent)
+        staged: list[PieceChange] = []
+        wanted: list[Rectangle] = []
+        for path in paths:
+            read, size = _opened(path)
+            try:
+                if kind == "delta":
+                    staged += decoder.delta(DeltaFile(read, size, self._schema), borrowed)
+                else:
+                    staged += decoder.full(FullFile(read, size))
+            except Wanted as missing:
+                wanted += missing.rectangles
+        if wanted:
+            return {"wanted": [msgspec.structs.astuple(r) for r in wanted]}, None
         moved = dict.fromkeys(self._groups, StateDigest())
         for item in staged:
             moved[self._groups[item.piece]] += item.change.digest()

@@ -7,7 +7,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,16 +138,16 @@ class Workers:
                 out.write(chunk)
         return path
 
-    def stage(self, kind: str, path: Path, version: int, present: StateDigest) -> Staged:
+    def stage(self, kind: str, paths: Sequence[Path], version: int, present: StateDigest) -> Staged:
         """Have every rank decode its part, while the model generates. Nothing is changed."""
         clock = time.perf_counter()
-        lent: list[str] = []
-        answers = self._background("stage", kind=kind, path=str(path), lent=lent)
+        files, lent = [str(path) for path in paths], []
+        answers = self._background("stage", kind=kind, paths=files, lent=lent)
         if any("wanted" in answer for answer in answers):
             rectangles = [r for answer in answers for r in answer.get("wanted", ())]
-            answers = self._background("lend", rectangles=rectangles, path=str(path) + ".lent")
+            answers = self._background("lend", rectangles=rectangles, path=f"{files[0]}.lent")
             lent = [answer["lent"] for answer in answers]
-            answers = self._background("stage", kind=kind, path=str(path), lent=lent)
+            answers = self._background("stage", kind=kind, paths=files, lent=lent)
             for file in lent:
                 os.unlink(file)
         if any("wanted" in answer for answer in answers):

@@ -1,0 +1,342 @@
+"""The demo: environment, bucket, rollout servers and trainer as processes that share a bucket and two HTTP addresses.
+
+`Demo.run` starts them, listens, and keeps what is worth a look in `Demo.story`; whoever shows it reads there.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from .. import __version__
+from ..bucket.run import Run
+from ..bucket.verify import verify
+from ..core.errors import RLError, RunNotFound, ServerUnavailable
+from ..store import Store, open_store
+from . import small_policy
+from .processes import Box, free_port
+
+KILL_AT, REJOIN_AT = 0.35, 0.55
+# of the training
+LOOK_S = 0.5
+# between two looks at the servers
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    folder: Path
+    # for logs, the report and, unless `run` says otherwise, the bucket
+    run: str | None = None
+    # an address; "s3" for a server of our own; None for a folder
+    replicas: int = 2
+    engine: str = "builtin"
+    steps: int | None = None
+    seconds: float | None = 180.0
+    rate: float = 1e-4
+    staleness: int = 8
+    seed: int = 0
+    games: int = 512
+    # per evaluation
+    kill_replica: bool = False
+    sync: bool = True
+
+
+@dataclass(slots=True)
+class Glimpse:
+    """A rollout server at a moment."""
+
+    at: float
+    # seconds since the demo began
+    version: int | None
+    lag: int | None
+    pause_s: float | None
+    # of its last sync
+    state: str
+
+
+@dataclass(slots=True)
+class Story:
+    """What has happened so far."""
+
+    plan: Plan
+    began: float = field(default_factory=time.time)
+    phase: str = "starting"
+    url: str = ""
+    # of the run, fit to be shown
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    published: list[dict[str, Any]] = field(default_factory=list)
+    evaluated: list[dict[str, Any]] = field(default_factory=list)
+    done: dict[str, Any] | None = None
+    replicas: dict[str, list[Glimpse]] = field(default_factory=dict)
+    remarks: list[tuple[float, str]] = field(default_factory=list)
+    # (seconds, what was worth saying)
+    verified: dict[str, Any] | None = None
+    equal: dict[str, str] = field(default_factory=dict)
+    # replica → by what its weights were compared with the trainer's
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    # the whole demo
+
+    def remark(self, text: str) -> None:
+        self.remarks.append((time.time() - self.began, text))
+
+    @property
+    def progress(self) -> float:
+        """Of the training, 0 to 1."""
+        if not self.steps:
+            return 0.0
+        last, plan = self.steps[-1], self.plan
+        by_steps = last["step"] / plan.steps if plan.steps else 0.0
+        by_time = last["seconds"] / plan.seconds if plan.seconds else 0.0
+        return min(max(by_steps, by_time), 1.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        machine = {"cpus": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version()}
+        return {
+            "ok": not self.problems,
+            "deltawire": __version__,
+            "machine": machine,
+            **asdict(self),
+            "plan": {**asdict(self.plan), "folder": str(self.plan.folder)},
+        }
+
+
+class Demo:
+    def __init__(self, plan: Plan) -> None:
+        self.story = Story(plan)
+        self._plan = plan
+        self._logs = plan.folder / "logs"
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._environment = Box("environment", _deltawire("env", "wordle", *_GAME, "--port", "0", "--json"), self._logs)
+        self._replicas: dict[str, Replica] = {}
+        self._down: Replica | None = None
+        # killed on purpose, and not back yet
+
+    @property
+    def _boxes(self) -> list[Box]:
+        return [self._environment, *(replica.box for replica in self._replicas.values())]
+
+    # ── the course of events ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, show: Callable[[], None]) -> None:
+        """All of it. `show` is called when something may be new. Nothing that was started is left at the end."""
+        with self._bucket() as bucket:
+            self.story.url = bucket.url
+            try:
+                self._train(bucket, show)
+            except RLError as error:
+                self.story.problems.append(str(error))
+            self.story.phase = "verifying the run"
+            show()
+            self._verify(bucket)
+        self.story.phase = "done"
+        self.story.seconds = time.time() - self.story.began
+        show()
+
+    @contextmanager
+    def _bucket(self) -> Iterator[Bucket]:
+        where = self._plan.run
+        if where == OWN_S3:
+            from ..testing.seaweed import BUCKET, SeaweedFS
+
+            with SeaweedFS(self._plan.folder / "s3") as server:
+                yield Bucket(f"s3://{BUCKET}/wordle", server.store(f"{BUCKET}/wordle"), server.environment, near=True)
+        else:
+            where = where or (self._plan.folder / "run").as_uri()
+            yield Bucket(where, open_store(where), {}, near=where.startswith(("file:", "/", ".")))
+
+    def _train(self, bucket: Bucket, show: Callable[[], None]) -> None:
+        story, plan = self.story, self._plan
+        environment = {**_QUIET, **bucket.environment}
+        for number in range(1, plan.replicas + 1):
+            self._replicas[f"replica-{number}"] = Replica(
+                f"replica-{number}", bucket, plan.engine, self._logs, environment
+            )
+        trainer = None
+        looking = threading.Event()
+        try:
+            self._environment.start()
+            address = self._environment.ready("ready")["url"]
+            trainer = Box("trainer", self._trainer(bucket, address), self._logs, environment)
+            trainer.start()
+            threading.Thread(target=self._look, args=(looking,), daemon=True).start()
+            while trainer.running or not trainer.events.empty():
+                self._hear(trainer)
+                if story.published or plan.engine == "builtin":
+                    # ours waits for the first version, vLLM needs one to start from
+                    self._keep_replicas()
+                self._look_after()
+                show()
+            if story.done is None:
+                raise ServerUnavailable(f"the trainer ended early ({trainer.exit_code}): {trainer.last_words}")
+            story.phase = "comparing bits"
+            show()
+            self._compare(story.done)
+        finally:
+            looking.set()
+            # a second Ctrl-C must not keep the first one from tidying up
+            with _no_interrupts():
+                Box.stop_all([*([trainer] if trainer else []), *self._boxes])
+
+    def _trainer(self, bucket: Bucket, environment: str) -> list[str]:
+        plan = self._plan
+        servers = [word for replica in self._replicas.values() for word in ("--server", replica.url)]
+        ends = [*_option("--steps", plan.steps), *_option("--seconds", plan.seconds)]
+        return [
+            sys.executable, "-m", f"{__package__}.train", "--run", bucket.url, "--env", environment, *servers, *ends,
+            "--lr", str(plan.rate), "--staleness", str(plan.staleness), "--seed", str(plan.seed),
+            "--games", str(plan.games), *_GAME, *([] if plan.sync else ["--no-sync"]),
+        ]  # fmt: skip
+
+    def _hear(self, trainer: Box) -> None:
+        try:
+            event = trainer.events.get(timeout=0.2)
+        except queue.Empty:
+            return
+        kind = event.pop("event")
+        match kind:
+            case "phase":
+                self.story.phase = event["text"]
+            case "remark":
+                self.story.remark(event["text"])
+            case "done":
+                self.story.done = event
+            case "step" | "published" | "evaluated":
+                lists = {"step": self.story.steps, "published": self.story.published, "evaluated": self.story.evaluated}
+                lists[kind].append(event)
+
+    def _keep_replicas(self) -> None:
+        """Start them; with `kill_replica`, take one away for a while."""
+        for replica in self._replicas.values():
+            if replica.box.pid is None:
+                replica.box.start()
+        if not self._plan.kill_replica:
+            return
+        last = [*self._replicas.values()][-1]
+        if self._down is None and last.deaths == 0 and self.story.progress >= KILL_AT:
+            self.story.remark(f"{last.name} is killed (SIGKILL)")
+            self._down = last
+            last.deaths += 1
+            last.box.kill()
+        elif self._down is not None and self.story.progress >= REJOIN_AT:
+            self.story.remark(f"{last.name} starts again, with nothing but the address of the run")
+            self._down = None
+            last.box.start()
+
+    def _look_after(self) -> None:
+        for box in self._boxes:
+            if box.exit_code is not None and (self._down is None or box is not self._down.box):
+                raise ServerUnavailable(f"the {box.name} ended early ({box.exit_code}): {box.last_words}")
+
+    # ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _look(self, ended: threading.Event) -> None:
+        """What the replicas say of themselves, again and again."""
+        with httpx.Client(timeout=5.0) as client:
+            while not ended.wait(LOOK_S):
+                newest = self.story.published[-1]["version"] if self.story.published else None
+                for replica in self._replicas.values():
+                    at = time.time() - self.story.began
+                    self.story.replicas.setdefault(replica.name, []).append(replica.look(client, at, newest))
+
+    def _compare(self, done: dict[str, Any]) -> None:
+        with httpx.Client(timeout=60.0) as client:
+            for replica in self._replicas.values():
+                how, found = replica.weights(client, done["version"])
+                self.story.equal[replica.name] = how
+                if found != (done["sha256"] if how == SHA else done["version"]):
+                    self.story.problems.append(
+                        f"{replica.name} does not hold the trainer's weights of version {done['version']}: {found}"
+                    )
+
+    def _verify(self, bucket: Bucket) -> None:
+        try:
+            result = verify(Run.open(bucket.run))
+        except RunNotFound as error:
+            self.story.problems.append(str(error))
+            return
+        self.story.verified = {"ok": result.ok, "versions": result.versions, "proven": result.proven}
+        if result.failure is not None:
+            self.story.problems.append(f"the run does not verify: {result.failure.what}")
+
+
+# ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+OWN_S3 = "s3"
+SHA, DIGEST = "SHA-256 of the live weights", "state digest at the last sync"
+_GAME = ("--words", small_policy.WORDS, "--guesses", str(small_policy.GUESSES))
+_QUIET = {"OMP_NUM_THREADS": "1", "DELTAWIRE_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+# two cores must do for everything
+_VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    url: str
+    run: Store
+    environment: dict[str, str]
+    # what another process needs to get there
+    near: bool
+    # nobody minds being asked often
+
+
+class Replica:
+    def __init__(self, name: str, bucket: Bucket, engine: str, logs: Path, environment: dict[str, str]) -> None:
+        port = str(free_port())
+        self.name, self.url, self.deaths = name, f"http://127.0.0.1:{port}", 0
+        words = ["serve", bucket.url, "--engine", engine, "--port", port, "--poll", "0.1" if bucket.near else "1"]
+        if engine == "builtin":
+            words += ["--id", name, "--threads", "1", "--grace", "1", "--json"]
+        else:
+            words += ["--", "--dtype", "bfloat16", "--max-model-len", "128", "--enforce-eager"]
+        self.box = Box(name, _deltawire(*words), logs, {**environment, **(_VLLM if engine == "vllm" else {})})
+
+    def look(self, client: httpx.Client, at: float, newest: int | None) -> Glimpse:
+        try:
+            status = client.get(f"{self.url}/deltawire/status").json()
+        except (httpx.TransportError, ValueError):
+            return Glimpse(at, None, None, None, "away")
+        version = status.get("version")
+        lag = None if version is None or newest is None else max(newest - version, 0)
+        pause = (status.get("last_sync") or {}).get("pause_s", (status.get("timings") or {}).get("pause"))
+        return Glimpse(at, version, lag, pause, str(status.get("health") or status.get("state")))
+
+    def weights(self, client: httpx.Client, version: int) -> tuple[str, Any]:
+        """How its weights can be told, and what they are."""
+        try:
+            answer = client.get(f"{self.url}/deltawire/fingerprint", params={"dtype": "bf16"})
+            if answer.status_code == 404:
+                # vLLM keeps them in another shape; it has proven the version that it names
+                return DIGEST, client.get(f"{self.url}/deltawire/status").json().get("version")
+            return SHA, answer.json().get("sha256", answer.text)
+        except (httpx.TransportError, ValueError) as error:
+            return SHA, repr(error)
+
+
+def _deltawire(*words: str) -> list[str]:
+    return [sys.executable, "-m", "deltawire.cli", *words]
+
+
+def _option(name: str, value: float | None) -> list[str]:
+    return [] if value is None else [name, str(value)]
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,135 @@
+"""The boxes of a demo as processes of this machine: none outlives the one that started it, however that ends."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ServerUnavailable
+
+GRACE_S = 5.0
+
+
+class Box:
+    """A process with a name, a log file and, on its standard output, lines of JSON.
+
+    It has a session of its own, so that Ctrl-C is for whoever started it to handle. Start it from the main thread: the
+    kernel ends it with the thread that did.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.name, self._command, self._environment = name, [*command], {**os.environ, **(environment or {})}
+        self.log_file = folder / f"{name}.log"
+        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+
+    def start(self) -> None:
+        with open(self.log_file, "a") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
+                env=self._environment, start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )  # fmt: skip
+        self._reader = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
+        self._reader.start()
+
+    def ready(self, event: str) -> dict[str, Any]:
+        """Wait for the event with which it says that it is up."""
+        while True:
+            with suppress(queue.Empty):
+                found = self.events.get(timeout=0.2)
+                if found.get("event") == event:
+                    return found
+            if not self.running and self.events.empty():
+                raise ServerUnavailable(f"the {self.name} did not start ({self.exit_code}): {self.last_words}")
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll() if self._process else None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def last_words(self) -> str:
+        """What it wrote to its log at the end."""
+        lines = [line.strip() for line in self.log_file.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1][-500:] if lines else "it said nothing"
+
+    def kill(self) -> None:
+        """As a power cut would, with everything it started."""
+        self._signal(signal.SIGKILL)
+        self._wait(None)
+
+    @staticmethod
+    def stop_all(boxes: Sequence[Box]) -> None:
+        """In order and at the same time; those that take too long are killed."""
+        for box in boxes:
+            box._signal(signal.SIGTERM)
+        for box in boxes:
+            with suppress(subprocess.TimeoutExpired):
+                box._wait(GRACE_S)
+            # also what a box that went in order has left behind
+            box._signal(signal.SIGKILL)
+            box._wait(None)
+
+    def _wait(self, seconds: float | None) -> None:
+        if self._process is not None:
+            self._process.wait(seconds)
+            if self._reader is not None and not self.running:
+                self._reader.join(GRACE_S)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with open(self.log_file, "a") as log:
+            for line in process.stdout:
+                event = None
+                with suppress(ValueError):
+                    event = json.loads(line)
+                if isinstance(event, dict):
+                    self.events.put(event)
+                else:
+                    log.write(line)
+
+
+def free_port() -> int:
+    """Below the range from which the kernel gives ports to clients, or one might sit on ours after a restart."""
+    for port in random.SystemRandom().sample(range(22_700, 32_000), 500):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port between 22700 and 32000")
+
+
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

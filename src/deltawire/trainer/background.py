@@ -1,0 +1,166 @@
+"""What goes on behind the trainer's back: one job in flight, and one that waits and takes in every further publish."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from ..core.errors import PublisherClosed, PublishFailed, RankLost, WriterConflict
+from .mirror import Capture
+from .writer import Published
+
+log = logging.getLogger("deltawire")
+
+_LASTING = (WriterConflict, RankLost)
+"""What no later publish can mend."""
+
+
+class PublishHandle:
+    """What `publish` returns at once. `result()` waits for the version that carries the publish."""
+
+    def __init__(self) -> None:
+        self._future: Future[Published] = Future()
+
+    def result(self, timeout: float | None = None) -> Published:
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def succeed(self, published: Published) -> None:
+        self._future.set_result(published)
+
+    def fail(self, error: BaseException) -> None:
+        self._future.set_exception(error)
+
+
+@dataclass(slots=True)
+class Job:
+    """A version to be: what was captured by one or several publishes."""
+
+    capture: Capture
+    handles: list[PublishHandle] = field(default_factory=list)
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    held: float = 0.0
+    # seconds that the trainer was
+    last: int = 0
+    # the number of the newest publish in it
+
+
+class Background:
+    """A thread that turns jobs into versions, one after the other.
+
+    `forgiving`: a failure is not raised by the next publish, nor at all once a later version has made it good.
+    """
+
+    def __init__(self, publish: Callable[[Job], Published], where: str, *, forgiving: bool = False) -> None:
+        self._publish, self._where, self._forgiving = publish, where, forgiving
+        self._work = threading.Condition()
+        self._waiting: Job | None = None
+        self._in_flight: Job | None = None
+        self.leftover: list[Capture] = []
+        # captured but not published, because that failed, oldest first: goes out with the next job
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def depth(self) -> int:
+        with self._work:
+            return (self._in_flight is not None) + (self._waiting is not None)
+
+    def withdraw(self) -> Job | None:
+        """The job that waits, out of the thread's reach while it grows. Give it back with `submit`."""
+        with self._work:
+            job, self._waiting = self._waiting, None
+            return job
+
+    def submit(self, job: Job | None) -> None:
+        with self._work:
+            self._waiting = job
+            if self._thread is None and job is not None:
+                self._thread = threading.Thread(target=self._loop, name="deltawire-publisher", daemon=True)
+                self._thread.start()
+            self._work.notify_all()
+
+    def next(self) -> Job:
+        """For the thread itself, in the middle of a job: the next one, as soon as there is one."""
+        with self._work:
+            self._work.wait_for(lambda: self._waiting is not None or self._closed)
+            if self._waiting is None:
+                raise PublisherClosed(f"this publisher of {self._where} is closed")
+            job, self._waiting = self._waiting, None
+            return job
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything submitted is committed; raise what went wrong."""
+        with self._work:
+            idle = self._work.wait_for(lambda: self._waiting is None and self._in_flight is None, timeout)
+        if not idle:
+            raise TimeoutError(f"{self._where} has not taken everything within {timeout} s")
+        self._raise_failure()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Publish what waits, then stop. Raises a failure that nobody saw yet."""
+        if self._closed:
+            return
+        try:
+            self.flush(timeout)
+            if self.leftover:
+                raise PublishFailed(f"the last changes were never published to {self._where}: that failed")
+        finally:
+            with self._work:
+                self._closed = True
+                self._work.notify_all()
+            if self._thread is not None:
+                self._thread.join(timeout)
+
+    def check(self) -> None:
+        """Before a publish: raise what went wrong, if that must be known."""
+        if self._closed or not self._forgiving or isinstance(self._failure, _LASTING):
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._closed:
+            raise PublisherClosed(f"this publisher of {self._where} is closed")
+        with self._work:
+            failure = self._failure
+            if not isinstance(failure, _LASTING):
+                self._failure = None
+        if isinstance(failure, _LASTING):
+            raise failure
+        if failure is not None:
+            raise PublishFailed(
+                f"publishing to {self._where} failed in the background: {failure}. "
+                "Nothing is lost: the next publish carries what this one should have"
+            ) from failure
+
+    def _loop(self) -> None:
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._waiting is not None or self._closed)
+                if self._waiting is None:
+                    return
+                job, self._waiting = self._waiting, None
+                self._in_flight = job
+            try:
+                published = self._publish(job)
+            except BaseException as error:
+                log.error("publish failed: %s", error)
+                with self._work:
+                    self._failure = error
+                    self.leftover.append(job.capture)
+                for handle in job.handles:
+                    handle.fail(error)
+            else:
+                if self._forgiving:
+                    self._failure = None
+                for handle in job.handles:
+                    handle.succeed(published)
+            with self._work:
+                self._in_flight = None
+                self._work.notify_all()

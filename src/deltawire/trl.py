@@ -1,0 +1,5 @@
+"""The name users know: `deltawire.trl.BucketTransfer`, `deltawire.trl.DeltaSyncCallback`."""
+
+from .engines.trl import BucketTransfer, DeltaSyncCallback
+
+__all__ = ["BucketTransfer", "DeltaSyncCallback"]

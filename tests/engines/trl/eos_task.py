@@ -1,0 +1,143 @@
+"""The stock AsyncGRPOTrainer through a bucket, on a CPU: the policy is paid for ending its answer at once.
+
+Run by test_trl_async_grpo.py in an environment that has TRL:
+
+    python eos_task.py make FOLDER                       a tiny model and a tokenizer with a chat template TRL knows
+    python eos_task.py train FOLDER RUN SERVER_URL STEPS   trains it; prints one JSON object
+
+Two shims stand in for what TRL takes for granted on a GPU; nothing of deltawire is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AttentionInterface, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl.experimental.async_grpo import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    async_grpo_trainer,
+    async_rollout_worker,
+    packing,
+)
+
+from deltawire.trl import BucketTransfer
+
+LONGEST = 24
+
+
+def prefers_short(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [-len(ids) / LONGEST for ids in completion_ids]
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    tree_kv_index: torch.Tensor,
+    tree_cu_seqlens_q: torch.Tensor,
+    tree_cu_seqlens_k: torch.Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """What TRL asks of FlashAttention 3, sequence by sequence with torch's own attention."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.index_select(2, tree_kv_index).repeat_interleave(groups, 1) for t in (key, value))
+    outputs = []
+    queries, keys = tree_cu_seqlens_q.tolist(), tree_cu_seqlens_k.tolist()
+    for q0, q1, k0, k1 in zip(queries, queries[1:], keys, keys[1:], strict=False):
+        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril((k1 - k0) - (q1 - q0))
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1], attn_mask=mask, scale=scaling
+            )
+        )
+    return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def make(folder: Path) -> None:
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {t: i for i, t in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[2], padding_side="left"
+    )
+    fast.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def train(folder: Path, run: str, server: str, steps: int) -> None:
+    # shims: no peak FLOPS of a CPU; the worker needs a server that speaks as vLLM does, not vLLM in this process
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+    async_rollout_worker.is_vllm_available = lambda *_: True
+    transfer = BucketTransfer(run)
+    trainer = AsyncGRPOTrainer(
+        model=str(folder),
+        reward_funcs=[prefers_short],
+        args=AsyncGRPOConfig(
+            output_dir=str(folder / "out"),
+            max_steps=steps,
+            per_device_train_batch_size=16,
+            num_generations=8,
+            max_completion_length=LONGEST,
+            max_inflight_tasks=16,
+            queue_maxsize=32,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            max_staleness=4,
+            weight_sync_steps=1,
+            vllm_server_base_url=server,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            bf16=False,
+            logging_steps=1,
+            gradient_checkpointing=False,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "go"}]] * 64}),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        weight_transfer=transfer,
+    )
+    transfer.attach(trainer)
+    AttentionInterface.register(packing.TREE_ATTENTION, tree_attention)
+    trainer.train()
+    weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in trainer.model.named_parameters()}
+    save_file(weights, folder / "final.safetensors")
+    print(json.dumps({"trl": trl.__version__, "log": trainer.state.log_history}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "make":
+        make(Path(sys.argv[2]))
+    else:
+        train(Path(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))

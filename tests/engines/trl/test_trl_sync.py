@@ -1,0 +1,179 @@
+"""What deltawire adds to a trainer of transformers, without TRL: publishing, metrics, and which sync a version was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from deltawire.bucket.run import Run
+from deltawire.core.errors import PublishFailed, SchemaMismatch, StoreUnavailable, WriterConflict
+from deltawire.engines.trl import BucketTransfer, DeltaSyncCallback, Syncs
+from deltawire.replica import Replica
+from deltawire.store import ObjectStore, Store
+from deltawire.trainer import Published, PublishHandle
+from support import HookedStore
+
+
+class Regression(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.linear(x)[:, 0] - labels).square().mean()}
+
+
+def trained(folder: Path, callbacks: list[Any], steps: int = 6, **attached: Any) -> Trainer:
+    data = [{"x": torch.randn(8), "labels": torch.tensor(1.0)} for _ in range(32)]
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, learning_rate=0.01, logging_steps=1,
+        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model=Regression(), args=arguments, train_dataset=data, callbacks=callbacks)
+    for callback in attached.values():
+        callback.attach(trainer)
+    trainer.train()
+    return trainer
+
+
+def bits(model: torch.nn.Module) -> dict[str, bytes]:
+    return {n: t.to(torch.bfloat16).view(torch.int16).numpy().tobytes() for n, t in model.state_dict().items()}
+
+
+def newest(store: Store) -> dict[str, bytes]:
+    schema = Run.open(store).schema
+    live = {t.name: torch.zeros(t.shape, dtype=torch.bfloat16) for t in schema.tensors}
+    Replica(store, heartbeat=0).sync(live)
+    return {name: tensor.view(torch.int16).numpy().tobytes() for name, tensor in live.items()}
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_trainer_publishes_its_steps(store: Store, tmp_path: Path, every: int) -> None:
+    callback = DeltaSyncCallback(store, every=every)
+    trainer = trained(tmp_path, [callback])
+    assert newest(store) == bits(trainer.model)
+    steps = [Run.open(store).manifest(v).step for v in Run.open(store).listed()]
+    # a bucket that is slower than training merges versions; none is later than the last step, and that one is there
+    assert steps[0] == 0
+    assert steps[-1] == 6
+    assert steps == sorted(set(steps))
+    assert {s % every for s in steps[:-1]} == {0}
+
+
+def test_metrics_are_in_the_log_of_the_trainer(store: Store, tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Reporter(DeltaSyncCallback):
+        """Stands where a reporter does: after the callbacks that were there before."""
+
+        def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
+            seen.append(dict(logs or {}))
+
+    reporter = Reporter(ObjectStore.from_url("memory://reporter"))
+    trainer = trained(tmp_path, [reporter], ours=DeltaSyncCallback(store))
+    last = trainer.state.log_history[-1]
+    assert last["deltawire/version"] >= 1
+    assert last["deltawire/bytes"] > 0
+    assert "deltawire/held_ms" in last
+    assert "deltawire/version" in seen[-1], "reporters see it too"
+
+
+def flushed(transfer: BucketTransfer) -> None:
+    assert transfer._publisher is not None
+    transfer._publisher.flush(30)
+
+
+def named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return list(model.named_parameters())
+
+
+def test_a_transfer_publishes_what_it_is_sent(store: Store) -> None:
+    model, transfer = Regression(), BucketTransfer(store)
+    transfer.init_weight_transfer()
+    for step in range(3):
+        with torch.no_grad():
+            model.linear.weight += 0.1 * step
+        transfer.pause()
+        transfer.send_weights(iter(named(model)))
+        transfer.resume()
+    transfer.destroy()
+    assert newest(store) == bits(model)
+
+
+def test_a_bucket_that_is_away_does_not_stop_the_training(store: Store) -> None:
+    """The iterator is consumed all the same: a rank that stops half-way would hang the others of a sharded trainer."""
+    away = False
+
+    def hook(moment: str, verb: str, key: str) -> None:
+        if away and moment == "before":
+            raise StoreUnavailable("away")
+
+    model, transfer = Regression(), BucketTransfer(HookedStore(store, hook))
+    transfer.send_weights(named(model))
+    flushed(transfer)
+    away = True
+    for _ in range(3):
+        with torch.no_grad():
+            model.linear.weight += 1
+        weights = iter(named(model))
+        transfer.send_weights(weights)
+        assert next(weights, None) is None
+        with pytest.raises(PublishFailed):
+            flushed(transfer)
+    away = False
+    transfer.send_weights(named(model))
+    transfer.destroy()
+    assert newest(store) == bits(model)
+
+
+def test_another_model_stops_the_training(store: Store) -> None:
+    transfer = BucketTransfer(store)
+    transfer.send_weights(named(Regression()))
+    with pytest.raises(SchemaMismatch):
+        transfer.send_weights(named(torch.nn.Linear(3, 3)))
+    transfer.destroy()
+
+
+def handle(version: int | None) -> PublishHandle:
+    made = PublishHandle()
+    if version is None:
+        made._future.set_exception(StoreUnavailable("away"))
+    else:
+        made._future.set_result(Published(version, "", 1, 2, ("delta",), {"held": 0.001}))
+    return made
+
+
+def test_which_sync_a_version_was() -> None:
+    syncs = Syncs()
+    assert syncs.sync_of(5) == 0, "a server may be ahead of what we know"
+    # 1 → v0, 2 and 3 merged into v1, 4 failed and is part of v2 with 5
+    for version in (0, 1, 1, None, 2):
+        syncs.add(handle(version))
+    assert [syncs.sync_of(version) for version in (-1, 0, 1, 2, 3)] == [0, 1, 3, 5, 5]
+    waiting = PublishHandle()
+    syncs.add(waiting)
+    assert syncs.sync_of(3) == 5, "not in the bucket yet, so no server has it"
+    assert syncs.metrics()["deltawire/waiting"] == 1
+    waiting._future.set_result(Published(3, "", 1, 2, ("delta",), {}))
+    assert syncs.sync_of(3) == 6
+
+
+def test_another_writer_stops_the_training(store: Store) -> None:
+    model, first = Regression(), BucketTransfer(store)
+    first.send_weights(named(model))
+    flushed(first)
+    with torch.no_grad():
+        model.linear.weight += 1
+    second = BucketTransfer(store)
+    second.send_weights(named(model))
+    flushed(second)
+    first.send_weights(named(model))
+    with pytest.raises(WriterConflict):
+        flushed(first)
+    with pytest.raises(WriterConflict):
+        first.send_weights(named(model))

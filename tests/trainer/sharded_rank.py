@@ -1,0 +1,310 @@
+"""One rank of a sharded trainer. Run by test_sharded.py: python sharded_rank.py SCENARIO RANK SIZE FOLDER."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Partial
+
+from deltawire import Publisher
+from deltawire.core.errors import DeltawireError, StoreError
+from deltawire.store import open_store
+from deltawire.testing import CountingStore
+
+STEPS = 5
+PACE = 0.03
+
+
+class Small(nn.Module):
+    """Rows that do not divide by the ranks, a tied head, a buffer, a frozen weight, and a norm smaller than a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(301, 32)
+        self.up = nn.Linear(32, 75)
+        self.down = nn.Linear(75, 32, bias=False)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 301, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        return self.head(self.norm(hidden + self.down(torch.relu(self.up(hidden)))))
+
+
+class Wide(nn.Module):
+    """Layers that tensor parallelism can cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, 64)
+        self.down = nn.Linear(64, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return make()
+
+
+class Training:
+    """The same data on every rank: a mean of two or four equal gradients is that gradient, bit for bit."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3, foreach=False)
+        self.steps = 0
+
+    def step(self) -> None:
+        generator = torch.Generator().manual_seed(self.steps)
+        self.steps += 1
+        if any(isinstance(module, nn.Embedding) for module in self.model.modules()):
+            tokens = torch.randint(0, 301, (4, 9), generator=generator)
+            loss = nn.functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        else:
+            loss = self.model(torch.randn(8, 24, generator=generator)).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for buffer in self.model.buffers():
+            buffer += 1
+
+
+def sharded(**how: Any) -> nn.Module:
+    model = seeded(Small)
+    for part in (model.up, model.down):
+        fully_shard(part, **how)
+    return fully_shard(model, **how)
+
+
+class Hook:
+    """A store in which something happens before every upload."""
+
+    def __init__(self, inner: Any, before_put: Callable[[str], None]) -> None:
+        self._inner, self._before = inner, before_put
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, key: str, data: Any) -> None:
+        self._before(key)
+        self._inner.put(key, data)
+
+
+class Rank:
+    def __init__(self, rank: int, size: int, folder: Path) -> None:
+        self.rank, self.size, self.folder = rank, size, folder
+        self.report: dict[str, Any] = {}
+
+    def run(self, name: str) -> str:
+        return str(self.folder / name)
+
+    @contextmanager
+    def twin(self, name: str, make: Callable[[], nn.Module] = Small, **options: Any) -> Iterator[Callable[[], None]]:
+        """The same training in one piece, published by rank 0 alone."""
+        training = Training(seeded(make))
+        publisher = Publisher(self.run(name), group=None, **options) if self.rank == 0 else None
+
+        def publish(steps: int = 1) -> None:
+            for _ in range(steps):
+                training.step()
+            if publisher is not None:
+                publisher.publish(training.model, step=training.steps, wait=True)
+
+        yield publish
+        if publisher is not None:
+            publisher.close()
+
+    def side_by_side(self, name: str, model: nn.Module, make: Callable[[], nn.Module] = Small, **options: Any) -> None:
+        """Publish after every step, and what one process alone would have published."""
+        training = Training(model)
+        store = CountingStore(open_store(self.run(name)))
+        with self.twin(f"{name}-alone", make, **options) as alone:
+            publisher = Publisher(store, **options)
+            for _ in range(STEPS):
+                training.step()
+                handle = publisher.publish(model, step=training.steps, wait=True)
+                assert handle.result().version == publisher.version
+                alone()
+            publisher.close()
+        self.report[name] = {"put": store.bytes_out}
+
+    # ── scenarios ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def fsdp(self) -> None:
+        self.side_by_side("fsdp", sharded(), anchor_every=3, skip_every=2)
+
+    def offload(self) -> None:
+        self.side_by_side("offload", sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), encoding="context")
+
+    def ddp(self) -> None:
+        self.side_by_side("ddp", nn.parallel.DistributedDataParallel(seeded(Small)), encoding="raw")
+
+    def grid(self) -> None:
+        """FSDP over tensor parallelism: both cut the rows of `up.weight`."""
+        mesh = init_device_mesh("cpu", (self.size // 2, 2), mesh_dim_names=("dp", "tp"))
+        model = seeded(Wide)
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        self.report["placements"] = {name: str(p.placements) for name, p in model.named_parameters()}
+        self.side_by_side("grid", model, Wide)
+
+    def placed(self) -> None:
+        """Tensors placed by hand, in every way a mesh allows."""
+        mesh = init_device_mesh("cpu", (self.size // 2, 2))
+        ways = [
+            [a, b] for a in (Replicate(), Shard(0), Shard(1), Shard(2)) for b in (Replicate(), Shard(0), Shard(1), Shard(2))
+        ]
+        torch.manual_seed(1)
+        whole = {f"t{i}": torch.randint(-(2**15), 2**15, (7, 6, 5)).to(torch.int16) for i in range(len(ways))}
+        whole["long"] = torch.randint(0, 2**40, (9,))
+        ways.append([Shard(0), Replicate()])
+        publisher = Publisher(self.run("placed"), anchor_every=2)
+        for version in range(3):
+            cut = {n: distribute_tensor(t, mesh, way) for (n, t), way in zip(whole.items(), ways, strict=True)}
+            publisher.publish(cut, wait=True)
+            if self.rank == 0:
+                torch.save(whole, self.folder / f"placed-{version}.pt")
+            whole = {n: t + (torch.rand(t.shape) < 0.2) for n, t in whole.items()}
+            dist.broadcast_object_list(shared := [whole])
+            whole = shared[0]
+        publisher.close()
+
+    def refused(self) -> None:
+        mesh = init_device_mesh("cpu", (self.size,))
+        partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+        self.error("partial", lambda: Publisher(self.run("refused")).publish({"a": partial}))
+        # every rank says something else
+        self.error("differs", lambda: Publisher(self.run("refused")).publish({"a": torch.ones(4 + self.rank)}))
+
+    def upload_fails(self) -> None:
+        """The last rank cannot put its part of version 2."""
+        failed: list[str] = []
+
+        def before_put(key: str) -> None:
+            if self.rank == self.size - 1 and key.startswith("deltas/step_000002") and not failed:
+                failed.append(key)
+                raise StoreError("no room for this one")
+
+        training = Training(sharded())
+        publisher = Publisher(Hook(open_store(self.run("fails")), before_put))
+        with self.twin("fails-alone") as alone:
+            for version in range(STEPS):
+                training.step()
+                handle = publisher.publish(training.model, step=training.steps)
+                if version == 2:
+                    self.error("upload", handle.result)
+                    assert publisher.version == 1
+                    alone_skips = True
+                    continue
+                assert handle.result().version == publisher.version
+                alone(2 if version == 3 and alone_skips else 1)
+            publisher.close()
+
+    def out_of_step(self) -> None:
+        """Trainers and uploads of different speed on different ranks: versions merge publishes, the same everywhere."""
+        training = Training(sharded())
+        store = Hook(open_store(self.run("merged")), lambda key: time.sleep(PACE * (3 if self.rank else 1)))
+        publisher = Publisher(store)
+        handles = []
+        with self.twin("merged-alone") as alone:
+            for number in range(4 * STEPS):
+                training.step()
+                time.sleep(PACE * (number % (2 + self.rank)) / 2)
+                handles.append(publisher.publish(training.model, step=training.steps))
+                alone()
+            publisher.close()
+        self.report["merged"] = [handle.result().version for handle in handles]
+
+    def resume(self) -> None:
+        """A run taken up by a trainer that is where the run is, then by one that is behind, then by another model."""
+        training = Training(sharded())
+        with Publisher(self.run("resume")) as publisher:
+            for _ in range(3):
+                training.step()
+                publisher.publish(training.model, step=training.steps, wait=True)
+        with Publisher(self.run("resume")) as publisher:
+            assert publisher.resume(training.model) == 2
+            publisher.publish(training.model, step=3, wait=True)
+        behind = Training(sharded())
+        behind.step()
+        with Publisher(self.run("resume")) as publisher:
+            self.error("diverged", lambda: publisher.resume(behind.model))
+        with Publisher(self.run("resume")) as publisher:
+            publisher.publish(behind.model, step=1, wait=True)
+        other = fully_shard(seeded(Wide))
+        self.error("other model", lambda: Publisher(self.run("resume")).publish(other))
+
+    def killed(self) -> None:
+        """The last rank dies while it puts its part of version 2."""
+
+        def before_put(key: str) -> None:
+            if self.rank == self.size - 1 and key.startswith("deltas/step_000002"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        training = Training(sharded())
+        publisher = Publisher(Hook(open_store(self.run("killed")), before_put))
+        for version in range(3):
+            training.step()
+            handle = publisher.publish(training.model, step=training.steps)
+            if version == 2:
+                self.error("killed", handle.result)
+                self.error("after", lambda: publisher.publish(training.model))
+            else:
+                handle.result()
+
+    def after_kill(self) -> None:
+        """The training starts again from a checkpoint of step 2, and the run goes on."""
+        training = Training(sharded())
+        for _ in range(2):
+            training.step()
+        with Publisher(self.run("killed")) as publisher:
+            assert publisher.resume(training.model) == 1
+            training.step()
+            publisher.publish(training.model, step=training.steps, wait=True)
+
+    # ── what to say ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def error(self, what: str, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except DeltawireError as error:
+            self.report[what] = [type(error).__name__, str(error)]
+        else:
+            raise AssertionError(f"{what} should have failed")
+
+
+def main(scenarios: str, rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{scenarios}", rank=rank, world_size=size)
+    me = Rank(rank, size, folder)
+    for scenario in scenarios.split(","):
+        began = time.perf_counter()
+        getattr(me, scenario)()
+        print(f"rank {rank}: {scenario} in {time.perf_counter() - began:.1f} s", flush=True)
+    (folder / f"{scenarios}-{rank}.json").write_text(json.dumps(me.report))
+    # a group that lost a member waits for it when it is taken down
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
