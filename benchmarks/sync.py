@@ -395,7 +395,7 @@ def main() -> None:
     parser.add_argument("--stores", nargs="+", default=["s3", "hub"], choices=["s3", "hub"])
     parser.add_argument("--links", nargs="+", type=float, default=[0, 1000, 100], help="Mbit/s; 0 is unlimited")
     parser.add_argument("--shape", default="qwen3-0.6b", choices=["small", "qwen3-0.6b"])
-    parser.add_argument("--lr", type=float, default=3.2e-7, help="size of a step; 3.2e-7 changes about 1 %%")
+    parser.add_argument("--lr", type=float, default=2.2e-7, help="size of a step; 2.2e-7 changes about 1 %%")
     parser.add_argument("--repeats", type=int, default=3, help="versions per row; the middle one is shown")
     parser.add_argument("--replicas", nargs="*", type=int, default=[1, 4, 16], help="fleets on one host (30 M weights)")
     parser.add_argument("--here", action="store_true", help="on loopback, without namespaces: unlimited links only")

@@ -54,10 +54,10 @@ def test_the_demo(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sent, when",
     [
-        (signal.SIGINT, "· training"),
-        pytest.param(signal.SIGINT, "· starting", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "· waiting for the replicas", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, "· training", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "· training", id="interrupt"),
+        pytest.param(signal.SIGINT, "· starting", marks=pytest.mark.slow, id="interrupt-at-once"),
+        pytest.param(signal.SIGTERM, "· waiting for the replicas", marks=pytest.mark.slow, id="terminate"),
+        pytest.param(signal.SIGKILL, "· training", marks=pytest.mark.slow, id="kill"),
     ],
 )
 def test_nothing_outlives_the_demo(tmp_path: Path, sent: signal.Signals, when: str) -> None:

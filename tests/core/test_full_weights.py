@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from deltawire.core import full
-from deltawire.core.change import blocks
+from deltawire.core.change import Region, blocks
 from deltawire.core.dtypes import lookup
 from deltawire.core.errors import SchemaMismatch, TruncatedFile, UnknownFormat, UnsafeName
 from deltawire.core.schema import Schema, TensorSpec
@@ -55,6 +56,75 @@ def test_an_anchor_must_hold_exactly_the_runs_tensors() -> None:
     for other in ([a, b], [], [TensorSpec("a", "F16", (4,))], [TensorSpec("a", "BF16", (2, 2))]):
         with pytest.raises(SchemaMismatch):
             full.Anchor([file], Schema.build(other))
+
+
+def parts_of(tensor: TensorSpec, rows: int, columns: int) -> list[Region]:
+    """A tensor in bands of so many rows, each cut after so many elements."""
+    wide = columns * lookup(tensor.dtype).units_per_element
+    return [
+        Region(tensor, r, min(rows, tensor.rows - r), c, min(wide, tensor.columns - c))
+        for r in range(0, tensor.rows, rows)
+        for c in range(0, tensor.columns, wide)
+    ]
+
+
+@given(schema=schemas(), seed=seeds, rows=st.integers(1, 4), columns=st.integers(1, 4), writers=st.integers(1, 3))
+def test_an_anchor_of_several_objects_holds_every_bit(
+    schema: Schema, seed: int, rows: int, columns: int, writers: int
+) -> None:
+    bag = random_bag(schema, seed)
+    parts = [part for tensor in schema.tensors for part in parts_of(tensor, rows, columns)]
+    files = [reader(b"".join(full.anchor_of(parts[i::writers], bag.region, {}).chunks())) for i in range(writers)]
+    anchor = full.Anchor(files, schema)
+    for plan in (blocks(schema, 7), column_cut(schema, columns, rows)):
+        for block in plan:
+            for region in block:
+                assert anchor.region(region).tolist() == bag.region(region).tolist()
+
+
+def test_parts_that_leave_something_out_or_hold_it_twice_are_refused() -> None:
+    tensor = TensorSpec("a", "BF16", (4, 6))
+    schema = Schema.build([tensor])
+    bag = random_bag(schema, 0)
+    top, bottom = Region(tensor, 0, 2, 0, 6), Region(tensor, 2, 2, 0, 6)
+    left, right = Region(tensor, 2, 2, 0, 3), Region(tensor, 2, 2, 3, 3)
+    good: list[list[Region]] = [[top, bottom], [top, left, right], [Region(tensor, 0, 4, 0, 6)]]
+    bad = [
+        [], [top], [bottom], [top, left], [top, right], [top, top], [top, bottom, bottom], [top, left, left],
+        [top, Region(tensor, 1, 3, 0, 6)], [top, left, Region(tensor, 2, 1, 3, 3), Region(tensor, 3, 1, 3, 3)],
+    ]  # fmt: skip
+    for parts, fine in [*((p, True) for p in good), *((p, False) for p in bad)]:
+        # each in a file of its own, so that two may have the same name
+        files = [reader(b"".join(full.anchor_of([part], bag.region, {}).chunks())) for part in parts]
+        if fine:
+            full.Anchor(files, schema)
+            continue
+        with pytest.raises(SchemaMismatch):
+            full.Anchor(files, schema)
+
+
+@pytest.mark.parametrize(
+    "regions",
+    [
+        "no JSON", "[]", "{}", '{"a@2,0": ["a", 2, 2, 0]}', '{"a@2,0": ["b", 2, 2, 0, 6]}',
+        '{"a@2,0": ["a", 1, 2, 0, 6]}', '{"a@2,0": ["a", 2, 2, 0, 5]}', '{"a@2,0": ["a", 2, -2, 0, -6]}',
+        '{"a@2,0": ["a", 2, 9223372036854775808000, 0, 6]}',
+    ],
+)  # fmt: skip
+def test_parts_that_are_not_where_they_say_are_refused(regions: str) -> None:
+    tensor = TensorSpec("a", "BF16", (4, 6))
+    schema = Schema.build([tensor])
+    bag = random_bag(schema, 0)
+    top, bottom = Region(tensor, 0, 2, 0, 6), Region(tensor, 2, 2, 0, 6)
+    files = [full.anchor_of([part], bag.region, {}) for part in (top, bottom)]
+    first, second = (b"".join(file.chunks()) for file in files)
+    size = int.from_bytes(second[:8], "little")
+    header = json.loads(second[8 : 8 + size])
+    header["__metadata__"]["regions"] = regions
+    head = json.dumps(header).encode()
+    forged = len(head).to_bytes(8, "little") + head + second[8 + size :]
+    with pytest.raises(SchemaMismatch):
+        full.Anchor([reader(first), reader(forged)], schema)
 
 
 def test_an_anchor_of_a_later_format_is_refused() -> None:

@@ -18,6 +18,7 @@ from deltawire.models import ModelView, torch_bits  # noqa: E402
 from deltawire.replica import device as device_module  # noqa: E402
 from deltawire.replica.device import DeviceTarget  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
+from deltawire.trainer import stream  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -136,6 +137,63 @@ def test_names_that_the_run_ties_and_the_model_does_not(device: str, store: Obje
     whole = target.digest()
     live["head"].view(torch.int16)[0, 0] ^= 1
     assert target.digest() == whole + StateDigest(1, 1)
+
+
+def test_tied_weights_are_taken_back_together(device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two memories for one tensor of the run: a failure after both were written, and one between them."""
+    embed = weights(3, device)["embed"]
+    live = {"embed": torch.zeros_like(embed), "head": torch.zeros_like(embed)}
+    replica = replica_of(store)
+    with Publisher(store, anchor_ratio=1e9) as publisher:
+        publisher.publish({"embed": embed, "head": embed}).result(60)
+        replica.sync(live)
+        before = {name: t.clone() for name, t in live.items()}
+        embed += 1
+        publisher.publish({"embed": embed, "head": embed}).result(60)
+    real, calls = device_module.kernels.apply, []
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        calls.append(options)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*given, **options)
+
+    monkeypatch.setattr(device_module.kernels, "apply", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replica.sync(live)
+    assert equal(live, before)
+    monkeypatch.undo()
+    monkeypatch.setattr(DeviceTarget, "digest", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        replica.sync(live)
+    assert equal(live, before)
+    monkeypatch.undo()
+    assert replica.sync(live) == 1
+    assert equal(live, {"embed": embed, "head": embed})
+
+
+def test_regions_that_somebody_cut_in_another_way(
+    device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense change travels in pieces, some of them columns of long rows; the next delta is cut as usual again."""
+    monkeypatch.setattr(stream, "PIECE_UNITS", 150)
+    monkeypatch.setattr(stream, "READ_UNITS", 700)
+    model = weights(6, device)
+    model["wide"] = torch.randn(6, 400, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    live = {name: torch.zeros_like(t) for name, t in model.items()}
+    replica = replica_of(store)
+    with Publisher(store, anchor_ratio=1e9, max_pending=64) as publisher:
+        publisher.publish(model).result(60)
+        replica.sync(live)
+        for tensor in model.values():
+            tensor += 1
+        publisher.publish(model).result(60)
+        replica.sync(live)
+        assert equal(live, model)
+        model["norm"][5] += 1
+        publisher.publish(model).result(60)
+        assert replica.sync(live) == 2
+        assert equal(live, model)
 
 
 def test_digest_regions_and_load(device: str) -> None:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from deltawire.core.errors import PublishFailed, ServerRefused, StoreUnavailable
-from deltawire.rl import grpo, small_policy
-from deltawire.rl.grpo import Fleet, Group, Learner, Ledger, Rollout, Settings, advantages, clipped_loss, versions_of
+from deltawire.rl import fleet, grpo, small_policy
+from deltawire.rl.fleet import Fleet, versions_of
+from deltawire.rl.grpo import Group, Learner, Ledger, Rollout, Settings, advantages, clipped_loss
 from deltawire.rl.layout import render, spell
 from deltawire.rl.sampling import Sample
 from deltawire.store import ObjectStore
@@ -173,7 +174,7 @@ def test_a_server_that_fails_is_left_alone(caplog: pytest.LogCaptureFixture) -> 
 def test_a_server_that_comes_back_is_used_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(grpo, "REST_S", 0.01)
+    monkeypatch.setattr(fleet, "REST_S", 0.01)
     answers = iter([away, lambda _: httpx.Response(503, text="not ready, starting"), completion])
     assert ask({"a": lambda request: next(answers)(request)}) == ["a", "a", "a"]
     said = [record.getMessage() for record in caplog.records]

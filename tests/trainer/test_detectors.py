@@ -244,6 +244,30 @@ def test_names_are_those_of_the_checkpoint(device: str) -> None:
     assert ModelView(torch.compile(model)).schema == plain
 
 
+def test_a_view_knows_tensors_that_lie_where_they_did(device: str) -> None:
+    model = {"a": torch.zeros(4, 4, device=device), "b": torch.ones(3, device=device)}
+    first = ModelView(model)
+    again = ModelView(dict(model), known=first.known)
+    assert again.known is first.known is not None
+    assert again.schema is first.schema
+    for name, other in (
+        ("moved", {**model, "a": model["a"].clone()}),
+        ("reshaped", {**model, "a": model["a"].view(2, 8)}),
+        ("transposed", {**model, "a": model["a"].T}),
+        ("another dtype", {**model, "a": model["a"].view(torch.int32)}),
+        ("tied", {**model, "c": model["a"]}),
+        ("renamed", {"c": model["a"], "b": model["b"]}),
+        ("numpy", {name: tensor.cpu().numpy() for name, tensor in model.items()}),
+    ):
+        view = ModelView(other, known=first.known)
+        assert view.known is not first.known, name
+        assert view.schema == ModelView(other).schema, name
+    cast = ModelView(model, "bf16", known=first.known)
+    assert {t.dtype for t in cast.schema.tensors} == {"BF16"}
+    # nothing tells two empty tensors apart
+    assert ModelView({**model, "empty": torch.zeros(0, device=device)}, known=first.known).known is None
+
+
 def test_what_travels_by_default(device: str) -> None:
     model = Decoder().to(device)
     dtypes = {t.name: t.dtype for t in ModelView(model, "auto").schema.tensors}

@@ -17,6 +17,7 @@ from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import full, keys
+from deltawire.core.change import regions
 from deltawire.core.codecs import ENCODINGS
 from deltawire.core.errors import (
     PublisherClosed,
@@ -365,7 +366,7 @@ def test_an_anchor_holds_the_state_of_its_version_though_the_trainer_is_ahead(st
     blob = store.get(anchor.objects[0].key).data
     file = full.FullFile(lambda start, length: blob[start : start + length], len(blob))
     for tensor in run.schema.tensors:
-        for region in full.regions(tensor):
+        for region in regions(tensor):
             assert file.region(region).tobytes() == versions[1][tensor.name].tobytes()
     verified(store, [versions[0], versions[1], versions[7]])
 

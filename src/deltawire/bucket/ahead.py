@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..core.chain import Step
 from ..core.manifest import Link, Manifest
+from ..core.parallel import ordered_map
 from .fetch import CONNECTIONS, Fetched, Progress, fetch
 from .run import Run
 
@@ -71,8 +72,10 @@ def _collect(run: Run, step: Step, progress: Progress | None, shared: bool) -> P
     link = manifest.link(step.kind, step.base)
     parcel = Parcel(manifest, link, [])
     try:
-        for blob in link.objects:
-            parcel.objects.append(fetch(run.store, blob, progress, shared=shared))
+        # one object, or the small ones of many writers
+        threads = min(len(link.objects), CONNECTIONS)
+        for data in ordered_map(lambda blob: fetch(run.store, blob, progress, shared=shared), link.objects, threads):
+            parcel.objects.append(data)
     except BaseException:
         parcel.close()
         raise

@@ -33,8 +33,10 @@ Progress = Callable[[int], None]
 class Fetched:
     """The verified bytes of an object: in memory, in a file that has no name, or in one that the host shares."""
 
-    def __init__(self, data: bytes | None, descriptor: int, size: int) -> None:
+    def __init__(self, data: bytes | None, descriptor: int, size: int, hashing: float = 0.0) -> None:
         self._data, self._descriptor, self.size = data, descriptor, size
+        self.hashing = hashing
+        # seconds of the fetch that went into the hash; none where another process of this host did it
 
     def read(self, start: int, length: int) -> bytes:
         if self._data is not None:
@@ -108,25 +110,24 @@ def _fetch(store: Store, blob: Blob, progress: Progress | None) -> Fetched:
     if blob.size <= IN_MEMORY:
         _check_size(store, blob)
         data = _in_memory(store, blob, progress)
-        _check(blob, blake3(data).hexdigest(length=16))
-        return Fetched(data, -1, blob.size)
+        return Fetched(data, -1, blob.size, _check(blob, lambda: blake3(data).hexdigest(length=16)))
     try:
         # it has no name: nothing is left of it, however we end
         with tempfile.TemporaryFile(prefix="deltawire-") as file:
-            _into_file(store, blob, file.fileno(), progress)
-            return Fetched(None, os.dup(file.fileno()), blob.size)
+            hashing = _into_file(store, blob, file.fileno(), progress)
+            return Fetched(None, os.dup(file.fileno()), blob.size, hashing)
     except OSError as error:
         raise StoreFull(
             f"no room for the {blob.size:,} bytes of {blob.key} in {tempfile.gettempdir()}: {error}"
         ) from error
 
 
-def _into_file(store: Store, blob: Blob, handle: int, progress: Progress | None) -> None:
+def _into_file(store: Store, blob: Blob, handle: int, progress: Progress | None) -> float:
     _check_size(store, blob)
     if os.fstat(handle).st_size != blob.size:
         os.truncate(handle, blob.size)
     _parts(store, blob, lambda start, data: _write(handle, data, start), progress)
-    _check(blob, hash_of(handle))
+    return _check(blob, lambda: hash_of(handle))
 
 
 def _write(handle: int, data: bytes, start: int) -> None:
@@ -169,6 +170,10 @@ def _parts(store: Store, blob: Blob, keep: Callable[[int, bytes], object], progr
             pass
 
 
-def _check(blob: Blob, found: str) -> None:
+def _check(blob: Blob, hash: Callable[[], str]) -> float:
+    """HashMismatch, or the seconds it took to find out that there is none."""
+    clock = time.perf_counter()
+    found = hash()
     if found != blob.hash:
         raise HashMismatch(f"{blob.key} has the hash {found}, its manifest says {blob.hash}")
+    return time.perf_counter() - clock

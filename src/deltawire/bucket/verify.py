@@ -255,7 +255,7 @@ class _Walk:
     # ── what to say ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _blame(self, manifest: Manifest, link: Link) -> AbstractContextManager[None]:
-        place = link.objects[0].key if link.objects else link.source
+        place = ", ".join(blob.key for blob in link.objects) or link.source
         return blame(manifest.version, place, lambda: self._advice(manifest, link))
 
     def _advice(self, manifest: Manifest, link: Link) -> str:

@@ -36,7 +36,7 @@ def command(
     minutes: Annotated[float, typer.Option(min=0.01, help="Of training; evaluations come on top.")] = 3.5,
     steps: Annotated[int | None, typer.Option(min=1, help="End after so many, if that is sooner.")] = None,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-4,
-    staleness: Annotated[int, typer.Option(min=0, help="Steps that a sample may be old.")] = 8,
+    staleness: Annotated[int, typer.Option(min=0, help="Steps that a sample may be old.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Of the secrets and the evaluations.")] = 0,
     games: Annotated[int, typer.Option(min=0, help="In each evaluation; 0 for none.")] = 512,
     kill_replica: Annotated[bool, typer.Option("--kill-replica", help="Kill a server; it rejoins later.")] = False,
@@ -220,7 +220,7 @@ def _picture(story: Story) -> Group:
             if name not in story.replicas:
                 rows.add_row(name, text)
     for name, glimpses in [*story.replicas.items()]:
-        rows.add_row(name, f"{_replica(glimpses[-1]):<28} lag {sparkline([(g.lag or 0) for g in glimpses[-60:]])}")
+        rows.add_row(name, f"{_replica(glimpses[-1]):<28} {sparkline([(g.lag or 0) for g in glimpses[-30:]])}")
     title = Text(f"Wordle, learned through {story.url or 'a bucket'}", style="bold")
     return Group(title, rows, *(Text(f"! {text}", style="yellow") for _, text in story.remarks[-4:]))
 

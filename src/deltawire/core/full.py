@@ -137,7 +137,8 @@ class Anchor:
                 if name not in known:
                     raise SchemaMismatch(f"tensor {name[:80]!r} is in the anchor only")
                 region = Region(known[name], *sides) if sides else whole(known[name])
-                if stored != _stored(region) or region.column % lookup(stored.dtype).units_per_element:
+                per = lookup(stored.dtype).units_per_element
+                if stored != _stored(region) or region.column % per or region.columns % per:
                     raise SchemaMismatch(
                         f"the anchor has {stored.dtype} {list(stored.shape)} where the run has "
                         f"{known[name].dtype} {list(known[name].shape)} as {name!r}"

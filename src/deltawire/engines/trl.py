@@ -46,7 +46,8 @@ class BucketTransfer:
     """
 
     def __init__(self, run: str, *, wire_dtype: str = "bf16", **options: Any) -> None:
-        self._open = lambda: Publisher(run, wire_dtype=wire_dtype, **options)
+        # one process hands over full tensors, whatever the others hold
+        self._open = lambda: Publisher(run, wire_dtype=wire_dtype, group=None, **options)
         self._publisher: Publisher | None = None
         self._syncs = Syncs()
 
@@ -119,9 +120,9 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **around: Any) -> None:
-        if state.is_world_process_zero:
-            self._publisher = self._open()
-            self._publish(around["model"], state)
+        # on every process: a model that several of them train is published by all of them together
+        self._publisher = self._open()
+        self._publish(around["model"], state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **around: Any) -> None:
         if self._publisher is not None and state.global_step % self._every == 0:

@@ -25,6 +25,9 @@ from .results import Changed, Moves
 _WORTH_THREADS = 1 << 18
 """Changes that are worth starting threads for."""
 
+_AT_A_TIME = 8
+"""Regions that one of them takes."""
+
 
 def region_plan(names: Sequence[str], tensors: Sequence[Tensor], regions: Sequence[Region], tile: int = TILE) -> Plan:
     """A plan that covers regions of named tensors, one segment each, in their order."""
@@ -91,7 +94,7 @@ class RegionMoves:
 
 
 def send_moves(plan: Plan, moves: Sequence[RegionMoves]) -> Moves:
-    """Moves of the regions of a `region_plan`, in their order, on the device."""
+    """Moves of the regions of a `region_plan`, one for each and in their order, on the device."""
     cuda = plan.device.type == "cuda"
     begin = np.cumsum([0, *(move.positions.size for move in moves)])
     starts = torch.empty(plan.tiles + 1, dtype=torch.int64, pin_memory=cuda)
@@ -99,18 +102,18 @@ def send_moves(plan: Plan, moves: Sequence[RegionMoves]) -> Moves:
     values = torch.empty(int(begin[-1]), dtype=plan.value_dtype, pin_memory=cuda)
     kinds = torch.empty(plan.tiles, dtype=torch.int32, pin_memory=cuda)
     starts[-1] = int(begin[-1])
+    bases = plan.remember("bases", lambda: [_bases(segment) for segment in plan.segments])
+    out = starts.numpy(), kinds.numpy(), positions.numpy(), values.numpy()
+    ends, tiles = begin.tolist(), plan.first_tile.tolist()
 
-    def put(number: int) -> None:
-        move, here = moves[number], slice(*begin[number : number + 2].tolist())
-        tiles = slice(*plan.first_tile[number : number + 2].tolist())
-        bases = _bases(plan.segments[number])
-        edges = np.append(np.searchsorted(move.positions, bases), move.positions.size)
-        starts.numpy()[tiles] = here.start + edges[:-1]
-        kinds.numpy()[tiles] = move.kind
-        _subtract_bases(move.positions, edges, bases, positions.numpy()[here])
-        values.numpy()[here] = move.values
+    def put(first: int) -> None:
+        for number in range(first, min(first + _AT_A_TIME, len(moves))):
+            move = moves[number]
+            _put(move.positions, move.values, move.kind, bases[number], tiles[number], ends[number], *out)
 
-    for _ in ordered_map(put, range(len(moves)), None if begin[-1] >= _WORTH_THREADS else 1):
+    # hundreds of regions, most of them small: a task for each would take longer than the work
+    work = range(0, len(moves), _AT_A_TIME)
+    for _ in ordered_map(put, work, None if begin[-1] >= _WORTH_THREADS else 1):
         pass
     return Moves(*(t.to(plan.device, non_blocking=True) for t in (starts, positions, values, kinds)))
 
@@ -139,3 +142,19 @@ def _subtract_bases(positions: Any, edges: Any, bases: Any, out: Any) -> None:
     for tile in range(bases.size):
         for i in range(edges[tile], edges[tile + 1]):
             out[i] = positions[i] - bases[tile]
+
+
+@njit(cache=True, nogil=True)
+def _put(
+    positions: Any, values: Any, kind: Any, bases: Any, tile: Any, to: Any, starts: Any, kinds: Any, out: Any, bits: Any
+) -> None:
+    """The moves of a region, whose tiles begin at number `tile`, from place `to` on."""
+    i = 0
+    for t in range(bases.size):
+        starts[tile + t] = to + i
+        kinds[tile + t] = kind
+        last = t + 1 == bases.size
+        while i < positions.size and (last or positions[i] < bases[t + 1]):
+            out[to + i] = positions[i] - bases[t]
+            bits[to + i] = values[i]
+            i += 1

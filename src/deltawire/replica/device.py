@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core.change import Change, Region, regions
+from ..core.change import Change, Region, blocks, no_change, regions
 from ..core.codecs.base import BaseBits
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
@@ -47,6 +47,8 @@ class DeviceTarget(Target):
                 if own not in self._names.setdefault(tensor.name, []):
                     self._names[tensor.name].append(own)
         self.device = next(iter(self._live.values())).device
+        self._regions = [region for block in blocks(schema) for region in block]
+        # those that a publisher cuts the run into
         self._plans = Remember()
         # what is proven in every pause
         self._proven = [tensor.name for tensor in schema.tensors]
@@ -90,14 +92,18 @@ class DeviceTarget(Target):
 
     def _part(self, decoded: Sequence[kernels.RegionMoves], number: int) -> _Part | None:
         """What changes in the first tensor that this model has for each of the run's, or in the next ones."""
-        moves = [m for m in decoded if len(self._names[m.region.tensor.name]) > number]
-        if not moves:
+        found = {m.region: m for m in decoded if len(self._names[m.region.tensor.name]) > number}
+        if not found:
             return None
-        regions = tuple(m.region for m in moves)
+        regions = [r for r in self._regions if len(self._names[r.tensor.name]) > number]
+        if not found.keys() <= set(regions):
+            # somebody cut them in another way
+            regions = list(found)
         names = list(dict.fromkeys(region.tensor.name for region in regions))
         tensors = [self._live[self._names[name][number]] for name in names]
-        # one delta touches the regions that the one before did, as a rule
-        plan = self._plans.get((number, regions), lambda: kernels.region_plan(names, tensors, regions))
+        # of all regions, whichever changed: so one plan serves every delta
+        plan = self._plans.get((number, *regions), lambda: kernels.region_plan(names, tensors, regions))
+        moves = [found.get(region) or _no_moves(region) for region in regions]
         return _Part(names, tensors, plan, kernels.resolve(tensors, kernels.send_moves(plan, moves), plan=plan))
 
     def write(self, change: Change) -> None:
@@ -193,6 +199,11 @@ class DevicePatch:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+def _no_moves(region: Region) -> kernels.RegionMoves:
+    nothing = no_change(region)
+    return kernels.RegionMoves(region, nothing.positions, nothing.new, kernels.NEW_BITS)
 
 
 def _kind(region: Region) -> int:

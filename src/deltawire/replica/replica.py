@@ -298,7 +298,9 @@ class Replica:
             try:
                 clock = time.perf_counter()
                 parcel = arrival.parcel()
-                self._note({"fetch": time.perf_counter() - clock})
+                waited = time.perf_counter() - clock
+                verify = min(waited, sum(data.hashing for data in parcel.objects))
+                self._note({"fetch": waited - verify, "verify": verify})
                 if copy is None:
                     self._take(run, target, parcel)
                 else:

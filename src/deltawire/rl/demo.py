@@ -45,7 +45,7 @@ class Plan:
     steps: int | None = None
     seconds: float | None = 180.0
     rate: float = 1e-4
-    staleness: int = 8
+    staleness: int = 4
     seed: int = 0
     games: int = 512
     # per evaluation
@@ -172,7 +172,7 @@ class Demo:
             trainer = Box("trainer", self._trainer(bucket, address), self._logs, environment)
             trainer.start()
             threading.Thread(target=self._look, args=(looking,), daemon=True).start()
-            while trainer.running or not trainer.events.empty():
+            while not trainer.silent:
                 self._hear(trainer)
                 if story.published or plan.engine == "builtin":
                     # ours waits for the first version, vLLM needs one to start from
@@ -254,7 +254,7 @@ class Demo:
     def _compare(self, done: dict[str, Any]) -> None:
         with httpx.Client(timeout=60.0) as client:
             for replica in self._replicas.values():
-                how, found = replica.weights(client, done["version"])
+                how, found = replica.weights(client)
                 self.story.equal[replica.name] = how
                 if found != (done["sha256"] if how == SHA else done["version"]):
                     self.story.problems.append(
@@ -279,7 +279,13 @@ SHA, DIGEST = "SHA-256 of the live weights", "state digest at the last sync"
 _GAME = ("--words", small_policy.WORDS, "--guesses", str(small_policy.GUESSES))
 _QUIET = {"OMP_NUM_THREADS": "1", "DELTAWIRE_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 # two cores must do for everything
-_VLLM = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+_VLLM = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # some virtual machines promise instructions (AMX) that they do not have
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,11 +315,13 @@ class Replica:
         except (httpx.TransportError, ValueError):
             return Glimpse(at, None, None, None, "away")
         version = status.get("version")
-        lag = None if version is None or newest is None else max(newest - version, 0)
+        # it may have heard of a version before we did
+        newest = max(newest or 0, status.get("newest") or 0)
+        lag = None if version is None else max(newest - version, 0)
         pause = (status.get("last_sync") or {}).get("pause_s", (status.get("timings") or {}).get("pause"))
         return Glimpse(at, version, lag, pause, str(status.get("health") or status.get("state")))
 
-    def weights(self, client: httpx.Client, version: int) -> tuple[str, Any]:
+    def weights(self, client: httpx.Client) -> tuple[str, Any]:
         """How its weights can be told, and what they are."""
         try:
             answer = client.get(f"{self.url}/deltawire/fingerprint", params={"dtype": "bf16"})

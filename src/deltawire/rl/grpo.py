@@ -34,10 +34,11 @@ import httpx
 import torch
 from torch import Tensor
 
-from ..core.errors import PublishFailed, ServerRefused, ServerUnavailable, StoreError
+from ..core.errors import PublishFailed, ServerUnavailable, StoreError
 from ..trainer import Published, Publisher, PublishHandle
 from .env_client import EnvClient
-from .layout import BOS, GUESS_TOKENS, PAD, parse, spell
+from .fleet import ANSWER_S, REST_S, Fleet
+from .layout import BOS, PAD, parse, spell
 from .sampling import Sample
 
 if TYPE_CHECKING:
@@ -45,10 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deltawire")
 
-REST_S = 1.0
-# for a server that failed, before it is asked again
-ANSWER_S = 60.0
-# a server that says nothing for so long has failed
 TICK_S = 0.5
 # how often a trainer without samples looks whether something else is to be done
 
@@ -61,7 +58,7 @@ class Settings:
     # per secret
     workers: int = 8
     # groups that are played at the same time
-    staleness: int | None = 8
+    staleness: int | None = 4
     # training steps that a sample may be old; None takes any
     rate: float = 1e-4
     clip_low: float = 0.2
@@ -116,81 +113,6 @@ class Group:
         return min(version for rollout in self.rollouts for version in rollout.versions)
 
 
-def versions_of(choice: Mapping[str, Any]) -> list[int]:
-    """The versions that made a choice, as deltawire's own server and vLLM with its plugin say it."""
-    note = choice.get("deltawire") or {}
-    found = note.get("versions") or [span.get("version") for span in choice.get("weight_versions") or ()]
-    if not found or not all(isinstance(version, int) for version in found):
-        raise ServerRefused("a rollout server names no version with its samples; is it one that follows a run?")
-    return list(found)
-
-
-class Fleet:
-    """Rollout servers: the one with the least to do is asked, one that failed rests."""
-
-    def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, model: str | None = None) -> None:
-        self._servers = [_Server(url.rstrip("/")) for url in urls]
-        self._client = client
-        self._extra = {"model": model} if model else {}
-
-    async def complete(self, prompts: Sequence[Sequence[int]]) -> list[tuple[Sample, list[int]]]:
-        """A guess for each prompt, and the versions that made it; waits for as long as no server is there."""
-        # no seed: prompts that are alike must not get samples that are
-        body = {
-            "prompt": [[*prompt] for prompt in prompts],
-            "max_tokens": GUESS_TOKENS,
-            "temperature": 1.0,  # so that log-probs before and after temperature are the same
-            "logprobs": 0,
-            "return_token_ids": True,
-            **self._extra,
-        }
-        while True:
-            server = min(self._servers, key=lambda server: (server.rests_until > time.monotonic(), server.busy))
-            await asyncio.sleep(server.rests_until - time.monotonic())
-            server.busy += len(prompts)
-            try:
-                answer = await self._client.post(f"{server.url}/v1/completions", json=body)
-                if answer.status_code < 500:
-                    samples = _samples(server.url, answer)
-                    server.works()
-                    return samples
-                server.failed(f"it answered {answer.status_code}: {answer.text[:200]}")
-            except (httpx.TransportError, ServerUnavailable) as error:
-                server.failed(repr(error))
-            finally:
-                server.busy -= len(prompts)
-
-
-@dataclass(slots=True)
-class _Server:
-    url: str
-    busy: int = 0
-    rests_until: float = 0.0
-    failing: bool = False
-
-    def failed(self, reason: str) -> None:
-        if not self.failing:
-            log.warning("rollout server %s is away, going on without it: %s", self.url, reason)
-        self.failing, self.rests_until = True, time.monotonic() + REST_S
-
-    def works(self) -> None:
-        if self.failing:
-            log.warning("rollout server %s is back", self.url)
-        self.failing = False
-
-
-def _samples(url: str, answer: httpx.Response) -> list[tuple[Sample, list[int]]]:
-    if answer.is_error:
-        raise ServerRefused(f"the rollout server {url} answered {answer.status_code}: {answer.text[:300]}")
-    choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-    if any(choice["finish_reason"] == "abort" for choice in choices):
-        raise ServerUnavailable("it is shutting down")
-    return [
-        (Sample(tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"])), versions_of(choice))
-        for choice in choices
-    ]
-
-
 class Rollouts:
     """Plays groups in a thread of its own, for as long as the block lasts; `take` gives them to the trainer."""
 
@@ -243,7 +165,9 @@ class Rollouts:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         self._room = asyncio.Semaphore(self._settings.ahead)
         self._started.set()
-        async with httpx.AsyncClient(timeout=ANSWER_S, limits=httpx.Limits(max_connections=None)) as client:
+        # sooner than the servers (5 s), or one may hang up just as it is asked
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+        async with httpx.AsyncClient(timeout=ANSWER_S, limits=limits) as client:
             fleet = Fleet(self._urls, client, self._model)
             tasks = [asyncio.create_task(self._work(fleet)) for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._end.wait()))

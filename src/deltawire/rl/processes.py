@@ -55,7 +55,7 @@ class Box:
                 found = self.events.get(timeout=0.2)
                 if found.get("event") == event:
                     return found
-            if not self.running and self.events.empty():
+            if self.silent:
                 raise ServerUnavailable(f"the {self.name} did not start ({self.exit_code}): {self.last_words}")
 
     @property
@@ -70,6 +70,11 @@ class Box:
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    @property
+    def silent(self) -> bool:
+        """It has ended, and all that it said was taken."""
+        return not self.running and not (self._reader and self._reader.is_alive()) and self.events.empty()
 
     @property
     def last_words(self) -> str:

@@ -176,9 +176,7 @@ class ShardedPublisher:
         view = self._reader.view(model, self._parts)
         assert self._mirror is not None
         if view.schema != self._local or not self._mirror.detector.suits(view):
-            raise SchemaMismatch(
-                "this model is cut in another way than the one published before, or lies elsewhere"
-            )
+            raise SchemaMismatch("this model is cut in another way than the one published before, or lies elsewhere")
         return view
 
     def _open(self, model: Any, *, must_match: bool = False) -> ModelView:
@@ -190,10 +188,9 @@ class ShardedPublisher:
         self._parts = [part for part in self._parts if part.sides in mine]
         newest = team.first(lambda: self._take_up(schema))
         team.together(lambda: self._take_part(schema))
-        view = self._reader.view(model, self._parts)
-        self._local = view.schema
-        detector = ShardDetector(self._parts, view, self._settings.detector)
-        digests = team.together(lambda: detector.digest_of(view))
+        bound: list[tuple[ModelView, ShardDetector]] = []
+        digests = team.together(lambda: self._bind(model, bound))
+        view, detector = bound[0]
         found = str(sum(digests, StateDigest()))
         if must_match and (newest is None or newest.digest != found):
             what = f"at version {newest.version}; these weights are another" if newest else "empty"
@@ -209,12 +206,18 @@ class ShardedPublisher:
         ours = self._reader.schema(model)
         if self._team.rank:
             # a rank with an empty shard cannot see what is tied; rank 0 always has a piece of everything
-            names = {tensor.name: tensor for tensor in ours.tensors}
-            Schema.build((names[t.name] for t in schema.tensors if t.name in names), schema.ties).require_equal(
-                schema, ours=f"rank {self._team.rank}", theirs="rank 0"
-            )
+            untied = [tensor for tensor in ours.tensors if tensor.name not in schema.ties]
+            Schema.build(untied, schema.ties).require_equal(schema, ours=f"rank {self._team.rank}", theirs="rank 0")
         self._parts = self._reader.parts(model, schema)
         return [part.sides for part in self._parts]
+
+    def _bind(self, model: Any, bound: list[tuple[ModelView, ShardDetector]]) -> StateDigest:
+        """A detector for what this rank writes; returns the present weights' share of the digest."""
+        view = self._reader.view(model, self._parts)
+        self._local = view.schema
+        detector = ShardDetector(self._parts, view, self._settings.detector)
+        bound.append((view, detector))
+        return detector.digest_of(view)
 
     def _take_up(self, schema: Schema) -> _Newest | None:
         """On rank 0: the run's newest version, made from the reference where there is none yet."""

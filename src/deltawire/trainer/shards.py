@@ -159,9 +159,7 @@ def _along(axis: Indices, dim: int, cuts: Sequence[tuple[Any, int, int]], name: 
             if placement.dim == dim:
                 axis = _chunk(axis, parts, at)
         else:
-            raise SchemaMismatch(
-                f"{name!r} is placed as {placement}: such weights cannot be published"
-            )
+            raise SchemaMismatch(f"{name!r} is placed as {placement}: such weights cannot be published")
     return axis
 
 

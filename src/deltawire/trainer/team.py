@@ -6,7 +6,9 @@ one that waits in a background thread holds nobody up.
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,9 +20,14 @@ from ..models import is_module, is_torch
 _PATIENCE = timedelta(days=1)
 """A rank may take as long over a training step as it likes. One that died is noticed by its closed connection."""
 
+_REMIND = 30.0
+_MISSING = "waiting for all of %d ranks to call `publish`; where only one does, it needs Publisher(…, group=None)"
+
 _SAME_EVERYWHERE = {kind.__name__: kind for kind in (DivergedRun, SchemaMismatch, WriterConflict)}
 
 T = TypeVar("T")
+
+log = logging.getLogger("deltawire")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +43,13 @@ class Team:
         import torch.distributed as dist
 
         self._dist = dist
+        ranks = dist.get_process_group_ranks(group)
+        reminder = threading.Timer(_REMIND, log.warning, (_MISSING, len(ranks)))
+        reminder.daemon = True
+        reminder.start()
         # members alone make it; others of the world need not know
-        self._group = dist.new_group(
-            dist.get_process_group_ranks(group), _PATIENCE, backend="gloo", use_local_synchronization=True
-        )
+        self._group = dist.new_group(ranks, _PATIENCE, backend="gloo", use_local_synchronization=True)
+        reminder.cancel()
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def exchange(self, message: T) -> list[T]:
@@ -50,7 +60,7 @@ class Team:
         except RuntimeError as error:
             raise RankLost(
                 "another rank of this trainer does not answer any more, so no version can be finished; "
-                f"restart the training from its checkpoint and it goes on with the run ({str(error)[:200]})"
+                "restart the training from its checkpoint, and the run goes on from there"
             ) from error
         return heard
 

@@ -43,7 +43,7 @@ def python() -> Path:
 
 @contextmanager
 def server(folder: Path, run: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "deltawire", "serve", str(folder), "--run", run, "--port", str(port)]
+    command = [sys.executable, "-m", "deltawire.cli", "serve", str(folder), "--run", run, "--port", str(port)]
     process = subprocess.Popen(command, env=QUIET)
     try:
         yield process

@@ -1,0 +1,253 @@
+"""Several processes publish one model together: FSDP2, DDP, tensor parallelism, over gloo. Readers must not notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from deltawire.bucket.replay import State, checkout
+from deltawire.bucket.run import Run
+from deltawire.bucket.verify import verify
+from deltawire.core.change import Region, whole
+from deltawire.core.errors import SchemaMismatch
+from deltawire.core.manifest import Link, Manifest
+from deltawire.core.schema import Schema, TensorSpec
+from deltawire.models import torch_bits
+from deltawire.replica import Replica
+from deltawire.trainer.shards import share_out
+
+LIMIT = 240.0
+
+pytestmark = pytest.mark.timeout(2 * LIMIT)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is left of a sharded training."""
+
+    folder: Path
+    size: int
+    reports: list[dict[str, Any]]
+    # of each rank
+
+    def manifests(self, name: str) -> list[Manifest]:
+        run = Run.open(str(self.folder / name))
+        return [run.manifest(version) for version in run.listed()]
+
+
+def train(folder: Path, scenarios: str, size: int, dies: int | None = None) -> Trained:
+    script = str(Path(__file__).parent / "sharded_rank.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    ranks = []
+    for rank in range(size):
+        with open(folder / f"{rank}.log", "w") as log:
+            command = [sys.executable, script, scenarios, str(rank), str(size), str(folder)]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [rank.wait(LIMIT) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    logs = "\n".join((folder / f"{rank}.log").read_text()[-4000:] for rank in range(size))
+    assert codes == [-signal.SIGKILL if rank == dies else 0 for rank in range(size)], logs
+    found = (folder / f"{scenarios}-{rank}.json" for rank in range(size) if rank != dies)
+    return Trained(folder, size, [json.loads(path.read_text()) for path in found])
+
+
+def assert_same_run(trained: Trained, name: str) -> list[Manifest]:
+    """Version by version, the bits that a process alone published; and the run is in order."""
+    ours, alone = trained.manifests(name), trained.manifests(f"{name}-alone")
+    assert [(m.version, m.digest, m.changed, m.step) for m in ours] == [
+        (m.version, m.digest, m.changed, m.step) for m in alone
+    ]
+    run, other = Run.open(str(trained.folder / name)), Run.open(str(trained.folder / f"{name}-alone"))
+    assert run.schema == other.schema
+    state, expected = checkout(run, ours[-1].version), checkout(other, ours[-1].version)
+    for tensor in run.schema.tensors:
+        assert np.array_equal(state.bits(tensor.name), expected.bits(tensor.name)), tensor.name
+    assert_in_order(run)
+    return ours
+
+
+def assert_in_order(run: Run) -> None:
+    result = verify(run)
+    assert result.ok, result.failure
+    assert not result.not_proven
+
+
+def data_of(manifests: list[Manifest], rank: int, size: int) -> int:
+    """Bytes of the data objects that carry a rank's number."""
+    blobs = [blob for m in manifests for link in m.links for blob in link.objects]
+    assert all(f"-of-{size:05d}." in blob.key for blob in blobs)
+    return sum(blob.size for blob in blobs if f"-{rank + 1:05d}-of-" in blob.key)
+
+
+def assert_each_wrote_its_share(trained: Trained, name: str, manifests: list[Manifest], slack: int = 1000) -> None:
+    anchors = [link for m in manifests for link in m.links if link.kind == "anchor"]
+    assert anchors
+    for anchor in anchors:
+        fair = anchor.bytes / trained.size
+        assert [blob.size for blob in anchor.objects] == pytest.approx([fair] * trained.size, abs=slack)
+    for rank, report in enumerate(trained.reports):
+        own = data_of(manifests, rank, trained.size)
+        assert own > 0
+        if rank:
+            assert report[name]["put"] == own, "a rank other than 0 puts its own objects and nothing else"
+        else:
+            rest = sum(data_of(manifests, other, trained.size) for other in range(1, trained.size))
+            assert own <= report[name]["put"] < own + rest, "rank 0 adds the records, not the data of others"
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(tmp_path_factory.mktemp("two"), "fsdp,ddp,upload_fails,out_of_step,resume,refused", 2)
+
+
+def test_fsdp_publishes_what_one_process_would(two: Trained) -> None:
+    manifests = assert_same_run(two, "fsdp")
+    assert_each_wrote_its_share(two, "fsdp", manifests)
+    assert [{link.kind for link in m.links} for m in manifests][3] == {"delta", "anchor"}
+    assert [link.base for link in manifests[4].links] == [3, 2], "with a skip delta"
+
+
+def test_a_replica_loads_an_anchor_of_several_objects_and_follows(two: Trained) -> None:
+    run = Run.open(str(two.folder / "fsdp"))
+    weights = State(run.schema)
+    replica = Replica(str(two.folder / "fsdp"), heartbeat=0)
+    for version in (0, 1, 4):
+        replica.sync(weights, version)
+        assert str(weights_digest(weights)) == run.manifest(version).digest
+    late = State(run.schema)
+    Replica(str(two.folder / "fsdp"), heartbeat=0).sync(late)
+    assert str(weights_digest(late)) == run.manifest(4).digest
+
+
+def test_ddp_publishes_together_what_every_rank_holds(two: Trained) -> None:
+    largest = max(tensor.nbytes for tensor in Run.open(str(two.folder / "ddp")).schema.tensors)
+    # tensors are handed out whole
+    assert_each_wrote_its_share(two, "ddp", assert_same_run(two, "ddp"), slack=largest // 2)
+
+
+def test_a_version_that_one_rank_cannot_put_fails_on_all_and_goes_out_with_the_next(two: Trained) -> None:
+    assert "no room for this one" in two.reports[1]["upload"][1]
+    assert "rank 1: no room for this one" in two.reports[0]["upload"][1]
+    manifests = assert_same_run(two, "fails")
+    assert [m.step for m in manifests] == [1, 2, 4, 5]
+
+
+def test_ranks_that_are_out_of_step_merge_the_same_publishes(two: Trained) -> None:
+    versions = [report["merged"] for report in two.reports]
+    assert versions[0] == versions[1]
+    assert versions[0] == sorted(versions[0])
+    alone = {m.step: m.digest for m in two.manifests("merged-alone")}
+    manifests = two.manifests("merged")
+    assert len(manifests) < len(alone), "nothing was merged: the test is too slow to show anything"
+    assert {m.step: m.digest for m in manifests}.items() <= alone.items()
+    assert manifests[-1].step == max(alone)
+    assert_in_order(Run.open(str(two.folder / "merged")))
+
+
+def test_a_restarted_trainer_takes_the_run_up_where_it_stands(two: Trained) -> None:
+    manifests = two.manifests("resume")
+    assert [m.step for m in manifests] == [1, 2, 3, 3, 1, 2]
+    same, back, again = manifests[3:]
+    assert (same.digest, same.changed) == (manifests[2].digest, 0)
+    assert (back.digest, back.changed > 0) == (manifests[0].digest, True), "forward to what the trainer has"
+    assert again.digest == manifests[1].digest, "from there on as the first time"
+    for manifest, base in ((same, 2), (back, 3), (again, 4)):
+        assert delta_of(manifest).base == base
+    for report in two.reports:
+        assert report["diverged"][0] == "DivergedRun"
+        assert report["other model"][0] == "SchemaMismatch"
+    assert_in_order(Run.open(str(two.folder / "resume")))
+
+
+def test_what_cannot_be_published_together_is_refused_on_every_rank(two: Trained) -> None:
+    for report in two.reports:
+        assert report["partial"][0] == report["differs"][0] == "SchemaMismatch"
+    assert not (two.folder / "refused" / "run.json").exists()
+
+
+def test_a_rank_killed_in_the_middle_of_a_publish_leaves_the_run_at_the_version_before(tmp_path: Path) -> None:
+    assert_survives_a_kill(tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
+    assert_survives_a_kill(tmp_path, 4)
+    train(tmp_path, "after_kill", 4)
+    run = Run.open(str(tmp_path / "killed"))
+    assert run.newest() == 2
+    assert_in_order(run)
+
+
+def assert_survives_a_kill(folder: Path, size: int) -> None:
+    for survivor in train(folder, "killed", size, dies=size - 1).reports:
+        assert survivor["killed"][0] == survivor["after"][0] == "RankLost"
+    run = Run.open(str(folder / "killed"))
+    assert run.newest() == 1
+    assert_in_order(run)
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    four = train(tmp_path, "fsdp,offload,ddp,upload_fails,out_of_step,resume", 4)
+    for name in ("fsdp", "offload"):
+        assert_each_wrote_its_share(four, name, assert_same_run(four, name))
+    for name in ("ddp", "fails"):
+        assert_same_run(four, name)
+    test_ranks_that_are_out_of_step_merge_the_same_publishes(four)
+    test_a_restarted_trainer_takes_the_run_up_where_it_stands(four)
+
+
+@pytest.mark.slow
+def test_two_dimensional_meshes(tmp_path: Path) -> None:
+    four = train(tmp_path, "grid,placed", 4)
+    assert "_StridedShard" in four.reports[0]["placements"]["up.weight"]
+    assert_same_run(four, "grid")
+    run = Run.open(str(tmp_path / "placed"))
+    assert_in_order(run)
+    for version in range(3):
+        state = checkout(run, version)
+        for name, tensor in torch.load(tmp_path / f"placed-{version}.pt").items():
+            assert np.array_equal(state.bits(name), torch_bits(tensor)), (version, name)
+
+
+def test_what_several_hold_is_shared_out_evenly_and_gaps_are_refused() -> None:
+    tensors = [TensorSpec(f"t{i}", "BF16", (8, 4)) for i in range(6)]
+    schema = Schema.build(tensors)
+    everything = [sides(whole(tensor)) for tensor in tensors]
+    assert [len(mine) for mine in share_out([everything] * 3, schema)] == [2, 2, 2]
+    halves = [sides(Region(tensors[0], row, 4, 0, 4)) for row in (0, 4)]
+    cut = [[halves[0], *everything[1:]], [halves[1], *everything[1:]]]
+    assert set().union(*share_out(cut, schema)) == {*halves, *everything[1:]}
+    for bad in ([[halves[0]], [halves[0]]], [[halves[0]], [everything[0]]], [[]]):
+        with pytest.raises(SchemaMismatch):
+            share_out(bad, Schema.build(tensors[:1]))
+
+
+def sides(region: Region) -> Any:
+    return region.tensor.name, region.row, region.rows, region.column, region.columns
+
+
+def delta_of(manifest: Manifest) -> Link:
+    return next(link for link in manifest.links if link.kind == "delta")
+
+
+def weights_digest(state: State) -> Any:
+    from deltawire.core import full
+
+    return full.digest_of(state)
