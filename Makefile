@@ -8,8 +8,8 @@ JOBS   ?= 2
 ARGS   ?=
 MINUTES ?= 10
 SEED   ?=
-# Files that start with an underscore are helpers, not benchmarks.
-BENCH  ?= $(sort $(wildcard benchmarks/[a-z]*.py))
+# Files that start with an underscore are helpers, not benchmarks; pause.py wants vLLM's environment, sync.py root.
+BENCH  ?= $(filter-out benchmarks/pause.py benchmarks/sync.py,$(sort $(wildcard benchmarks/[a-z]*.py)))
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check

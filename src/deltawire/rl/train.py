@@ -149,7 +149,7 @@ class _Remarks(logging.Handler):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the small Wordle policy; the servers follow through a bucket.")
     usual = Settings()
-    parser.add_argument("--run", required=True, help="where to publish: s3://…, hf://…, a folder; must be empty")
+    parser.add_argument("--run", required=True, help="where to publish: s3://…, hf://…, a folder")
     parser.add_argument("--env", required=True, help="address of the environment (deltawire env wordle)")
     parser.add_argument("--server", action="append", required=True, help="a rollout server; may be given again")
     parser.add_argument("--policy", help="checkpoint folder to start from (the policy that ships)")
