@@ -319,7 +319,7 @@ def measure(
 
 
 def _row(store: str, mbit: float | None, encoding: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    middle = sorted(found, key=lambda one: one["seconds"])[len(found) // 2]
+    middle = sorted(found, key=lambda one: one["seconds"])[(len(found) - 1) // 2]
     row = {"store": store, "mbit": mbit, "encoding": encoding, "all": [one["seconds"] for one in found], **middle}
     split = "  ".join(f"{name} {row['phases'][name]:.2f}" for name in PHASES)
     print(f"{store:4}{_speed(mbit):>12}  {encoding:8}{row['seconds']:8.2f} s {row['bytes'] / 1e6:8.1f} MB   {split}")

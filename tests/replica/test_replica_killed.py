@@ -31,7 +31,6 @@ BY_EVENT = 40
 BY_TIME = 15
 
 
-@pytest.mark.timeout(110)
 def test_a_replica_killed_at_any_point_of_an_apply(folder: Path) -> None:
     place, path = str(folder / "run"), folder / "weights"
     with Publisher(place, anchor_every=4, skip_every=3) as publisher:
