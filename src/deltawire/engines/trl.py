@@ -207,6 +207,15 @@ class Syncs:
             del self._versions[sync]
 
 
+def versions_in(answer: Mapping[str, Any]) -> list[int]:
+    """The versions that a completion says it was made with, as our server and our vLLM plugin say it."""
+    found: list[int] = []
+    for choice in answer.get("choices", ()):
+        found += (choice.get("deltawire") or {}).get("versions", ())
+        found += (span["version"] for span in choice.get("weight_versions") or ())
+    return [int(version) for version in found]
+
+
 def publish(publisher: Publisher, weights: Mapping[str, Any] | Any, step: int) -> PublishHandle | None:
     """Publish, or log why not: only another writer on the run, or another model, is a reason to stop training."""
     for _ in range(2):

@@ -12,7 +12,7 @@ from typing import Any
 
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
-from .trl import Syncs
+from .trl import Syncs, versions_in
 
 _oldest: ContextVar[list[int] | None] = ContextVar("deltawire_oldest", default=None)
 
@@ -71,9 +71,3 @@ class TrueVersions:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
-
-
-def versions_in(answer: dict[str, Any]) -> list[int]:
-    """The versions a completion says it was made with, whichever of our servers made it."""
-    notes = [answer.get("deltawire"), *(choice.get("deltawire") for choice in answer.get("choices", ()))]
-    return [int(version) for note in notes if isinstance(note, dict) for version in note.get("versions", ())]

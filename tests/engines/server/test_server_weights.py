@@ -49,7 +49,7 @@ def test_every_bfloat16_survives_and_changes_can_be_undone() -> None:
     assert target.digest() == Target(narrow, schema).digest()
 
 
-def test_float16_survives_but_for_signalling_nans_which_the_digest_tells() -> None:
+def test_every_float16_survives_but_signalling_nans_which_hardware_quiets() -> None:
     bits = specials("F16")
     is_nan = (bits & 0x7C00 == 0x7C00) & (bits & 0x3FF != 0)
     quiet = bits[~is_nan | (bits & 0x200 != 0)]

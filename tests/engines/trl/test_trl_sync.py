@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from deltawire.bucket.run import Run
 from deltawire.core.errors import PublishFailed, SchemaMismatch, StoreUnavailable, WriterConflict
-from deltawire.engines.trl import BucketTransfer, DeltaSyncCallback, Syncs
+from deltawire.engines.trl import BucketTransfer, DeltaSyncCallback, Syncs, versions_in
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
 from deltawire.trainer import Published, PublishHandle
@@ -177,3 +177,11 @@ def test_another_writer_stops_the_training(store: Store) -> None:
         flushed(first)
     with pytest.raises(WriterConflict):
         first.send_weights(named(model))
+
+
+def test_the_versions_of_a_completion() -> None:
+    ours = {"choices": [{"deltawire": {"versions": [41, 42], "spans": [[41, 17], [42, 5]]}}]}
+    plugin = {"choices": [{"weight_versions": [{"version": 41, "start": 0, "end": 17}]}, {"weight_versions": None}]}
+    assert versions_in(ours) == [41, 42]
+    assert versions_in(plugin) == [41]
+    assert versions_in({"choices": [{"text": "a server that follows no run"}]}) == []
