@@ -232,6 +232,7 @@ def test_a_silent_session_ends_and_leaves_nothing() -> None:
         asyncio.run(asyncio.wait_for(_until_free(url), 20))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_games_played() -> None:
     with wordle_server() as (url, process):
 

@@ -54,6 +54,7 @@ def test_greedy_play_over_http_is_greedy_play_here(url: str) -> None:
     assert evaluate(server, RULES, games=GAMES, temperature=0.0) == evaluate(here, RULES, games=GAMES, temperature=0.0)
 
 
+@pytest.mark.slow
 def test_sampled_play_over_two_servers(url: str) -> None:
     """The same server twice: prompts are dealt out, and games that begin alike do not go on alike."""
     both = Spread([ServerSampler(url), ServerSampler(url)])
