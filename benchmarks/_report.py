@@ -23,12 +23,21 @@ def about() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *_arguments()]),
         "machine": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": versions,
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _arguments() -> list[str]:
+    """As given, but for where the results go, which says something of this machine and nothing of them."""
+    words = list(sys.argv)
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return words
 
 
 def print_about(facts: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from deltawire.bucket.run import Run
 from deltawire.replica import Replica
 from deltawire.trainer import Publisher
 
+from .child import Child
 from .ledger import blank
 from .replica import serve
 from .trainer import train
@@ -117,46 +118,20 @@ class Nursery:
     """The other end."""
 
     def __init__(self, folder: Path) -> None:
-        self._log = folder / "nursery.log"
-        with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "soak.nursery"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=Path(__file__).parents[1],
-                env={**os.environ, "DELTAWIRE_THREADS": "1", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
-            )
-        self._heard()
+        single = {"DELTAWIRE_THREADS": "1", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+        self._child = Child("soak.nursery", log=folder / "nursery.log", env=single)
 
     def start(self, role: str, task: dict[str, Any], env: dict[str, str]) -> int:
-        return int(self._ask({"do": "start", "role": role, "task": task, "env": env})["pid"])
+        return int(self._child.ask({"do": "start", "role": role, "task": task, "env": env})["pid"])
 
     def signal(self, pid: int, number: int) -> None:
-        self._ask({"do": "signal", "pid": pid, "signal": number})
+        self._child.ask({"do": "signal", "pid": pid, "signal": number})
 
     def ended(self) -> dict[int, int]:
-        return dict(self._ask({"do": "ended"})["ended"])
+        return dict(self._child.ask({"do": "ended"})["ended"])
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-
-    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return self._heard()
-
-    def _heard(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the nursery is gone: {self._log.read_text()[-2000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        self._child.close(30)
 
 
 if __name__ == "__main__":

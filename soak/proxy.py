@@ -12,7 +12,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+
+from .child import Child
 
 SLOW_BYTES = 100_000
 """Bytes a second of a slowed client, each way."""
@@ -99,40 +100,17 @@ class Proxy:
     """The other end."""
 
     def __init__(self, target: int, clients: int, log: Path) -> None:
-        self._log = log
-        with open(log, "wb") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "soak.proxy", str(target), str(clients)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                cwd=Path(__file__).parents[1],
-            )
-        self.ports: list[int] = self._heard()["ports"]
+        self._child = Child("soak.proxy", str(target), str(clients), log=log)
+        self.ports: list[int] = self._child.first["ports"]
 
     def set(self, clients: list[int], mode: str) -> dict[str, list[int]]:
         """Returns the bytes so far, per client."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"clients": clients, "mode": mode}) + "\n")
-        self._process.stdin.flush()
-        return self._heard()
+        return self._child.ask({"clients": clients, "mode": mode})
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
-        self._process.kill()
-        self._process.wait()
-
-    def _heard(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the proxy is gone: {self._log.read_text()[-2000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+            self._child.close(10)
+        self._child.kill()
 
 
 if __name__ == "__main__":

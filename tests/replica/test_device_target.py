@@ -60,6 +60,19 @@ def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(np.array_equal(torch_bits(a[name]), torch_bits(b[name])) for name in b)
 
 
+def one_behind(model: dict[str, torch.Tensor], store: ObjectStore) -> tuple[Replica, Any, Any]:
+    """A replica at version 0 of a run now at 1 (`model` from here on); its live weights, and a copy of them."""
+    live = {name: torch.zeros_like(t) for name, t in model.items()}
+    replica = replica_of(store)
+    with Publisher(store, anchor_ratio=1e9) as publisher:
+        publisher.publish(model).result(60)
+        replica.sync(live)
+        before = {name: t.clone() for name, t in live.items()}
+        step(model, 1)
+        publisher.publish(model).result(60)
+    return replica, live, before
+
+
 @pytest.mark.parametrize("encoding", ["raw", "packed", "context"])
 def test_follows_bit_by_bit(device: str, store: ObjectStore, encoding: str) -> None:
     model = weights(1, device)
@@ -77,15 +90,7 @@ def test_follows_bit_by_bit(device: str, store: ObjectStore, encoding: str) -> N
 def test_a_weight_that_does_not_take_the_write_is_found_and_all_of_it_undone(
     device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = weights(1, device)
-    live = {name: torch.zeros_like(t) for name, t in model.items()}
-    replica = replica_of(store)
-    with Publisher(store, anchor_ratio=1e9) as publisher:
-        publisher.publish(model).result(60)
-        replica.sync(live)
-        before = {name: t.clone() for name, t in live.items()}
-        step(model, 1)
-        publisher.publish(model).result(60)
+    replica, live, before = one_behind(weights(1, device), store)
     real = device_module.DevicePatch.write
 
     def faulty(patch: Any) -> None:
@@ -104,14 +109,7 @@ def test_an_error_half_way_leaves_the_old_weights(
     device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = weights(2, device)
-    live = {name: torch.zeros_like(t) for name, t in model.items()}
-    replica = replica_of(store)
-    with Publisher(store, anchor_ratio=1e9) as publisher:
-        publisher.publish(model).result(60)
-        replica.sync(live)
-        before = {name: t.clone() for name, t in live.items()}
-        step(model, 1)
-        publisher.publish(model).result(60)
+    replica, live, before = one_behind(model, store)
     monkeypatch.setattr(DeviceTarget, "digest", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         replica.sync(live)

@@ -97,6 +97,11 @@ class Weights:
         self.schema, self.region = schema, source.region
 
 
+def resolver(reference: str | Path | None) -> Resolve:
+    """How to find the checkpoint that a run starts from: where the user says it is, else by the run's name for it."""
+    return find_reference if reference is None else lambda _: Path(reference)
+
+
 def find_reference(source: str) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():

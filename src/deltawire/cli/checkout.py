@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonOption, ReferenceOption, RunVersionArgument, emit, open_version, progress, resolver, size
+from .common import JsonOption, ReferenceOption, RunVersionArgument, emit, open_version, progress, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +33,7 @@ def command(
       deltawire checkout s3://runs/chat -o models/chat --force
     """
     from ..bucket import folder
-    from ..bucket.replay import checkout
+    from ..bucket.replay import checkout, resolver
     from ..core import chain
 
     _check_place(output, force)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ..bucket.replay import Resolve
     from ..bucket.run import Run
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for programs.")]
@@ -172,13 +171,6 @@ def open_version(text: str) -> tuple[Run, int]:
         raise VersionNotFound(f"the run at {run.store.url} has no version yet")
     run.manifest(version)
     return run, version
-
-
-def resolver(reference: Path | None) -> Resolve:
-    """How to find the checkpoint that a run starts from: where the user says it is, else by the run's name for it."""
-    from ..bucket.replay import find_reference
-
-    return find_reference if reference is None else lambda _: reference
 
 
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────

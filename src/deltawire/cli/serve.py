@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonOption, ReferenceOption, duration, emit_line, split_run
+from .common import JsonOption, ReferenceOption, duration, emit_line, ended_by_sigterm, split_run
 
 if TYPE_CHECKING:
     from ..engines.server import RolloutServer
@@ -178,7 +175,8 @@ def command(
         max_body=int(max_body * 1e6),
         grace=grace,
     )
-    with _ended_by_sigterm():
+    # while it waits or loads; the server has its own way to end once it is up
+    with ended_by_sigterm():
         try:
             server = RolloutServer(options, on_sync=lambda sync: _say(sync, json))
         except ValueError as error:
@@ -203,17 +201,3 @@ def _say(sync: Sync, json: bool) -> None:
     }
     took = "  ".join(f"{name} {duration(seconds)}" for name, seconds in sync.timings.items())
     emit_line(value, f"v{sync.version}  pause {sync.pause_s * 1e3:.1f} ms  {took or 'already here'}", json)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """While it waits or loads. The server has its own way to end once it is up."""
-
-    def end(*_: object) -> None:
-        raise SystemExit(0)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

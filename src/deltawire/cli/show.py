@@ -19,7 +19,6 @@ from .common import (
     open_version,
     percent,
     progress,
-    resolver,
     size,
     table,
     times,
@@ -199,7 +198,7 @@ def _needs_base(link: Link) -> bool:
 
 
 def _replayed(run: Run, version: int, reference: Path | None) -> Any:
-    from ..bucket.replay import checkout
+    from ..bucket.replay import checkout, resolver
 
     with progress() as bar:
         state = checkout(run, version, resolve=resolver(reference), progress=bar("fetch the base version", None))

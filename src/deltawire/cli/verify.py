@@ -52,7 +52,7 @@ def command(
       deltawire verify s3://runs/chat --from 400 --to 450  a part of it
       deltawire verify s3://runs/chat --json | jq .failure
     """
-    from ..bucket.replay import find_reference
+    from ..bucket.replay import resolver
     from ..bucket.run import Run
     from ..bucket.verify import verify
 
@@ -63,7 +63,7 @@ def command(
             first=first,
             last=last,
             quick=quick,
-            resolve=(lambda _: reference) if reference else find_reference,
+            resolve=resolver(reference),
             progress=_bar(bar),
         )
     url = opened.store.url

@@ -17,7 +17,7 @@ import msgspec
 
 from ..bucket.ahead import Parcel, arrivals
 from ..bucket.fetch import Progress
-from ..bucket.replay import Resolve, State, as_anchor, find_reference, reference_source, take
+from ..bucket.replay import State, as_anchor, reference_source, resolver, take
 from ..bucket.run import Run
 from ..bucket.watch import Watcher, following
 from ..core import chain, full, keys
@@ -93,7 +93,7 @@ class Replica:
         self._strict = strict
         self._pause = pause
         self._make_target = target
-        self._resolve: Resolve = (lambda _: Path(reference)) if reference is not None else find_reference
+        self._resolve = resolver(reference)
         self._target: Target | None = None
         self._digest = StateDigest()
         self._bad: set[tuple[int, str, int | None]] = set()

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ..core.errors import PublisherClosed, PublishFailed, RankLost, WriterConflict
-from .mirror import Capture
+from .mirror import Capture, Mirror
+from .skips import Skips
 from .writer import Published
 
 log = logging.getLogger("deltawire")
@@ -67,6 +68,15 @@ class Background:
         self._failure: BaseException | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
+
+    def take_over(self, job: Job, committed: int | None, mirror: Mirror, skips: Skips) -> None:
+        """Let a job carry what earlier ones could not publish, less the one that was committed after all."""
+        if committed is not None and self.leftover:
+            first = self.leftover.pop(0)
+            skips.settle(mirror, first, committed, skips.since(first))
+        while self.leftover:
+            job.capture = mirror.fold(self.leftover[-1], job.capture)
+            self.leftover.pop()
 
     @property
     def depth(self) -> int:

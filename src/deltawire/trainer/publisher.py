@@ -17,7 +17,6 @@ from ..bucket.replay import State, find_reference
 from ..bucket.run import Run
 from ..core import full
 from ..core.errors import DeltawireError, DivergedRun, RunNotFound, SchemaMismatch
-from ..core.manifest import Manifest
 from ..core.parallel import ordered_map
 from ..core.sparse import EncodedBlock, encode_block
 from ..models import AUTO, Known, ModelView
@@ -26,7 +25,7 @@ from .auto import EncodingChooser
 from .background import Background, Job, PublishHandle
 from .commit import Committer
 from .detectors import Detector, HostDetector, LostTrack, TooLarge, as_detector, default_detector
-from .mirror import Capture, Mirror
+from .mirror import Mirror
 from .opening import commit_reference, open_reference, rebuild
 from .policy import AnchorPolicy
 from .skips import Skips
@@ -375,7 +374,8 @@ class Publisher:
         assert self._mirror is not None
         assert self._writer is not None
         mirror = self._mirror
-        self._take_over(job, self._writer.committer.catch_up())
+        caught_up = self._writer.committer.catch_up()
+        self._background.take_over(job, caught_up.version if caught_up else None, mirror, self._skips)
         capture, version = job.capture, self._writer.committer.next_version
         choice = self._chooser.choose(self._writer.committer.run.schema.elements, capture.count)
         before = mirror.before(capture)
@@ -396,21 +396,5 @@ class Publisher:
             publishes=len(job.handles),
         )
         published = self._writer.write(draft)
-        self._settle(capture, version, since)
+        self._skips.settle(mirror, capture, version, since)
         return published
-
-    def _take_over(self, job: Job, committed: Manifest | None) -> None:
-        """Let a job carry what earlier ones could not publish, less the one that was committed after all."""
-        assert self._mirror is not None
-        leftover = self._background.leftover
-        if committed is not None and leftover:
-            first = leftover.pop(0)
-            self._settle(first, committed.version, self._skips.since(first))
-        while leftover:
-            job.capture = self._mirror.fold(leftover[-1], job.capture)
-            leftover.pop()
-
-    def _settle(self, capture: Capture, version: int, since: tuple[int, Capture] | None) -> None:
-        assert self._mirror is not None
-        self._mirror.settle(capture)
-        self._skips.settle(self._mirror, version, since)

@@ -262,7 +262,7 @@ class ShardedPublisher:
         crew, mirror = self._crew, self._mirror
         count = self._agree(job)
         terms = crew.first(lambda: self._terms(count))
-        self._take_over(job, terms.committed)
+        self._background.take_over(job, terms.committed, mirror, self._skips)
         capture, version, choice = job.capture, terms.version, terms.choice
         since = self._skips.since(capture)
         skip = self._skips.draft(mirror, since, capture, version, choice.encoding)
@@ -279,7 +279,7 @@ class ShardedPublisher:
             delta.close()
         manifest = crew.first(lambda: self._commit(job, terms, coded, put, skip))
         self._start_over, self.version = False, version
-        self._settle(capture, version, since)
+        self._skips.settle(mirror, capture, version, since)
         return Published.of(manifest, self._run.schema.elements, len(job.handles))
 
     def _agree(self, job: Job) -> int:
@@ -307,22 +307,6 @@ class ShardedPublisher:
         choice = self._settings.chooser.choose(committer.run.schema.elements, count)
         committed = caught_up.version if caught_up else None
         return _Terms(committer.next_version, committer.writer, choice, committed)
-
-    def _take_over(self, job: Job, committed: int | None) -> None:
-        """Let a job carry what earlier ones could not publish, less the one that was committed after all."""
-        assert self._mirror is not None
-        leftover = self._background.leftover
-        if committed is not None and leftover:
-            first = leftover.pop(0)
-            self._settle(first, committed, self._skips.since(first))
-        while leftover:
-            job.capture = self._mirror.fold(leftover[-1], job.capture)
-            leftover.pop()
-
-    def _settle(self, capture: Capture, version: int, since: tuple[int, Capture] | None) -> None:
-        assert self._mirror is not None
-        self._mirror.settle(capture)
-        self._skips.settle(self._mirror, version, since)
 
     def _code(self, delta: DeltaWriter, terms: _Terms, capture: Capture, files: list[DataFile]) -> _Coded:
         assert self._mirror is not None

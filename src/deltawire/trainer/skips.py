@@ -33,8 +33,9 @@ class Skips:
         before = mirror.before(capture, since=changes)
         return Skip(base, lambda: ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks))
 
-    def settle(self, mirror: Mirror, version: int, since: tuple[int, Capture] | None) -> None:
-        """The version is published."""
+    def settle(self, mirror: Mirror, capture: Capture, version: int, since: tuple[int, Capture] | None) -> None:
+        """The capture is published as this version."""
+        mirror.settle(capture)
         self._base = (version, Capture.empty(mirror.plan)) if self._is_base(version) else since
 
     def _is_base(self, version: int) -> bool:

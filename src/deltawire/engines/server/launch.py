@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import uvicorn
 
-from ...bucket.replay import find_reference
+from ...bucket.replay import resolver
 from ...bucket.run import Run
 from ...core.errors import RunNotFound
 from ...store import Store
@@ -171,9 +171,7 @@ def _load(options: Options) -> Loaded:
     if options.model is not None:
         return load(options.model, dtype=options.dtype, device=options.device, max_model_len=options.max_model_len)
     run = _wait_for(options.run, options.poll)
-    reference = options.reference
-    resolve = find_reference if reference is None else lambda _: reference
-    with as_folder(run, options.pin, resolve) as folder:
+    with as_folder(run, options.pin, resolver(options.reference)) as folder:
         return load(str(folder), dtype=options.dtype, device=options.device, max_model_len=options.max_model_len)
 
 

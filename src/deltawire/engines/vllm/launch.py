@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from ...bucket import folder
 from ...bucket.fetch import Progress
-from ...bucket.replay import Resolve, checkout, find_reference
+from ...bucket.replay import checkout, resolver
 from ...bucket.run import Run
 from ...core import full
 from ...core.errors import MissingExtra, RunNotFound, SchemaMismatch
@@ -128,7 +128,7 @@ def write_version(
             raise SchemaMismatch(f"{place} is not empty and not a checkpoint folder: name another folder")
         if str(full.digest_of(full.Checkpoint(place))) == manifest.digest:
             return want
-    resolve: Resolve = (lambda _: Path(reference)) if reference else find_reference
+    resolve = resolver(reference or None)
     with folder.scratch(place) as made:
         state = checkout(opened, want, resolve=resolve, progress=progress("fetch", None) if progress else None)
         folder.fill(
