@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from deltawire import Publisher, Replica  # noqa: E402
+from deltawire.bucket.run import Run  # noqa: E402
+from deltawire.bucket.verify import verify  # noqa: E402
 from deltawire.core import full  # noqa: E402
 from deltawire.core.digest import StateDigest  # noqa: E402
 from deltawire.core.errors import DigestMismatch  # noqa: E402
@@ -18,7 +20,8 @@ from deltawire.models import ModelView, torch_bits  # noqa: E402
 from deltawire.replica import device as device_module  # noqa: E402
 from deltawire.replica.device import DeviceTarget  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
-from deltawire.trainer import stream  # noqa: E402
+from deltawire.trainer import SnapshotDetector, stream  # noqa: E402
+from deltawire.trainer.policy import AnchorPolicy  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -170,24 +173,32 @@ def test_tied_weights_are_taken_back_together(device: str, store: ObjectStore, m
     assert equal(live, {"embed": embed, "head": embed})
 
 
+@pytest.mark.parametrize("anchors", [False, True])
 def test_regions_that_somebody_cut_in_another_way(
-    device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+    device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, anchors: bool
 ) -> None:
-    """A dense change travels in pieces, some of them columns of long rows; the next delta is cut as usual again."""
+    """A dense change travels in pieces, some of them columns of long rows; the next delta is cut as usual again.
+
+    An anchor beside it holds the same weights: a snapshot on the device is taken over before it is written.
+    """
     monkeypatch.setattr(stream, "PIECE_UNITS", 150)
     monkeypatch.setattr(stream, "READ_UNITS", 700)
     model = weights(6, device)
     model["wide"] = torch.randn(6, 400, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     live = {name: torch.zeros_like(t) for name, t in model.items()}
     replica = replica_of(store)
-    with Publisher(store, anchor_ratio=1e9, max_pending=64) as publisher:
+    monkeypatch.setattr(AnchorPolicy, "wants_delta", lambda self, delta, full: True)
+    options = {"anchor_every": 1} if anchors else {"anchor_ratio": 1e9}
+    with Publisher(store, max_pending=64, detector=SnapshotDetector(), **options) as publisher:
         publisher.publish(model).result(60)
         replica.sync(live)
         for tensor in model.values():
             tensor += 1
-        publisher.publish(model).result(60)
+        kinds = publisher.publish(model).result(60).kinds
+        assert kinds == (("delta", "anchor") if anchors else ("delta",))
         replica.sync(live)
         assert equal(live, model)
+        assert verify(Run.open(store)).ok
         model["norm"][5] += 1
         publisher.publish(model).result(60)
         assert replica.sync(live) == 2

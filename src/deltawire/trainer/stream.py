@@ -54,15 +54,11 @@ class Stream:
             self._moved += moved
             self._tell(block)
             yield from coded
+        self._arrive()
 
     def digest(self) -> StateDigest:
         """After the last block: the digest of the source."""
-        mirror = self._mirror
-        reached = mirror.digest + self._moved
-        if not mirror.detector.writes_parts and mirror.detector.load(self._source) != reached:
-            raise PublishFailed("the weights changed while they were being published; keep training out of `publish`")
-        mirror.digest, self._moved = reached, StateDigest()
-        return reached
+        return self._mirror.digest
 
     def load(self) -> None:
         """Take everything over without saying what changed: for the first version, which has no version before it."""
@@ -70,6 +66,14 @@ class Stream:
         # a device takes weights over by itself; where they are read by regions that can be watched
         source = _Watched(self._source, self._detected) if detector.writes_parts and self._detected else self._source
         self._mirror.digest = detector.load(source)
+
+    def _arrive(self) -> None:
+        """Whatever is read from the mirror from now on (an anchor, say) is the source's."""
+        mirror = self._mirror
+        reached = mirror.digest + self._moved
+        if not mirror.detector.writes_parts and mirror.detector.load(self._source) != reached:
+            raise PublishFailed("the weights changed while they were being published; keep training out of `publish`")
+        mirror.digest, self._moved = reached, StateDigest()
 
     def _tell(self, block: Block) -> None:
         if self._detected:
