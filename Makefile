@@ -8,15 +8,18 @@ JOBS   ?= 2
 ARGS   ?=
 MINUTES ?= 10
 SEED   ?=
-# Files that start with an underscore are helpers, not benchmarks; pause.py wants vLLM's environment, sync.py root.
-BENCH  ?= $(filter-out benchmarks/pause.py benchmarks/sync.py,$(sort $(wildcard benchmarks/[a-z]*.py)))
+VLLM   ?=
+# Files that start with an underscore are helpers, not benchmarks; pause.py wants vLLM's environment, sync.py and
+# netns_demo.py root, real_models.py a model, wordle_seeds.py half an hour.
+APART  := pause sync netns_demo real_models wordle_seeds
+BENCH  ?= $(filter-out $(APART:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py)))
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-vllm soak bench lint format clean
+.PHONY: help setup demo netns-demo test test-all test-vllm soak bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +30,9 @@ setup: $(READY)  ## create the virtual environment with pinned versions (again o
 demo: $(READY)  ## a policy learns Wordle, its weights travel to two servers through a bucket; under five minutes
 	@$(BIN)/deltawire demo $(ARGS)
 
+netns-demo: $(READY)  ## the same in four network namespaces over links of 20 Mbit/s, deltas against full weights (root)
+	@$(BIN)/python benchmarks/netns_demo.py $(ARGS)
+
 test: $(READY)  ## run the tests, except the slow ones
 	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
@@ -36,10 +42,12 @@ test-all: $(READY)  ## run all tests, the slow ones too
 soak: $(READY)  ## one trainer, twelve replicas, a real S3 server and faults, for MINUTES=10 (SEED= repeats a run)
 	@$(BIN)/python -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+# The codecs are compiled into a cache of that environment: its numba is another one than that of $(VENV).
 test-vllm:  ## run the tests against a real vLLM on the CPU, in an environment of its own (made once, outside the clone)
-	@place=$$(tests/engines/vllm/environment.sh $(PYTHON)) && \
+	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
-	$$place/bin/python -m pytest -m "" --timeout 1200 tests/engines/vllm/live.py $(ARGS)
+	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
+		tests/engines/vllm/$(if $(VLLM),older,live).py $(ARGS)
 
 bench: $(READY)  ## run the benchmarks (one of them: make bench BENCH=benchmarks/memory.py)
 	@test -n "$(BENCH)" || { echo "no benchmarks found in benchmarks/"; exit 1; }

@@ -1,6 +1,6 @@
 """How much of a training step `publish` takes, with each detector, and what each costs in memory.
 
-    python benchmarks/held.py                     # Qwen3-0.6B's shape on a GPU, a small one on a CPU
+    python benchmarks/held.py                     # Qwen3-0.6B's shape on a GPU, a small one on a CPU (four minutes)
     python benchmarks/held.py --shape small --only snapshot,adamw
 
 A step is a real AdamW step over constant gradients (about 1 % of the bf16 weights change) and then time in
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import os
 import resource
 import statistics
 import time
@@ -67,8 +68,11 @@ class Held:
     extra_device_mb: float
     # the most that was allocated beyond weights, gradients and moments
     extra_host_mb: float
-    # growth of the process's peak: the bucket itself lies in this process's memory
+    # the most that the process grew by: the bucket itself lies in its memory
     changed_percent: float
+    weights_m: float
+    fits_m: float
+    # millions of weights that would be held for 1 % of a step, if time goes with size
 
 
 class Bucket(ObjectStore):
@@ -121,7 +125,7 @@ def held(training: Training, bucket: Bucket, label: str, publishes: int, step: f
     training.wait()
     gc.collect()
     before = torch.cuda.memory_allocated() if cuda else 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    resident = most = resident_mb()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     handles, walls, streams = [], [], []
@@ -139,6 +143,7 @@ def held(training: Training, bucket: Bucket, label: str, publishes: int, step: f
         began = time.perf_counter()
         handles.append(publisher.publish(training.params))
         wall = time.perf_counter() - began
+        most = max(most, resident_mb())
         if queued:
             events[1].record()
         training.wait()
@@ -152,12 +157,13 @@ def held(training: Training, bucket: Bucket, label: str, publishes: int, step: f
     done = [handle.result() for handle in handles]
     extra = (torch.cuda.max_memory_allocated() - before) / 1e6 if cuda else 0.0
     publisher.close()
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1e3
+    weights = sum(p.numel() for p in training.params.values()) / 1e6
+    share = statistics.median(walls) / step
     versions = {p.version: p for p in done}
     return Held(
         training.kind,
         label,
-        statistics.median(walls) / step,
+        share,
         1e3 * statistics.median(walls),
         1e3 * max(walls),
         statistics.median(streams) if cuda else None,
@@ -166,9 +172,16 @@ def held(training: Training, bucket: Bucket, label: str, publishes: int, step: f
         len(handles),
         len(versions),
         extra,
-        grown,
+        most - resident,
         statistics.median(p.metrics["changed_percent"] / p.publishes for p in versions.values()),
+        weights,
+        weights * TARGET_SHARE / share,
     )
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
 
 
 def check(training: Training, bucket: Bucket, newest: int) -> dict[str, float]:
@@ -286,6 +299,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if cuda else "cpu")
     facts = about()
+    # what else the machine is doing, and who goes first: on a CPU that is most of the spread
+    facts["load"], facts["nice"] = os.getloadavg()[0], os.nice(0)
     if cuda:
         facts["machine"] = f"{torch.cuda.get_device_name()}; {facts['machine']}"
     print_about(facts)
@@ -311,14 +326,14 @@ def main() -> None:
         _print(row)
         replicas[kind] = check(training, bucket, row.versions)
         print(f"    replica, ms: {replicas[kind]}", flush=True)
-        if kind in ("snapshot", "adamw"):
+        if kind in ("snapshot" if cuda else "host", "adamw"):
             slow = Bucket.from_url(f"memory://{uuid.uuid4()}")
             # a hundred times what an upload takes, or enough for versions to merge
             slow.delta_seconds = max(100 * row.put_ms / 1e3, 3 * options.step)
             rows.append(held(training, slow, "slow", 2 * options.publishes, options.step))
             _print(rows[-1])
             check(training, slow, rows[-1].versions)
-        if kind == "snapshot":
+        if kind == "snapshot" and cuda:
             coded = Bucket.from_url(f"memory://{uuid.uuid4()}")
             rows.append(held(training, coded, "context", options.publishes, 2 * options.step, "context"))
             _print(rows[-1])
@@ -353,7 +368,8 @@ def _print(row: Held) -> None:
         f" = {100 * row.share:.2f} %{device}"
         f"  encode {row.encode_ms:.0f} ms  put {row.put_ms:.0f} ms"
         f"  {row.publishes} publishes → {row.versions} versions"
-        f"  +{row.extra_device_mb:.0f} MB device, +{row.extra_host_mb:.0f} MB host  {row.changed_percent:.2f} %",
+        f"  +{row.extra_device_mb:.0f} MB device, +{row.extra_host_mb:.0f} MB host  {row.changed_percent:.2f} %"
+        f"  1 % at {row.fits_m:.0f} M weights",
         flush=True,
     )
 

@@ -5,8 +5,15 @@
 
 On a real server three ways to the same weights are compared, version by version, while clients stream: deltawire's
 patch in place; a full reload of the checkpoint by vLLM (`reload_weights`); and vLLM's own sparse loader
-(`load_checkpoint_weight_patches`), which is given what changed already decoded. All three pause alike. After every
-version the runtime bytes are compared with those of the other ways.
+(`load_checkpoint_weight_patches`), which is given what changed already decoded, in the worker's memory. The last two
+are driven as trainers do, by vLLM's own /pause and /resume. After every version the runtime bytes are compared
+with those of the other ways. In the table, in milliseconds:
+    stop      until the engine stands still: the step that was running ends, caches are dropped
+    apply     writing, as the worker sees it, or the call that does it
+    pause     from asking the engine to stop until it goes on
+    idle      the longest time between two steps of the model: what the sync costs the engine, measured alike for all
+    applied   from asking for the version until it is served and proven
+    gap       between two tokens, as streaming clients see it while all that goes on
 
 On a GPU the placement map is traced through a module with the fused layouts of the Qwen3-0.6B shape: write, and digest
 of all weights.
@@ -31,8 +38,11 @@ from deltawire.engines.vllm.launch import write_version
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "vllm"))
 # a real server, tiny models and streaming clients are what the tests have too
 
-SHAPE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32000,
-         "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}  # fmt: skip
+SHAPES = {
+    "125M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "350M": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 24, "num_attention_heads": 16},
+}
+COMMON = {"vocab_size": 32000, "num_key_value_heads": 4, "head_dim": 64}
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -49,82 +59,102 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def on_a_server(options: argparse.Namespace) -> dict[str, Any]:
+    return {"rows": [_one_shape(shape, options) for shape in options.shapes]}
+
+
+def _one_shape(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     from vllm_live import Server, Trainer, make_model
 
-    folder = Path(tempfile.mkdtemp(prefix="deltawire-pause-"))
-    sizes = {**SHAPE, "num_hidden_layers": options.layers}
-    model = make_model(folder / "model", "qwen3", **sizes)
-    trainer = Trainer(model, folder / "run")
-    trainer.publish(0)
-    parameters = sum(bits.size for bits in trainer.weights.values())
-    print(f"{parameters / 1e6:.0f} M parameters, {options.density:.1%} of them change per version\n")
-    server = Server(
-        model, folder / "log", run=trainer.run, tp=options.tp,
-        flags=["--worker-extension-cls", "vllm_test_plugin.PatchLoader"], DELTAWIRE_FOLLOW="0",
-    ).wait()  # fmt: skip
-    try:
-        server.greedy([5, 9, 11])
-        ways = {"deltawire": _patch, "full reload": _reload, "upstream patches": _upstream}
-        found: dict[str, dict[str, Any]] = {name: {"pause": [], "applied": [], "gaps": []} for name in ways}
-        still = _gaps(server, None)
-        for number in range(options.versions + 1):
-            before = {name: bits.copy() for name, bits in trainer.weights.items()}
-            version = trainer.publish(options.density)
-            write_version(str(trainer.run), version - 1, folder / "before")
-            sums = []
-            for name, way in ways.items():
-                if sums:
-                    # the same step again, from where it started
-                    _to(server, version - 1)
-                prepared = _prepare(name, trainer, before, version, folder)
-                result: dict[str, float] = {}
-                gaps = _gaps(server, lambda w=way, v=version, p=prepared, r=result: r.update(w(server, v, p)))
-                sums.append(server.checksums())
-                if number:
-                    # the first one compiles
-                    found[name]["pause"].append(result["pause"])
-                    found[name]["applied"].append(result["applied"])
-                    found[name]["gaps"] += gaps
-                if name != "deltawire":
-                    # back to where the follower believes to be: it was not told of this
-                    _reload(server, version - 1, str(folder / "before"))
-            _to(server, version)
-            assert all(other == sums[0] for other in sums), "the ways lead to different weights"
-    finally:
-        server.stop()
-        trainer.close()
-    report: dict[str, Any] = {
-        "parameters": parameters,
+    with tempfile.TemporaryDirectory(prefix="deltawire-pause-") as name:
+        folder = Path(name)
+        model = make_model(folder / "model", "qwen3", **COMMON, **SHAPES[shape])
+        trainer = Trainer(model, folder / "run")
+        trainer.publish(0)
+        server = Server(
+            model, folder / "log", run=trainer.run, tp=options.tp,
+            flags=["--worker-extension-cls", "vllm_test_plugin.Probe"], DELTAWIRE_FOLLOW="0",
+        )  # fmt: skip
+        try:
+            server.wait()
+            report = _measure(server, trainer, folder, options)
+        finally:
+            server.stop()
+            trainer.close()
+    _print(report)
+    return report
+
+
+def _measure(server: Any, trainer: Any, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    server.greedy([5, 9, 11])
+    _rpc(server, "watch_steps")
+    ways = {"deltawire": _patch, "full reload": _reload, "upstream patches": _upstream}
+    seconds: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
+    gaps: dict[str, list[list[float]]] = {way: [] for way in ways}
+    still = _gaps(server, None)
+    idle = _longest_break(server)
+    for number in range(options.versions + 1):
+        before = {name: bits.copy() for name, bits in trainer.weights.items()}
+        version = trainer.publish(options.density)
+        write_version(str(trainer.run), version - 1, folder / "before")
+        sums = []
+        for name, way in ways.items():
+            if sums:
+                # the same step again, from where it started
+                _to(server, version - 1)
+            prepared = _prepare(name, server, trainer, before, version, folder)
+            result: dict[str, float] = {}
+            seen = _gaps(server, lambda w=way, v=version, p=prepared, r=result: r.update(w(server, v, p)))
+            result["idle"] = _longest_break(server)
+            sums.append(server.checksums())
+            if number:
+                # the first one warms up all three
+                gaps[name].append(seen)
+                for phase, value in result.items():
+                    seconds[name].setdefault(phase, []).append(value)
+            if name != "deltawire":
+                # back to where the follower believes to be: it was not told of this
+                _reload(server, version - 1, str(folder / "before"))
+        _to(server, version)
+        assert all(other == sums[0] for other in sums), "the ways lead to different weights"
+    return {
+        "parameters": sum(bits.size for bits in trainer.weights.values()),
         "density": options.density,
         "tp": options.tp,
-        "still": spread(still),
+        "versions": options.versions,
+        "no sync": {"idle": spread([idle]), "gaps": spread(still)},
+        **{
+            name: {
+                **{phase: spread(values) for phase, values in phases.items()},
+                "gaps": spread([gap for seen in gaps[name] for gap in seen]),
+                "longest gap": spread([max(seen) for seen in gaps[name]]),
+            }
+            for name, phases in seconds.items()
+        },
     }
-    for name, figures in found.items():
-        report[name] = {what: spread(values) for what, values in figures.items()}
-    _print(report, list(ways))
-    return report
 
 
 def _to(server: Any, version: int) -> None:
     server.http.post("/deltawire/sync", json={"version": version}).raise_for_status()
 
 
-def _prepare(way: str, trainer: Any, before: dict[str, Any], version: int, folder: Path) -> Any:
+def _prepare(way: str, server: Any, trainer: Any, before: dict[str, Any], version: int, folder: Path) -> Any:
     """What each way has at hand before it pauses."""
     if way == "full reload":
         write_version(str(trainer.run), version, folder / "full")
         return str(folder / "full")
     if way == "upstream patches":
         import torch
+        from safetensors.torch import save_file
 
         content = {}
         for name, bits in trainer.weights.items():
             old, new = before[name].reshape(-1), bits.reshape(-1)
             where = np.flatnonzero(old != new)
-            values = torch.from_numpy(new[where].view(np.int16)).view(torch.bfloat16)
-            content[name] = (list(bits.shape), torch.from_numpy(where), values)
-        torch.save(content, folder / "patches.pt")
-        return str(folder / "patches.pt")
+            content[f"{name}.shape"] = torch.tensor(bits.shape)
+            content[f"{name}.indices"] = torch.from_numpy(where)
+            content[f"{name}.values"] = torch.from_numpy(new[where].view(np.int16)).view(torch.bfloat16)
+        save_file(content, folder / "patches.safetensors")
+        _rpc(server, "read_patches", path=str(folder / "patches.safetensors"))
     return None
 
 
@@ -132,24 +162,36 @@ def _patch(server: Any, version: int, prepared: Any) -> dict[str, float]:
     clock = time.perf_counter()
     _to(server, version)
     applied = time.perf_counter() - clock
-    return {"pause": server.status()["timings"]["pause"], "applied": applied}
+    return {**server.status()["timings"], "applied": applied}
+
+
+def _rpc(server: Any, method: str, **arguments: Any) -> list[Any]:
+    answer = server.http.post("/collective_rpc", json={"method": method, "kwargs": arguments})
+    return answer.raise_for_status().json()["results"]  # type: ignore[no-any-return]
+
+
+def _longest_break(server: Any) -> float:
+    return max(map(float, _rpc(server, "longest_break")))
 
 
 def _paused(server: Any, method: str, **arguments: Any) -> dict[str, float]:
+    """As a trainer does it over HTTP. vLLM's own /pause sleeps 20 ms of its time."""
     clock = time.perf_counter()
     server.http.post("/pause", params={"mode": "keep", "clear_cache": True}).raise_for_status()
-    server.http.post("/collective_rpc", json={"method": method, "kwargs": arguments}).raise_for_status()
+    stopped = time.perf_counter()
+    _rpc(server, method, **arguments)
+    written = time.perf_counter()
     server.http.post("/resume").raise_for_status()
-    seconds = time.perf_counter() - clock
-    return {"pause": seconds, "applied": seconds}
+    pause = time.perf_counter() - clock
+    return {"stop": stopped - clock, "apply": written - stopped, "pause": pause, "applied": pause}
 
 
 def _reload(server: Any, version: int, folder: str) -> dict[str, float]:
     return _paused(server, "reload_weights", weights_path=folder)
 
 
-def _upstream(server: Any, version: int, path: str) -> dict[str, float]:
-    return _paused(server, "load_patches", path=path)
+def _upstream(server: Any, version: int, prepared: Any) -> dict[str, float]:
+    return _paused(server, "load_patches")
 
 
 def _gaps(server: Any, work: Any) -> list[float]:
@@ -165,19 +207,20 @@ def _gaps(server: Any, work: Any) -> list[float]:
     return streams.gaps
 
 
-def _print(report: dict[str, Any], ways: list[str]) -> None:
-    print(f"{'ms':<18}{'pause p50':>10}{'p99':>9}{'applied p50':>13}{'gap p50':>10}{'p99':>9}{'max':>9}")
-    still = report["still"]
-    print(f"{'no sync':<18}{'':>10}{'':>9}{'':>13}{still['p50']:>10.1f}{still['p99']:>9.1f}{still['max']:>9.1f}")
-    for name in ways:
-        pause, applied, gaps = (report[name][key] for key in ("pause", "applied", "gaps"))
-        print(
-            f"{name:<18}{pause['p50']:>10.1f}{pause['p99']:>9.1f}{applied['p50']:>13.1f}"
-            f"{gaps['p50']:>10.1f}{gaps['p99']:>9.1f}{gaps['max']:>9.1f}"
-        )
-    ours = report["deltawire"]["pause"]["p50"]
-    for name in ways[1:]:
-        print(f"pause: 1/{report[name]['pause']['p50'] / ours:.1f} of {name}")
+def _print(report: dict[str, Any]) -> None:
+    print(
+        f"\n{report['parameters'] / 1e6:.0f} M parameters, {report['density']:.1%} of them change per version, "
+        f"TP={report['tp']}, {report['versions']} versions, medians in ms"
+    )
+    columns = ("stop", "apply", "pause", "idle", "applied")
+    print(f"{'':<18}" + "".join(f"{name:>9}" for name in columns) + f"{'gap p50':>10}{'p99':>9}{'max':>9}")
+    for name in ("no sync", "deltawire", "full reload", "upstream patches"):
+        row = report[name]
+        cells = [f"{row[column]['p50']:>9.1f}" if column in row else f"{'':>9}" for column in columns]
+        gaps = [f"{row['gaps'][at]:>{width}.1f}" for at, width in (("p50", 10), ("p99", 9), ("max", 9))]
+        print(f"{name:<18}" + "".join(cells) + "".join(gaps))
+    for name in ("full reload", "upstream patches"):
+        print(f"idle: 1/{report[name]['idle']['p50'] / report['deltawire']['idle']['p50']:.1f} of {name}")
 
 
 # ── on a GPU, without vLLM ───────────────────────────────────────────────────────────────────────────────────────────
@@ -252,9 +295,9 @@ def _synchronize(device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--versions", type=int, default=10)
+    parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["125M"])
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--device", choices=("vllm", "cpu", "cuda"), default="vllm")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2], help="tensor-parallel degrees, without vLLM")

@@ -36,6 +36,7 @@ FIXED = ("raw", "packed", "context")
 PHASES = ("detect", "encode", "put", "notice", "fetch", "verify", "decode", "apply", "prove")
 RESULTS = Path(__file__).parent / "results" / "sync.json"
 KEY, SECRET = "benchmark", "benchmark-secret"
+LINKS = [("trainer", "bucket"), ("replica", "bucket")]
 
 Model = dict[str, np.ndarray]
 
@@ -234,7 +235,7 @@ class World:
         self._runs = 0
 
     def start(self, side: str, *arguments: str, **environment: str) -> Machine:
-        address = self._spaces.bucket_address(side) if self._spaces else "127.0.0.1"
+        address = self._spaces.address("bucket") if self._spaces else "127.0.0.1"
         endpoint = f"http://{address}:{self._port}"
         if self.store == "s3":
             environment |= {
@@ -349,10 +350,10 @@ def share(counts: list[int], lr: float, spaces: Namespaces) -> list[dict[str, An
                         replica.wait_for(0)
                     fetched = []
                     for _ in range(3):
-                        before = spaces.bytes_to("replica")
+                        before = spaces.sent("bucket", to="replica")
                         sent = trainer.ask(publish="next")
                         late = [replica.wait_for(sent["version"])["applied"] - sent["began"] for replica in fleet]
-                        fetched.append((spaces.bytes_to("replica") - before, sent["bytes"], max(late)))
+                        fetched.append((spaces.sent("bucket", to="replica") - before, sent["bytes"], max(late)))
                 finally:
                     for replica in fleet:
                         replica.close()
@@ -418,7 +419,7 @@ def main() -> None:
         parser.error("--here has no links to shape; use --links 0")
     facts = about()
     print_about(facts)
-    with contextlib.nullcontext() if chosen.here else Namespaces() as spaces:
+    with contextlib.nullcontext() if chosen.here else Namespaces(LINKS) as spaces:
         rows = []
         for store in chosen.stores:
             rows += measure(store, links, chosen.shape, chosen.lr, chosen.repeats, spaces)

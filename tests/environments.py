@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "deltawire-tests"
 
 
@@ -21,6 +22,39 @@ def environment(name: str, *steps: Sequence[str]) -> Path:
     if not (folder / "ready").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         for packages in steps:
-            subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True)
+            install(python, *packages)
         (folder / "ready").touch()
     return python
+
+
+def trl() -> Path:
+    """The Python of an environment with TRL and this deltawire."""
+    constraints = ["-c", str(ROOT / "constraints.txt")]
+    python = environment("trl", ["torch==2.13.0"], ["trl==1.16.0", "aiohttp", "requests"], [*constraints, "hatchling"])
+    install(python, *constraints, "--no-build-isolation", "-e", f"{ROOT}[trl,rl]")
+    return python
+
+
+def vllm() -> Path:
+    """The Python of the environment of `make test-vllm`: a vLLM for CPUs, and this deltawire."""
+    script = ROOT / "tests" / "engines" / "vllm" / "environment.sh"
+    place = subprocess.run([str(script), sys.executable], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    python = Path(place) / "bin" / "python"
+    install(python, "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+    return python
+
+
+VLLM_ON_A_CPU = {
+    # the plugin keeps vLLM from AMX, which some virtual machines advertise and then trap on
+    "PYTHONPATH": str(ROOT / "tests" / "engines" / "vllm" / "plugin"),
+    "VLLM_PLUGINS": "vllm_test_plugin",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+}
+"""What a vLLM server under test has in its environment."""
+
+
+def install(python: Path, *arguments: str) -> None:
+    subprocess.run([str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments], check=True)

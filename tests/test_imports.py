@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "trl": {"engines"},
 }
 CORE_MAY_USE = {"blake3", "llvmlite", "msgspec", "numba", "numpy", "safetensors", "zstandard"}
-EXTRAS = {"huggingface_hub", "torch", "transformers", "triton", "trl", "vllm", "ml_dtypes"}
+EXTRAS = {"huggingface_hub", "peft", "torch", "transformers", "triton", "trl", "vllm", "ml_dtypes"}
 # rooms that exist for an extra may import it at their top
 OPTIONAL_ROOMS = {"kernels", "engines", "rl"}
 # and so may modules that are loaded only for models that are torch's

@@ -59,6 +59,18 @@ def is_module(model: Any) -> bool:
     return not isinstance(model, Mapping) and hasattr(model, "state_dict")
 
 
+def is_peft(model: Any) -> bool:
+    """A model that PEFT has wrapped: its weights have other names than the base checkpoint's, and an adapter beside."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def unwrapped(model: Any) -> Any:
+    """The module inside what torch.compile, DDP and the like put around it."""
+    while hasattr(model, "_orig_mod") or type(model).__name__ in _PARALLEL:
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
 def tensors_of(model: Any, *, buffers: bool = True) -> dict[str, Any]:
     """The named tensors of a module or mapping, in its own order, tied ones included.
 
@@ -68,8 +80,12 @@ def tensors_of(model: Any, *, buffers: bool = True) -> dict[str, Any]:
         return dict(model)
     if not is_module(model):
         raise TypeError(f"cannot read weights from a {type(model).__name__}: pass a module, a state dict or a mapping")
-    while hasattr(model, "_orig_mod") or type(model).__name__ in _PARALLEL:
-        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    model = unwrapped(model)
+    if is_peft(model):
+        raise SchemaMismatch(
+            f"{type(model).__name__} holds base weights and an adapter: pass adapter(model) or merged(model), "
+            "both from deltawire.trainer"
+        )
     # state_dict of a module gives detached tensors that share the parameters' storage
     tensors = model.state_dict()
     left_out = set() if buffers else {name for name, _ in model.named_buffers()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import subprocess
 import sys
@@ -65,14 +66,20 @@ def test_a_vocabulary_that_does_not_end_where_it_should() -> None:
 # ── with them ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stories15m")
+    done = run("stories15m.py", str(folder))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_stories15m_tells_a_story(tmp_path: Path) -> None:
-    done = run("stories15m.py", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    told = continuation(tmp_path, "Once upon a time, there was a little girl named Lily.")
+def test_stories15m_tells_a_story(stories: Path) -> None:
+    told = continuation(stories, "Once upon a time, there was a little girl named Lily.")
     assert told.strip().startswith("She loved to play outside"), told
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(stories)
     # the numbers that Llama's own tokenizer gives
     assert tokenizer("Once upon a time").input_ids == [1, 9038, 2501, 263, 931]
     for text in ("Hello, wörld! 🦀", "two  spaces", "line\nbreak"):
@@ -86,3 +93,22 @@ def test_smollm2_answers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "exactly zero" in done.stdout
     assert "Paris" in continuation(tmp_path, "The capital of France is")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_real_weights_through_a_bucket(stories: Path, tmp_path: Path) -> None:
+    """benchmarks/real_models.py, for a few steps: the same parts as in a long run."""
+    script, out = SCRIPTS.parents[1] / "benchmarks" / "real_models.py", tmp_path / "out.json"
+    small = ("--steps", "3", "--prompts", "2", "--generations", "4", "--tokens", "8", "--bucket", "s3")
+    model = ("--model", "stories15m", "--folder", str(stories))
+    command = [sys.executable, str(script), *model, *small, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [result] = json.loads(out.read_text())["results"]
+    assert result["equal"]
+    assert len(result["rewards"]) == 3
+    assert [version["version"] for version in result["versions"]] == [*range(1, len(result["versions"]) + 1)]
+    for version in result["versions"]:
+        assert 0 < version["changed"] < version["elements"] == 15_191_712
+        assert version["encoded"]["context"] < version["encoded"]["packed"] < version["encoded"]["raw"]

@@ -16,7 +16,7 @@ from deltawire.core.errors import PublishFailed, ServerRefused, StoreUnavailable
 from deltawire.rl import fleet, grpo, small_policy
 from deltawire.rl.fleet import Fleet, versions_of
 from deltawire.rl.grpo import Group, Learner, Ledger, Rollout, Settings, advantages, clipped_loss
-from deltawire.rl.layout import render, spell
+from deltawire.rl.layout import BOS, render, spell
 from deltawire.rl.sampling import Sample
 from deltawire.store import ObjectStore
 from deltawire.trainer import Publisher
@@ -80,15 +80,16 @@ def test_what_the_environment_wrote_does_not_count() -> None:
 
 def game(word: str, reward: float, version: int = 0, logprob: float = -3.0) -> Rollout:
     rollout = Rollout(reward=reward, solved=reward >= 1)
-    rollout.guess(Sample(tuple(spell(word)), (logprob,) * len(word)), [version])
+    rollout.hear([BOS])
+    rollout.say(Sample(tuple(spell(word)), (logprob,) * len(word)), [version])
     return rollout
 
 
 def test_a_game_is_its_own_prompt() -> None:
     rollout = game("crane", 0.0, version=4)
-    rollout.answer("XYXXG")
+    rollout.hear(spell("XYXXG"))
     assert rollout.tokens == render([(spell("crane"), "XYXXG")])
-    rollout.guess(Sample((2,), (-0.5,)), [5, 6])
+    rollout.say(Sample((2,), (-0.5,)), [5, 6])
     assert len(rollout.tokens) == len(rollout.logprobs) == len(rollout.sampled) == 12
     assert [token for token, made in zip(rollout.tokens, rollout.sampled, strict=True) if made] == [*spell("crane"), 2]
     assert sum(rollout.logprobs) == pytest.approx(5 * -3.0 - 0.5)
@@ -155,7 +156,7 @@ def ask(answers: dict[str, Callable[[httpx.Request], httpx.Response]], times: in
         async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as client:
             fleet = Fleet([f"http://{host}" for host in answers], client)
             for _ in range(times):
-                samples = await fleet.complete([[1], [1]])
+                samples = await fleet.complete([[1], [1]], 5)
                 assert [(sample.guess, versions) for sample, versions in samples] == [("crane", [3])] * 2
 
     asyncio.run(all_of_it())

@@ -11,7 +11,8 @@ import torch
 from env_support import wordle_server
 from test_evaluate_server import rollout_server
 
-from deltawire.rl import grpo, small_policy
+from deltawire.rl import games, small_policy
+from deltawire.rl.games import Games
 from deltawire.rl.grpo import Group, Rollouts, Settings
 from deltawire.rl.processes import free_port
 from deltawire.rl.train import wait_for
@@ -36,7 +37,7 @@ def take(rollouts: Rollouts, count: int) -> list[Group]:
 def test_games_through_the_real_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(grpo, "REST_S", 0.1)
+    monkeypatch.setattr(games, "REST_S", 0.1)
     run, model, port = tmp_path / "run", small_policy.load(), str(free_port())
     with Publisher(run, wire_dtype="bf16", files=small_policy.FOLDER) as publisher:
         publisher.publish(model, wait=True)
@@ -44,7 +45,7 @@ def test_games_through_the_real_parts(
             wait_for([url], 0)
             with (
                 wordle_server(*GAME, "--port", port) as (environment, process),
-                Rollouts([url], environment, SETTINGS) as rollouts,
+                Rollouts([url], Games(environment, SETTINGS), SETTINGS) as rollouts,
             ):
                 for group in take(rollouts, 3):
                     _check(group, model, {0})

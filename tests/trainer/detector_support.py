@@ -53,10 +53,12 @@ class Decoder(nn.Module):
 class Trainer:
     """Trains a model for real, publishes with one kind of detector, and knows the bits it should have published."""
 
+    tied = "head.weight"
+
     def __init__(self, kind: str, run: Any, device: str = "cpu", **options: Any) -> None:
         torch.manual_seed(0)
         self.kind = kind
-        self.model = Decoder().to(device)
+        self.model = self.make_model().to(device)
         self.device = device
         make: Callable[..., torch.optim.Optimizer] = DeltaAdamW if kind == "adamw" else torch.optim.AdamW
         decay = [p for p in self.model.parameters() if p.requires_grad and p.dim() > 1]
@@ -75,8 +77,15 @@ class Trainer:
         self.detector = self.detector[kind]()
         self.publisher = Publisher(run, detector=self.detector, wire_dtype="bf16", **options)
 
+    def make_model(self) -> nn.Module:
+        return Decoder()
+
+    def logits(self, ids: Tensor) -> Tensor:
+        self.model.steps[1] += 1
+        return self.model(ids)
+
     def tensors(self) -> dict[str, Tensor]:
-        return {k: v for k, v in self.model.state_dict().items() if k != "head.weight"}
+        return {k: v for k, v in self.model.state_dict().items() if k != self.tied}
 
     @staticmethod
     def _wire(tensor: Tensor) -> Tensor:
@@ -87,13 +96,12 @@ class Trainer:
             self.optimizer.param_groups[0]["lr"] = lr
         ids = torch.randint(0, 97, (4, 12), device=self.device)
         ids = torch.cat([ids, ids.flip(1)], 1)
-        logits = self.model(ids[:, :-1])
+        logits = self.logits(ids[:, :-1])
         loss = nn.functional.cross_entropy(logits.reshape(-1, 97), ids[:, 1:].reshape(-1))
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.model.steps[1] += 1
         if self.kind == "fused":
             self.detector.cast(self.tensors())
 

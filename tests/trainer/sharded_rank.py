@@ -1,4 +1,4 @@
-"""One rank of a sharded trainer. Run by test_sharded.py: python sharded_rank.py SCENARIO RANK SIZE FOLDER."""
+"""One rank of a sharded trainer. Run by test_sharded.py: torchrun sharded_rank.py SCENARIO,… FOLDER."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from deltawire import Publisher
 from deltawire.core.errors import DeltawireError, StoreError
 from deltawire.store import open_store
 from deltawire.testing import CountingStore
-from deltawire.trainer import SnapshotDetector
+from deltawire.trainer import DeltaAdamW, FusedDetector, SnapshotDetector, adapter, merged
 
 STEPS = 5
 PACE = 0.03
@@ -70,9 +71,10 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 class Training:
     """The same data on every rank: a mean of two or four equal gradients is that gradient, bit for bit."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, make: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> None:
         self.model = model
-        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3, foreach=False)
+        options = options or {"foreach": False}
+        self.optimizer = make([p for p in model.parameters() if p.requires_grad], lr=2e-3, **options)
         self.steps = 0
 
     def step(self) -> None:
@@ -162,13 +164,105 @@ class Rank:
         self.side_by_side("ddp", nn.parallel.DistributedDataParallel(seeded(Small)), encoding="raw")
 
     def grid(self) -> None:
+        model = self.on_a_grid()
+        self.report["placements"] = {name: str(p.placements) for name, p in model.named_parameters()}
+        self.side_by_side("grid", model, Wide)
+
+    def on_a_grid(self) -> nn.Module:
         """FSDP over tensor parallelism: both cut the rows of `up.weight`."""
         mesh = init_device_mesh("cpu", (self.size // 2, 2), mesh_dim_names=("dp", "tp"))
         model = seeded(Wide)
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(model, mesh=mesh["dp"])
-        self.report["placements"] = {name: str(p.placements) for name, p in model.named_parameters()}
-        self.side_by_side("grid", model, Wide)
+        return fully_shard(model, mesh=mesh["dp"])
+
+    def adamw(self) -> None:
+        """What DeltaAdamW notes of its shards, beside what a snapshot finds."""
+        models = {"fsdp": sharded(), "ddp": nn.parallel.DistributedDataParallel(seeded(Small))}
+        if self.size > 2:
+            models["offload"] = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
+            models["grid"] = self.on_a_grid()
+        for name, model in models.items():
+            training = Training(model, DeltaAdamW, weight_decay=0.1)
+            optimizer = training.optimizer
+            runs = [self.run(f"adamw-{name}"), self.run(f"adamw-{name}-snapshot")]
+            noted, compared = Publisher(runs[0], detector=optimizer, anchor_every=3), Publisher(runs[1], anchor_every=3)
+            for version in range(STEPS):
+                for _ in range(1 + version % 2):
+                    training.step()
+                for publisher in (noted, compared):
+                    publisher.publish(model, step=training.steps, wait=True)
+            if name == "fsdp":
+                # behind the optimizer's back, on every rank
+                model.load_state_dict({n: t * 2 if t.is_floating_point() else t for n, t in model.state_dict().items()})
+                self.error("strayed", partial(noted.publish, model))
+                noted = Publisher(runs[0], detector=optimizer, anchor_every=3)
+                for _ in range(2):
+                    for publisher in (noted, compared):
+                        publisher.publish(model, step=training.steps, wait=True)
+                    training.step()
+            for publisher in (noted, compared):
+                publisher.close()
+        fused = Publisher(self.run("fused"), detector=FusedDetector({}))
+        self.error("fused", partial(fused.publish, model))
+
+    def lora(self) -> None:
+        """A sharded PEFT model: its adapter, and what it is when merged."""
+        import peft
+
+        model = peft.get_peft_model(seeded(Wide), peft.LoraConfig(r=4, target_modules=["up"], modules_to_save=["down"]))
+        fully_shard(model)
+        training = Training(model)
+        views = {"adapter": adapter(model), "merged": merged(model)}
+        publishers = {name: Publisher(self.run(f"lora-{name}")) for name in views}
+        for version in range(3):
+            training.step()
+            for name, view in views.items():
+                publishers[name].publish(view, step=training.steps, wait=True)
+                whole = {n: t.full_tensor() for n, t in view.state_dict().items()}
+                if self.rank == 0:
+                    torch.save(whole, self.folder / f"lora-{name}-{version}.pt")
+        for publisher in publishers.values():
+            publisher.close()
+
+    def unequal(self) -> None:
+        """Some ranks publish more often than others: before the last ones close, or after, or while they do not."""
+        first = self.rank == 0
+        for name, ahead in (("early", first), ("late", not first)):
+            training = Training(sharded())
+            publisher = Publisher(self.run(f"unequal-{name}"))
+            training.step()
+            publisher.publish(training.model, wait=True)
+            training.step()
+            if ahead:
+                publisher.publish(training.model)
+                if name == "late":
+                    # it waits for the others by the time they close
+                    time.sleep(10 * PACE)
+            self.error(f"unequal {name}", publisher.close)
+        # all but the first wait for the first, so that the others' second and third become one
+        training = Training(sharded())
+        slow = Hook(open_store(self.run("unequal-merged")), lambda key: time.sleep(20 * PACE))
+        publisher = Publisher(slow)
+        for number in range(3):
+            training.step()
+            if first or number < 2:
+                publisher.publish(training.model)
+        self.error("unequal merged", publisher.close)
+        done = self.folder / "unequal-done"
+        training = Training(sharded())
+        try:
+            with Publisher(self.run("unequal-alive")) as publisher:
+                publisher.publish(training.model, wait=True)
+                training.step()
+                if not first:
+                    while not done.exists():
+                        time.sleep(PACE)
+                    return
+                publisher.publish(training.model)
+                raise ArithmeticError("the training itself fails")
+        except ArithmeticError as error:
+            self.report["unequal alive"] = [type(error).__name__, str(error)]
+            done.touch()
 
     def placed(self) -> None:
         """Tensors placed by hand, in every way a mesh allows."""
@@ -190,10 +284,38 @@ class Rank:
             whole = shared[0]
         publisher.close()
 
+    def on_a_gpu(self) -> None:
+        """Shards that lie on a GPU, all on the same one: what gloo cannot gather there, nobody needs to gather."""
+        # a mesh takes the GPU of this number
+        os.environ["LOCAL_RANK"] = "0"
+        mesh = init_device_mesh("cuda", (self.size,))
+        detectors = {"device": SnapshotDetector(), "host": SnapshotDetector(memory="host"), "default": None}
+        for name, detector in detectors.items():
+            options = {"encoding": "context", "anchor_every": 3, "wire_dtype": "bf16"}
+            random = torch.Generator("cuda").manual_seed(3)
+            shapes = {"a": (301, 64), "b": (40,)}
+            whole = {n: torch.randn(shape, device="cuda", generator=random) for n, shape in shapes.items()}
+            alone = Publisher(self.run(f"gpu-{name}-alone"), group=None, **options) if self.rank == 0 else None
+            together = Publisher(self.run(f"gpu-{name}"), detector=detector, **options)
+            for step in range(STEPS):
+                parts = {n: t.tensor_split(self.size)[self.rank].contiguous() for n, t in whole.items()}
+                shards = {
+                    n: DTensor.from_local(t, mesh, [Shard(0)], shape=whole[n].shape, stride=whole[n].stride())
+                    for n, t in parts.items()
+                }
+                together.publish(shards, step=step, wait=True)
+                if alone is not None:
+                    alone.publish(whole, step=step, wait=True)
+                for tensor in whole.values():
+                    tensor += 0.01 * (torch.rand(tensor.shape, device="cuda", generator=random) < 0.1)
+            together.close()
+            if alone is not None:
+                alone.close()
+
     def refused(self) -> None:
         mesh = init_device_mesh("cpu", (self.size,))
-        partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-        self.error("partial", lambda: Publisher(self.run("refused")).publish({"a": partial}))
+        summand = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+        self.error("partial", lambda: Publisher(self.run("refused")).publish({"a": summand}))
         # every rank says something else
         self.error("differs", lambda: Publisher(self.run("refused")).publish({"a": torch.ones(4 + self.rank)}))
 
@@ -258,7 +380,12 @@ class Rank:
         self.error("other model", lambda: Publisher(self.run("resume")).publish(other))
 
     def killed(self) -> None:
-        """The last rank dies while it puts its part of version 2."""
+        """The last rank dies while it puts its part of version 2; torchrun may start all of them again."""
+        if int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+            self.after_kill()
+            return
+        # torchrun asks the others to end, which are to say first what they saw
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
         def before_put(key: str) -> None:
             if self.rank == self.size - 1 and key.startswith("deltas/step_000002"):
@@ -296,9 +423,12 @@ class Rank:
             raise AssertionError(f"{what} should have failed")
 
 
-def main(scenarios: str, rank: int, size: int, folder: Path) -> None:
+def main(scenarios: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{scenarios}", rank=rank, world_size=size)
+    rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+    # not by torchrun's own store: after a restart it still has the addresses at which gloo was before
+    meeting = f"file://{folder}/rendezvous-{scenarios}-{attempt}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     me = Rank(rank, size, folder)
     for scenario in scenarios.split(","):
         began = time.perf_counter()
@@ -310,4 +440,4 @@ def main(scenarios: str, rank: int, size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -32,7 +32,7 @@ from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Retrying, Store
 from deltawire.testing import FlakyStore
-from deltawire.trainer import Publisher, stream
+from deltawire.trainer import Publisher, SnapshotDetector, stream
 from deltawire.trainer.mirror import Mirror
 from support import (
     HookedStore,
@@ -63,6 +63,11 @@ class Net(torch.nn.Module):
 
 def net_bits(module: torch.nn.Module) -> dict[str, bytes]:
     return {name: torch_bits(tensor).tobytes() for name, tensor in module.state_dict().items()}
+
+
+def as_torch(weights: Model) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.items()}
+    return {name: t.view(torch.bfloat16) if t.dtype == torch.uint16 else t for name, t in tensors.items()}
 
 
 def shake(module: torch.nn.Module, seed: int, share: float = 0.05) -> None:
@@ -399,29 +404,32 @@ PLACES: dict[str, Callable[[str, str, str], bool]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("streamed", [False, True], ids=["background", "streamed"])
-def test_a_failure_is_raised_once_and_then_nothing_is_lost(store: Store, place: str, streamed: bool) -> None:
+@pytest.mark.parametrize("how", ["background", "streamed", "snapshot"])
+def test_a_failure_is_raised_once_and_then_nothing_is_lost(store: Store, place: str, how: str) -> None:
     """Version 16 needs a delta, an anchor, a page of history and a manifest: it fails at each, and the next publish
     carries what it should have."""
     broken = Broken(PLACES[place])
     versions = history(22, changes=3)
-    with Publisher(HookedStore(store, broken), anchor_every=4, anchor_ratio=1e9, skip_every=4) as publisher:
-        for weights in versions[:16]:
-            publisher.publish(weights, wait=streamed).result(WAIT)
+    given, wait = [as_torch(w) if how == "snapshot" else w for w in versions], how != "background"
+    options: dict[str, Any] = {"detector": SnapshotDetector()} if how == "snapshot" else {}
+    options |= {"anchor_every": 4, "anchor_ratio": 1e9, "skip_every": 4}
+    with Publisher(HookedStore(store, broken), **options) as publisher:
+        for weights in given[:16]:
+            publisher.publish(weights, wait=wait).result(WAIT)
         broken.down = True
-        if streamed:
+        if wait:
             with pytest.raises(StoreUnavailable):
-                publisher.publish(versions[16], wait=True)
+                publisher.publish(given[16], wait=True)
         else:
-            lost = publisher.publish(versions[16])
+            lost = publisher.publish(given[16])
             with pytest.raises(StoreUnavailable):
                 lost.result(WAIT)
             with pytest.raises(PublishFailed, match="Nothing is lost") as caught:
-                publisher.publish(versions[17])
+                publisher.publish(given[17])
             assert isinstance(caught.value.__cause__, StoreUnavailable)
         assert broken.failed
         broken.down = False
-        results = [publisher.publish(w, step=s, wait=streamed).result(WAIT) for s, w in enumerate(versions[18:], 18)]
+        results = [publisher.publish(w, step=s, wait=wait).result(WAIT) for s, w in enumerate(given[18:], 18)]
     run = Run.open(store)
     states = {result.version: versions[step] for step, result in enumerate(results, 18)}
     # where only the answer was lost the version is there, and is what was published

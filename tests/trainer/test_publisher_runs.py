@@ -108,6 +108,11 @@ def test_a_fixed_cadence_in_a_run(store: Store) -> None:
     assert kinds(store) == ["a", "d", "d", "da", "d", "d", "da", "d", "d", "da"]
 
 
+def test_full_weights_every_time(store: Store) -> None:
+    publish(store, history(4), anchor_every=0)
+    assert kinds(store) == ["a", "a", "a", "a"]
+
+
 def test_the_ratio_in_a_run(store: Store) -> None:
     """An anchor as soon as replaying the deltas since the last one would cost more than it."""
     versions = [model(rows=300)]

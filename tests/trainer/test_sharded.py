@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,22 +49,24 @@ class Trained:
         return [run.manifest(version) for version in run.listed()]
 
 
-def train(folder: Path, scenarios: str, size: int, dies: int | None = None) -> Trained:
-    script = str(Path(__file__).parent / "sharded_rank.py")
+def train(folder: Path, scenarios: str, size: int, dies: int | None = None, restarts: int = 0) -> Trained:
+    """By torchrun, as people do it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    command += [f"--max-restarts={restarts}", str(Path(__file__).parent / "sharded_rank.py"), scenarios, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    ranks = []
-    for rank in range(size):
-        with open(folder / f"{rank}.log", "w") as log:
-            command = [sys.executable, script, scenarios, str(rank), str(size), str(folder)]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        codes = [rank.wait(LIMIT) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    logs = "\n".join((folder / f"{rank}.log").read_text()[-4000:] for rank in range(size))
-    assert codes == [-signal.SIGKILL if rank == dies else 0 for rank in range(size)], logs
-    found = (folder / f"{scenarios}-{rank}.json" for rank in range(size) if rank != dies)
+    with open(folder / "log", "w") as log:
+        # a session of its own: nothing of it outlives the test
+        launcher = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = launcher.wait(LIMIT)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+    gone = dies is not None and not restarts
+    assert (code != 0) == gone, (folder / "log").read_text()[-8000:]
+    found = (folder / f"{scenarios}-{rank}.json" for rank in range(size) if rank != dies or restarts)
     return Trained(folder, size, [json.loads(path.read_text()) for path in found])
 
 
@@ -113,7 +116,7 @@ def assert_each_wrote_its_share(trained: Trained, name: str, manifests: list[Man
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(tmp_path_factory.mktemp("two"), "fsdp,ddp,upload_fails,out_of_step,resume,refused", 2)
+    return train(tmp_path_factory.mktemp("two"), "fsdp,ddp,upload_fails,out_of_step,resume,refused,adamw,unequal", 2)
 
 
 def test_fsdp_publishes_what_one_process_would(two: Trained) -> None:
@@ -181,14 +184,46 @@ def test_what_cannot_be_published_together_is_refused_on_every_rank(two: Trained
     assert not (two.folder / "refused" / "run.json").exists()
 
 
+def test_what_the_optimizer_notes_of_its_shards_is_what_a_snapshot_finds(two: Trained) -> None:
+    assert_noted(two, "fsdp", "ddp")
+
+
+def assert_noted(trained: Trained, *names: str) -> None:
+    for name in names:
+        noted, compared = (trained.manifests(f"adamw-{name}{end}") for end in ("", "-snapshot"))
+        assert [(m.digest, m.changed) for m in noted] == [(m.digest, m.changed) for m in compared], name
+        assert all(m.changed > 0 for m in noted[: len(noted) - (name == "fsdp")]), name
+        assert_in_order(Run.open(str(trained.folder / f"adamw-{name}")))
+    assert len(trained.manifests("adamw-fsdp")) > len(trained.manifests("adamw-ddp"))
+    for report in trained.reports:
+        assert report["strayed"][0] == "DivergedRun"
+        assert "open a new Publisher" in report["strayed"][1]
+        assert report["fused"][0] == "SchemaMismatch"
+
+
+def test_ranks_that_publish_unequally_often_are_told_so(two: Trained) -> None:
+    for report in two.reports:
+        for name, counts in (
+            ("early", "rank 0 2, rank 1 1 and closed"),
+            ("late", "rank 0 1 and closed, rank 1 2"),
+            ("merged", "rank 0 3, rank 1 2 and closed"),
+        ):
+            kind, message = report[f"unequal {name}"]
+            assert kind == "OutOfStep"
+            assert counts in message
+    for name in ("early", "late", "merged", "alive"):
+        assert Run.open(str(two.folder / f"unequal-{name}")).newest() == 0
+    assert two.reports[0]["unequal alive"][0] == "ArithmeticError", "and not what closing ran into"
+
+
 def test_a_rank_killed_in_the_middle_of_a_publish_leaves_the_run_at_the_version_before(tmp_path: Path) -> None:
     assert_survives_a_kill(tmp_path, 2)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_after_a_rank_was_killed(tmp_path: Path) -> None:
-    assert_survives_a_kill(tmp_path, 4)
-    train(tmp_path, "after_kill", 4)
+    """torchrun starts all ranks again, and they take the run up where it stands."""
+    train(tmp_path, "killed", 4, dies=3, restarts=1)
     run = Run.open(str(tmp_path / "killed"))
     assert run.newest() == 2
     assert_in_order(run)
@@ -204,7 +239,8 @@ def assert_survives_a_kill(folder: Path, size: int) -> None:
 
 @pytest.mark.slow
 def test_four_ranks(tmp_path: Path) -> None:
-    four = train(tmp_path, "fsdp,offload,ddp,upload_fails,out_of_step,resume", 4)
+    four = train(tmp_path, "fsdp,offload,ddp,upload_fails,out_of_step,resume,adamw", 4)
+    assert_noted(four, "fsdp", "ddp", "offload", "grid")
     for name in ("fsdp", "offload"):
         assert_each_wrote_its_share(four, name, assert_same_run(four, name))
     for name in ("ddp", "fails"):
@@ -214,16 +250,27 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_dimensional_meshes(tmp_path: Path) -> None:
-    four = train(tmp_path, "grid,placed", 4)
+def test_two_dimensional_meshes_and_adapters(tmp_path: Path) -> None:
+    four = train(tmp_path, "grid,placed,lora", 4)
     assert "_StridedShard" in four.reports[0]["placements"]["up.weight"]
     assert_same_run(four, "grid")
-    run = Run.open(str(tmp_path / "placed"))
-    assert_in_order(run)
-    for version in range(3):
-        state = checkout(run, version)
-        for name, tensor in torch.load(tmp_path / f"placed-{version}.pt").items():
-            assert np.array_equal(state.bits(name), torch_bits(tensor)), (version, name)
+    for name, wire in (("placed", None), ("lora-adapter", torch.bfloat16), ("lora-merged", torch.bfloat16)):
+        run = Run.open(str(tmp_path / name))
+        assert_in_order(run)
+        for version in range(3):
+            state = checkout(run, version)
+            expected = torch.load(tmp_path / f"{name}-{version}.pt")
+            assert expected.keys() == {tensor.name for tensor in run.schema.tensors}
+            for tensor, value in expected.items():
+                assert np.array_equal(state.bits(tensor), torch_bits(value.to(wire))), (name, version, tensor)
+    assert {"up.weight", "down.weight"} <= expected.keys(), "names of the base checkpoint"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_shards_on_a_gpu(tmp_path: Path) -> None:
+    two = train(tmp_path, "on_a_gpu", 2)
+    for detector in ("device", "host", "default"):
+        assert len(assert_same_run(two, f"gpu-{detector}")) == 5
 
 
 def test_what_several_hold_is_shared_out_evenly_and_gaps_are_refused() -> None:

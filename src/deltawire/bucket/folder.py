@@ -39,7 +39,9 @@ def fill(
     """
     for file in manifest.files:
         full.check_companion(file.name)
-    full.write_checkpoint(folder, source, progress=progress)
+    # peft looks for an adapter's weights under a name of their own
+    is_adapter = any(file.name == "adapter_config.json" for file in manifest.files)
+    full.write_checkpoint(folder, source, stem="adapter_model" if is_adapter else "model", progress=progress)
     for file in manifest.files:
         with open(folder / file.name, "wb") as out:
             out.write(_content(run, file, before))

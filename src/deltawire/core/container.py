@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from . import dtypes
+from .decoding import decode
 from .errors import HeaderError, TruncatedFile
 from .schema import check_name, is_shape
 
@@ -69,7 +70,7 @@ def parse(head: bytes, file_size: int) -> Header:
     try:
         raw = msgspec.json.decode(head[PREFIX:size], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+        entries = {name: decode(entry, _Entry) for name, entry in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise HeaderError(f"the header is not the JSON of a safetensors file: {error}") from None
     items: dict[str, Item] = {}

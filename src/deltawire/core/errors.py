@@ -28,6 +28,7 @@ DeltawireError
 │   ├── DivergedRun          the run's newest version is not what this trainer last published
 │   ├── PublishFailed        a background publish failed; raised on the next call
 │   ├── RankLost             another rank of a sharded trainer does not answer any more
+│   ├── OutOfStep            ranks of a sharded trainer that did not publish equally often
 │   └── PublisherClosed      publish() after close()
 ├── StoreError
 │   ├── ObjectNotFound
@@ -176,6 +177,10 @@ class PublishFailed(PublishError):
 
 
 class RankLost(PublishError):
+    pass
+
+
+class OutOfStep(PublishError):
     pass
 
 

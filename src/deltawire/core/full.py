@@ -293,7 +293,12 @@ class _Shard:
 
 
 def write_checkpoint(
-    folder: Path, source: Source, *, shard_bytes: int = SHARD_BYTES, progress: Callable[[int], None] | None = None
+    folder: Path,
+    source: Source,
+    *,
+    stem: str = "model",
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int], None] | None = None,
 ) -> None:
     """The weights as a checkpoint folder that transformers and vLLM load. The folder must exist."""
     shards: list[_Shard] = []
@@ -307,7 +312,7 @@ def write_checkpoint(
     if not shards:
         raise FormatError("a checkpoint needs at least one tensor")
     n = len(shards)
-    names = ["model.safetensors"] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    names = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     for name, shard in zip(names, shards, strict=True):
         with open(folder / name, "wb") as out:
             out.write(container.build(((t.name, t.dtype, t.shape) for t in shard.tensors), {"format": "pt"}))

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from . import keys
+from .decoding import decode
 from .errors import ForeignObject, ManifestError, UnknownFormat
 from .schema import Schema, check_name
 
@@ -211,7 +212,7 @@ def dump(value: msgspec.Struct) -> bytes:
 
 def parse(data: bytes, kind: type[T], what: str) -> T:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decode(data, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"{what} does not parse: {error}") from None
 

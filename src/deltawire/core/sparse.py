@@ -21,6 +21,7 @@ from . import container
 from .change import Change, Region
 from .codecs import block_encoding, check_encoding, raw
 from .codecs.base import BaseBits, Before, CodedBlock, Stream, expand, squeeze
+from .decoding import decode
 from .dtypes import Bits, lookup
 from .errors import (
     CorruptStream,
@@ -358,7 +359,7 @@ class DeltaFile:
         raw_size = int(claimed) if claimed.isdecimal() and len(claimed) < 12 else -1
         plain = expand(Stream(raw_size, item.nbytes), self._read(item.start, item.nbytes), MAX_INDEX, "the index")
         try:
-            return msgspec.json.decode(plain, type=_Index)
+            return decode(plain, _Index)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptStream(f"the index does not parse: {error}") from None
 

@@ -23,7 +23,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import DeltawireError, MissingExtra, PublishFailed, WriterConflict
-from ..trainer import Published, Publisher, PublishHandle
+from ..models import is_peft, unwrapped
+from ..trainer import Published, Publisher, PublishHandle, adapter, merged
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,8 @@ log = logging.getLogger("deltawire")
 
 KEPT_SYNCS = 1024
 """Syncs whose versions are remembered: many more than a staleness limit lets a sample be old."""
+
+_OF_PEFT = {"merged": merged, "adapter": adapter}
 
 
 class BucketTransfer:
@@ -105,14 +108,19 @@ class BucketTransfer:
 class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
     """Publishes the model of any transformers or TRL trainer: at the start, then after every `every` optimizer steps.
 
+    Of a PEFT model it publishes the merged weights, which every server can follow; `peft="adapter"` the adapter alone.
+    `options` are those of `Publisher`.
+
     `attach(trainer)` in place of `callbacks=[…]` puts our metrics before the reporters', so that they see them too.
     """
 
-    def __init__(self, run: str, *, every: int = 1, **options: Any) -> None:
+    def __init__(self, run: str, *, every: int = 1, peft: str = "merged", **options: Any) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
+        if peft not in _OF_PEFT:
+            raise ValueError(f"of a PEFT model either {' or '.join(map(repr, _OF_PEFT))} is published, not {peft!r}")
         self._open = lambda: Publisher(run, **options)
-        self._every = every
+        self._every, self._of_peft = every, _OF_PEFT[peft]
         self._publisher: Publisher | None = None
         self._syncs = Syncs()
 
@@ -144,7 +152,8 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
 
     def _publish(self, model: Any, state: Any) -> None:
         assert self._publisher is not None
-        self._syncs.add(publish(self._publisher, model, step=state.global_step))
+        weights = self._of_peft(model) if is_peft(unwrapped(model)) else model
+        self._syncs.add(publish(self._publisher, weights, step=state.global_step))
 
 
 class MetricsCallback(TrainerCallback):  # type: ignore[misc]

@@ -197,22 +197,26 @@ def changes(elements: Elements, noted: Noted) -> Changed:
 
 
 def to_changes(
-    elements: Elements, numbers: Mapping[str, int], changed: Changed, regions: Sequence[Region]
+    elements: Elements, places: Mapping[str, tuple[int, int]], changed: Changed, regions: Sequence[Region]
 ) -> list[Change]:
-    """What `changes` gave, on the host and in the core's terms, for regions (in one piece) of named tensors."""
+    """What `changes` gave, on the host and in the core's terms, for regions (in one piece) of named tensors.
+
+    A named tensor lies in one of the elements' tensors, its number and the element it begins with.
+    """
     starts, positions, old, new = (fetched(t) for t in (changed.starts, changed.positions, changed.old, changed.new))
     if elements.device.type == "cuda":
         torch.cuda.current_stream(elements.device).synchronize()
     result = []
     edges = starts.numpy()
     for region in regions:
-        number = numbers[region.tensor.name]
+        number, begin = places[region.tensor.name]
+        base = begin + region.base
         first, last = elements.first_tile[number : number + 2].tolist()
-        tiles = slice(first + region.base // TILE, min(first + -(-(region.base + region.units) // TILE), last))
+        tiles = slice(first + base // TILE, min(first + -(-(base + region.units) // TILE), last))
         here = slice(int(edges[tiles.start]), int(edges[tiles.stop]))
         flat = to_flat(edges[tiles.start : tiles.stop + 1] - here.start, positions.numpy()[here], tiles.start - first)
-        inside = slice(*np.searchsorted(flat, (region.base, region.base + region.units)).tolist())
-        at = (flat[inside] - region.base).astype(np.uint32)
+        inside = slice(*np.searchsorted(flat, (base, base + region.units)).tolist())
+        at = (flat[inside] - base).astype(np.uint32)
         result.append(Change(region, at, old.numpy()[here][inside].copy(), new.numpy()[here][inside].copy()))
     return result
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import queue
-import signal
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ from ..bucket.verify import verify
 from ..core.errors import RLError, RunNotFound, ServerUnavailable
 from ..store import Store, open_store
 from . import small_policy
-from .processes import Box, free_port
+from .processes import Box, free_port, uninterrupted
 
 KILL_AT, REJOIN_AT = 0.35, 0.55
 # of the training
@@ -159,7 +158,7 @@ class Demo:
 
     def _train(self, bucket: Bucket, show: Callable[[], None]) -> None:
         story, plan = self.story, self._plan
-        environment = {**_QUIET, **bucket.environment}
+        environment = {**QUIET, **bucket.environment}
         for number in range(1, plan.replicas + 1):
             self._replicas[f"replica-{number}"] = Replica(
                 f"replica-{number}", bucket, plan.engine, self._logs, environment
@@ -187,7 +186,7 @@ class Demo:
         finally:
             looking.set()
             # a second Ctrl-C must not keep the first one from tidying up
-            with _no_interrupts():
+            with uninterrupted():
                 Box.stop_all([*([trainer] if trainer else []), *self._boxes])
 
     def _trainer(self, bucket: Bucket, environment: str) -> list[str]:
@@ -256,7 +255,7 @@ class Demo:
             for replica in self._replicas.values():
                 how, found = replica.weights(client)
                 self.story.equal[replica.name] = how
-                if found != (done["sha256"] if how == SHA else done["version"]):
+                if found != (done["sha256"] if how == SHA else done["digest"]):
                     self.story.problems.append(
                         f"{replica.name} does not hold the trainer's weights of version {done['version']}: {found}"
                     )
@@ -275,9 +274,9 @@ class Demo:
 # ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 OWN_S3 = "s3"
-SHA, DIGEST = "SHA-256 of the live weights", "state digest at the last sync"
+SHA, DIGEST = "SHA-256 of the live weights", "state digest of the live weights"
 _GAME = ("--words", small_policy.WORDS, "--guesses", str(small_policy.GUESSES))
-_QUIET = {"OMP_NUM_THREADS": "1", "DELTAWIRE_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+QUIET = {"OMP_NUM_THREADS": "1", "DELTAWIRE_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 # two cores must do for everything
 _VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -326,8 +325,9 @@ class Replica:
         try:
             answer = client.get(f"{self.url}/deltawire/fingerprint", params={"dtype": "bf16"})
             if answer.status_code == 404:
-                # vLLM keeps them in another shape; it has proven the version that it names
-                return DIGEST, client.get(f"{self.url}/deltawire/status").json().get("version")
+                # vLLM keeps them in another shape, whose digest is the same
+                answer = client.get(f"{self.url}/deltawire/digest")
+                return DIGEST, answer.json().get("digest", answer.text)
             return SHA, answer.json().get("sha256", answer.text)
         except (httpx.TransportError, ValueError) as error:
             return SHA, repr(error)
@@ -339,12 +339,3 @@ def _deltawire(*words: str) -> list[str]:
 
 def _option(name: str, value: float | None) -> list[str]:
     return [] if value is None else [name, str(value)]
-
-
-@contextmanager
-def _no_interrupts() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 
 from ..core.errors import ServerRefused, ServerUnavailable
-from .layout import GUESS_TOKENS
 from .sampling import Sample
 
 log = logging.getLogger("deltawire")
@@ -40,12 +39,12 @@ class Fleet:
         self._client = client
         self._extra = {"model": model} if model else {}
 
-    async def complete(self, prompts: Sequence[Sequence[int]]) -> list[tuple[Sample, list[int]]]:
-        """A guess for each prompt, and the versions that made it; waits for as long as no server is there."""
+    async def complete(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[Sample, list[int]]]:
+        """At most so many tokens for each prompt, and the versions that made them; waits while no server is there."""
         # no seed: prompts that are alike must not get samples that are
         body = {
             "prompt": [[*prompt] for prompt in prompts],
-            "max_tokens": GUESS_TOKENS,
+            "max_tokens": tokens,
             "temperature": 1.0,  # so that log-probs before and after temperature are the same
             "logprobs": 0,
             "return_token_ids": True,

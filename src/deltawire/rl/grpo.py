@@ -1,16 +1,17 @@
-"""Asynchronous GRPO on Wordle: sampling and training go on side by side, as far apart as `staleness` allows.
+"""Asynchronous GRPO: sampling and training go on side by side, as far apart as `staleness` allows.
 
     environment ◀─WebSocket─ workers ─HTTP─▶ rollout servers ◀─ bucket ◀─ publisher
                                 │ groups of games, with the versions that made them   ▲
                                 ▼                                                     │
                               queue ─ fresh enough? ─▶ advantages, clipped loss, AdamW ┘
 
-A group is one secret, played several times; its games are judged against each other. Every token keeps the
+What is played is a `Task`'s to know: Wordle in games.py. A group is one secret (or prompt), played several times; its
+games are judged against each other. Every token keeps the
 log-probability that its server drew it with, so the importance ratio is right whatever version that was, also where a
 game went on under new weights. What is older than `staleness` steps is dropped.
 
-Nothing here waits for a particular server: one that fails rests for a moment while others are asked. Without an
-environment the workers begin again, without a bucket training goes on until its samples are too old.
+Nothing here waits for a particular server: one that fails rests for a moment while others are asked. Without a bucket
+training goes on until its samples are too old.
 """
 
 from __future__ import annotations
@@ -19,26 +20,23 @@ import asyncio
 import itertools
 import logging
 import queue
-import random
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
 import torch
 from torch import Tensor
 
-from ..core.errors import PublishFailed, ServerUnavailable, StoreError
+from ..core.errors import PublishFailed, StoreError
 from ..trainer import Published, Publisher, PublishHandle
-from .env_client import EnvClient
 from .fleet import ANSWER_S, REST_S, Fleet
-from .layout import BOS, PAD, parse, spell
 from .sampling import Sample
 
 if TYPE_CHECKING:
@@ -83,25 +81,26 @@ class Settings:
 class Rollout:
     """One game, token by token. While it is played, its tokens are the next prompt."""
 
-    tokens: list[int] = field(default_factory=lambda: [BOS])
-    logprobs: list[float] = field(default_factory=lambda: [0.0])
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     # with which each token was drawn; 0 for those that the environment wrote
-    sampled: list[bool] = field(default_factory=lambda: [False])
+    sampled: list[bool] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
     # that made its tokens, by the servers' own account
     reward: float = 0.0
     solved: bool = False
 
-    def guess(self, sample: Sample, versions: Sequence[int]) -> None:
+    def say(self, sample: Sample, versions: Sequence[int]) -> None:
         self.tokens += sample.tokens
         self.logprobs += sample.logprobs
         self.sampled += [True] * len(sample.tokens)
         self.versions.update(versions)
 
-    def answer(self, feedback: str) -> None:
-        self.tokens += spell(feedback)
-        self.logprobs += [0.0] * len(feedback)
-        self.sampled += [False] * len(feedback)
+    def hear(self, tokens: Sequence[int]) -> None:
+        """From the environment: the prompt first of all."""
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.sampled += [False] * len(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +112,27 @@ class Group:
         return min(version for rollout in self.rollouts for version in rollout.versions)
 
 
+class Task(Protocol):
+    def groups(self, fleet: Fleet) -> AsyncGenerator[Group, None]:
+        """Group after group, without end. Several workers have one each, in one thread."""
+        ...
+
+
 class Rollouts:
     """Plays groups in a thread of its own, for as long as the block lasts; `take` gives them to the trainer."""
 
-    def __init__(self, servers: Sequence[str], environment: str, settings: Settings, model: str | None = None) -> None:
-        self._urls, self._environment, self._settings, self._model = servers, environment, settings, model
+    def __init__(
+        self,
+        servers: Sequence[str],
+        task: Task,
+        settings: Settings,
+        model: str | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._urls, self._task, self._settings, self._model = servers, task, settings, model
+        self._headers = headers
         self._done: queue.Queue[Group | BaseException] = queue.Queue()
-        dice = random.Random(settings.seed)
-        self._seeds = (dice.getrandbits(62) for _ in itertools.count())
-        self._env_away = False
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._loop: asyncio.AbstractEventLoop
@@ -167,7 +178,7 @@ class Rollouts:
         self._started.set()
         # sooner than the servers (5 s), or one may hang up just as it is asked
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-        async with httpx.AsyncClient(timeout=ANSWER_S, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=ANSWER_S, limits=limits, headers=self._headers) as client:
             fleet = Fleet(self._urls, client, self._model)
             tasks = [asyncio.create_task(self._work(fleet)) for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._end.wait()))
@@ -179,48 +190,10 @@ class Rollouts:
                 task.result()
 
     async def _work(self, fleet: Fleet) -> None:
-        """Group after group, over sessions that stay open. Where they are lost, so are their games."""
-        while True:
-            try:
-                async with AsyncExitStack() as stack:
-                    sessions = [
-                        await stack.enter_async_context(EnvClient(self._environment))
-                        for _ in range(self._settings.games)
-                    ]
-                    if self._env_away:
-                        self._env_away = False
-                        log.warning("the environment %s is back", self._environment)
-                    while True:
-                        await self._room.acquire()
-                        try:
-                            self._done.put(await self._group(fleet, sessions))
-                        except BaseException:
-                            self._room.release()  # what is lost is not ahead any more
-                            raise
-            except ServerUnavailable as error:
-                if not self._env_away:
-                    self._env_away = True
-                    log.warning("trying again until it is there: %s", error)
-                await asyncio.sleep(REST_S)
-
-    async def _group(self, fleet: Fleet, sessions: Sequence[EnvClient]) -> Group:
-        seed = next(self._seeds)
-        await asyncio.gather(*(session.reset(seed) for session in sessions))
-        rollouts = [Rollout() for _ in sessions]
-        going = [*zip(rollouts, sessions, strict=True)]
-        while going:
-            samples = await fleet.complete([rollout.tokens for rollout, _ in going])
-            results = await asyncio.gather(
-                *(session.step(parse(sample.tokens)) for (_, session), (sample, _) in zip(going, samples, strict=True))
-            )
-            for (rollout, _), (sample, versions), result in zip(going, samples, results, strict=True):
-                rollout.guess(sample, versions)
-                if result.done:
-                    rollout.reward, rollout.solved = result.reward or 0.0, result.observation.solved
-                else:
-                    rollout.answer(result.observation.feedback)
-            going = [one for one, result in zip(going, results, strict=True) if not result.done]
-        return Group(rollouts)
+        async with aclosing(self._task.groups(fleet)) as groups:
+            while True:
+                await self._room.acquire()
+                self._done.put(await anext(groups))
 
 
 # ── what is learned ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -262,15 +235,16 @@ class Learner:
 
         def padded(rows: list[list[Any]], filler: Any) -> Tensor:
             # on the right, where no earlier token attends to it
-            return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
+            return torch.tensor([row + [filler] * (longest - len(row)) for row in rows], device=self.model.device)
 
-        tokens = padded([rollout.tokens for rollout in rollouts], PAD)
+        tokens = padded([rollout.tokens for rollout in rollouts], 0)
         sampled = padded([rollout.sampled for rollout in rollouts], False)[:, 1:]
         sampled_with = padded([rollout.logprobs for rollout in rollouts], 0.0)[:, 1:]
         logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits.float()
         logprobs = torch.log_softmax(logits, -1).gather(2, tokens[:, 1:, None])[:, :, 0]
         low, high = self._settings.clip_low, self._settings.clip_high
-        loss, clipped = clipped_loss(logprobs, sampled_with, torch.tensor(scores), sampled, low, high)
+        judged = torch.tensor(scores, device=self.model.device)
+        loss, clipped = clipped_loss(logprobs, sampled_with, judged, sampled, low, high)
         self._optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.gradient_norm)

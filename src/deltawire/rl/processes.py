@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import queue
-import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import ServerUnavailable
 
 GRACE_S = 5.0
+_PORTS = range(22_700, 32_000)
 
 
 class Box:
@@ -123,13 +124,28 @@ class Box:
                     log.write(line)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C does nothing meanwhile."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+_numbers = itertools.count(16 * os.getpid())
+# processes that look at the same moment begin far from each other: a port is taken only once somebody listens
+
+
 def free_port() -> int:
-    """Below the range from which the kernel gives ports to clients, or one might sit on ours after a restart."""
-    for port in random.SystemRandom().sample(range(22_700, 32_000), 500):
+    """Another one each time; below the range from which the kernel gives ports to clients, or one might sit on ours
+    after a restart."""
+    for number in itertools.islice(_numbers, len(_PORTS)):
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free port between 22700 and 32000")
+            probe.bind(("127.0.0.1", _PORTS[number % len(_PORTS)]))
+            return _PORTS[number % len(_PORTS)]
+    raise OSError(f"no free port between {_PORTS.start} and {_PORTS.stop}")
 
 
 _libc = ctypes.CDLL(None)

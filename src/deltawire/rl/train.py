@@ -4,7 +4,7 @@
 
 Publishes the policy as version 0, waits for the servers to have it, measures how well they play, trains, and measures
 again once they have the last version. Writes one JSON object per line, `event` says which: phase, published, evaluated,
-step, remark, done.
+step, remark, done. A DELTAWIRE_TOKEN in its environment goes to the servers.
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
 import torch
 
+from ..core import full
 from ..core.errors import DeltawireError, ServerRefused, ServerUnavailable
 from ..engines.fingerprint import fingerprint
+from ..models import ModelView
 from ..trainer import Published, Publisher
 from . import small_policy
 from .evaluate import GAMES, evaluate
+from .games import Games
 from .grpo import Learner, Ledger, Rollouts, Settings, train
 from .sampling import ServerSampler, Spread
 from .wordle import Rules
@@ -54,6 +58,14 @@ class Options:
     games: int = GAMES
     # per evaluation; 0 for none
     encoding: str = "packed"
+    full: bool = False
+    # publish full weights every time, to compare with deltas
+    token: str | None = None
+    # for servers that ask for one
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
 
 def run(options: Options, settings: Settings) -> None:
@@ -61,16 +73,21 @@ def run(options: Options, settings: Settings) -> None:
     torch.manual_seed(settings.seed)
     folder = options.policy or small_policy.FOLDER
     learner = Learner(small_policy.load(folder), settings)
-    with Publisher(options.run, wire_dtype="bf16", encoding=options.encoding, files=folder) as publisher:
+    anchors = 0 if options.full else None
+    with Publisher(
+        options.run, wire_dtype="bf16", encoding=options.encoding, anchor_every=anchors, files=folder
+    ) as publisher:
         _say_published(publisher.publish(learner.model, step=0, wait=True).result())
         assert publisher.version is not None
         _say("phase", text="waiting for the replicas")
-        wait_for(options.servers, publisher.version)
+        wait_for(options.servers, publisher.version, headers=options.headers)
         _evaluate(options, settings, publisher.version)
         _say("phase", text="training")
         ledger, step = Ledger(publisher), 0
         began = time.monotonic()
-        with Rollouts(options.servers, options.environment, settings, options.model) as rollouts:
+        with Rollouts(
+            options.servers, Games(options.environment, settings), settings, options.model, headers=options.headers
+        ) as rollouts:
             for done in train(learner, ledger, rollouts, settings, steps=options.steps, seconds=options.seconds):
                 step = done.step
                 for published in done.published:
@@ -80,16 +97,20 @@ def run(options: Options, settings: Settings) -> None:
         _say("phase", text="bringing the last version everywhere")
         for published in ledger.settle(learner.model, step, PATIENCE_S):
             _say_published(published)
-        wait_for(options.servers, publisher.version)
+        wait_for(options.servers, publisher.version, headers=options.headers)
         _evaluate(options, settings, publisher.version)
         sha256 = fingerprint(learner.model.state_dict(), "bf16")
-        _say("done", version=publisher.version, step=step, seconds=trained_s, sha256=sha256)
+        # both from the weights that are trained, not from what was sent of them
+        digest = str(full.digest_of(ModelView(learner.model, "bf16")))
+        _say("done", version=publisher.version, step=step, seconds=trained_s, sha256=sha256, digest=digest)
 
 
-def wait_for(servers: Sequence[str], version: int, seconds: float = PATIENCE_S) -> None:
+def wait_for(
+    servers: Sequence[str], version: int, seconds: float = PATIENCE_S, headers: Mapping[str, str] | None = None
+) -> None:
     """Until every server has this version or a later one."""
     deadline = time.monotonic() + seconds
-    with httpx.Client(timeout=10.0) as client:
+    with httpx.Client(timeout=10.0, headers=headers) as client:
         for url in servers:
             while (reason := _behind(client, url, version)) is not None:
                 if time.monotonic() > deadline:
@@ -117,7 +138,7 @@ def _evaluate(options: Options, settings: Settings, version: int) -> None:
         return
     _say("phase", text=f"playing {options.games} games with version {version}")
     rules = Rules(load(options.words), options.guesses)
-    sampler = Spread([ServerSampler(url, options.model) for url in options.servers])
+    sampler = Spread([ServerSampler(url, options.model, token=options.token) for url in options.servers])
     for attempt in range(1, ATTEMPTS + 1):
         clock = time.monotonic()
         try:
@@ -128,7 +149,7 @@ def _evaluate(options: Options, settings: Settings, version: int) -> None:
             if attempt == ATTEMPTS:
                 raise
             log.warning("evaluating again: %s", error)
-            wait_for(options.servers, version)
+            wait_for(options.servers, version, headers=options.headers)
 
 
 def _say_published(published: Published) -> None:
@@ -164,6 +185,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=usual.workers, help="secrets at the same time (%(default)s)")
     parser.add_argument("--staleness", type=int, default=usual.staleness, help="in steps (%(default)s); -1: any")
     parser.add_argument("--encoding", default="packed")
+    parser.add_argument("--full", action="store_true", help="publish full weights, no deltas, to compare")
     parser.add_argument("--games", type=int, default=GAMES, help="per evaluation (%(default)s); 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-sync", action="store_true", help="publish nothing between version 0 and the last one")
@@ -178,7 +200,8 @@ def main() -> None:
     )  # fmt: skip
     options = Options(
         given.run, given.env, [url.rstrip("/") for url in given.server], given.policy, given.model, given.words,
-        given.guesses, given.steps, given.seconds, given.games, given.encoding,
+        given.guesses, given.steps, given.seconds, given.games, given.encoding, given.full,
+        os.environ.get("DELTAWIRE_TOKEN", "").strip() or None,
     )  # fmt: skip
     try:
         run(options, settings)

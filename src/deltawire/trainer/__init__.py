@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .adapters import adapter, merged
 from .background import PublishHandle
 from .detectors import HostDetector
 from .publisher import Publisher
@@ -19,6 +20,8 @@ __all__ = [
     "Published",
     "Publisher",
     "SnapshotDetector",
+    "adapter",
+    "merged",
 ]
 
 _NEED_TORCH = {"DeltaAdamW": "adamw", "FusedDetector": "device", "SnapshotDetector": "device"}

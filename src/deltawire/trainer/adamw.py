@@ -6,6 +6,7 @@ publisher = Publisher("s3://runs/wordle", detector=optimizer)
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -25,18 +26,27 @@ from ..kernels.plan import TILE, units
 from ..models import ModelView
 from .detectors import Detector, LostTrack
 from .device import DeviceDetector
-from .parts import Part, fetched, regions_of, snapshot_parts, undo_within
+from .parts import Part, fetched, regions_of, snapshot_parts
 
 _REFUSED = ("foreach", "capturable", "differentiable")
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """A tensor, or what this process has of a DTensor: the memory itself, whose writes are counted there."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[no-any-return]
 
 
 class DeltaAdamW(torch.optim.AdamW):
     """A drop-in for `torch.optim.AdamW(fused=True)`: the same update within fp32 rounding, the same state.
 
-    Parameters are all fp32 or all bf16, on one device. Once a publisher has it as its detector, every step also notes
-    the bf16 bits from before of what it changes for the first time since the last publish: a bit per parameter, and 8
-    bytes per parameter that moved. There is no amsgrad; gradient scaling (GradScaler), clipping, parameter groups,
-    `maximize` and learning rates that change work as they do in torch.
+    Parameters are all fp32 or all bf16, on one device; DTensors (FSDP2, tensor parallelism) count as their local part.
+    Once a publisher has it as its detector, every step also notes the bf16 bits from before of what it changes for the
+    first time since the last publish: a bit per parameter, and 8 bytes per parameter that moved. There is no amsgrad;
+    gradient scaling (GradScaler), clipping, parameter groups, `maximize` and learning rates that change work as they
+    do in torch.
 
     What anything but `step` writes to the parameters goes unnoticed only if it hides from autograd (`parameter.data`);
     otherwise the next publish compares with the newest version in the bucket.
@@ -95,15 +105,15 @@ class DeltaAdamW(torch.optim.AdamW):
 
     def _step_by_torch(self, elements: ops.Elements) -> None:
         """Torch's own step, and a look at what it changed."""
-        log, params = self._log, [p.detach() for p in self._parameters()]
+        log, params = self._log, self._held()
         before = [p.to(torch.bfloat16, copy=True) for p in params] if log is not None else []
         super().step()
         for number, old in enumerate(before):
             torch_ops.note(elements, log, number, units(old), units(params[number].to(torch.bfloat16)))
 
     def _step_by_kernel(self, elements: ops.Elements) -> None:
-        params = self._parameters()
-        grads = [p.grad for p in params]
+        params = self._held()
+        grads = [None if p.grad is None else local_tensor(p.grad) for p in self._parameters()]
         numbers = [
             (float(g["lr"]), *g["betas"], g["weight_decay"], g["eps"], g["maximize"], len(g["params"]))
             for g in self.param_groups
@@ -125,11 +135,7 @@ class DeltaAdamW(torch.optim.AdamW):
         """What stays the same from step to step as long as tensors stay where they are."""
         for group in self.param_groups:
             self._init_group(group, [], [], [], [], [], [])
-        states = [None if grad is None else self.state[p] for p, grad in zip(params, grads, strict=True)]
-        for p, state in zip(params, states, strict=True):
-            if state is not None:
-                for tensor in (state["exp_avg"], state["exp_avg_sq"]):
-                    _require_alike(tensor, p)
+        states = [None if grad is None else self.state[p] for p, grad in zip(self._parameters(), grads, strict=True)]
         # the step counts as one tensor, of which each parameter's state has its element
         counts = torch.stack(
             [torch.zeros((), device=elements.device) if s is None else s["step"].float().reshape(()) for s in states]
@@ -137,7 +143,13 @@ class DeltaAdamW(torch.optim.AdamW):
         for number, state in enumerate(states):
             if state is not None:
                 state["step"] = counts[number]
-        averages, squares = ([None if s is None else s[name] for s in states] for name in ("exp_avg", "exp_avg_sq"))
+        averages, squares = (
+            [None if s is None else local_tensor(s[name]) for s in states] for name in ("exp_avg", "exp_avg_sq")
+        )
+        for p, *moments in zip(params, averages, squares, strict=True):
+            for moment in moments:
+                if moment is not None:
+                    _require_alike(moment, p)
         return _Kept(elements, params, grads, averages, squares, counts)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -153,9 +165,13 @@ class DeltaAdamW(torch.optim.AdamW):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    def _held(self) -> list[Tensor]:
+        """What this process has of the parameters, in their own memory."""
+        return [local_tensor(p) for p in self._parameters()]
+
     def _cut(self) -> ops.Elements:
         if self._elements is None:
-            self._elements = ops.Elements([p.detach() for p in self._parameters()])
+            self._elements = ops.Elements(self._held())
         return self._elements
 
     # ── as a detector ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,14 +191,18 @@ class DeltaAdamW(torch.optim.AdamW):
             self._remember()
 
     def _remember(self) -> None:
-        self._versions = [p._version for p in self._parameters()]
+        self._versions = self._writes()
         if self._cut().device.type == "cuda":
             self._written = torch.cuda.Event()
             self._written.record(torch.cuda.current_stream(self._cut().device))
 
     def _strayed(self) -> bool:
         """Whether somebody else wrote to a parameter."""
-        return [p._version for p in self._parameters()] != self._versions
+        return self._writes() != self._versions
+
+    def _writes(self) -> list[int]:
+        """Autograd's count of writes: a DTensor has one of its own beside that of its local part."""
+        return [t._version for tensors in (self._parameters(), self._held()) for t in tensors]
 
     def _require_track(self) -> None:
         if self._log is None or self._strayed():
@@ -195,32 +215,50 @@ class AdamWDetector(DeviceDetector):
     def __init__(self, optimizer: DeltaAdamW) -> None:
         super().__init__()
         self._optimizer = optimizer
+        self.covers_model = True
+        # False where it is bound to what one of several ranks writes, which may be nothing that the optimizer steps
 
     def _make_parts(self, view: ModelView) -> list[Part]:
-        params = self._optimizer._parameters()
-        where = {p.data_ptr(): number for number, p in enumerate(params) if p.numel()}
-        names: dict[str, int] = {}
+        places: dict[str, tuple[int, int]] = {}
+        find = _finder(self._optimizer._held())
         for name, tensor in view.tensors.items():
-            number = where.get(tensor.data_ptr()) if tensor.numel() else None
-            if number is not None and tensor.numel() == params[number].numel():
+            place = find(tensor)
+            if place is not None:
                 if view.wire_dtype(name) != torch.bfloat16:
                     raise SchemaMismatch(
                         f"DeltaAdamW notes changes in bf16; {name!r} travels as {view.wire_dtype(name)}"
                     )
-                names[name] = number
-        if not names:
+                places[name] = place
+        if not places and self.covers_model:
             raise SchemaMismatch("the optimizer given as detector steps none of this model's parameters")
-        rest = [name for name in view.tensors if name not in names]
-        parts: list[Part] = [LogPart(self._optimizer, names, regions_of(self.plan, list(names)))]
+        rest = [name for name in view.tensors if name not in places]
+        parts: list[Part] = [LogPart(self._optimizer, places, regions_of(self.plan, list(places)))] if places else []
         return parts + (snapshot_parts(view, rest, self.plan, self.device, "device") if rest else [])
+
+
+def _finder(params: Sequence[Tensor]) -> Callable[[Tensor], tuple[int, int] | None]:
+    """Tells in which parameter, and from which element on, a tensor lies as one piece; None if in none of them."""
+    held = sorted((p.data_ptr(), number) for number, p in enumerate(params) if p.numel())
+    starts = [start for start, _ in held]
+
+    def find(tensor: Tensor) -> tuple[int, int] | None:
+        at = bisect.bisect_right(starts, tensor.data_ptr()) - 1
+        if at < 0 or not tensor.numel() or not tensor.is_contiguous():
+            return None
+        start, number = held[at]
+        begin = (tensor.data_ptr() - start) // tensor.dtype.itemsize
+        fits = tensor.dtype == params[number].dtype and begin + tensor.numel() <= params[number].numel()
+        return (number, begin) if fits else None
+
+    return find
 
 
 class LogPart:
     """Parameters that one optimizer steps: what it captured last is what they are, with its log undone."""
 
-    def __init__(self, optimizer: DeltaAdamW, names: dict[str, int], regions: Sequence[Region]) -> None:
-        self.names = list(names)
-        self._optimizer, self._numbers, self._regions = optimizer, names, regions
+    def __init__(self, optimizer: DeltaAdamW, places: dict[str, tuple[int, int]], regions: Sequence[Region]) -> None:
+        self.names = list(places)
+        self._optimizer, self._places, self._regions = optimizer, places, regions
 
     def load(self, live: Sequence[Tensor]) -> None:
         self._require_same(live)
@@ -233,7 +271,7 @@ class LogPart:
             optimizer._require_track()
             assert optimizer._log is not None
             elements = optimizer._cut()
-            found = ops.noted(elements, optimizer._parameters(), optimizer._log, kernels.operations(elements.device))
+            found = ops.noted(elements, optimizer._held(), optimizer._log, kernels.operations(elements.device))
         if found.entries.numel() > most:
             raise kernels.TooMany(found.entries.numel())
         return found
@@ -247,31 +285,34 @@ class LogPart:
 
     def changes(self, found: ops.Noted) -> list[Change]:
         elements = self._optimizer._cut()
-        return ops.to_changes(elements, self._numbers, ops.changes(elements, found), self._regions)
+        return ops.to_changes(elements, self._places, ops.changes(elements, found), self._regions)
 
     def read(self, region: Region) -> Bits:
         optimizer = self._optimizer
-        number = self._numbers[region.tensor.name]
+        number, begin = self._places[region.tensor.name]
+        base = begin + region.base
         with optimizer._steps:
             optimizer._require_track()
             assert optimizer._log is not None
-            elements, param = optimizer._cut(), optimizer._parameters()[number].detach()
+            elements, param = optimizer._cut(), optimizer._held()[number]
             if optimizer._written is not None:
                 torch.cuda.current_stream(elements.device).wait_event(optimizer._written)
             first = int(elements.first_tile[number])
-            tiles = first + region.base // TILE, first + (region.base + region.units - 1) // TILE + 1
+            tiles = first + base // TILE, first + (base + region.units - 1) // TILE + 1
             starts, positions, old = optimizer._log.between(*tiles)
-            piece = param.reshape(-1)[region.base : region.base + region.units].to(torch.bfloat16)
+            piece = param.detach().reshape(-1)[base : base + region.units].to(torch.bfloat16)
             whole = Region(region.tensor, 0, 1, 0, region.units)
             bits = fetched(units(piece), whole)
-            noted = ops.to_flat(starts, positions, tiles[0] - first)
-            change = Change(Region(region.tensor, 0, 1, 0, 1), noted, old, old)
-        undo_within(region, bits, change)
+            noted = ops.to_flat(starts, positions, tiles[0] - first) - base
+        here = slice(*np.searchsorted(noted, (0, region.units)).tolist())
+        bits[noted[here]] = old[here]
         return bits
 
     def _require_same(self, live: Sequence[Tensor]) -> None:
-        params = self._optimizer._parameters()
-        stepped = [params[number].data_ptr() for number in self._numbers.values()]
+        params = self._optimizer._held()
+        stepped = [
+            params[number].data_ptr() + begin * params[number].dtype.itemsize for number, begin in self._places.values()
+        ]
         found = [*map(Tensor.data_ptr, live)]
         if found != stepped:
             other = next(name for name, a, b in zip(self.names, found, stepped, strict=True) if a != b)

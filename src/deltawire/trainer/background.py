@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from ..core.errors import PublisherClosed, PublishFailed, RankLost, WriterConflict
+from ..core.errors import OutOfStep, PublisherClosed, PublishFailed, RankLost, WriterConflict
 from .mirror import Capture, Mirror
 from .skips import Skips
 from .writer import Published
 
 log = logging.getLogger("deltawire")
 
-_LASTING = (WriterConflict, RankLost)
+_LASTING = (WriterConflict, RankLost, OutOfStep)
 """What no later publish can mend."""
+
+_LOOK = 0.5
+_FAREWELL = 10.0
+"""Seconds that `close` gives the last words to other ranks: all that was published here is in the bucket by then."""
 
 
 class PublishHandle:
@@ -56,16 +61,26 @@ class Background:
     """A thread that turns jobs into versions, one after the other.
 
     `forgiving`: a failure is not raised by the next publish, nor at all once a later version has made it good.
+    `farewell`: what the thread does once no publish will come any more, unless something that lasts went wrong.
     """
 
-    def __init__(self, publish: Callable[[Job], Published], where: str, *, forgiving: bool = False) -> None:
-        self._publish, self._where, self._forgiving = publish, where, forgiving
+    def __init__(
+        self,
+        publish: Callable[[Job], Published],
+        where: str,
+        *,
+        forgiving: bool = False,
+        farewell: Callable[[], None] | None = None,
+    ) -> None:
+        self._publish, self._where, self._forgiving, self._farewell = publish, where, forgiving, farewell
         self._work = threading.Condition()
         self._waiting: Job | None = None
         self._in_flight: Job | None = None
         self.leftover: list[Capture] = []
         # captured but not published, because that failed, oldest first: goes out with the next job
         self._failure: BaseException | None = None
+        self._ending = False
+        # no further publish will come
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -92,42 +107,62 @@ class Background:
     def submit(self, job: Job | None) -> None:
         with self._work:
             self._waiting = job
-            if self._thread is None and job is not None:
-                self._thread = threading.Thread(target=self._loop, name="deltawire-publisher", daemon=True)
-                self._thread.start()
+            if job is not None:
+                self._start()
             self._work.notify_all()
 
-    def next(self) -> Job:
-        """For the thread itself, in the middle of a job: the next one, as soon as there is one."""
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="deltawire-publisher", daemon=True)
+            self._thread.start()
+
+    def next(self) -> Job | None:
+        """For the thread itself, in the middle of a job: the next one, as soon as there is one. None if none comes."""
         with self._work:
-            self._work.wait_for(lambda: self._waiting is not None or self._closed)
-            if self._waiting is None:
-                raise PublisherClosed(f"this publisher of {self._where} is closed")
+            self._work.wait_for(lambda: self._waiting is not None or self._ending)
             job, self._waiting = self._waiting, None
             return job
 
-    def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything submitted is committed; raise what went wrong."""
+    def wait_for(self, handle: PublishHandle) -> None:
+        """Until it is done. What went wrong is raised here, and not a second time by a later publish."""
+        try:
+            handle.result()
+        except BaseException as error:
+            with self._work:
+                if self._failure is error and not isinstance(error, _LASTING):
+                    self._failure = None
+            raise
+
+    def flush(self, timeout: float | None = None, overdue: Callable[[], None] | None = None) -> None:
+        """Wait until everything submitted is committed; raise what went wrong, or what `overdue` raises meanwhile."""
+        deadline = time.monotonic() + timeout if timeout is not None else None
         with self._work:
-            idle = self._work.wait_for(lambda: self._waiting is None and self._in_flight is None, timeout)
-        if not idle:
-            raise TimeoutError(f"{self._where} has not taken everything within {timeout} s")
+            while self._waiting is not None or self._in_flight is not None:
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"{self._where} has not taken everything within {timeout} s")
+                if overdue is not None:
+                    overdue()
+                self._work.wait(_LOOK if deadline is None else min(_LOOK, max(deadline - time.monotonic(), 0)))
         self._raise_failure()
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | None = None, overdue: Callable[[], None] | None = None) -> None:
         """Publish what waits, then stop. Raises a failure that nobody saw yet."""
         if self._closed:
             return
+        with self._work:
+            self._ending = True
+            if self._farewell is not None:
+                self._start()
+            self._work.notify_all()
         try:
-            self.flush(timeout)
+            self.flush(timeout, overdue)
             if self.leftover:
                 raise PublishFailed(f"the last changes were never published to {self._where}: that failed")
-        finally:
-            with self._work:
-                self._closed = True
-                self._work.notify_all()
             if self._thread is not None:
-                self._thread.join(timeout)
+                self._thread.join(_FAREWELL)
+            self._raise_failure()
+        finally:
+            self._closed = True
 
     def check(self) -> None:
         """Before a publish: raise what went wrong, if that must be known."""
@@ -152,11 +187,12 @@ class Background:
     def _loop(self) -> None:
         while True:
             with self._work:
-                self._work.wait_for(lambda: self._waiting is not None or self._closed)
-                if self._waiting is None:
-                    return
+                self._work.wait_for(lambda: self._waiting is not None or self._ending)
                 job, self._waiting = self._waiting, None
                 self._in_flight = job
+            if job is None:
+                self._leave()
+                return
             try:
                 published = self._publish(job)
             except BaseException as error:
@@ -174,3 +210,11 @@ class Background:
             with self._work:
                 self._in_flight = None
                 self._work.notify_all()
+
+    def _leave(self) -> None:
+        if self._farewell is None or isinstance(self._failure, _LASTING):
+            return
+        try:
+            self._farewell()
+        except BaseException as error:
+            self._failure = error

@@ -121,6 +121,15 @@ class Mirror:
             assert not self._pending
             self._digest = digest
 
+    def precede(self, found: Found) -> Capture:
+        """Go back to before a change that leads to the weights captured first: it is pending, like a capture."""
+        with self._lock:
+            assert not self._pending
+            capture = Capture(now(lambda: found))
+            self._digest -= found.moved
+            self._pending.append(capture)
+            return capture
+
     def settle(self, capture: Capture) -> None:
         """The capture is published: nobody will ask for the state before it again."""
         with self._lock:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,21 +54,13 @@ class HeldPart:
         self._number = {name: number for number, name in enumerate(self.names)}
         self._regions = regions
         self._plan = kernels.region_plan(self.names, self.held, regions)
-        self._wire = [tensor.dtype for tensor in self.held]
 
     def load(self, live: Sequence[Tensor]) -> None:
         for held, tensor in zip(self.held, live, strict=True):
             held.copy_(tensor.detach())
 
     def find(self, live: Sequence[Tensor], most: int) -> kernels.Changed:
-        given = [tensor.dtype for tensor in live]
-        if given == self._wire:
-            return kernels.detect(self.held, live, plan=self._plan, most=most)
-        if set(given) == {torch.float32} and set(self._wire) == {torch.bfloat16}:
-            return kernels.cast_and_detect(live, self.held, write=False, plan=self._plan, most=most)
-        # a cast that no kernel has built in: by torch, into memory that is given back
-        cast = [tensor.detach().to(dtype) for tensor, dtype in zip(live, self._wire, strict=True)]
-        return kernels.detect(self.held, cast, plan=self._plan, most=most)
+        return _differences(self.held, live, self._plan, most)
 
     def take(self, found: kernels.Changed) -> None:
         kernels.apply(self.held, found, plan=self._plan)
@@ -81,8 +75,33 @@ class HeldPart:
         return fetched(units(self.held[self._number[region.tensor.name]]), region)
 
 
+def _differences(held: Sequence[Tensor], live: Sequence[Tensor], plan: Plan, most: int) -> kernels.Changed:
+    """Where live weights, cast to the dtypes of what is held, differ from it. Writes nothing."""
+    given, wire = [tensor.dtype for tensor in live], [tensor.dtype for tensor in held]
+    if given == wire:
+        return kernels.detect(held, live, plan=plan, most=most)
+    if set(given) == {torch.float32} and set(wire) == {torch.bfloat16}:
+        return kernels.cast_and_detect(live, held, write=False, plan=plan, most=most)
+    # a cast that no kernel has built in: by torch, into memory that is given back
+    cast = [tensor.detach().to(dtype) for tensor, dtype in zip(live, wire, strict=True)]
+    return kernels.detect(held, cast, plan=plan, most=most)
+
+
+@dataclass(slots=True, eq=False)
+class _Streamed:
+    """What differs, block by block on the device until somebody needs it on the host."""
+
+    blocks: list[tuple[Plan, kernels.Changed, Sequence[Region]]]
+    changes: list[Change] | None = None
+    taken: bool = False
+
+
 class StreamedPart:
-    """Weights captured last in pinned host memory: they visit the device a block at a time to be compared there."""
+    """Weights captured last in pinned host memory: they visit the device a block at a time to be compared there.
+
+    The trainer waits for the visit and nothing else. What differs stays on the device until the thread that fetches it,
+    or whoever needs the captured weights before that, brings it to the host and writes it there.
+    """
 
     def __init__(self, specs: Mapping[str, tuple[int, torch.dtype]], regions: Sequence[Sequence[Region]], device: Any):
         self.names = list(specs)
@@ -95,33 +114,31 @@ class StreamedPart:
         most = max((sum(r.units * r.tensor.unit_size for r in block) for block in regions), default=0)
         self._buffers = [torch.empty(most + 16 * 1024, dtype=torch.uint8, device=device) for _ in range(2)]
         self._stream = torch.cuda.Stream(device) if pin else None
-        self._plans: dict[tuple[int, int], tuple[list[Tensor], Plan]] = {}
+        self._plans: dict[int, tuple[list[Tensor], Plan]] = {}
+        self._last: _Streamed | None = None
+        # taken, and perhaps not yet written to `held`
+        self._writing = threading.Lock()
 
     def load(self, live: Sequence[Tensor]) -> None:
-        for held, tensor in zip(self.held.values(), live, strict=True):
-            held.copy_(tensor.detach().reshape(-1))
+        with self._writing:
+            self._last = None
+            for held, tensor in zip(self.held.values(), live, strict=True):
+                held.copy_(tensor.detach().reshape(-1))
 
-    def find(self, live: Sequence[Tensor], most: int) -> list[Change]:
-        by_name = dict(zip(self.names, live, strict=True))
-        result: list[Change] = []
-        count = 0
+    def find(self, live: Sequence[Tensor], most: int) -> _Streamed:
+        self._settle()
+        flat_live = {name: tensor.detach().reshape(-1) for name, tensor in zip(self.names, live, strict=True)}
+        found = _Streamed([])
         pending = self._upload(0)
         for number, regions in enumerate(self._blocks):
             old, plan = pending()
             if number + 1 < len(self._blocks):
                 pending = self._upload(number + 1)
-            new = [self._slice(by_name[region.tensor.name], region) for region in regions]
-            found = kernels.detect(old, new, plan=plan, most=most - count)
-            count += found.count
-            result += kernels.to_changes(plan, found, regions)
-        return result
-
-    def _slice(self, tensor: Tensor, region: Region) -> Tensor:
-        wire = self.held[region.tensor.name].dtype
-        per = lookup(region.tensor.dtype).units_per_element
-        cut = tensor.detach().reshape(-1)[region.base // per : (region.base + region.units) // per]
-        # `to` of the same dtype is the tensor itself
-        return units(cut.to(wire))
+            new = [flat_live[region.tensor.name][_elements(region)] for region in regions]
+            changed = _differences(old, new, plan, most)
+            most -= changed.count
+            found.blocks.append((plan, changed, regions))
+        return found
 
     def _upload(self, number: int) -> Callable[[], tuple[list[Tensor], Plan]]:
         """Start to copy a block to the device; the answer waits for it."""
@@ -131,8 +148,7 @@ class StreamedPart:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for view, region in zip(views, self._blocks[number], strict=True):
-                held = units(self.held[region.tensor.name])
-                view.copy_(held[region.base : region.base + region.units], non_blocking=True)
+                view.copy_(self.held[region.tensor.name][_elements(region)], non_blocking=True)
 
         def arrived() -> tuple[list[Tensor], Plan]:
             if self._stream is not None:
@@ -142,29 +158,52 @@ class StreamedPart:
         return arrived
 
     def _room(self, number: int) -> tuple[list[Tensor], Plan]:
-        if (number, number % 2) not in self._plans:
+        """A block's place in one of the buffers."""
+        if number not in self._plans:
             views, at = [], 0
             for region in self._blocks[number]:
-                like = units(self.held[region.tensor.name])
-                size = region.units * like.dtype.itemsize
-                views.append(self._buffers[number % 2][at : at + size].view(like.dtype))
+                size = region.units * region.tensor.unit_size
+                views.append(self._buffers[number % 2][at : at + size].view(self.held[region.tensor.name].dtype))
                 at += -(-size // 16) * 16
-            self._plans[number, number % 2] = views, Plan(views, flat(views))
-        return self._plans[number, number % 2]
+            self._plans[number] = views, Plan(views, flat(views))
+        return self._plans[number]
 
-    def take(self, found: list[Change]) -> None:
-        for change in found:
-            change.write(self._bits[change.region.tensor.name])
+    def take(self, found: _Streamed) -> None:
+        with self._writing:
+            found.taken, self._last = True, found
 
-    def give_back(self, found: list[Change]) -> None:
-        for change in found:
-            change.undo(self._bits[change.region.tensor.name])
+    def give_back(self, found: _Streamed) -> None:
+        with self._writing:
+            if found.taken and found.changes is not None:
+                for change in found.changes:
+                    change.undo(self._bits[change.region.tensor.name])
+            found.taken, self._last = False, None
 
-    def changes(self, found: list[Change]) -> list[Change]:
-        return found
+    def changes(self, found: _Streamed) -> list[Change]:
+        with self._writing:
+            if found.changes is None:
+                blocks, found.blocks = found.blocks, []
+                found.changes = [c for plan, new, regions in blocks for c in kernels.to_changes(plan, new, regions)]
+                if found.taken:
+                    for change in found.changes:
+                        change.write(self._bits[change.region.tensor.name])
+            return found.changes
 
     def read(self, region: Region) -> Bits:
+        self._settle()
         return region.cut(self._bits[region.tensor.name])
+
+    def _settle(self) -> None:
+        """Let `held` be what was captured last."""
+        last = self._last
+        if last is not None:
+            self.changes(last)
+
+
+def _elements(region: Region) -> slice:
+    """Where a region in one piece lies in its flat tensor."""
+    per = lookup(region.tensor.dtype).units_per_element
+    return slice(region.base // per, (region.base + region.units) // per)
 
 
 def snapshot_parts(

@@ -13,9 +13,13 @@ from ..core.manifest import Summary
 @dataclass(frozen=True, slots=True)
 class AnchorPolicy:
     every: int | None = None
-    # a fixed cadence: an anchor at the latest every so many versions
+    # a fixed cadence: an anchor at the latest every so many versions; 0: anchors and nothing else
     ratio: float = 1.0
     # an anchor once catching up from the last one would cost more than this many times its bytes
+
+    def wants_delta(self, delta_bytes: int, full_bytes: int) -> bool:
+        """Not where full weights are no larger, nor where nothing else is wanted."""
+        return delta_bytes < full_bytes and self.every != 0
 
     def wants_anchor(self, version: int, delta_bytes: int, full_bytes: int, versions: Mapping[int, Summary]) -> bool:
         """Pure: decided from what was published before and the size of the delta at hand."""

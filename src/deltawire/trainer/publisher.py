@@ -21,6 +21,7 @@ from ..core.parallel import ordered_map
 from ..core.sparse import EncodedBlock, encode_block
 from ..models import AUTO, Known, ModelView
 from ..store import Store, open_store
+from .adapters import Adapter
 from .auto import EncodingChooser
 from .background import Background, Job, PublishHandle
 from .commit import Committer
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltawire")
 
 MIN_PENDING = 64 << 20
+HURRY = 5.0
 
 
 class Publisher:
@@ -52,7 +54,8 @@ class Publisher:
     buffers        whether the buffers of a torch module travel (default), as they do in its checkpoint
     detector       how changes are found (trainer/detectors.py): by default with a copy on the model's own GPU, or in
                    host memory for everything else. SnapshotDetector, FusedDetector, or the model's DeltaAdamW.
-    anchor_every   an anchor at the latest every so many versions; `anchor_ratio` rules in any case
+    anchor_every   an anchor at the latest every so many versions; `anchor_ratio` rules in any case. 0: full weights
+                   every time and no deltas, to compare with
     anchor_ratio   an anchor once the deltas since the last one cost more than this many times its bytes
     skip_every     also publish a delta over this many versions at a time, so that late joiners fetch fewer objects
     reference      a checkpoint folder or hub id that version 0 points to, instead of an upload of the full weights
@@ -124,6 +127,7 @@ class Publisher:
 
         Tied weights travel once; frozen ones are compared like all others, and cost no bytes while they do not change.
         """
+        self._take_files(model)
         sharded = self._together(model)
         if sharded is not None:
             return sharded.publish(model, step, metrics or {}, wait)
@@ -146,7 +150,7 @@ class Publisher:
         job.held += time.perf_counter() - began
         self._background.submit(job)
         if wait:
-            handle.result()
+            self._background.wait_for(handle)
         return handle
 
     def resume(self, model: Any) -> int:
@@ -187,7 +191,11 @@ class Publisher:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.close()
+            if kind is not None and self._sharded is not None:
+                # the others may wait for this rank in the training's own collectives: they will not publish any more
+                self._sharded.close(patience=HURRY)
+            else:
+                self.close()
         except DeltawireError:
             # an error already on its way out of the block is the one to see
             if kind is None:
@@ -227,6 +235,13 @@ class Publisher:
             )
             self._sharded, self._writer = ShardedPublisher(self._store, group, settings), None
         return self._sharded
+
+    def _take_files(self, model: Any) -> None:
+        """An adapter brings the file that says what it is; what the user gave goes before."""
+        if self._files is None and isinstance(model, Adapter):
+            self._files = model.files
+            if self._writer is not None:
+                self._writer.files = self._files
 
     def _look(self) -> None:
         """Take up the run if it is there. Else it is made by the first publish, which knows the schema."""

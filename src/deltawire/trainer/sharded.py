@@ -1,7 +1,8 @@
 """Publishing by all ranks of a sharded trainer: each captures, codes and uploads its own part, rank 0 commits.
 
     publish            on every rank: capture the own part; no word to the others, so nobody waits for anybody
-    agree              background: whoever captured fewer publishes takes in what comes next, until all have the same
+    agree              background: whoever captured fewer publishes takes in what comes next, until all have the same;
+                       a rank that is closed says so, and ranks that have more give up
     code, put          each its own part, under a key with its number
     commit             rank 0, once all have put theirs
     settle or keep     all: a version that failed on any rank failed on all, and goes out with the next
@@ -12,6 +13,7 @@ What is agreed on is agreed on in this order on every rank, by messages among th
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +25,6 @@ from ..bucket.run import Run
 from ..core import full, keys
 from ..core.digest import StateDigest
 from ..core.errors import DivergedRun, RunNotFound, SchemaMismatch
-from ..core.full import Source
 from ..core.manifest import Blob, Link, Manifest
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
@@ -33,9 +34,10 @@ from ..store import Store
 from .auto import Choice, EncodingChooser
 from .background import Background, Job, PublishHandle
 from .commit import Committer, put_object
-from .detectors import Detector
+from .detectors import Detector, Found, LostTrack
 from .mirror import Capture, Mirror
 from .opening import commit_reference, open_reference, rebuild
+from .pace import LAST_WAIT, Pace
 from .policy import AnchorPolicy
 from .shards import Reader, ShardDetector, Sides, share_out
 from .skips import Skips
@@ -112,9 +114,12 @@ class ShardedPublisher:
         self._store, self._settings = store, settings
         # one for the trainer's thread, one for the background's
         self._team, self._crew = Team(group), Team(group)
+        self._pace = Pace(self._crew)
         self._shard: keys.Shard = (self._team.rank, self._team.size)
         self._reader = Reader(settings.wire_dtype, settings.buffers)
-        self._background = Background(self._publish, store.url, forgiving=True)
+        self._background = Background(
+            self._publish, store.url, forgiving=True, farewell=lambda: self._pace.leave(self._publishes)
+        )
         self._skips = Skips(settings.skip_every)
         self._mirror: Mirror | None = None
         self._run: Run | None = None
@@ -134,11 +139,12 @@ class ShardedPublisher:
         assert self._mirror is not None
         job = self._background.withdraw()
         try:
-            # room for all of it: the ranks could not turn to another way each on its own
-            room = 16 * sum(part.region.units for part in self._parts)
-            capture = self._mirror.capture(view, room, job.capture if job else None)
-        except BaseException:
+            # however dense: the ranks could not turn to another way each on its own
+            capture = self._mirror.capture(view, sys.maxsize, job.capture if job else None)
+        except BaseException as error:
             self._background.submit(job)
+            if isinstance(error, LostTrack):
+                raise DivergedRun(f"{error}; open a new Publisher, which compares with the newest version") from None
             raise
         job = job or Job(capture)
         job.capture, job.last = capture, self._publishes
@@ -159,9 +165,9 @@ class ShardedPublisher:
     def flush(self, timeout: float | None = None) -> None:
         self._background.flush(timeout)
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | None = None, patience: float = LAST_WAIT) -> None:
         try:
-            self._background.close(timeout)
+            self._background.close(timeout, self._pace.overdue(patience))
         finally:
             if self._mirror is not None:
                 self._mirror.detector.close()
@@ -195,11 +201,16 @@ class ShardedPublisher:
         if must_match and (newest is None or newest.digest != found):
             what = f"at version {newest.version}; these weights are another" if newest else "empty"
             raise DivergedRun(f"{self._store.url} is {what}")
-        digest = team.together(lambda: self._base(detector, view, newest, found))[team.rank]
-        if any(team.exchange(digest is None)):
-            # nobody can read the version before: the next one stands alone, as an anchor
-            self._start_over, digest = True, detector.load(view)
-        self._mirror = Mirror(detector, digest)  # type: ignore[arg-type]
+        now = team.together(lambda: detector.load(view))[team.rank]
+        self.version = newest.version if newest else None
+        self._mirror = Mirror(detector, now)
+        if newest is not None and newest.digest != found:
+            ahead: list[Found] = []
+            if all(team.together(lambda: self._compare(newest.version, detector, view, ahead))):
+                # as if an earlier publish had failed: goes out with the first
+                self._background.leftover.append(self._mirror.precede(ahead[0]))
+            else:
+                self._start_over = True
         return view
 
     def _hold(self, model: Any, schema: Schema) -> list[Sides]:
@@ -240,15 +251,14 @@ class ShardedPublisher:
         self._run = self._committer.run if self._committer else Run.open(self._store)
         self._run.schema.require_equal(schema, ours=f"the run {self._store.url}", theirs="this model")
 
-    def _base(self, detector: ShardDetector, view: ModelView, newest: _Newest | None, found: str) -> StateDigest | None:
-        """Make the newest version what is diffed against; its digest on this rank, or None if it cannot be read."""
-        self.version = newest.version if newest else None
-        if newest is None or newest.digest == found:
-            return detector.load(view)
+    def _compare(self, version: int, detector: ShardDetector, view: ModelView, found: list[Found]) -> bool:
+        """What leads from a version in the bucket to this rank's weights; False if nobody can read it any more."""
         assert self._run is not None
         # for a moment the whole model in memory: deltas are cut by tensors, not by ranks
-        state: Source | None = rebuild(self._run, newest.version, self._find_reference)
-        return detector.load_checkpoint(state) if state is not None else None
+        state = rebuild(self._run, version, self._find_reference)
+        if state is not None:
+            found.append(detector.since(state, view))
+        return state is not None
 
     def _find_reference(self, source: str) -> Path:
         return find_reference(self._settings.reference or source)
@@ -290,12 +300,16 @@ class ShardedPublisher:
         """
         assert self._mirror is not None
         while True:
-            heard = self._crew.exchange((job.last, job.capture.count))
-            latest = max(last for last, _ in heard)
-            if all(last == latest for last, _ in heard):
-                return sum(count for _, count in heard)
+            heard = self._pace.meet(job.last, job.capture.count)
+            latest = max(rank.publishes for rank in heard)
+            if all(rank.publishes == latest for rank in heard):
+                return sum(rank.changed for rank in heard)
             while job.last < latest:
                 more = self._background.next()
+                if more is None:
+                    # raises, here and there: those ahead cannot be caught up with any more
+                    self._pace.meet(job.last, closed=True)
+                assert more is not None
                 job.capture = self._mirror.fold(job.capture, more.capture)
                 job.handles += more.handles
                 job.step, job.metrics, job.held, job.last = more.step, more.metrics, job.held + more.held, more.last
@@ -320,8 +334,9 @@ class ShardedPublisher:
     def _wanted(self, version: int, size: int) -> _Wanted:
         assert self._committer is not None
         nbytes = self._committer.run.schema.nbytes
-        delta = bool(version) and size < nbytes and not self._start_over
-        anchor = not delta or self._settings.policy.wants_anchor(version, size, nbytes, self._committer.versions)
+        policy = self._settings.policy
+        delta = bool(version) and policy.wants_delta(size, nbytes) and not self._start_over
+        anchor = not delta or policy.wants_anchor(version, size, nbytes, self._committer.versions)
         return _Wanted(delta, anchor)
 
     def _put(self, job: Job, terms: _Terms, wanted: _Wanted, file: DataFile, skip: Skip | None) -> _Put:

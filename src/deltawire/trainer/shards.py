@@ -21,14 +21,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..core import digest
-from ..core.change import Change, Region, tile
+from ..core.change import Block, Change, Region, compare, tile
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
+from ..core.parallel import ordered_map
 from ..core.schema import Schema, TensorSpec
-from ..models import ModelView, is_module, like, tensors_of
+from ..models import ModelView, is_module, tensors_of
+from .adamw import AdamWDetector, local_tensor
 from .detectors import Detected, Detector, Found, HostDetector, default_detector
+from .device import FusedDetector
 
 Indices = npt.NDArray[np.int64]
 Sides = tuple[str, int, int, int, int]
@@ -69,10 +72,6 @@ class _AsModule:
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._tensors
-
-
-def local_tensor(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Reader:
@@ -207,9 +206,13 @@ class ShardDetector:
     writes_parts = False
 
     def __init__(self, parts: Sequence[Part], view: ModelView, inner: Detector | None = None) -> None:
-        if inner is not None and type(inner).__name__ not in ("HostDetector", "SnapshotDetector"):
-            raise SchemaMismatch(f"a sharded model cannot be compared by {type(inner).__name__}; use SnapshotDetector")
-        self._view = view
+        if isinstance(inner, FusedDetector):
+            # FSDP2 makes the bf16 weights anew for every forward pass and lets go of them: there is no copy to keep
+            raise SchemaMismatch(
+                "sharded training keeps no bf16 copies to compare with; use DeltaAdamW or SnapshotDetector"
+            )
+        if isinstance(inner, AdamWDetector):
+            inner.covers_model = False
         self._inner: Detector = (inner or default_detector(view)) if parts else HostDetector()
         self._inner.bind(view)
         place = {part.name: part.region for part in parts}
@@ -233,17 +236,13 @@ class ShardDetector:
         self._inner.load(source)
         return self.digest_of(source)
 
-    def load_checkpoint(self, source: Source) -> StateDigest:
-        """Take over this rank's part of full weights in checkpoint coordinates."""
-        bits = {t.name: np.empty(t.units, lookup(t.dtype).unit) for t in self._view.schema.tensors}
-        for here, there in self._there.items():
-            here.matrix(bits[here.tensor.name])[:] = source.region(there).reshape(there.rows, there.columns)
-        return self.load(ModelView({name: self._on_device(name, found) for name, found in bits.items()}, None))
+    def since(self, checkpoint: Source, source: Source) -> Found:
+        """What leads from full weights in checkpoint coordinates to this rank's local ones."""
 
-    def _on_device(self, name: str, bits: Bits) -> Tensor:
-        live = self._view.tensors[name]
-        template = torch.empty(live.shape, dtype=self._view.wire_dtype(name), device=live.device)
-        return like(template, bits)  # type: ignore[no-any-return]
+        def compared(block: Block) -> list[Change]:
+            return [compare(there, checkpoint.region(there), source.region(self._here[there])) for there in block]
+
+        return Found.of(list(ordered_map(compared, self.plan)))
 
     def detect(self, source: Source, budget: int) -> Detected:
         return _Translated(self, self._inner.detect(source, budget))

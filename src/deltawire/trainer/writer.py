@@ -115,7 +115,7 @@ class VersionWriter:
             draft.timings["encode"] = time.perf_counter() - clock
             clock = time.perf_counter()
             delta_bytes = file.size if version else 0
-            if version and delta_bytes < schema.nbytes and not self.start_over:
+            if version and self.policy.wants_delta(delta_bytes, schema.nbytes) and not self.start_over:
                 blob = put_object(committer.run.store, keys.delta(version - 1, version, committer.writer), file, put)
                 links.append(Link("delta", version - 1, (blob,), choice.encoding, choice.why, file.changed))
                 self.chooser.learn(choice, file, schema.elements, draft.timings["encode"], time.perf_counter() - clock)

@@ -1,28 +1,30 @@
-"""TRL's own AsyncGRPOTrainer learns through a bucket and a rollout server, from an environment that has TRL."""
+"""TRL's own AsyncGRPOTrainer learns through a bucket and a rollout server, from an environment that has TRL.
+
+The server is ours, or a real vLLM with the plugin from an environment of its own: then the whole path is other people's
+trainer, a bucket, other people's server.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import environments
 from deltawire.bucket.run import Run
 from deltawire.core.errors import DeltawireError
 from deltawire.replica import Replica
-from environments import environment
+from servers import Server, free_port
 
-ROOT = Path(__file__).parents[3]
 TASK = Path(__file__).with_name("eos_task.py")
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 STEPS = 25
@@ -32,58 +34,65 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    constraints = ["-c", str(ROOT / "constraints.txt")]
-    python = environment("trl", ["torch==2.13.0"], ["trl==1.16.0", "aiohttp", "requests"], [*constraints, "hatchling"])
-    subprocess.run(
-        [str(python), "-m", "pip", "install", "-q", *constraints, "--no-build-isolation", "-e", f"{ROOT}[trl]"],
-        check=True,
-    )
-    return python
+    return environments.trl()
+
+
+@pytest.fixture(scope="module", params=["builtin", "vllm"])
+def serve(request: pytest.FixtureRequest) -> Callable[[Path, str, int, Path], Server]:
+    """Starts a rollout server for a model and a run, at a port."""
+    python, before, after = Path(sys.executable), [], []
+    if request.param == "vllm":
+        python, before = environments.vllm(), ["--engine", "vllm"]
+        after = ["--", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"]
+
+    def start(folder: Path, run: str, port: int, log: Path) -> Server:
+        options = [*before, str(folder), "--run", run, "--port", str(port), "--poll", "0.2", *after]
+        command = [str(python), "-m", "deltawire.cli", "serve", *options]
+        return Server(command, port, env={**QUIET, **environments.VLLM_ON_A_CPU}, log=log)
+
+    return start
 
 
 @contextmanager
-def server(folder: Path, run: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "deltawire.cli", "serve", str(folder), "--run", run, "--port", str(port)]
-    process = subprocess.Popen(command, env=QUIET)
+def training(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    trainer = subprocess.Popen(command, env=QUIET, stdout=subprocess.PIPE, text=True)
     try:
-        yield process
+        yield trainer
     finally:
-        process.kill()
-        process.wait()
+        trainer.kill()
 
 
-def wait_for(run: str, version: int, trainer: subprocess.Popen[str]) -> None:
-    while trainer.poll() is None:
-        try:
-            if (Run.open(run).newest() or 0) >= version:
-                return
-        except DeltawireError:
-            pass
-        time.sleep(0.2)
+def newest(run: str) -> int:
+    try:
+        return Run.open(run).newest() or 0
+    except DeltawireError:
+        return 0
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["steady", "server restarted"])
-def test_completions_get_shorter(python: Path, tmp_path: Path, restart: bool) -> None:
-    folder, run = tmp_path / "model", (tmp_path / "run").as_uri()
+def test_completions_get_shorter(
+    python: Path, serve: Callable[[Path, str, int, Path], Server], tmp_path: Path, restart: bool
+) -> None:
+    folder, run, port = tmp_path / "model", (tmp_path / "run").as_uri(), free_port()
     subprocess.run([str(python), str(TASK), "make", str(folder)], check=True, env=QUIET)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [str(python), str(TASK), "train", str(folder), run, f"http://127.0.0.1:{port}", str(STEPS)]
-    with server(folder, run, port) as first:
-        trainer = subprocess.Popen(command, env=QUIET, stdout=subprocess.PIPE, text=True)
-        try:
-            wait_for(run, 8, trainer)
-            if restart:
-                first.send_signal(signal.SIGKILL)
-                first.wait()
-            with server(folder, run, port) if restart else nullcontext():
-                said, _ = trainer.communicate(timeout=1500)
-        finally:
-            trainer.kill()
-    assert trainer.returncode == 0
+    with ExitStack() as stack:
+        server = stack.enter_context(serve(folder, run, port, tmp_path / "server.log"))
+        command = [str(python), str(TASK), "train", str(folder), run, server.url, str(STEPS)]
+        trainer = stack.enter_context(training(command))
+        if restart:
+            while newest(run) < 8:
+                assert trainer.poll() is None
+                time.sleep(0.2)
+            server.kill()
+            server = stack.enter_context(serve(folder, run, port, tmp_path / "server.log"))
+        said, _ = trainer.communicate(timeout=1500)
+        assert trainer.returncode == 0
+        # proven by its digest, as every version before it, or the server would not name it
+        status = server.wait("/deltawire/status", version=newest(run))
     log = [entry for entry in json.loads(said.splitlines()[-1])["log"] if "reward" in entry]
-    lengths = [entry["completions/mean_length"] for entry in log]
+    # of the samples of a step; the worker's own mean is not there where it made none meanwhile
+    lengths = [entry["sample/trained_tokens_mean"] for entry in log]
+    print(json.dumps({"lengths": lengths, "status": status, "last": log[-1]}))
     assert len(lengths) == STEPS
     assert sum(lengths[-3:]) < 0.7 * sum(lengths[:3]), lengths
     # what the server had is never ahead of the trainer, and with publishing in the background mostly behind it
@@ -91,7 +100,11 @@ def test_completions_get_shorter(python: Path, tmp_path: Path, restart: bool) ->
     assert min(stale) >= 0
     assert max(stale) > 0
     assert log[-1]["deltawire/version"] > STEPS / 2
-    # every sync is proven by its digest; and the last one is the trainer's weights, bit for bit
+    # no sync failed, and none took full weights instead of deltas
+    assert status.get("failures", 0) == 0
+    assert status.get("guard", "patch") == "patch"
+    assert not status.get("trouble")
+    # and the last version is the trainer's weights, bit for bit
     final = load_file(folder / "final.safetensors")
     live = {name: torch.zeros_like(tensor) for name, tensor in final.items()}
     Replica(run, heartbeat=0).sync(live)

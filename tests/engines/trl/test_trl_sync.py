@@ -28,21 +28,27 @@ class Regression(torch.nn.Module):
         return {"loss": (self.linear(x)[:, 0] - labels).square().mean()}
 
 
-def trained(folder: Path, callbacks: list[Any], steps: int = 6, **attached: Any) -> Trainer:
+def trained(
+    folder: Path, callbacks: list[Any], steps: int = 6, model: torch.nn.Module | None = None, **attached: Any
+) -> Trainer:
     data = [{"x": torch.randn(8), "labels": torch.tensor(1.0)} for _ in range(32)]
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, learning_rate=0.01, logging_steps=1,
         report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(model=Regression(), args=arguments, train_dataset=data, callbacks=callbacks)
+    trainer = Trainer(model=model or Regression(), args=arguments, train_dataset=data, callbacks=callbacks)
     for callback in attached.values():
         callback.attach(trainer)
     trainer.train()
     return trainer
 
 
+def tensor_bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {n: t.detach().to(torch.bfloat16).view(torch.int16).numpy().tobytes() for n, t in tensors.items()}
+
+
 def bits(model: torch.nn.Module) -> dict[str, bytes]:
-    return {n: t.to(torch.bfloat16).view(torch.int16).numpy().tobytes() for n, t in model.state_dict().items()}
+    return tensor_bits(model.state_dict())
 
 
 def newest(store: Store) -> dict[str, bytes]:
@@ -81,6 +87,19 @@ def test_metrics_are_in_the_log_of_the_trainer(store: Store, tmp_path: Path) -> 
     assert last["deltawire/bytes"] > 0
     assert "deltawire/held_ms" in last
     assert "deltawire/version" in seen[-1], "reporters see it too"
+
+
+@pytest.mark.parametrize("what", ["merged", "adapter"])
+def test_of_a_peft_model_the_merged_weights_or_the_adapter_are_published(
+    store: Store, tmp_path: Path, what: str
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(Regression(), peft.LoraConfig(r=2, target_modules=["linear"]))
+    trained(tmp_path, [DeltaSyncCallback(store, peft=what)], model=model)
+    expected = peft.get_peft_model_state_dict(model) if what == "adapter" else None
+    assert newest(store) == (tensor_bits(expected) if expected is not None else bits(model.merge_and_unload()))
+    with pytest.raises(ValueError, match="'merged' or 'adapter'"):
+        DeltaSyncCallback(store, peft="both")
 
 
 def flushed(transfer: BucketTransfer) -> None:

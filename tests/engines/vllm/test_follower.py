@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from vllm_fused import Fused  # noqa: E402
 
 from deltawire.core.full import write_checkpoint  # noqa: E402
+from deltawire.engines.vllm import shard  # noqa: E402
 from deltawire.engines.vllm.follower import Follower  # noqa: E402
 from deltawire.engines.vllm.rank import Rank  # noqa: E402
 from deltawire.engines.vllm.workers import NotRestored, Policy, WorkerError, Workers  # noqa: E402
@@ -43,6 +44,9 @@ class Client:
         self.fail: dict[tuple[int, str], int] = {}
         # (rank, operation) → how many times it fails
         self.seen_unpaused: list[str] = []
+        self.drops_caches = True
+        self.stray: Callable[[], None] | None = None
+        # done once, in the next pause, after new weights were written
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None) -> list[Any]:
         if method == "reload_weights":
@@ -58,12 +62,15 @@ class Client:
                 answers.append(self._break(rank, operation))
             else:
                 answers.append(rank.call(operation, **(kwargs or {})))
+        if operation == "apply" and self.stray is not None:
+            self.stray()
+            self.stray = None
         return answers
 
     def _break(self, rank: Rank, operation: str) -> dict[str, Any]:
         """Fail in the middle: some of the weights are written, nobody takes them back."""
         if operation == "apply":
-            patch = rank._job.patch
+            patch = rank._job.staged.patch
             rank._weights.write(patch[: len(patch) // 2])
         return {"error": "OSError: a fault that a test asked for"}
 
@@ -75,11 +82,21 @@ class Client:
     async def is_paused(self) -> bool:
         return self.paused
 
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+    async def sleep(self, level: int, mode: str) -> None:
+        assert level == 0
         self.paused = True
 
-    async def resume_generation(self) -> None:
+    async def wake_up(self, tags: list[str]) -> None:
+        assert tags == ["scheduling"]
         self.paused = False
+
+    async def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        assert self.paused
+        return self.drops_caches
+
+    async def reset_mm_cache(self) -> None: ...
+
+    async def reset_encoder_cache(self) -> None: ...
 
     async def update_weight_version(self, version: str) -> None:
         self.weight_version = version
@@ -185,16 +202,70 @@ def test_what_cannot_be_put_back_stays_paused_until_it_is_loaded_anew(world: Wor
     assert world.follower.state == "healthy"
 
 
-def test_weights_that_somebody_else_changed_are_found_out(world: World) -> None:
+@pytest.mark.parametrize("ranks", ((0, 1), (1,)), ids=("all copies", "one copy"))
+def test_weights_that_somebody_else_changed_are_found_out(world: World, ranks: tuple[int, ...]) -> None:
     world.sync()
-    world.client.models[1].norm.data.view(torch.int16)[0] ^= 1
-    world.client.models[0].norm.data.view(torch.int16)[0] ^= 1
+    for rank in ranks:
+        world.client.models[rank].norm.data.view(torch.int16)[0] ^= 1
     world.publish()
-    with pytest.raises(NotRestored, match="somebody else"):
-        world.sync()
-    assert (world.follower.state, world.client.paused) == ("paused", True)
+    paused_at_load = []
+    load = world.workers.load
+    world.workers.load = lambda *args: (paused_at_load.append(world.client.paused), load(*args))  # type: ignore[method-assign,assign,func-returns-value]
+    # found before the pause, so that the delta is not blamed; nothing is served until full weights are there
     assert world.sync() == 1
+    assert paused_at_load == [True]
     world.holds(1)
+
+
+def test_a_stray_write_in_the_pause_is_found_after_it(world: World) -> None:
+    """What is written is proven in the pause; what was to stay as it is, in the audit. The server stops at once."""
+    world.sync()
+    version = world.publish(density=0.01)
+    norm = [model.norm.data.view(torch.int16) for model in world.client.models]
+    still = np.flatnonzero(world.bags[0].bits("norm.weight") == world.bags[1].bits("norm.weight"))[0]
+
+    def stray() -> None:
+        for bits in norm:
+            bits[still] ^= 1
+
+    world.client.stray = stray
+    with pytest.raises(NotRestored, match="nobody was to change"):
+        world.sync()
+    assert (world.follower.state, world.follower.version, world.client.paused) == ("paused", None, True)
+    assert world.sync() == version
+    world.holds(version)
+    assert world.follower.state == "healthy"
+
+
+def test_a_write_that_does_not_arrive_is_taken_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.sync()
+    version = world.publish()
+    scatter, lost = shard.scatter, [1]
+
+    def lossy(*args: Any) -> None:
+        if lost:
+            lost.pop()
+        else:
+            scatter(*args)
+
+    monkeypatch.setattr(shard, "scatter", lossy)
+    with pytest.raises(WorkerError, match="does not hold what was written"):
+        world.sync()
+    world.holds(0)
+    assert world.sync() == version
+    world.holds(version)
+
+
+def test_a_server_that_cannot_drop_its_caches_stays_where_it_is(world: World) -> None:
+    world.sync()
+    version = world.publish()
+    world.client.drops_caches = False
+    with pytest.raises(WorkerError, match="does not pause"):
+        world.sync()
+    world.holds(0)
+    world.client.drops_caches = True
+    assert world.sync() == version
+    world.holds(version)
 
 
 def test_going_back_and_staying_there(world: World) -> None:

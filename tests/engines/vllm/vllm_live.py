@@ -22,7 +22,7 @@ from deltawire.core.change import regions
 from deltawire.core.full import Checkpoint
 from deltawire.trainer import Publisher
 
-VLLM = Path(sys.executable).with_name("vllm")
+BIN = Path(sys.executable).parent
 START_S = 400
 
 
@@ -75,7 +75,7 @@ class Trainer:
     def _step(self, density: float) -> int:
         for bits in self.weights.values():
             flat = bits.reshape(-1)
-            where = np.flatnonzero(self._rng.random(flat.size) < density)
+            where = np.unique(self._rng.integers(0, flat.size, max(1, round(density * flat.size))))
             # a few steps up or down, sometimes far enough to matter
             flat[where] += self._rng.choice(np.array([1, 65535, 40, 65496], np.uint16), where.size)
         return self.publisher.publish(self.weights).result(600).version
@@ -90,13 +90,17 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def _python_path() -> list[str]:
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
 def environment(tp: int, **more: str) -> dict[str, str]:
     """What the processes of a server under test see."""
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith("DELTAWIRE_")},
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-        "PYTHONPATH": str(Path(__file__).with_name("plugin")),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).with_name("plugin")), *_python_path()]),
         # AMX is advertised but not usable on some virtual machines; nothing here needs it
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp))) if tp > 1 else "auto",
@@ -105,19 +109,31 @@ def environment(tp: int, **more: str) -> dict[str, str]:
 
 
 class Server:
-    """`vllm serve`, in a process group of its own."""
+    """`vllm serve`, in a process group of its own; without a model, `deltawire serve --engine vllm`."""
 
     def __init__(
-        self, model: Path, log: Path, *, tp: int = 1, run: Path | None = None, flags: Sequence[str] = (), **more: str
+        self,
+        model: Path | None,
+        log: Path,
+        *,
+        tp: int = 1,
+        run: Path | None = None,
+        flags: Sequence[str] = (),
+        **more: str,
     ) -> None:
         self.port = free_port()
         self.log = log
         env = environment(tp, **({"DELTAWIRE_RUN": str(run)} if run else {}), **more)
-        self.command = [
-            str(VLLM), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16",
-            "--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "8", "--served-model-name", "m",
-            "--tensor-parallel-size", str(tp), "--weight-transfer-config", '{"backend": "deltawire"}', *flags,
+        listen = ["--host", "127.0.0.1", "--port", str(self.port)]
+        options = [
+            "--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "8",
+            "--served-model-name", "m", "--tensor-parallel-size", str(tp), *flags,
         ]  # fmt: skip
+        if model is None:
+            self.command = [str(BIN / "deltawire"), "serve", "--engine", "vllm", str(run), *listen, "--", *options]
+        else:
+            backend = ["--weight-transfer-config", '{"backend": "deltawire"}']
+            self.command = [str(BIN / "vllm"), "serve", str(model), *listen, *backend, *options]
         with open(log, "wb") as out:
             self.process = subprocess.Popen(
                 self.command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -181,7 +197,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: Path, log: Path, **options: Any) -> Iterator[Server]:
+def serving(model: Path | None, log: Path, **options: Any) -> Iterator[Server]:
     server = Server(model, log, **options)
     try:
         yield server.wait()
@@ -214,14 +230,15 @@ class Streams:
         with httpx.Client(base_url=self._server.http.base_url, timeout=120) as http:
             while not self._stop.is_set():
                 try:
-                    self.completions.append(self._one(http, [5 + number, 9, 11]))
+                    # of different lengths, so that they do not end together
+                    self.completions.append(self._one(http, [5 + number, 9, 11], self._tokens + 7 * number))
                 except Exception as error:
                     self.failures.append(f"{type(error).__name__}: {error}")
                     return
 
-    def _one(self, http: httpx.Client, prompt: list[int]) -> dict[str, Any]:
+    def _one(self, http: httpx.Client, prompt: list[int], length: int) -> dict[str, Any]:
         body = {
-            "model": "m", "prompt": prompt, "max_tokens": self._tokens, "temperature": 0, "ignore_eos": True,
+            "model": "m", "prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True,
             "stream": True, "return_token_ids": True,
         }  # fmt: skip
         tokens: list[int] = []
@@ -239,5 +256,5 @@ class Streams:
                 choice = json.loads(line.removeprefix("data: "))["choices"][0]
                 tokens += choice.get("token_ids") or []
                 spans = choice.get("weight_versions") or spans
-        assert len(tokens) == self._tokens, f"{len(tokens)} tokens of {self._tokens}"
+        assert len(tokens) == length, f"{len(tokens)} tokens of {length}"
         return {"prompt": prompt, "tokens": tokens, "spans": spans}

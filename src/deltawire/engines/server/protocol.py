@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ...core.decoding import decode
 from .sampling import Sampling
 
 MAX_CHOICES = 256
@@ -194,7 +195,7 @@ class ChatRequest(Common, kw_only=True):
 
 def parse(body: bytes, kind: type[Any]) -> Any:
     try:
-        request = msgspec.json.decode(body, type=kind)
+        request = decode(body, kind)
     except msgspec.ValidationError as error:
         raise BadRequest(str(error)) from None
     except (msgspec.DecodeError, RecursionError) as error:

@@ -14,16 +14,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from ...core.change import BLOCK_UNITS, Change, Region, compare
-from ...core.codecs import context
+from ...api import encode
+from ...core.change import BLOCK_UNITS, Change, Region, compare, whole
+from ...core.codecs import ENCODINGS, context
 from ...core.dtypes import Bits, lookup
 from ...core.errors import CountMismatch
 from ...core.full import FullFile
 from ...core.parallel import ordered_map
+from ...core.schema import Schema, TensorSpec
 from ...core.sparse import BlockRef, DeltaFile
 from .placement import Piece
-from .shard import PieceChange, Shard
+from .shard import PieceChange, Shard, open_shard
 
 
 class Rectangle(msgspec.Struct, frozen=True, array_like=True):
@@ -220,6 +223,21 @@ class Decoder:
         for part, bits_of in known:
             old[part.within(around)] = bits_of()
         return old, []
+
+
+def compile_decoders() -> None:
+    """Decode a delta of each encoding, for a piece that lies in one stretch of memory and for one that does not."""
+    spec = TensorSpec("w", "BF16", (128, 256))
+    values = np.random.default_rng(0).normal(0, 0.05, spec.shape).astype(np.float32)
+    old = (values.view(np.uint32) >> 16).astype(np.uint16)
+    new = old + (np.arange(old.size) % 50 == 0).astype(np.uint16).reshape(old.shape)
+    for encoding in ENCODINGS:
+        blob = encode({"w": old}, {"w": new}, encoding, threads=1)
+        file = DeltaFile(lambda start, length, b=blob: b[start : start + length], len(blob), Schema.build([spec]))  # type: ignore[misc]
+        for width in (spec.columns, 2 * spec.columns):
+            view = torch.zeros((spec.rows, width), dtype=torch.bfloat16)[:, : spec.columns]
+            view.view(torch.int16).copy_(torch.from_numpy(old.view(np.int16)))
+            Decoder(open_shard([Piece(whole(spec), view)])).delta(file)
 
 
 def _of_spans(region: Region, spans: tuple[slice, slice]) -> Rectangle:

@@ -19,10 +19,12 @@ from ...core.schema import TensorSpec
 from ...kernels import torch_ops
 from ...kernels.plan import units
 from .placement import Piece
-from .shard import PieceChange
+from .shard import PieceChange, Sums
 
 
 class DeviceShard:
+    audited = False
+
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
         self._views = [piece.view for piece in pieces]
@@ -61,7 +63,7 @@ class DeviceShard:
         signed = torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1"))
         units(view).reshape(view.shape)[row : row + bits.shape[0]].copy_(signed)
 
-    def digests(self, groups: Sequence[int]) -> dict[int, StateDigest]:
+    def digests(self, groups: Sequence[int]) -> Sums:
         key = tuple(groups)
         if self._proof is None or self._proof[0] != key:
             # made once: in a pause there is no time to look at every piece again

@@ -37,6 +37,7 @@ class Plugin:
     def attach_router(self, app: Any) -> None:
         router = APIRouter()
         router.add_api_route("/deltawire/status", self.status, methods=["GET"])
+        router.add_api_route("/deltawire/digest", self.digest, methods=["GET"])
         router.add_api_route("/deltawire/sync", self.sync, methods=["POST"])
         router.add_api_route("/deltawire/pin", self.pin, methods=["POST"])
         router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
@@ -95,6 +96,15 @@ class Plugin:
             "timings": {phase: round(seconds, 6) for phase, seconds in follower.last.items()},
             "id": follower.id,
         }
+
+    async def digest(self, request: Request) -> dict[str, Any]:
+        """The state digest of the live weights, computed now, by every rank over what it holds."""
+        self._authorize(request)
+        follower = self._followed()
+        if follower.workers.refused:
+            raise HTTPException(409, f"vLLM's weights cannot be read as a checkpoint here: {follower.workers.refused}")
+        version, found = await asyncio.to_thread(follower.live)
+        return {"version": version, "digest": str(found)}
 
     async def sync(self, request: Request, version: int | None = Body(None, embed=True)) -> dict[str, Any]:
         """Go to a version now (the newest by default), without pinning it."""

@@ -83,6 +83,11 @@ class Follower(Replica):
     def reason(self) -> str:
         return self.failure or self.trouble
 
+    def live(self) -> tuple[int | None, StateDigest]:
+        """The version, and the digest of the weights that tokens are computed with, while nobody writes them."""
+        with self._busy:
+            return self.version, self.workers.live_digest()
+
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def loop(self, poll: float) -> None:
@@ -139,6 +144,12 @@ class Follower(Replica):
         if self._told != self.version or self._held or self._lost:
             self.workers.name(self.version, resume=self._held or self._lost)
             self._told, self._held, self._lost = self.version, False, False
+
+    def _has_strayed(self, target: Any) -> bool:
+        strayed = super()._has_strayed(target)
+        # before the way out is looked for: these weights are being served
+        self._tell()
+        return strayed
 
     # ── how a replica's steps are gone here ──────────────────────────────────────────────────────────────────────────
 
@@ -204,9 +215,12 @@ class Follower(Replica):
             )
         try:
             self.workers.swap(staged, self._digest)
+            self._reached(manifest.version, staged.digest)
+            if staged.audited:
+                self.workers.audit(staged)
+                self._note({"audit": staged.timings["audit"]})
         finally:
             self.workers.forget()
-        self._reached(manifest.version, staged.digest)
 
     def _reached(self, version: int, digest: StateDigest) -> None:
         # vLLM was told in the pause

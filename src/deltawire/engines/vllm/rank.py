@@ -2,8 +2,8 @@
 whether all ranks agree is decided in one place (follower.py), which calls an operation on all ranks at once.
 
     layout → group                      once: where the weights lie, which pieces are proven together
-    stage … staged → apply → forget     a version; `stage` works in a thread while the model generates
-                        └→ undo         old bits back, whatever of the new ones was written
+    stage … done → apply → audit … done → forget    a version; what has dots works in a thread while the model generates
+                     └→ undo                        old bits back, whatever of the new ones was written
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,10 +28,10 @@ from ...core.full import FullFile
 from ...core.parallel import default_threads
 from ...core.schema import Schema
 from ...core.sparse import DeltaFile, Read
-from .decode import Decoder, Lent, Rectangle, Wanted, rectangle
+from .decode import Decoder, Lent, Rectangle, Wanted, compile_decoders, rectangle
 from .guard import fingerprint
 from .placement import Placement, trace
-from .shard import PieceChange, Shard, open_shard
+from .shard import PieceChange, Shard, Sums, open_shard
 
 log = logging.getLogger("deltawire")
 
@@ -97,46 +97,52 @@ class Rank:
         return {}
 
     def _do_digest(self) -> Answer:
-        return {"sums": self._sums()}
+        return {"sums": _as_text(self._sums())}
 
-    def _do_stage(self, kind: str, paths: list[str], lent: list[str]) -> Answer:
-        """Begin to decode files against the live weights, in a thread: all of a delta, or full weights."""
+    def _do_stage(self, done: str, kind: str, paths: list[str], lent: list[str]) -> Answer:
+        """Begin to decode files against the live weights, in a thread: all of a delta, or full weights. What works in
+        a thread says so when it is through, by a file `done`.<rank>."""
         self._do_forget()
         self._require_in_place()
-        self._job = _Job(lambda: self._stage(kind, paths, lent))
+        self._begin(done, lambda: self._stage(kind, paths, lent))
         return {}
 
-    def _do_lend(self, rectangles: list[list[Any]], path: str) -> Answer:
+    def _do_lend(self, done: str, rectangles: list[list[Any]], path: str) -> Answer:
         """Begin to write what this rank holds of some rectangles to `path`.<rank>.npz, in a thread."""
-        self._job = _Job(lambda: self._lend([Rectangle(*r) for r in rectangles], f"{path}.{self._number}"))
+        self._begin(done, lambda: self._lend([Rectangle(*r) for r in rectangles], f"{path}.{self._number}"))
         return {}
 
-    def _do_staged(self) -> Answer:
+    def _do_audit(self, done: str) -> Answer:
+        """Begin to compute the digest of all live weights, in a thread."""
+        self._begin(done, lambda: ({"sums": _as_text(self._sums())}, None))
+        return {}
+
+    def _do_done(self) -> Answer:
         """How the thread is doing: {} while it works."""
         assert self._job is not None
         return self._job.answer or {}
 
     def _do_apply(self) -> Answer:
-        """In the pause: write, then recompute the digest. On an error the old bits are back."""
+        """In the pause: write, then prove. On an error the old bits are back."""
+        clock = time.perf_counter()
         self._require_in_place()
-        if self._job is None or self._job.patch is None:
-            raise RuntimeError("nothing is staged")
-        patch, clock = self._job.patch, time.perf_counter()
+        patch, predicted = self._staged
         try:
             self._weights.write(patch)
             self._synchronize()
             written = time.perf_counter()
-            return {"sums": self._sums(), "apply": written - clock, "prove": time.perf_counter() - written}
+            sums = predicted if self._weights.audited else self._sums()
+            return {"sums": _as_text(sums), "apply": written - clock, "prove": time.perf_counter() - written}
         except BaseException:
             self._weights.undo(patch)
             self._synchronize()
             raise
 
     def _do_undo(self) -> Answer:
-        if self._job is not None and self._job.patch is not None:
-            self._weights.undo(self._job.patch)
+        if self._job is not None and self._job.staged is not None:
+            self._weights.undo(self._job.staged.patch)
             self._synchronize()
-        return {"sums": self._sums()}
+        return {"sums": _as_text(self._sums())}
 
     def _do_forget(self) -> Answer:
         self._job = None
@@ -149,16 +155,18 @@ class Rank:
         Decoder(self._weights).load(FullFile(*_opened(path)))
         self._synchronize()
         written = time.perf_counter()
-        return {"sums": self._sums(), "apply": written - clock, "prove": time.perf_counter() - written}
+        return {"sums": _as_text(self._sums()), "apply": written - clock, "prove": time.perf_counter() - written}
 
     def _do_fingerprint(self) -> Answer:
         """A hash of everything the model computes with: parameters, and what kernels made of them."""
         return {"fingerprint": fingerprint(self._model)}
 
+    def _begin(self, done: str, work: Callable[[], tuple[Answer, _Staged | None]]) -> None:
+        self._job = _Job(work, Path(f"{done}.{self._number}"))
+
     # ── in the thread ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _stage(self, kind: str, paths: list[str], lent: list[str]) -> tuple[Answer, Any]:
-        clock = time.perf_counter()
+    def _stage(self, kind: str, paths: list[str], lent: list[str]) -> tuple[Answer, _Staged | None]:
         decoder = Decoder(self._weights, threads=max(1, default_threads() // 2))
         borrowed = _borrowed(lent)
         staged: list[PieceChange] = []
@@ -179,14 +187,15 @@ class Rank:
             moved[self._groups[item.piece]] += item.change.digest()
         patch = self._weights.prepare(staged)
         self._synchronize()
-        answer = {
-            "moved": {str(group): str(value) for group, value in moved.items()},
-            "changed": sum(item.change.count for item in staged),
-            "seconds": time.perf_counter() - clock,
-        }
-        return answer, patch
+        answer: Answer = {"moved": _as_text(moved), "changed": sum(item.change.count for item in staged)}
+        if self._weights.audited:
+            # nobody writes to weights that are served: what they are now is what the patch will meet
+            present = self._sums()
+            answer["present"] = _as_text(present)
+            moved = {group: present[group] + value for group, value in moved.items()}
+        return answer, _Staged(patch, moved)
 
-    def _lend(self, rectangles: list[Rectangle], path: str) -> tuple[Answer, Any]:
+    def _lend(self, rectangles: list[Rectangle], path: str) -> tuple[Answer, None]:
         parts = [*Decoder(self._weights).lend(rectangles)]
         arrays = {str(i): bits for i, (_, bits) in enumerate(parts)}
         index = msgspec.json.encode([part for part, _ in parts])
@@ -202,8 +211,15 @@ class Rank:
             raise RuntimeError("the layout of this rank is not known: ask for it first")
         return self._shard
 
+    @property
+    def _staged(self) -> _Staged:
+        if self._job is None or self._job.staged is None:
+            raise RuntimeError("nothing is staged")
+        return self._job.staged
+
     def _warm_up(self) -> None:
-        """Compile what runs in a pause before the first one: write a weight of each width over itself, and prove."""
+        """Compile all there is before anything is served, which takes seconds in which a model beside it stands still:
+        write a weight of each width over itself, prove, and decode something."""
         widths: dict[int, PieceChange] = {}
         for number, piece in enumerate(self._weights.pieces):
             if piece.view.dtype.itemsize not in widths:
@@ -213,9 +229,10 @@ class Rank:
                 widths[piece.view.dtype.itemsize] = PieceChange(number, change)
         self._weights.write(self._weights.prepare([*widths.values()]))
         self._sums()
+        compile_decoders()
 
-    def _sums(self) -> dict[str, str]:
-        return {str(group): str(value) for group, value in self._weights.digests(self._groups).items()}
+    def _sums(self) -> Sums:
+        return self._weights.digests(self._groups)
 
     def _require_in_place(self) -> None:
         """Whoever replaced the model's storage since it was traced made the map a map of nothing."""
@@ -229,25 +246,47 @@ class Rank:
             torch.accelerator.synchronize()
 
 
+class _Staged(NamedTuple):
+    """A version that is ready to be written."""
+
+    patch: Any
+    predicted: Sums
+    # the digest of each group once it is written
+
+
 class _Job:
     """Work that goes on while the model generates. `answer` is None until it is done."""
 
-    def __init__(self, work: Callable[[], tuple[Answer, Any]]) -> None:
+    def __init__(self, work: Callable[[], tuple[Answer, _Staged | None]], done: Path) -> None:
         self.answer: Answer | None = None
-        self.patch: Any = None
-        # what is ready to be written
-        self._work = work
-        threading.Thread(target=self._run, name="deltawire-stage", daemon=True).start()
+        self.staged: _Staged | None = None
+        self._work, self._done = work, done
+        threading.Thread(target=self._run, name="deltawire-work", daemon=True).start()
 
     def _run(self) -> None:
-        # tokens first: on Linux a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        _step_aside()
         try:
-            answer, self.patch = self._work()
+            answer, self.staged = self._work()
             self.answer = answer
         except Exception as error:
-            log.warning("staging failed", exc_info=True)
+            log.warning("work beside the model failed", exc_info=True)
             self.answer = {"error": f"{type(error).__name__}: {error}"}
+        with suppress(OSError):
+            # the folder may be gone with the server
+            self._done.touch()
+
+
+def _step_aside() -> None:
+    """vLLM ties a worker on a CPU to the cores it computes on; the others are better for what goes on beside that. A
+    lower priority is not: a thread that waits for its turn may do so with the interpreter's lock, and the model too."""
+    others = {*range(os.cpu_count() or 1)} - os.sched_getaffinity(0)
+    if others:
+        with suppress(OSError):
+            os.sched_setaffinity(threading.get_native_id(), others)
+
+
+def _as_text(sums: Sums) -> dict[str, str]:
+    return {str(group): str(value) for group, value in sums.items()}
 
 
 def _opened(path: str) -> tuple[Read, int]:

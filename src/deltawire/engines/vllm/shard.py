@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...core import digest
-from ...core.change import Change, Region, scatter
+from ...core.change import Change, Region, gather, scatter
 from ...core.digest import StateDigest
 from ...core.dtypes import Bits
 from ...core.parallel import ordered_map
@@ -19,6 +19,12 @@ from .placement import Piece
 
 WORTH_THREADS = 1 << 19
 """Changes that are worth starting threads for."""
+
+CHUNK = 1 << 12
+"""Changes that are written and read back at a time: few enough for the weights around them to be still in a cache."""
+
+Sums = dict[int, StateDigest]
+"""By group of pieces (layout.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,9 @@ class PieceChange:
 
 class Shard(Protocol):
     pieces: Sequence[Piece]
+    audited: bool
+    # whether reading all weights takes too long for a pause: `write` then proves what it wrote, and all of them are
+    # read before the pause and after it
 
     def read(self, piece: int) -> Bits:
         """The piece's present bits, [rows, columns]; not to be written to."""
@@ -41,15 +50,19 @@ class Shard(Protocol):
         """Checked changes in the form that `write` and `undo` need, on the weights' device."""
         ...
 
-    def write(self, patch: Any) -> None: ...
+    def write(self, patch: Any) -> None:
+        """The patch's new bits. RuntimeError where `audited` and memory does not hold them afterwards."""
+        ...
 
-    def undo(self, patch: Any) -> None: ...
+    def undo(self, patch: Any) -> None:
+        """The patch's old bits, wherever new ones were written."""
+        ...
 
     def put(self, piece: int, row: int, bits: Bits) -> None:
         """Overwrite whole rows of a piece, from `row` on."""
         ...
 
-    def digests(self, groups: Sequence[int]) -> dict[int, StateDigest]:
+    def digests(self, groups: Sequence[int]) -> Sums:
         """The state digest of each group of pieces; `groups` has the group of every piece."""
         ...
 
@@ -64,6 +77,8 @@ def open_shard(pieces: Sequence[Piece]) -> Shard:
 
 
 class HostShard:
+    audited = True
+
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
         self._bits = [_host_bits(piece) for piece in pieces]
@@ -84,12 +99,12 @@ class HostShard:
     def put(self, piece: int, row: int, bits: Bits) -> None:
         self._bits[piece][row : row + bits.shape[0]] = bits
 
-    def digests(self, groups: Sequence[int]) -> dict[int, StateDigest]:
+    def digests(self, groups: Sequence[int]) -> Sums:
         def one(number: int) -> StateDigest:
             region = self.pieces[number].region
             return digest.of_rows(region.tensor.name, self._bits[number], region.base, region.tensor.columns)
 
-        totals: dict[int, StateDigest] = {group: StateDigest() for group in groups}
+        totals = {group: StateDigest() for group in groups}
         # large ones first, so that no thread is left alone with one at the end
         order = sorted(range(len(self.pieces)), key=lambda number: -self.pieces[number].region.units)
         for number, part in zip(order, ordered_map(one, order), strict=True):
@@ -98,8 +113,13 @@ class HostShard:
 
     def _scatter(self, patch: list[PieceChange], *, new: bool) -> None:
         def one(item: PieceChange) -> None:
-            place, flat = self._cells[item.piece]
-            scatter(place, item.change.positions, item.change.new if new else item.change.old, flat)
+            change, (place, flat) = item.change, self._cells[item.piece]
+            for start in range(0, change.count, CHUNK):
+                here = slice(start, start + CHUNK)
+                positions, bits = change.positions[here], (change.new if new else change.old)[here]
+                scatter(place, positions, bits, flat)
+                if not np.array_equal(gather(place, positions, flat), bits):
+                    raise RuntimeError(f"memory of {change.region.tensor.name!r} does not hold what was written to it")
 
         many = sum(item.change.count for item in patch) >= WORTH_THREADS
         for _ in ordered_map(one, patch, None if many else 1):

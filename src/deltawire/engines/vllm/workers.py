@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -24,10 +25,13 @@ from .layout import Layout, arrange
 
 log = logging.getLogger("deltawire")
 
-POLL_S = 0.01
-"""Seconds between looks at how staging is going."""
+LOOK_S, ASK_S = 0.005, 1.0
+"""Seconds between looks at what ranks do beside the model: whether they left a file, and by asking them."""
 
 STAGE_LIMIT_S = 3600.0
+
+OF_NO_VERSION = StateDigest(1, 1)
+"""Stands for the digest of weights that have none: unknown ones, or ranks that disagree."""
 
 
 class WorkerError(ChainError):
@@ -56,6 +60,8 @@ class Staged:
     digest: StateDigest
     # what the weights will have
     changed: int
+    audited: bool
+    # whether ranks prove no more in the pause than what they write, so that all weights have to be read after it
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -123,7 +129,7 @@ class Workers:
         """What the weights are. Where they cannot be read through the map: what vLLM's own loader was given."""
         if not self.refused:
             return self.live_digest()
-        return self._loaded if self._loaded is not None else StateDigest(1, 1)
+        return self._loaded if self._loaded is not None else OF_NO_VERSION
 
     def live_digest(self) -> StateDigest:
         return self._total(self._all("digest"))
@@ -153,8 +159,11 @@ class Workers:
         if any("wanted" in answer for answer in answers):
             raise MissingBase(f"version {version} needs old weights that no rank of this node holds")
         assert self.layout is not None
-        moved = self._total(answers, "moved")
-        staged = Staged(version, present + moved, sum(answer["changed"] for answer in answers))
+        audited = all("present" in answer for answer in answers)
+        if audited and (found := self._total(answers, "present")) != present:
+            raise DigestMismatch(version, str(present), str(found), "the weights are not those from before")
+        changed = sum(answer["changed"] for answer in answers)
+        staged = Staged(version, present + self._total(answers, "moved"), changed, audited)
         staged.timings["decode"] = time.perf_counter() - clock
         return staged
 
@@ -171,14 +180,11 @@ class Workers:
         answers = await self._call("apply")
         failure = _first_error(answers)
         if failure is None:
-            try:
-                found = self._total(answers)
-                if found == staged.digest:
-                    self.timings.update(_slowest(answers))
-                    return
-                failure = DigestMismatch(staged.version, str(staged.digest), str(found))
-            except SchemaMismatch as error:
-                failure = error
+            found = self._total(answers)
+            if found == staged.digest:
+                self.timings.update(_slowest(answers))
+                return
+            failure = DigestMismatch(staged.version, str(staged.digest), str(found))
         log.warning("putting the old weights back on all ranks: %s", failure)
         undone = await self._call("undo")
         trouble = _first_error(undone)
@@ -186,6 +192,22 @@ class Workers:
             why = trouble or "these are not the weights from before; perhaps somebody else changed them"
             raise NotRestored(f"{failure}; and the old weights could not be put back: {why}")
         raise failure
+
+    def audit(self, staged: Staged) -> None:
+        """After the pause: read all weights, while the model generates. What is wrong now is not served any longer."""
+        clock = time.perf_counter()
+        try:
+            found = str(self._total(self._background("audit")))
+        except DeltawireError as error:
+            found = str(error)
+        if found != str(staged.digest):
+            try:
+                self.pause()
+            except WorkerError:
+                log.exception("weights that have no name are perhaps still being served")
+            mismatch = DigestMismatch(staged.version, str(staged.digest), found, "the server was paused")
+            raise NotRestored(f"weights changed that nobody was to change: {mismatch}")
+        staged.timings["audit"] = time.perf_counter() - clock
 
     def load(self, path: Path, version: int, digest: StateDigest) -> None:
         """Overwrite everything through the map. There is no way back, so the server stays paused if this fails."""
@@ -247,17 +269,18 @@ class Workers:
     async def _name(self, version: int, resume: bool) -> None:
         await self._client.update_weight_version(str(version))
         if resume:
-            await self._client.resume_generation()
+            await self._client.wake_up(["scheduling"])
 
     def pause(self) -> None:
-        self.run(self._client.pause_generation(mode="keep", clear_cache=True))
+        self.run(self._stand_still("keep"))
 
     async def _paused(self, work: Callable[[], Coroutine[Any, Any, None]], version: int) -> None:
         """Run `work` while no token is made. Only weights that have a name are left to generate with."""
         stay = await self._client.is_paused()
         clock = time.perf_counter()
-        await self._client.pause_generation(mode=self._policy.mode, clear_cache=self._policy.clear_cache)
         try:
+            await self._stand_still(self._policy.mode)
+            self.timings["stop"] = time.perf_counter() - clock
             await work()
             await self._client.update_weight_version(str(version))
         except NotRestored:
@@ -271,8 +294,25 @@ class Workers:
             raise NotRestored(f"nobody can say what the weights are: {type(error).__name__}: {error}") from error
         finally:
             if not stay:
-                await self._client.resume_generation()
+                await self._client.wake_up(["scheduling"])
             self.timings["pause"] = time.perf_counter() - clock
+
+    async def _stand_still(self, mode: str) -> None:
+        """What `pause_generation` does, without the 20 ms that it sleeps so that callers see outputs in a nicer order.
+        Level 0 stops the scheduler and leaves all memory as it is."""
+        client = self._client
+        try:
+            await client.sleep(level=0, mode=mode)
+            if self._policy.clear_cache:
+                dropped, *_ = await asyncio.gather(
+                    client.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+                    client.reset_mm_cache(),
+                    client.reset_encoder_cache(),
+                )
+                if not dropped:
+                    raise RuntimeError("keys and values of the old weights could not be dropped")
+        except Exception as error:
+            raise WorkerError(f"vLLM does not pause: {type(error).__name__}: {error}") from error
 
     # ── reaching the ranks ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -293,19 +333,30 @@ class Workers:
         return answers  # type: ignore[no-any-return]
 
     def _background(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Start work on every rank and wait for its answers, without holding up the engine."""
-        self._all(operation, **arguments)
-        limit = time.monotonic() + STAGE_LIMIT_S
+        """Start work on every rank and wait for its answers, without holding up the engine: ranks on this node say by a
+        file that they are through, those on others are asked now and then."""
+        done = self._folder / f"done-{secrets.token_hex(4)}"
+        ranks = len(self._all(operation, done=str(done), **arguments))
+        asked, limit = time.monotonic(), time.monotonic() + STAGE_LIMIT_S
         while time.monotonic() < limit:
-            answers = self._all("staged")
-            if all(answers):
-                return answers
-            time.sleep(POLL_S)
+            through = all(done.with_name(f"{done.name}.{rank}").exists() for rank in range(ranks))
+            if through or time.monotonic() - asked >= ASK_S:
+                asked = time.monotonic()
+                if all(answers := self._all("done")):
+                    for file in self._folder.glob(f"{done.name}.*"):
+                        file.unlink()
+                    return answers
+            time.sleep(LOOK_S)
         raise WorkerError(f"a rank has been at {operation!r} for {STAGE_LIMIT_S:.0f} s")
 
     def _total(self, answers: list[dict[str, Any]], key: str = "sums") -> StateDigest:
+        """The digest of the whole model from those of its parts."""
         assert self.layout is not None
-        return self.layout.total([{int(group): value for group, value in a[key].items()} for a in answers])
+        try:
+            return self.layout.total([{int(group): value for group, value in a[key].items()} for a in answers])
+        except SchemaMismatch as error:
+            log.warning("%s", error)
+            return OF_NO_VERSION
 
 
 def _first_error(answers: list[dict[str, Any]]) -> DeltawireError | None:

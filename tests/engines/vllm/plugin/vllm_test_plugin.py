@@ -2,6 +2,7 @@
 
 A fault is a file in the folder $VLLM_TEST_FAULTS, removed when it strikes:
     fail-<rank>     the rank fails in the middle of writing new weights
+    stray-<rank>    the rank changes a weight that was to stay as it is
     stall-<rank>    the rank stops for ever in the middle of writing new weights, and `stalled-<rank>` says so
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,33 +49,71 @@ def _break_shards(folder: Path) -> None:
 
     def broken(self: HostShard, patch: list[Any]) -> None:
         rank = torch.distributed.get_rank()
-        for kind in ("fail", "stall"):
-            fault = folder / f"{kind}-{rank}"
-            if fault.exists():
-                fault.unlink()
-                write(self, patch[: len(patch) // 2])
-                if kind == "stall":
-                    (folder / f"stalled-{rank}").touch()
-                    time.sleep(3600)
-                raise OSError("a fault that a test asked for")
-        write(self, patch)
+        struck = [kind for kind in ("fail", "stall", "stray") if (folder / f"{kind}-{rank}").exists()]
+        for kind in struck:
+            (folder / f"{kind}-{rank}").unlink()
+        if not struck:
+            write(self, patch)
+        elif struck == ["stray"]:
+            write(self, patch)
+            _stray(self, patch)
+        else:
+            write(self, patch[: len(patch) // 2])
+            if struck == ["stall"]:
+                (folder / f"stalled-{rank}").touch()
+                time.sleep(3600)
+            raise OSError("a fault that a test asked for")
 
     HostShard.write = broken  # type: ignore[method-assign]
 
 
-class PatchLoader:
-    """`--worker-extension-cls`: vLLM's own sparse loader, for benchmarks/pause.py to compare with."""
+def _stray(shard: Any, patch: list[Any]) -> None:
+    """Flip a bit of the first weight that the patch leaves alone."""
+    written = set(patch[0].change.positions.tolist())
+    bits = shard.read(patch[0].piece)
+    position = next(p for p in range(bits.size) if p not in written)
+    bits[divmod(position, bits.shape[1])] ^= 1
 
-    def load_patches(self, path: str) -> float:
+
+class Probe:
+    """`--worker-extension-cls` for benchmarks/pause.py: when the model computes, and vLLM's own sparse loader."""
+
+    def watch_steps(self) -> None:
+        runner = self.model_runner  # type: ignore[attr-defined]
+        compute, self.steps = runner.execute_model, []
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return compute(*args, **kwargs)
+            finally:
+                self.steps.append((begin, time.perf_counter()))
+
+        runner.execute_model = timed
+
+    def longest_break(self) -> float:
+        """Seconds between two steps, since the last call."""
+        steps, self.steps[:] = [*self.steps], []
+        return max(after[0] - before[1] for before, after in pairwise(steps))
+
+    def read_patches(self, path: str) -> None:
+        """Before the pause: a safetensors file of `<tensor>.indices`, `<tensor>.values` and `<tensor>.shape`."""
+        from safetensors.torch import load_file
+        from vllm.model_executor.model_loader.checkpoint_weight_patch import CheckpointWeightPatch
+
+        content = load_file(path)
+        self.patches = [
+            CheckpointWeightPatch(name, tuple(shape.tolist()), values.dtype, values, content[f"{name}.indices"])
+            for name, shape, values in (
+                (key.removesuffix(".shape"), content[key], content[f"{key.removesuffix('.shape')}.values"])
+                for key in content
+                if key.endswith(".shape")
+            )
+        ]
+
+    def load_patches(self) -> None:
         from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.checkpoint_weight_patch import (
-            CheckpointWeightPatch,
-            load_checkpoint_weight_patches,
-        )
+        from vllm.model_executor.model_loader.checkpoint_weight_patch import load_checkpoint_weight_patches
 
-        content: dict[str, Any] = torch.load(path, weights_only=True)
-        patches = [CheckpointWeightPatch(n, tuple(s), v.dtype, v, i) for n, (s, i, v) in content.items()]
-        clock = time.perf_counter()
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-            load_checkpoint_weight_patches(self.model_runner.get_model(), patches)  # type: ignore[attr-defined]
-        return time.perf_counter() - clock
+            load_checkpoint_weight_patches(self.model_runner.get_model(), self.patches)  # type: ignore[attr-defined]

@@ -1,0 +1,341 @@
+"""What reinforcement learning changes in real weights, and what it costs to move: async GRPO over HTTP and a bucket.
+
+    python benchmarks/real_models.py --model stories15m --lr 1e-5 --steps 40
+    python benchmarks/real_models.py --model smollm2 --lr 1e-6 3e-6 --steps 12
+    python benchmarks/real_models.py --model qwen3-0.6b-shape --lr 1e-6 --steps 20 --device cuda     random weights
+
+One training run per learning rate. The trainer is this process: fp32 master weights and AdamW (deltawire.rl.grpo), bf16
+on the wire. Two rollout servers (`deltawire serve`) sample and follow through the bucket. The reward is for short
+sentences. Afterwards the run is read once more from the bucket, version by version, to count what changed and to encode
+each step in every encoding. The checkpoint folders are made by examples/models; see there for what SmolLM2's is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+import deltawire as dw
+from _report import about, print_about, write_json
+from _shapes import QWEN3_06B
+from deltawire.bucket.run import Run
+from deltawire.cli.common import ended_by_sigterm, sparkline
+from deltawire.core.errors import ServerUnavailable
+from deltawire.engines.fingerprint import fingerprint
+from deltawire.rl.demo import QUIET
+from deltawire.rl.fleet import Fleet
+from deltawire.rl.grpo import Group, Learner, Ledger, Rollout, Rollouts, Settings, Step, train
+from deltawire.rl.processes import Box, free_port
+from deltawire.rl.train import PATIENCE_S, wait_for
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+ENCODINGS = ("raw", "packed", "context")
+
+STORIES = (
+    "Once upon a time, there was a little girl named Lily.", "One day, a big dog went to the park.",
+    "Tom had a red ball.", "The cat sat by the window.", "It was a sunny day and the birds",
+    "A boy named Tim found a box.", "Mom said to Anna,", "In the forest, a small bear",
+)  # fmt: skip
+TALK = (
+    "The best way to spend a weekend is", "My favourite food is", "When I was young, I", "The weather today is",
+    "A good friend should", "In the morning, people often", "The most important invention was", "Cats and dogs",
+)  # fmt: skip
+
+
+def short_sentences(text: str) -> float:
+    """1 for sentences of three words, less for longer ones."""
+    words, ends = len(text.split()), len(re.findall(r"[.!?]+", text))
+    return min(1.0, 3 * ends / words) if words else 0.0
+
+
+# ── the models ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    model: Any
+    folder: Path
+    # with config and tokenizer
+    prompts: Sequence[Sequence[int]]
+    reward: Callable[[Sequence[int]], float]
+    # of a completion
+
+
+def checkpoint(name: str, folder: Path) -> Subject:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not (folder / "config.json").exists():
+        print(f"making {folder} (once)", flush=True)
+        subprocess.run([sys.executable, str(HERE.parent / "examples" / "models" / f"{name}.py"), folder], check=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def reward(tokens: Sequence[int]) -> float:
+        return short_sentences(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    texts = STORIES if name == "stories15m" else TALK
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return Subject(model, folder, [tokenizer(text).input_ids for text in texts], reward)
+
+
+def random_qwen3(folder: Path, device: str) -> Subject:
+    """Qwen3-0.6B by its dimensions. Its rewards mean nothing; how much AdamW changes in weights of that size does."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from deltawire.rl import small_policy
+
+    shape = QWEN3_06B
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head, tie_word_embeddings=True, max_position_embeddings=1024,
+    )  # fmt: skip
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
+    small_policy.tokenizer().save_pretrained(folder)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config)
+    prompts = np.random.default_rng(0).integers(0, shape.vocabulary, (8, 12)).tolist()
+    return Subject(model, folder, prompts, lambda tokens: fmean(token < shape.vocabulary // 2 for token in tokens))
+
+
+# ── one training run ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Prompts:
+    """A `Task` of grpo.py: complete a prompt several times, and be judged for it."""
+
+    def __init__(self, subject: Subject, settings: Settings, tokens: int) -> None:
+        self._subject, self._games, self._tokens = subject, settings.games, tokens
+        self._order = itertools.cycle(subject.prompts)
+
+    async def groups(self, fleet: Fleet) -> AsyncGenerator[Group, None]:
+        while True:
+            prompt = next(self._order)
+            rollouts = []
+            for sample, versions in await fleet.complete([prompt] * self._games, self._tokens):
+                rollout = Rollout(reward=self._subject.reward(sample.tokens))
+                rollout.hear(prompt)
+                rollout.say(sample, versions)
+                rollouts.append(rollout)
+            yield Group(rollouts)
+
+
+@contextmanager
+def rollout_servers(run: str, given: argparse.Namespace, folder: Path) -> Iterator[dict[str, Box]]:
+    """By their addresses."""
+    boxes = {}
+    for number in range(given.replicas):
+        port = str(free_port())
+        command = [sys.executable, "-m", "deltawire.cli", "serve", run, "--port", port, "--id", f"replica-{number + 1}"]
+        options = ["--device", given.serve_device, "--threads", str(given.threads), "--poll", "0.1", "--json"]
+        boxes[f"http://127.0.0.1:{port}"] = Box(f"replica-{number + 1}", [*command, *options], folder)
+    try:
+        for box in boxes.values():
+            box.start()
+        yield boxes
+    finally:
+        Box.stop_all([*boxes.values()])
+
+
+def run_once(subject: Subject, rate: float, given: argparse.Namespace, run: str, folder: Path) -> dict[str, Any]:
+    settings = Settings(
+        secrets=given.prompts, games=given.generations, workers=given.prompts, staleness=given.staleness, rate=rate
+    )
+    learner = Learner(subject.model.to(given.device), settings)
+    steps: list[Step] = []
+    with (
+        rollout_servers(run, given, folder) as boxes,
+        dw.Publisher(run, wire_dtype="bf16", encoding=given.encoding, files=subject.folder) as publisher,
+    ):
+        publisher.publish(learner.model, step=0, wait=True)
+        for url, box in boxes.items():
+            if box.exit_code is not None:
+                raise ServerUnavailable(f"{box.name} ended early: {box.last_words}")
+            wait_for([url], 0)
+        ledger = Ledger(publisher)
+        with Rollouts([*boxes], Prompts(subject, settings, given.tokens), settings) as rollouts:
+            for step in train(learner, ledger, rollouts, settings, steps=given.steps):
+                steps.append(step)
+                print(
+                    f"step {step.step:3}  {step.seconds:6.1f} s  reward {step.figures['reward']:.3f}  "
+                    f"sample age {step.staleness:.1f}  waited {step.waited_s:.1f} s",
+                    flush=True,
+                )
+        ledger.settle(learner.model, len(steps), PATIENCE_S)
+        assert publisher.version is not None
+        wait_for([*boxes], publisher.version)
+        mine = fingerprint(learner.model.state_dict(), "bf16")
+        theirs = [httpx.get(f"{url}/deltawire/fingerprint", timeout=300.0).json().get("sha256") for url in boxes]
+        pauses = [event["pause_s"] for box in boxes.values() for event in heard(box) if event.get("version")]
+    rewards = [step.figures["reward"] for step in steps]
+    tenth = max(len(rewards) // 8, 1)
+    return {
+        "lr": rate,
+        "steps": len(steps),
+        "seconds": steps[-1].seconds,
+        "reward_first": fmean(rewards[:tenth]),
+        "reward_last": fmean(rewards[-tenth:]),
+        "rewards": [round(reward, 4) for reward in rewards],
+        "staleness": fmean(step.staleness for step in steps),
+        "tokens_per_step": fmean(step.figures["tokens"] for step in steps),
+        "pause_ms_median": 1e3 * median(pauses),
+        "pause_ms_max": 1e3 * max(pauses),
+        "equal": theirs == [mine] * len(boxes),
+        "versions": [*account(run)],
+    }
+
+
+def heard(box: Box) -> list[dict[str, Any]]:
+    """The versions that a server said it took."""
+    found = []
+    while not box.events.empty():
+        event = box.events.get()
+        if event.get("event") == "version":
+            found.append(event)
+    return found
+
+
+# ── what is in the bucket ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def account(where: str) -> Iterator[dict[str, Any]]:
+    """For each version but the first: what changed in it, what it cost, and what it would cost in each encoding."""
+    run, replica = Run.open(where), dw.Replica(where, heartbeat=0)
+    model = {tensor.name: np.zeros(tensor.shape, np.uint16) for tensor in run.schema.tensors}
+    replica.sync(model, 0)
+    # near zero a weight changes at every step, however small; real weights that began as exact zeros are an artefact
+    zeros = {name: bits & 0x7FFF == 0 for name, bits in model.items()}
+    for version in run.listed():
+        if not version:
+            continue
+        before = {name: bits.copy() for name, bits in model.items()}
+        replica.sync(model, version)
+        moved = {name: bits != before[name] for name, bits in model.items()}
+        changed = sum(int(where.sum()) for where in moved.values())
+        links = {link.kind: link for link in run.manifest(version).links}
+        yield {
+            "version": version,
+            "step": run.manifest(version).step,
+            "changed": changed,
+            "elements": run.schema.elements,
+            "from_zero": sum(int((where & zeros[name]).sum()) for name, where in moved.items()),
+            "sent": links["delta"].bytes if "delta" in links else links["anchor"].bytes,
+            "sent_as": links["delta"].encoding if "delta" in links else "anchor",
+            "anchor": links["anchor"].bytes if "anchor" in links else 0,
+            "encoded": {name: len(dw.encode(before, model, name)) for name in ENCODINGS},
+        }
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """The middle of the later half: Adam's first steps change more than all others."""
+    versions = result["versions"]
+    late = versions[len(versions) // 2 :]
+
+    def middle(of: Callable[[dict[str, Any]], float]) -> float:
+        return median(of(one) for one in late)
+
+    bits = {name: middle(lambda one, name=name: 8 * one["encoded"][name] / one["changed"]) for name in ENCODINGS}
+    return {
+        "full": 2 * versions[0]["elements"],
+        "sent": middle(lambda one: one["sent"]),
+        "bytes": {name: middle(lambda one, name=name: one["encoded"][name]) for name in ENCODINGS},
+        "changed_first": versions[0]["changed"] / versions[0]["elements"],
+        "changed": middle(lambda one: one["changed"] / one["elements"]),
+        "from_zero": middle(lambda one: one["from_zero"] / one["elements"]),
+        "bits": {**bits, "sent": middle(lambda one: 8 * one["sent"] / one["changed"])},
+    }
+
+
+def show(model: str, results: Sequence[dict[str, Any]]) -> None:
+    for one in results:
+        found = one["summary"]
+        print(f"\n{model}, lr {one['lr']:g}: {one['steps']} steps in {one['seconds']:.0f} s, "
+              f"{one['tokens_per_step']:.0f} sampled tokens each")  # fmt: skip
+        print(f"  reward      {one['reward_first']:.3f} → {one['reward_last']:.3f}   {sparkline(one['rewards'])}")
+        print(f"  changed     {found['changed_first']:.2%} in the first step, then {found['changed']:.2%} per step, "
+              f"of which {found['from_zero']:.2%} began as exact zeros")  # fmt: skip
+        print(f"  per step    {found['sent'] / 1e6:.3f} MB sent, {found['full'] / 1e6:.1f} MB full "
+              f"({found['full'] / found['sent']:.0f}×)")  # fmt: skip
+        for name, bits in found["bits"].items():
+            size = found["bytes"].get(name, found["sent"])
+            print(f"    {name:10}{size / 1e6:8.3f} MB {bits:7.2f} bits per changed weight")
+        print(f"  pause       {one['pause_ms_median']:.1f} ms in the middle, {one['pause_ms_max']:.1f} ms at most")
+        print(f"  all replicas equal to the trainer, bit for bit: {'yes' if one['equal'] else 'NO'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, choices=["stories15m", "smollm2", "qwen3-0.6b-shape"])
+    parser.add_argument("--folder", type=Path, help="its checkpoint folder (models/NAME, made where it is missing)")
+    parser.add_argument("--lr", nargs="+", type=float, default=[1e-5])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=4, help="per step (%(default)s)")
+    parser.add_argument("--generations", type=int, default=8, help="completions per prompt (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=24, help="per completion, at most (%(default)s)")
+    parser.add_argument("--staleness", type=int, default=2, help="steps that a sample may be old (%(default)s)")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of the trainer and of each server (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="of the trainer")
+    parser.add_argument("--serve-device", default="cpu", help="of the rollout servers")
+    parser.add_argument("--encoding", default="auto")
+    parser.add_argument("--bucket", choices=["file", "s3"], default="file", help="s3: a SeaweedFS of its own")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    os.environ.update(QUIET)
+    disable_progress_bar()
+    torch.set_num_threads(given.threads)
+    facts = about()
+    print_about(facts)
+    results = []
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="deltawire-real-") as scratch:
+        place = Path(scratch)
+        with seaweed(place) if given.bucket == "s3" else nullcontext(place.as_uri()) as bucket:
+            for number, rate in enumerate(given.lr):
+                torch.manual_seed(1)
+                folder = place / f"logs-{number}"
+                folder.mkdir()
+                if given.model == "qwen3-0.6b-shape":
+                    subject = random_qwen3(place / "shape", given.device)
+                else:
+                    subject = checkpoint(given.model, given.folder or Path("models") / given.model)
+                clock = time.monotonic()
+                result = run_once(subject, rate, given, f"{bucket}/run-{number}", folder)
+                results.append({**result, "summary": summary(result), "seconds_in_all": time.monotonic() - clock})
+    show(given.model, results)
+    out = given.out or RESULTS / f"real-models-{given.model}.json"
+    about_run = {"model": given.model, "device": given.device, "encoding": given.encoding}
+    write_json(out, {"about": facts, **about_run, "results": results})
+    if not all(one["equal"] for one in results):
+        raise SystemExit("a replica does not hold the trainer's weights")
+
+
+@contextmanager
+def seaweed(folder: Path) -> Iterator[str]:
+    from deltawire.testing.seaweed import BUCKET, SeaweedFS
+
+    with SeaweedFS(folder / "s3") as server:
+        os.environ.update(server.environment)
+        yield f"s3://{BUCKET}"
+
+
+if __name__ == "__main__":
+    main()

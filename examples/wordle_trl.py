@@ -1,0 +1,183 @@
+"""A language model learns Wordle with TRL's AsyncGRPOTrainer, on three machines that share a bucket and two addresses.
+
+    pip install 'deltawire[trl,rl,hub]' aiohttp vllm     # TRL wants to find vLLM here too, though it only asks a server
+    python wordle_trl.py --model Qwen/Qwen3-0.6B --run hf://buckets/me/wordle \
+        --env-url https://me-wordle-env.hf.space --server-url https://me-rollout.hf.space
+
+README.md has the other two machines. Whatever AsyncGRPOConfig and TrainingArguments know is an option here too:
+--num-generations, --max-staleness, --learning-rate, --max-steps, --per-device-train-batch-size, --report-to …
+
+The model plays by calling a tool, `guess`. A game is a conversation of several turns, and everything the model wrote in
+it is trained on; the reward is the environment's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, TypeVar
+
+from datasets import Dataset
+from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from deltawire.core.errors import ServerUnavailable
+from deltawire.rl.env_client import EnvClient
+from deltawire.rl.env_protocol import Result
+from deltawire.trl import BucketTransfer
+
+log = logging.getLogger("deltawire")
+T = TypeVar("T")
+
+RULES = """You play Wordle: find a secret word of five letters. Make a guess by calling the tool `guess` with a word. \
+The answer has a letter for each of yours: G, it is at this place; Y, the word has it at another place; X, the word \
+does not have it. Think about what the answers leave, and guess again until the word is found or no guess is left."""
+
+UNFINISHED = -0.2
+"""The reward of a game the model broke off: less than any that was played to its end."""
+
+
+@dataclass
+class Options:
+    model: str = field(metadata={"help": "hub id or checkpoint folder; the servers must serve the same"})
+    run: str = field(metadata={"help": "where versions go: hf://buckets/me/run, s3://bucket/run, a folder"})
+    env_url: str = field(metadata={"help": "the Wordle environment (deltawire env wordle)"})
+    server_url: str = field(metadata={"help": "the rollout server; for several, the address of their load balancer"})
+    games: int = field(default=4096, metadata={"help": "secrets to play, over and over"})
+    guesses: int = field(default=6, metadata={"help": "what the environment allows; a conversation ends after as many"})
+    encoding: str = field(default="auto", metadata={"help": "of deltas: packed, context, auto"})
+
+
+DEFAULTS: dict[str, Any] = {
+    "num_generations": 8,
+    "max_staleness": 4,
+    "learning_rate": 1e-6,
+    "max_steps": 500,
+    "per_device_train_batch_size": 32,
+    "queue_maxsize": 64,  # two batches: a longer queue only makes samples older
+    "max_completion_length": 512,  # per turn
+    "temperature": 1.0,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "save_strategy": "no",
+}
+"""What differs from AsyncGRPOConfig's own; each can be given on the command line."""
+
+
+class Wordle:
+    """One game at a time for one rollout. TRL keeps as many as there are rollouts at once, in its worker's process.
+
+    Its public methods are what TRL looks for: `reset`, `get_reward`, and `guess`, the tool that the model sees.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._session: EnvClient | None = None
+        self._last: Result | None = None
+        # None: there is no game, or its session was lost
+
+    def reset(self, seed: int, **_: Any) -> str:
+        away = False
+        while True:
+            try:
+                self._session = self._session or wait_for(EnvClient(self._url).__aenter__())
+                self._last = wait_for(self._session.reset(seed))
+                return f"\n{self._last.observation.message}"
+            except ServerUnavailable as error:
+                self._leave()
+                if not away:
+                    log.warning("trying again until it is there: %s", error)
+                away = True
+                time.sleep(2)
+
+    def guess(self, word: str) -> str:
+        """Guess the secret word.
+
+        Args:
+            word: A word of five letters.
+
+        Returns:
+            The answer, a letter of G, Y and X for each letter of the guess, and how many guesses are left.
+        """
+        if self._session is None or self._last is None or self._last.done:
+            raise ValueError("the game is over")
+        try:
+            self._last = wait_for(self._session.step(str(word)[:64]))
+        except ServerUnavailable:
+            self._leave()
+            raise ValueError("the game was lost") from None
+        return f"{self._last.observation.feedback} {self._last.observation.message}"
+
+    def get_reward(self) -> float | None:
+        if self._last is None:
+            return None  # lost through no fault of the model's: TRL leaves it out
+        return float(self._last.reward or 0.0) if self._last.done else UNFINISHED
+
+    def _leave(self) -> None:
+        session, self._session, self._last = self._session, None, None
+        if session is not None:
+            with suppress(ServerUnavailable):
+                wait_for(session.__aexit__(None, None, None))
+
+
+def wait_for(work: Coroutine[Any, Any, T]) -> T:
+    """TRL calls an environment from threads; sessions live in one event loop of their own."""
+    return asyncio.run_coroutine_threadsafe(work, _sessions()).result()
+
+
+@cache
+def _sessions() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="sessions", daemon=True).start()
+    return loop
+
+
+def secrets(count: int, seed: int) -> Dataset:
+    """A row per secret; all games of a group get its seed, so they have the same secret."""
+    dice = random.Random(seed)
+    prompt = [{"role": "system", "content": RULES}, {"role": "user", "content": "Let us play."}]
+    return Dataset.from_dict({"prompt": [prompt] * count, "seed": [dice.getrandbits(31) for _ in range(count)]})
+
+
+def companions(model: str) -> str:
+    """Config and tokenizer as a folder; they go to the bucket with the weights, so that a server needs nothing else."""
+    folder = tempfile.mkdtemp(prefix="deltawire-files-")
+    AutoConfig.from_pretrained(model).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+def parse(words: list[str] | None = None) -> tuple[Options, AsyncGRPOConfig]:
+    parser = HfArgumentParser((Options, AsyncGRPOConfig))
+    parser.set_defaults(**DEFAULTS)
+    options, config = parser.parse_args_into_dataclasses(words)
+    config.vllm_server_base_url = options.server_url
+    if config.max_tool_calling_iterations is None:
+        config.max_tool_calling_iterations = options.guesses
+    return options, config
+
+
+def make_trainer(options: Options, config: AsyncGRPOConfig) -> AsyncGRPOTrainer:
+    transfer = BucketTransfer(
+        options.run, encoding=options.encoding, files=companions(options.model), model_name=options.model
+    )
+    trainer = AsyncGRPOTrainer(
+        model=options.model,
+        args=config,
+        train_dataset=secrets(options.games, config.seed),
+        environment_factory=partial(Wordle, options.env_url),
+        weight_transfer=transfer,
+    )
+    transfer.attach(trainer)
+    return trainer
+
+
+if __name__ == "__main__":
+    make_trainer(*parse()).train()

@@ -1,0 +1,68 @@
+"""Wordle for the workers of grpo.py: groups of games with one secret, in sessions of an environment that stay open."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+
+from ..core.errors import ServerUnavailable
+from .env_client import EnvClient
+from .fleet import REST_S, Fleet
+from .grpo import Group, Rollout, Settings
+from .layout import BOS, GUESS_TOKENS, parse, spell
+
+log = logging.getLogger("deltawire")
+
+
+class Games:
+    """A `Task`. Without an environment its workers begin again until it is there."""
+
+    def __init__(self, environment: str, settings: Settings) -> None:
+        self._environment, self._games = environment, settings.games
+        dice = random.Random(settings.seed)
+        self._seeds = (dice.getrandbits(62) for _ in itertools.count())
+        self._away = False
+
+    async def groups(self, fleet: Fleet) -> AsyncGenerator[Group, None]:
+        while True:
+            try:
+                async with AsyncExitStack() as stack:
+                    sessions = [
+                        await stack.enter_async_context(EnvClient(self._environment)) for _ in range(self._games)
+                    ]
+                    if self._away:
+                        self._away = False
+                        log.warning("the environment %s is back", self._environment)
+                    while True:
+                        yield await self._group(fleet, sessions)
+            except ServerUnavailable as error:
+                # where sessions are lost, so are their games
+                if not self._away:
+                    self._away = True
+                    log.warning("trying again until it is there: %s", error)
+                await asyncio.sleep(REST_S)
+
+    async def _group(self, fleet: Fleet, sessions: Sequence[EnvClient]) -> Group:
+        seed = next(self._seeds)
+        await asyncio.gather(*(session.reset(seed) for session in sessions))
+        rollouts = [Rollout() for _ in sessions]
+        for rollout in rollouts:
+            rollout.hear([BOS])
+        going = [*zip(rollouts, sessions, strict=True)]
+        while going:
+            samples = await fleet.complete([rollout.tokens for rollout, _ in going], GUESS_TOKENS)
+            results = await asyncio.gather(
+                *(session.step(parse(sample.tokens)) for (_, session), (sample, _) in zip(going, samples, strict=True))
+            )
+            for (rollout, _), (sample, versions), result in zip(going, samples, results, strict=True):
+                rollout.say(sample, versions)
+                if result.done:
+                    rollout.reward, rollout.solved = result.reward or 0.0, result.observation.solved
+                else:
+                    rollout.hear(spell(result.observation.feedback))
+            going = [one for one, result in zip(going, results, strict=True) if not result.done]
+        return Group(rollouts)

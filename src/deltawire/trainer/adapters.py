@@ -1,0 +1,165 @@
+"""What of a PEFT model to publish: its adapter alone, or the base weights with the adapter merged into them.
+
+publisher.publish(adapter(model))     # a small run; a checkout of it is a folder that peft loads
+publisher.publish(merged(model))      # full weights under the base checkpoint's names, for servers without adapters
+
+Both are views: make one once and publish it again and again, or make one for every publish.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import SchemaMismatch
+from ..models import is_peft, unwrapped
+
+CONFIG_NAME = "adapter_config.json"
+
+
+def adapter(model: Any, name: str | None = None) -> Adapter:
+    """The adapter of a PeftModel, by default the active one, as `model.save_pretrained` would write it.
+
+    `replica.sync(adapter(model))` is the other direction: a run's adapter into a live model.
+    """
+    peft_model = _peft_model(model)
+    active = [name] if name is not None else list(peft_model.active_adapters)
+    if len(active) != 1 or active[0] not in peft_model.peft_config:
+        known = ", ".join(map(repr, peft_model.peft_config))
+        raise SchemaMismatch(f"a run carries one adapter, and this is {active}; adapter(model, name) takes {known}")
+    return Adapter(peft_model, active[0])
+
+
+def merged(model: Any) -> Merged:
+    """The base weights of a PeftModel with its active adapters merged, as `merge_and_unload` would leave them.
+
+    The model itself stays as it is. Every publish makes a copy of the layers that an adapter touches, merges there as
+    PEFT does, and lets go of it when it has seen what changed.
+    """
+    peft_model = _peft_model(model)
+    if not hasattr(peft_model.base_model, "merge_and_unload"):
+        kind = peft_model.peft_config[peft_model.active_adapters[0]].peft_type.value
+        raise SchemaMismatch(f"a {kind} adapter cannot be merged into weights; publish adapter(model)")
+    _require_no_ties(peft_model.get_base_model())
+    return Merged(peft_model)
+
+
+def _peft_model(model: Any) -> Any:
+    found = unwrapped(model)
+    if not is_peft(found):
+        raise SchemaMismatch(
+            f"{type(found).__name__} is no PeftModel, so there is no adapter to publish: pass it as is"
+        )
+    return found
+
+
+def _require_no_ties(base: Any) -> None:
+    """An adapter on one of two tied weights makes them two, where the base model's config says that they are one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    tied = [name for group in names.values() if len(group) > 1 for name in group]
+    for path, _ in _tuned(base):
+        if any(name.startswith(f"{path}.") for name in tied):
+            raise SchemaMismatch(
+                f"{path!r} has an adapter and is tied to another weight: merging would untie them; "
+                "load the base model with tie_word_embeddings=False, or publish adapter(model)"
+            )
+
+
+class _View:
+    """Named tensors with the manners of a module: fp32 travels as bf16 unless the publisher is told otherwise."""
+
+    def __init__(self, peft_model: Any) -> None:
+        self._model = peft_model
+
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def parameters(self) -> Iterator[Any]:
+        return self._model.parameters()  # type: ignore[no-any-return]
+
+    def modules(self) -> Iterator[Any]:
+        return self._model.modules()  # type: ignore[no-any-return]
+
+
+class Adapter(_View):
+    """An adapter's tensors, live, under the names of PEFT's checkpoint."""
+
+    def __init__(self, peft_model: Any, name: str) -> None:
+        super().__init__(peft_model)
+        self._name = name
+
+    def state_dict(self) -> dict[str, Any]:
+        from peft import get_peft_model_state_dict
+
+        # its own choice about embeddings asks the hub whether the vocabulary has grown, which a publish has no time for
+        return get_peft_model_state_dict(  # type: ignore[no-any-return]
+            self._model, adapter_name=self._name, save_embedding_layers=False
+        )
+
+    @cached_property
+    def files(self) -> dict[str, bytes]:
+        """What goes with the weights, so that a checkout is a folder peft loads."""
+        config = copy.copy(self._model.peft_config[self._name])
+        # as PEFT does when it saves
+        base = type(self._model.get_base_model())
+        if config.task_type is None:
+            config.auto_mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
+        config.inference_mode = True
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            return {CONFIG_NAME: (Path(folder) / CONFIG_NAME).read_bytes()}
+
+
+class Merged(_View):
+    """The base model's tensors: live where no adapter touches them, else merged in a copy."""
+
+    def state_dict(self) -> dict[str, Any]:
+        import torch
+
+        base = self._model.get_base_model()
+        tensors: dict[str, Any] = base.state_dict()
+        with torch.no_grad():
+            for path, layer in _tuned(base):
+                for name in [name for name in tensors if name.startswith(f"{path}.")]:
+                    del tensors[name]
+                for name, tensor in _merged_layer(layer).state_dict().items():
+                    if not tensor.is_floating_point():
+                        raise SchemaMismatch(f"{path} is quantised: what it is merged into is not a base weight")
+                    tensors[f"{path}.{name}"] = tensor
+        return tensors
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        for name, buffer in self._model.get_base_model().named_buffers():
+            yield name.replace(".base_layer.", "."), buffer
+
+
+def _tuned(base: Any) -> Iterator[tuple[str, Any]]:
+    """The outermost modules that PEFT has put in place of the model's own, and where."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    within: str | None = None
+    for path, module in base.named_modules():
+        if within is not None and path.startswith(within):
+            continue
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            within = f"{path}."
+            yield path, module
+
+
+def _merged_layer(layer: Any) -> Any:
+    """PEFT's own merge, done to a copy: every kind of adapter merges in its own way."""
+    layer = copy.deepcopy(layer)
+    if hasattr(layer, "unload_and_optionally_merge_module"):
+        return layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    layer.merge()
+    return layer.get_base_layer()

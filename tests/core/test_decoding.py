@@ -1,0 +1,36 @@
+"""Typed JSON from several threads at once, each the first to decode its class."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+MANY = """
+    import sys, threading
+    import msgspec
+    from deltawire.core.decoding import decode
+
+    sys.setswitchinterval(1e-6)
+    for number in range(300):
+        inner = msgspec.defstruct("Inner", [("key", str), ("size", int)])
+        outer = msgspec.defstruct("Outer", [("name", str), ("parts", tuple[inner, ...])])
+        found, together = [], threading.Barrier(4)
+
+        def work():
+            together.wait()
+            found.append(decode(b'{"name": "a", "parts": [{"key": "k", "size": 3}]}', outer))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [value.parts[0].size for value in found] == [3] * 4
+"""
+
+
+def test_threads_that_begin_at_the_same_moment() -> None:
+    """In a process of its own: what went wrong ended it."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(MANY)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

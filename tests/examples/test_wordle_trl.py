@@ -1,0 +1,61 @@
+"""examples/wordle_trl.py as it is, on a CPU: trainer, rollout server and environment, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import environments
+from deltawire.bucket.run import Run
+from deltawire.replica import Replica
+from servers import Server, free_port
+
+PLAYER = Path(__file__).with_name("wordle_player.py")
+QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+STEPS, GUESSES = 4, 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_few_steps(tmp_path: Path) -> None:
+    python = str(environments.trl())
+    model, run, out = tmp_path / "player", (tmp_path / "run").as_uri(), tmp_path / "out"
+    subprocess.run([python, str(PLAYER), "make", str(model)], check=True, env=QUIET, stdout=subprocess.DEVNULL)
+    deltawire = [sys.executable, "-m", "deltawire.cli"]
+    env, server = free_port(), free_port()
+    wordle = [*deltawire, "env", "wordle", "--words", "toy", "--guesses", str(GUESSES), "--port", str(env)]
+    serve = [*deltawire, "serve", str(model), "--run", run, "--port", str(server), "--poll", "0.2"]
+    with Server(wordle, env), Server(serve, server, env=QUIET):
+        command = [
+            python, str(PLAYER), "train", "--model", str(model), "--run", run, "--env-url", f"http://127.0.0.1:{env}",
+            "--server-url", f"http://127.0.0.1:{server}", "--guesses", str(GUESSES), "--games", "16",
+            "--num-generations", "4", "--max-staleness", "4", "--learning-rate", "1e-4", "--max-steps", str(STEPS),
+            "--per-device-train-batch-size", "8", "--queue-maxsize", "16", "--max-completion-length", "48",
+            "--output-dir", str(out), "--use-cpu", "True", "--bf16", "False", "--gradient-checkpointing", "False",
+            "--report-to", "none",
+        ]  # fmt: skip
+        done = subprocess.run(command, check=True, env=QUIET, stdout=subprocess.PIPE, text=True, timeout=900)
+    log = [entry for entry in json.loads(done.stdout.splitlines()[-1])["log"] if "reward" in entry]
+    print(json.dumps(log))
+    assert len(log) == STEPS
+    # games of several turns were played, by calling the tool, and the environment judged them
+    # (a step between two of which no game ended has no such figures)
+    assert max(entry.get("rollout/turns_mean", 0) for entry in log) > 2
+    assert max(entry.get("tools/call_frequency", 0) for entry in log) > 1
+    assert len({entry["rewards/Wordle"] for entry in log}) > 1
+    assert min(entry["sample/staleness_mean"] for entry in log) >= 0
+    assert log[-1]["deltawire/version"] >= 1
+    # what the run ends with is what was trained, and a server could start from it alone
+    final = load_file(out / "final.safetensors")
+    live = {name: torch.zeros_like(tensor) for name, tensor in final.items()}
+    version = Replica(run, heartbeat=0).sync(live)
+    assert all(torch.equal(live[name].view(torch.int16), final[name].view(torch.int16)) for name in live)
+    files = {file.name for file in Run.open(run).manifest(version).files}
+    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= files

@@ -1,0 +1,181 @@
+"""PEFT models: the adapter as a run of its own, and the base weights with the adapter merged."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+from typer.testing import CliRunner  # noqa: E402
+
+from deltawire import Publisher, Replica  # noqa: E402
+from deltawire.bucket.run import Run  # noqa: E402
+from deltawire.cli import app  # noqa: E402
+from deltawire.core.errors import SchemaMismatch  # noqa: E402
+from deltawire.store import Store  # noqa: E402
+from deltawire.trainer import DeltaAdamW, adapter, merged  # noqa: E402
+
+WAIT = 60
+KINDS = {
+    "lora": peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]),
+    "dora": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True),
+    "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "with a module of its own": peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"]),
+    "on the embedding": peft.LoraConfig(r=4, target_modules=["embed_tokens"]),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def base_model(tied: bool = True) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied,
+    )  # fmt: skip
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def peft_model(kind: str = "lora") -> Any:
+    torch.manual_seed(1)
+    return peft.get_peft_model(base_model(tied=kind != "on the embedding"), copy.deepcopy(KINDS[kind]))
+
+
+def train(model: Any, optimizer: Any) -> None:
+    ids = torch.randint(0, 97, (2, 12))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def optimizer_of(model: Any, make: Any = torch.optim.AdamW) -> Any:
+    return make([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def bits(tensor: Any) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def state_of(model: Any) -> dict[str, bytes]:
+    return {name: bits(tensor) for name, tensor in model.state_dict().items()}
+
+
+def newest(store: Store) -> dict[str, bytes]:
+    kinds = {"BF16": torch.bfloat16, "F32": torch.float32}
+    live = {t.name: torch.zeros(t.shape, dtype=kinds[t.dtype]) for t in Run.open(store).schema.tensors}
+    Replica(store, heartbeat=0).sync(live)
+    return {name: bits(tensor) for name, tensor in live.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_is_what_peft_merges_and_the_model_is_left_alone(kind: str, store: Store) -> None:
+    model = peft_model(kind)
+    optimizer = optimizer_of(model)
+    with Publisher(store) as publisher:
+        for _ in range(3):
+            train(model, optimizer)
+            before = state_of(model)
+            publisher.publish(merged(model)).result(WAIT)
+            assert state_of(model) == before
+            expected = copy.deepcopy(model).merge_and_unload().state_dict()
+            names = set(base_model(tied=kind != "on the embedding").state_dict())
+            assert set(expected) == names
+            found = newest(store)
+            assert found == {name: bits(expected[name].to(torch.bfloat16)) for name in found}
+            assert names - set(found) <= {"lm_head.weight"}, "tied, so it travels once"
+
+
+@pytest.mark.parametrize("kind, wire", [*((kind, None) for kind in KINDS), ("lora", "auto")])
+def test_an_adapter_run_gives_a_folder_that_peft_loads(kind: str, wire: str | None, tmp_path: Path) -> None:
+    model = peft_model(kind)
+    optimizer = optimizer_of(model)
+    weights = adapter(model)
+    with Publisher(tmp_path / "run", wire_dtype=wire) as publisher:
+        for _ in range(3):
+            train(model, optimizer)
+            publisher.publish(weights).result(WAIT)
+    model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    theirs = peft.load_peft_weights(str(tmp_path / "theirs"), device="cpu")
+    folder = tmp_path / "ours"
+    result = CliRunner().invoke(app, ["checkout", str(tmp_path / "run"), "-o", str(folder)])
+    assert result.exit_code == 0, result.output
+    ours = peft.load_peft_weights(str(folder), device="cpu")
+    dtype = torch.float32 if wire is None else torch.bfloat16
+    assert {n: bits(t) for n, t in ours.items()} == {n: bits(t.to(dtype)) for n, t in theirs.items()}
+    config = [json.loads((path / "adapter_config.json").read_text()) for path in (folder, tmp_path / "theirs")]
+    assert config[0] == config[1]
+    loaded = peft.PeftModel.from_pretrained(base_model(tied=kind != "on the embedding"), str(folder))
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        found, expected = loaded.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits
+    if wire is None:
+        assert torch.equal(found, expected)
+    else:
+        assert torch.allclose(found, expected, atol=0.05)
+
+
+def test_an_adapter_follows_into_a_live_model(store: Store) -> None:
+    model, follower = peft_model(), peft_model()
+    optimizer = optimizer_of(model)
+    replica = Replica(store, heartbeat=0)
+    with Publisher(store, wire_dtype=None) as publisher:
+        for _ in range(3):
+            train(model, optimizer)
+            publisher.publish(adapter(model)).result(WAIT)
+            replica.sync(adapter(follower))
+            assert state_of(follower) == state_of(model)
+
+
+def test_an_adapter_is_small_and_the_optimizer_that_steps_it_can_tell_what_changed(store: Store) -> None:
+    model = peft_model()
+    optimizer = optimizer_of(model, DeltaAdamW)
+    with Publisher(store, detector=optimizer) as publisher:
+        for _ in range(4):
+            train(model, optimizer)
+            publisher.publish(adapter(model)).result(WAIT)
+            expected = {n: bits(t.to(torch.bfloat16)) for n, t in adapter(model).state_dict().items()}
+            assert newest(store) == expected
+    assert Run.open(store).schema.elements == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_wrappers_do_not_matter_and_one_of_several_adapters_can_be_named(store: Store) -> None:
+    model = peft_model()
+    model.add_adapter("other", copy.deepcopy(KINDS["dora"]))
+    wrapped = torch.compile(torch.nn.DataParallel(model))
+    assert set(adapter(wrapped).state_dict()) == set(adapter(model, "default").state_dict())
+    assert any("magnitude" in name for name in adapter(model, "other").state_dict())
+    assert set(merged(wrapped).state_dict()) == set(base_model().state_dict())
+
+
+def test_what_cannot_be_published_is_refused_with_the_next_step(store: Store) -> None:
+    model = peft_model()
+    prompted = peft.get_peft_model(base_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    publisher = Publisher(store)
+    with pytest.raises(SchemaMismatch, match=r"adapter\(model\) or merged\(model\)"):
+        publisher.publish(model)
+    with pytest.raises(SchemaMismatch, match="cannot be merged"):
+        merged(prompted)
+    with pytest.raises(SchemaMismatch, match="is tied to another weight"):
+        merged(peft.get_peft_model(base_model(), copy.deepcopy(KINDS["on the embedding"])))
+    with pytest.raises(SchemaMismatch, match="no PeftModel"):
+        adapter(base_model())
+    with pytest.raises(SchemaMismatch, match="'default'"):
+        adapter(model, "unknown")
+    publisher.publish(merged(model)).result(WAIT)
+    with pytest.raises(SchemaMismatch, match="only"):
+        publisher.publish(adapter(model))
+    publisher.close()
