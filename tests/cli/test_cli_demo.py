@@ -103,6 +103,7 @@ def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @LOADED
+@pytest.mark.slow
 def test_a_trainer_that_cannot_start_is_a_problem_with_a_reason(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("a file where a folder should be")
