@@ -22,6 +22,7 @@ of all weights.
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 import tempfile
@@ -303,6 +304,8 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2], help="tensor-parallel degrees, without vLLM")
     parser.add_argument("--out", type=Path, help="folder for the figures as JSON")
     options = parser.parse_args()
+    # the server must not outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     facts = about()
     print_about(facts)
     report = on_a_server(options) if options.device == "vllm" else on_a_device(options)
