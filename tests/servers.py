@@ -1,4 +1,4 @@
-"""A server under test: a command in a process group of its own, and its port on this machine."""
+"""What tests start: a command in a process group of its own, to its end, or as a server with a port on this machine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,23 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
+
+
+def run_to_end(command: Sequence[str], log: Path, limit: float, **environment: str) -> int:
+    """Its exit status; what it says goes to `log`. Nothing of it outlives the call."""
+    with open(log, "w") as out:
+        process = subprocess.Popen(
+            [*command],
+            env={**os.environ, **environment},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 class Server:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +25,7 @@ from deltawire.core.schema import Schema, TensorSpec
 from deltawire.models import torch_bits
 from deltawire.replica import Replica
 from deltawire.trainer.shards import share_out
+from servers import run_to_end
 
 LIMIT = 240.0
 
@@ -53,17 +50,7 @@ def train(folder: Path, scenarios: str, size: int, dies: int | None = None, rest
     """By torchrun, as people do it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     command += [f"--max-restarts={restarts}", str(Path(__file__).parent / "sharded_rank.py"), scenarios, str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    with open(folder / "log", "w") as log:
-        # a session of its own: nothing of it outlives the test
-        launcher = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = launcher.wait(LIMIT)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
+    code = run_to_end(command, folder / "log", LIMIT, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
     gone = dies is not None and not restarts
     assert (code != 0) == gone, (folder / "log").read_text()[-8000:]
     found = (folder / f"{scenarios}-{rank}.json" for rank in range(size) if rank != dies or restarts)

@@ -40,7 +40,7 @@ def fill(
     for file in manifest.files:
         full.check_companion(file.name)
     # peft looks for an adapter's weights under a name of their own
-    is_adapter = any(file.name == "adapter_config.json" for file in manifest.files)
+    is_adapter = any(file.name == full.ADAPTER_CONFIG for file in manifest.files)
     full.write_checkpoint(folder, source, stem="adapter_model" if is_adapter else "model", progress=progress)
     for file in manifest.files:
         with open(folder / file.name, "wb") as out:

@@ -22,6 +22,7 @@ from .schema import Schema, TensorSpec, check_name
 from .sparse import FORMAT, FORMAT_VERSION, DataFile, Read
 
 INDEX_NAME = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
 SHARD_BYTES = 5 << 30
 COMPANION_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
 MAX_COMPANION = 64 << 20

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import SchemaMismatch
+from ..core.full import ADAPTER_CONFIG
 from ..models import is_peft, unwrapped
-
-CONFIG_NAME = "adapter_config.json"
 
 
 def adapter(model: Any, name: str | None = None) -> Adapter:
@@ -116,7 +115,7 @@ class Adapter(_View):
         config.inference_mode = True
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
-            return {CONFIG_NAME: (Path(folder) / CONFIG_NAME).read_bytes()}
+            return {ADAPTER_CONFIG: (Path(folder) / ADAPTER_CONFIG).read_bytes()}
 
 
 class Merged(_View):

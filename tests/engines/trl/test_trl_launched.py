@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +17,7 @@ from deltawire.bucket.replay import checkout  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.bucket.verify import verify  # noqa: E402
 from deltawire.models import torch_bits  # noqa: E402
+from servers import free_port, run_to_end  # noqa: E402
 
 LIMIT = 240.0
 STEPS = 5
@@ -32,23 +28,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT)]
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launched")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
-    command += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", f"--main_process_port={port}"]
+    command += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", f"--main_process_port={free_port()}"]
     command += [str(Path(__file__).parent / "launched.py"), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
-    with open(folder / "log", "w") as log:
-        # a session of its own: nothing of it outlives the test
-        launcher = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = launcher.wait(LIMIT)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    code = run_to_end(command, folder / "log", LIMIT, **quiet)
     assert code == 0, (folder / "log").read_text()[-8000:]
     return folder
 
