@@ -167,10 +167,7 @@ def run_once(subject: Subject, rate: float, given: argparse.Namespace, run: str,
         dw.Publisher(run, wire_dtype="bf16", encoding=given.encoding, files=subject.folder) as publisher,
     ):
         publisher.publish(learner.model, step=0, wait=True)
-        for url, box in boxes.items():
-            if box.exit_code is not None:
-                raise ServerUnavailable(f"{box.name} ended early: {box.last_words}")
-            wait_for([url], 0)
+        wait_for_boxes(boxes, 0)
         ledger = Ledger(publisher)
         with Rollouts([*boxes], Prompts(subject, settings, given.tokens), settings) as rollouts:
             for step in train(learner, ledger, rollouts, settings, steps=given.steps):
@@ -182,7 +179,7 @@ def run_once(subject: Subject, rate: float, given: argparse.Namespace, run: str,
                 )
         ledger.settle(learner.model, len(steps), PATIENCE_S)
         assert publisher.version is not None
-        wait_for([*boxes], publisher.version)
+        wait_for_boxes(boxes, publisher.version)
         mine = fingerprint(learner.model.state_dict(), "bf16")
         theirs = [httpx.get(f"{url}/deltawire/fingerprint", timeout=300.0).json().get("sha256") for url in boxes]
         pauses = [event["pause_s"] for box in boxes.values() for event in heard(box) if event.get("version")]
@@ -204,6 +201,21 @@ def run_once(subject: Subject, rate: float, given: argparse.Namespace, run: str,
     }
 
 
+def wait_for_boxes(boxes: dict[str, Box], version: int) -> None:
+    """Until all serve it; not for one that has ended."""
+    deadline = time.monotonic() + PATIENCE_S
+    for url, box in boxes.items():
+        while True:
+            try:
+                wait_for([url], version, seconds=1.0)
+                break
+            except ServerUnavailable as error:
+                if not box.running:
+                    raise ServerUnavailable(f"{box.name} has ended ({box.exit_code}): {box.last_words}") from error
+                if time.monotonic() > deadline:
+                    raise
+
+
 def heard(box: Box) -> list[dict[str, Any]]:
     """The versions that a server said it took."""
     found = []
@@ -218,15 +230,19 @@ def heard(box: Box) -> list[dict[str, Any]]:
 
 
 def account(where: str) -> Iterator[dict[str, Any]]:
-    """For each version but the first: what changed in it, what it cost, and what it would cost in each encoding."""
+    """For each version but the first: what changed in it, what it cost, and what it would cost in each encoding.
+
+    Only the later half is encoded anew, which is what `summary` looks at: a large model takes seconds for each.
+    """
     run, replica = Run.open(where), dw.Replica(where, heartbeat=0)
     model = {tensor.name: np.zeros(tensor.shape, np.uint16) for tensor in run.schema.tensors}
     replica.sync(model, 0)
     # near zero a weight changes at every step, however small; real weights that began as exact zeros are an artefact
     zeros = {name: bits & 0x7FFF == 0 for name, bits in model.items()}
-    for version in run.listed():
-        if not version:
-            continue
+    versions = [version for version in run.listed() if version]
+    for number, version in enumerate(versions):
+        print(f"reading version {version} of {versions[-1]} again", end="\r", flush=True)
+        late = number >= len(versions) // 2
         before = {name: bits.copy() for name, bits in model.items()}
         replica.sync(model, version)
         moved = {name: bits != before[name] for name, bits in model.items()}
@@ -241,7 +257,7 @@ def account(where: str) -> Iterator[dict[str, Any]]:
             "sent": links["delta"].bytes if "delta" in links else links["anchor"].bytes,
             "sent_as": links["delta"].encoding if "delta" in links else "anchor",
             "anchor": links["anchor"].bytes if "anchor" in links else 0,
-            "encoded": {name: len(dw.encode(before, model, name)) for name in ENCODINGS},
+            "encoded": {name: len(dw.encode(before, model, name)) for name in ENCODINGS if late},
         }
 
 

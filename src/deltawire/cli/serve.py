@@ -57,7 +57,9 @@ def command(
     name: Annotated[
         str | None, typer.Option("--served-model-name", metavar="NAME", help="What clients call the model.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="To compute in; auto is float32 on a CPU.")] = Dtype.auto,
+    dtype: Annotated[
+        Dtype, typer.Option(help="To compute in; auto is float32 on a CPU, elsewhere what most weights of the run are.")
+    ] = Dtype.auto,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
     threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads.")] = None,
     kv: Annotated[

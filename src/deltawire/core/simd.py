@@ -4,7 +4,8 @@ Left to the auto-vectoriser the same loops ran four to eight times slower: numba
 for overlap. With AVX-512 a mask is a compare and a move; on older machines LLVM lowers it to what there is.
 
 Most take addresses and not arrays (an array argument costs two atomic reference counts a call). None checks bounds:
-callers see to it that LANES elements lie behind every address.
+callers see to it that LANES elements lie behind every address. An address does not keep its array: numba frees one that
+a kernel made itself after the last line that names it, so read by address only what came as an argument.
 """
 
 from __future__ import annotations

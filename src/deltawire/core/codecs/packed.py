@@ -123,7 +123,8 @@ def _zigzag_stream(coded: CodedBlock, regions: Sequence[tuple[Region, int]], str
     wide = _unplanes(exactly(coded, streams, "wide", (0, total * wide_size)), unit)
     # of the unit's width: a step that does not fit was refused
     zigzags = np.empty(total, unit)
-    _raise_for(_read_zigzags(steps, wide, 8 * wide_size, zigzags))
+    nibbles = np.zeros(2 * steps.size + LANES, np.uint8)
+    _raise_for(_read_zigzags(steps, wide, 8 * wide_size, nibbles, zigzags))
     return zigzags
 
 
@@ -249,8 +250,8 @@ def _write_steps(old: Any, new: Any, signed: bool, steps: Any, wide: Any) -> int
 
 
 @njit(cache=True, nogil=True)
-def _read_zigzags(steps: Any, wide: Any, width: int, zigzags: Any) -> int:
-    nibbles = np.zeros(2 * steps.size + LANES, np.uint8)
+def _read_zigzags(steps: Any, wide: Any, width: int, nibbles: Any, zigzags: Any) -> int:
+    """`nibbles` is given, not made here: it is read by its address (see simd)."""
     for i in range(steps.size):
         nibbles[2 * i] = steps[i] & 15
         nibbles[2 * i + 1] = steps[i] >> 4

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -23,7 +24,7 @@ from ...store import Store
 from .access import check_guarded
 from .app import Service, Settings, build
 from .follower import Follower, Sync
-from .loading import Loaded, as_folder, load
+from .loading import Loaded, as_folder, dtype_of, load
 from .metrics import Metrics
 from .sampling import LogprobsMode
 from .scheduler import KvPolicy, Limits, Scheduler
@@ -168,11 +169,22 @@ class _Server(uvicorn.Server):
 
 
 def _load(options: Options) -> Loaded:
-    if options.model is not None:
-        return load(options.model, dtype=options.dtype, device=options.device, max_model_len=options.max_model_len)
-    run = _wait_for(options.run, options.poll)
-    with as_folder(run, options.pin, resolver(options.reference)) as folder:
-        return load(str(folder), dtype=options.dtype, device=options.device, max_model_len=options.max_model_len)
+    source: AbstractContextManager[str | Path | None] = nullcontext(options.model)
+    if options.model is None:
+        run = _wait_for(options.run, options.poll)
+        source = as_folder(run, options.pin, resolver(options.reference))
+    dtype = _dtype(options)
+    with source as model:
+        return load(str(model), dtype=dtype, device=options.device, max_model_len=options.max_model_len)
+
+
+def _dtype(options: Options) -> torch.dtype:
+    """On a CPU, which has no fast 16-bit product, the weights may be wider than the run's (weights.py)."""
+    if options.dtype != "auto":
+        return getattr(torch, options.dtype)  # type: ignore[no-any-return]
+    if torch.device(options.device).type == "cpu":
+        return torch.float32
+    return dtype_of(_wait_for(options.run, options.poll).schema)
 
 
 def _wait_for(where: str | Store, poll: float) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from ...bucket.replay import Resolve, checkout, find_reference
 from ...bucket.run import Run
 from ...core.errors import ReferenceUnavailable, SchemaMismatch, VersionNotFound
 from ...core.full import weight_files
+from ...core.schema import Schema
 from .batch import require_batchable
 
 log = logging.getLogger("deltawire")
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_COMPUTED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -54,30 +57,30 @@ def as_folder(run: Run, version: int | None, resolve: Resolve = find_reference) 
         yield made
 
 
-def load(source: str, *, dtype: str = "auto", device: str = "cpu", max_model_len: int | None = None) -> Loaded:
+def load(source: str, *, dtype: torch.dtype, device: str = "cpu", max_model_len: int | None = None) -> Loaded:
     """`source` is a checkpoint folder (the weights may be missing: the run has them) or a hub id."""
     disable_progress_bar()
     config = AutoConfig.from_pretrained(source)
-    chosen = _dtype(dtype, device, config)
     place = Path(source)
     if place.is_dir() and not any(place.glob("*.safetensors")):
-        model = AutoModelForCausalLM.from_config(config, dtype=chosen)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         if place.is_dir():
             weight_files(place)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=chosen)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     model = model.to(device).eval().requires_grad_(False)
     require_batchable(model, source)
     tokenizer = _tokenizer(source)
     return Loaded(model, tokenizer, _eos(source, config, tokenizer), _length(config, max_model_len))
 
 
-def _dtype(wanted: str, device: str, config: Any) -> torch.dtype:
-    if wanted != "auto":
-        return getattr(torch, wanted)  # type: ignore[no-any-return]
-    if device == "cpu":
-        return torch.float32
-    return getattr(config, "dtype", None) or torch.bfloat16
+def dtype_of(schema: Schema) -> torch.dtype:
+    """That of most weights of a run, whatever its config.json says of the checkpoint that it began with."""
+    weights = Counter[str]()
+    for tensor in schema.tensors:
+        weights[tensor.dtype] += tensor.elements
+    found = next((name for name, _ in weights.most_common() if name in _COMPUTED), "BF16")
+    return _COMPUTED[found]
 
 
 def _length(config: Any, wanted: int | None) -> int:

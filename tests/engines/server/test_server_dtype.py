@@ -1,0 +1,32 @@
+"""What `--dtype auto` computes in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from serving import checkpoint, publisher, tiny_model
+
+from deltawire.core.schema import Schema, TensorSpec
+from deltawire.engines.server import Options
+from deltawire.engines.server.launch import _dtype
+from deltawire.engines.server.loading import dtype_of
+
+
+@pytest.mark.parametrize("device, dtype", [("cpu", torch.float32), ("cuda:1", torch.bfloat16)])
+def test_a_run_that_began_with_a_wider_checkpoint(tmp_path: Path, device: str, dtype: torch.dtype) -> None:
+    trainer = tiny_model()
+    folder = checkpoint(tmp_path / "model", trainer)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    with publisher(tmp_path / "run", folder) as publish:
+        publish.publish(trainer).result(60)
+    assert _dtype(Options(str(tmp_path / "run"), device=device)) == dtype
+    assert _dtype(Options(str(tmp_path / "run"), device=device, dtype="float16")) == torch.float16
+
+
+def test_most_weights_decide() -> None:
+    few, many, counts = TensorSpec("a", "F32", (8,)), TensorSpec("b", "F16", (64,)), TensorSpec("c", "I64", (128,))
+    assert dtype_of(Schema.build([few, many, counts])) == torch.float16
+    assert dtype_of(Schema.build([counts])) == torch.bfloat16
