@@ -19,7 +19,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-all test-vllm soak bench lint format clean
+.PHONY: help setup demo netns-demo test test-all setup-vllm test-vllm soak bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,9 @@ soak: $(READY)  ## one trainer, twelve replicas, a real S3 server and faults, fo
 	@$(BIN)/python -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # The codecs are compiled into a cache of that environment: its numba is another one than that of $(VENV).
+setup-vllm:  ## make the environment of test-vllm (once, outside the clone)
+	@tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)
+
 test-vllm:  ## run the tests against a real vLLM on the CPU, in an environment of its own (made once, outside the clone)
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \

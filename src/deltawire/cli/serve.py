@@ -74,6 +74,14 @@ def command(
         typer.Option(metavar="NAME", help="Name in `log`; host and process by default.", rich_help_panel=_FLOW),
     ] = None,
     reference: ReferenceOption = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="With --engine vllm RUN: where the version to start from is written, and used again while it is the "
+            "one wanted; else a temporary folder, which stays.",
+        ),
+    ] = None,
     logprobs_mode: Annotated[Logprobs, typer.Option(help="Before or after temperature and top_p.")] = Logprobs.raw,
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Prompt and answer together.", rich_help_panel=_SIZE)
@@ -128,6 +136,8 @@ def command(
         model, run = None, model
     if run is None:
         raise typer.BadParameter("name a run: deltawire serve RUN, or deltawire serve MODEL --run RUN")
+    if folder and (engine is not Engine.vllm or model):
+        raise typer.BadParameter("--folder is for --engine vllm RUN")
     if ctx.args and engine is not Engine.vllm:
         raise typer.BadParameter(f"{ctx.args[0]!r} is for vLLM, and needs --engine vllm")
 
@@ -147,6 +157,7 @@ def command(
             port=port,
             version=pin,
             model=model,
+            folder_for_weights=folder,
             reference=str(reference) if reference else None,
             poll=poll,
             keep_kv=kv is Kv.keep,

@@ -16,6 +16,9 @@ from .simd import prefetch
 _AHEAD = 128
 """How many changes ahead of its use a cache line is asked for."""
 
+_LOOKED = 1024
+"""How many changes are written before they are read again."""
+
 
 @njit(cache=True, nogil=True, inline="always")
 def place(position: Any, base: int, width: int, stride: int) -> Any:
@@ -43,6 +46,20 @@ def scatter(bits: Any, positions: Any, values: Any, base: int, width: int, strid
     for i in range(positions.size):
         _ask_ahead(bits, positions, i, base, width, stride)
         bits[np.uint64(place(positions[i], base, width, stride))] = values[i]
+
+
+@njit(cache=True, nogil=True)
+def scatter_and_look(bits: Any, positions: Any, values: Any, base: int, width: int, stride: int) -> Any:
+    """As `scatter`; and whether memory holds what was written, read again while the lines are still in a cache."""
+    wrong = values.dtype.type(0)
+    for start in range(0, positions.size, _LOOKED):
+        end = min(start + _LOOKED, positions.size)
+        for i in range(start, end):
+            _ask_ahead(bits, positions, i, base, width, stride)
+            bits[np.uint64(place(positions[i], base, width, stride))] = values[i]
+        for i in range(start, end):
+            wrong |= bits[np.uint64(place(positions[i], base, width, stride))] ^ values[i]
+    return wrong == 0
 
 
 @njit(cache=True, nogil=True)

@@ -86,6 +86,7 @@ def test_what_it_refuses() -> None:
     assert "name a run" in refused()
     assert "DELTAWIRE_TOKEN" in refused("run", "--host", "0.0.0.0", DELTAWIRE_TOKEN="")
     assert "--engine vllm" in refused("run", "--", "--max-model-len", "9")
+    assert "--engine vllm" in refused("run", "--folder", "weights")
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")

@@ -240,15 +240,12 @@ def test_a_stray_write_in_the_pause_is_found_after_it(world: World) -> None:
 def test_a_write_that_does_not_arrive_is_taken_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.sync()
     version = world.publish()
-    scatter, lost = shard.scatter, [1]
+    write, lost = shard.scatter_and_look, [False]
 
-    def lossy(*args: Any) -> None:
-        if lost:
-            lost.pop()
-        else:
-            scatter(*args)
+    def lossy(*args: Any) -> bool:
+        return lost.pop() if lost else write(*args)
 
-    monkeypatch.setattr(shard, "scatter", lossy)
+    monkeypatch.setattr(shard, "scatter_and_look", lossy)
     with pytest.raises(WorkerError, match="does not hold what was written"):
         world.sync()
     world.holds(0)

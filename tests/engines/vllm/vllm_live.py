@@ -130,7 +130,9 @@ class Server:
             "--served-model-name", "m", "--tensor-parallel-size", str(tp), *flags,
         ]  # fmt: skip
         if model is None:
-            self.command = [str(BIN / "deltawire"), "serve", "--engine", "vllm", str(run), *listen, "--", *options]
+            weights = ["--folder", str(log.with_suffix(".weights"))]
+            ours = [str(BIN / "deltawire"), "serve", "--engine", "vllm", str(run), *weights, *listen]
+            self.command = [*ours, "--", *options]
         else:
             backend = ["--weight-transfer-config", '{"backend": "deltawire"}']
             self.command = [str(BIN / "vllm"), "serve", str(model), *listen, *backend, *options]

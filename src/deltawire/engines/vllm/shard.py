@@ -10,18 +10,16 @@ import numpy as np
 import torch
 
 from ...core import digest
-from ...core.change import Change, Region, gather, scatter
+from ...core.change import Change, Region
 from ...core.digest import StateDigest
 from ...core.dtypes import Bits
 from ...core.parallel import ordered_map
+from ...core.places import scatter_and_look
 from ...core.schema import TensorSpec
 from .placement import Piece
 
 WORTH_THREADS = 1 << 19
 """Changes that are worth starting threads for."""
-
-CHUNK = 1 << 12
-"""Changes that are written and read back at a time: few enough for the weights around them to be still in a cache."""
 
 Sums = dict[int, StateDigest]
 """By group of pieces (layout.py)."""
@@ -114,12 +112,9 @@ class HostShard:
     def _scatter(self, patch: list[PieceChange], *, new: bool) -> None:
         def one(item: PieceChange) -> None:
             change, (place, flat) = item.change, self._cells[item.piece]
-            for start in range(0, change.count, CHUNK):
-                here = slice(start, start + CHUNK)
-                positions, bits = change.positions[here], (change.new if new else change.old)[here]
-                scatter(place, positions, bits, flat)
-                if not np.array_equal(gather(place, positions, flat), bits):
-                    raise RuntimeError(f"memory of {change.region.tensor.name!r} does not hold what was written to it")
+            values = change.new if new else change.old
+            if not scatter_and_look(flat, change.positions, values, *place.geometry):
+                raise RuntimeError(f"memory of {change.region.tensor.name!r} does not hold what was written to it")
 
         many = sum(item.change.count for item in patch) >= WORTH_THREADS
         for _ in ordered_map(one, patch, None if many else 1):
