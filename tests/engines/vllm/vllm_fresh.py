@@ -6,12 +6,14 @@ The model is made and loaded by vLLM's own `get_model`, in a process per rank, w
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__)
 
@@ -58,16 +60,24 @@ def main() -> None:
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 
-    configs = [
-        EngineArgs(
+    def config_of(folder: str) -> Any:
+        return EngineArgs(
             model=folder, dtype="bfloat16", max_model_len=512, enforce_eager=True, tensor_parallel_size=tp
         ).create_engine_config()
-        for folder in folders
-    ]
-    with set_current_vllm_config(configs[0]):
-        init_distributed_environment(tp, rank, "env://", rank, backend="gloo")
-        initialize_model_parallel(tp)
-    for config in configs:
+
+    # made once for all versions of a model: it takes longer than to load one
+    configs: dict[bytes, Any] = {}
+    for folder in folders:
+        kind = (Path(folder) / "config.json").read_bytes()
+        if kind not in configs:
+            configs[kind] = config_of(folder)
+            if len(configs) == 1:
+                with set_current_vllm_config(configs[kind]):
+                    init_distributed_environment(tp, rank, "env://", rank, backend="gloo")
+                    initialize_model_parallel(tp)
+        # a copy: a model leaves its layers in it
+        config = copy.deepcopy(configs[kind])
+        config.model_config.model = folder
         with set_current_vllm_config(config):
             digests = compute_tensor_digests(get_model(vllm_config=config))
         print(json.dumps({f"dp0:pp0:pcp0:tp{rank}:{name}": value for name, value in digests.items()}), flush=True)
