@@ -42,10 +42,10 @@ test-all: $(READY)  ## run all tests, the slow ones too
 soak: $(READY)  ## one trainer, twelve replicas, a real S3 server and faults, for MINUTES=10 (SEED= repeats a run)
 	@$(BIN)/python -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-# The codecs are compiled into a cache of that environment: its numba is another one than that of $(VENV).
 setup-vllm:  ## make the environment of test-vllm (once, outside the clone)
 	@tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)
 
+# The codecs are compiled into a cache of that environment: its numba is another one than that of $(VENV).
 test-vllm:  ## run the tests against a real vLLM on the CPU, in an environment of its own (made once, outside the clone)
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \

@@ -22,7 +22,6 @@ of all weights.
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from _report import about, print_about, write_json
+from deltawire.cli.common import ended_by_sigterm
 from deltawire.engines.vllm.launch import write_version
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "vllm"))
@@ -304,11 +304,11 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2], help="tensor-parallel degrees, without vLLM")
     parser.add_argument("--out", type=Path, help="folder for the figures as JSON")
     options = parser.parse_args()
-    # the server must not outlive this
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     facts = about()
     print_about(facts)
-    report = on_a_server(options) if options.device == "vllm" else on_a_device(options)
+    with ended_by_sigterm():
+        # the server must not outlive this
+        report = on_a_server(options) if options.device == "vllm" else on_a_device(options)
     if options.out:
         write_json(options.out / "pause.json", {**facts, **report})
 

@@ -264,7 +264,7 @@ def account(where: str) -> Iterator[dict[str, Any]]:
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """The middle of the later half: Adam's first steps change more than all others."""
     versions = result["versions"]
-    late = versions[len(versions) // 2 :]
+    late = [one for one in versions if one["encoded"]]
 
     def middle(of: Callable[[dict[str, Any]], float]) -> float:
         return median(of(one) for one in late)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from serving import checkpoint, publisher, tiny_model
 
+from deltawire.bucket.run import Run
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.engines.server import Options
 from deltawire.engines.server.launch import _dtype
@@ -22,8 +23,9 @@ def test_a_run_that_began_with_a_wider_checkpoint(tmp_path: Path, device: str, d
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
     with publisher(tmp_path / "run", folder) as publish:
         publish.publish(trainer).result(60)
-    assert _dtype(Options(str(tmp_path / "run"), device=device)) == dtype
-    assert _dtype(Options(str(tmp_path / "run"), device=device, dtype="float16")) == torch.float16
+    run = str(tmp_path / "run")
+    assert _dtype(Options(run, device=device), lambda: Run.open(run)) == dtype
+    assert _dtype(Options(run, device=device, dtype="float16"), lambda: Run.open(run)) == torch.float16
 
 
 def test_most_weights_decide() -> None:

@@ -13,13 +13,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__)
 
 
 def fresh_checksums(folders: Sequence[Path], tp: int) -> list[dict[str, str]]:
-    """Per folder, the checksums of all ranks, named as /weight_checker names them."""
+    """Per folder, each a version of the same model, the checksums of all ranks, named as /weight_checker names them."""
     from vllm_live import environment, free_port
 
     port = free_port()
@@ -60,23 +59,16 @@ def main() -> None:
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
 
-    def config_of(folder: str) -> Any:
-        return EngineArgs(
-            model=folder, dtype="bfloat16", max_model_len=512, enforce_eager=True, tensor_parallel_size=tp
-        ).create_engine_config()
-
-    # made once for all versions of a model: it takes longer than to load one
-    configs: dict[bytes, Any] = {}
+    # made once for all versions of a model: it takes as long as to load one
+    made = EngineArgs(
+        model=folders[0], dtype="bfloat16", max_model_len=512, enforce_eager=True, tensor_parallel_size=tp
+    ).create_engine_config()
+    with set_current_vllm_config(made):
+        init_distributed_environment(tp, rank, "env://", rank, backend="gloo")
+        initialize_model_parallel(tp)
     for folder in folders:
-        kind = (Path(folder) / "config.json").read_bytes()
-        if kind not in configs:
-            configs[kind] = config_of(folder)
-            if len(configs) == 1:
-                with set_current_vllm_config(configs[kind]):
-                    init_distributed_environment(tp, rank, "env://", rank, backend="gloo")
-                    initialize_model_parallel(tp)
         # a copy: a model leaves its layers in it
-        config = copy.deepcopy(configs[kind])
+        config = copy.deepcopy(made)
         config.model_config.model = folder
         with set_current_vllm_config(config):
             digests = compute_tensor_digests(get_model(vllm_config=config))

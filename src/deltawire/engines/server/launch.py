@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -169,22 +170,23 @@ class _Server(uvicorn.Server):
 
 
 def _load(options: Options) -> Loaded:
+    run = cache(lambda: _wait_for(options.run, options.poll))
+    # waited for only where it has to say something
     source: AbstractContextManager[str | Path | None] = nullcontext(options.model)
     if options.model is None:
-        run = _wait_for(options.run, options.poll)
-        source = as_folder(run, options.pin, resolver(options.reference))
-    dtype = _dtype(options)
+        source = as_folder(run(), options.pin, resolver(options.reference))
+    dtype = _dtype(options, run)
     with source as model:
         return load(str(model), dtype=dtype, device=options.device, max_model_len=options.max_model_len)
 
 
-def _dtype(options: Options) -> torch.dtype:
+def _dtype(options: Options, run: Callable[[], Run]) -> torch.dtype:
     """On a CPU, which has no fast 16-bit product, the weights may be wider than the run's (weights.py)."""
     if options.dtype != "auto":
         return getattr(torch, options.dtype)  # type: ignore[no-any-return]
     if torch.device(options.device).type == "cpu":
         return torch.float32
-    return dtype_of(_wait_for(options.run, options.poll).schema)
+    return dtype_of(run().schema)
 
 
 def _wait_for(where: str | Store, poll: float) -> Run:
