@@ -98,9 +98,8 @@ def test_a_game_is_its_own_prompt() -> None:
 
 
 def test_versions_as_the_servers_say_them() -> None:
-    assert versions_of({"deltawire": {"versions": [41, 42], "spans": [[41, 3], [42, 2]]}}) == [41, 42]
     assert versions_of({"weight_versions": [{"version": 7, "start": 0, "end": 5}]}) == [7]
-    for unnamed in ({}, {"deltawire": None}, {"weight_versions": [{"version": "initial"}]}):
+    for unnamed in ({}, {"weight_versions": None}, {"weight_versions": [{"version": "initial"}]}):
         with pytest.raises(ServerRefused, match="names no version"):
             versions_of(unnamed)
 
@@ -137,7 +136,7 @@ def completion(request: httpx.Request) -> httpx.Response:
             "finish_reason": "length",
             "token_ids": spell("crane"),
             "logprobs": {"token_logprobs": [-1.0] * 5},
-            "deltawire": {"versions": [3], "spans": [[3, 5]]},
+            "weight_versions": [{"version": 3, "start": 0, "end": 5}],
         }
         for number in range(len(prompts))
     ]

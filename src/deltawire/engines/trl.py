@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import DeltawireError, MissingExtra, PublishFailed, WriterConflict
 from ..models import is_peft, unwrapped
 from ..trainer import Published, Publisher, PublishHandle, adapter, merged
+from .names import versions_of
 
 if TYPE_CHECKING:
     import torch
@@ -217,12 +218,8 @@ class Syncs:
 
 
 def versions_in(answer: Mapping[str, Any]) -> list[int]:
-    """The versions that a completion says it was made with, as our server and our vLLM plugin say it."""
-    found: list[int] = []
-    for choice in answer.get("choices", ()):
-        found += (choice.get("deltawire") or {}).get("versions", ())
-        found += (span["version"] for span in choice.get("weight_versions") or ())
-    return [int(version) for version in found]
+    """The versions that a completion says it was made with."""
+    return [version for choice in answer.get("choices", ()) for version in versions_of(choice)]
 
 
 def publish(publisher: Publisher, weights: Mapping[str, Any] | Any, step: int) -> PublishHandle | None:

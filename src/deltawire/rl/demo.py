@@ -317,8 +317,7 @@ class Replica:
         # it may have heard of a version before we did
         newest = max(newest or 0, status.get("newest") or 0)
         lag = None if version is None else max(newest - version, 0)
-        pause = (status.get("last_sync") or {}).get("pause_s", (status.get("timings") or {}).get("pause"))
-        return Glimpse(at, version, lag, pause, str(status.get("health") or status.get("state")))
+        return Glimpse(at, version, lag, (status.get("timings") or {}).get("pause"), str(status.get("state")))
 
     def weights(self, client: httpx.Client) -> tuple[str, Any]:
         """How its weights can be told, and what they are."""

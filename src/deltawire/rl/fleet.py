@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from ..core.errors import ServerRefused, ServerUnavailable
+from ..engines import names
 from .sampling import Sample
 
 log = logging.getLogger("deltawire")
@@ -23,12 +24,11 @@ ANSWER_S = 60.0
 
 
 def versions_of(choice: Mapping[str, Any]) -> list[int]:
-    """The versions that made a choice, as deltawire's own server and vLLM with its plugin say it."""
-    note = choice.get("deltawire") or {}
-    found = note.get("versions") or [span.get("version") for span in choice.get("weight_versions") or ()]
-    if not found or not all(isinstance(version, int) for version in found):
+    """The versions that made a choice; raises ServerRefused where the server names none."""
+    found = names.versions_of(choice)
+    if not found:
         raise ServerRefused("a rollout server names no version with its samples; is it one that follows a run?")
-    return list(found)
+    return found
 
 
 class Fleet:

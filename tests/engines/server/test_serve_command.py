@@ -62,7 +62,7 @@ def test_from_nothing_but_the_run_to_the_end(tmp_path: Path, how: signal.Signals
             publish.publish(trainer).result(60)
             assert line(it)["version"] == 1
             answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "logprobs": 0}, timeout=60)
-            assert answer.headers["x-deltawire-version"] == "1"
+            assert answer.headers["deltawire-version"] == "1"
             assert answer.json()["model"] == "run"
             assert httpx.post(f"{url}/pause").status_code == 401
             it.send_signal(how)

@@ -81,7 +81,7 @@ class Watcher(threading.Thread):
                     choice = json.loads(line.removeprefix("data: "))["choices"][0]
                     tokens += choice["token_ids"]
         assert choice["finish_reason"] == "length"
-        return {"prompt": prompt, "tokens": tokens, **choice["deltawire"]}
+        return {"prompt": prompt, "tokens": tokens, "spans": choice["weight_versions"]}
 
 
 def test_twenty_versions_while_eight_streams_run(tmp_path: Path) -> None:
@@ -116,14 +116,17 @@ def test_twenty_versions_while_eight_streams_run(tmp_path: Path) -> None:
                     "ignore_eos": True,
                 },
             ).json()["choices"][0]
-    assert (status["version"], status["lag"], status["health"], status["counts"]["failed"]) == (VERSIONS, 0, "ok", 0)
+    assert (status["version"], status["lag"], status["state"]) == (VERSIONS, 0, "healthy")
+    assert (status["syncs"], status["failures"], status["counts"]["failed"]) == (VERSIONS + 1, 0, 0)
     fresh = {version: loaded(run, version, tmp_path / f"v{version}") for version in range(VERSIONS + 1)}
     assert greedy["token_ids"] == greedy_of(fresh[VERSIONS], HELLO, 20)
     answers = [answer for watcher in watchers for answer in watcher.answers]
-    assert any(len(answer["versions"]) > 1 for answer in answers)
+    assert any(len(answer["spans"]) > 1 for answer in answers)
     for answer in answers:
-        assert answer["versions"] == [version for version, _ in answer["spans"]] == sorted(answer["versions"])
-        assert sum(count for _, count in answer["spans"]) == len(answer["tokens"]) == 60
+        spans = answer["spans"]
+        assert [span["version"] for span in spans] == sorted({span["version"] for span in spans})
+        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+        assert spans[-1]["end"] == len(answer["tokens"]) == 60
         assert_spans_are_true(fresh, answer)
 
 
@@ -134,15 +137,13 @@ def greedy_of(model: Qwen3ForCausalLM, prompt: list[int], count: int) -> list[in
 
 def assert_spans_are_true(fresh: dict[int, Qwen3ForCausalLM], answer: dict[str, Any]) -> None:
     """Each token is the likeliest under the whole version it is counted to (or as good as, within rounding)."""
-    ids, done = answer["prompt"] + answer["tokens"], 0
-    for version, count in answer["spans"]:
+    ids, before = answer["prompt"] + answer["tokens"], len(answer["prompt"]) - 1
+    for span in answer["spans"]:
         with torch.no_grad():
-            logits = fresh[version](torch.tensor([ids])).logits[0]
-        begin = len(answer["prompt"]) + done - 1
-        here = logits[begin : begin + count]
-        taken = here.gather(1, torch.tensor(answer["tokens"][done : done + count])[:, None])[:, 0]
+            logits = fresh[span["version"]](torch.tensor([ids])).logits[0]
+        here = logits[before + span["start"] : before + span["end"]]
+        taken = here.gather(1, torch.tensor(answer["tokens"][span["start"] : span["end"]])[:, None])[:, 0]
         assert (here.max(-1).values - taken).max() < 1e-3
-        done += count
 
 
 def test_a_server_given_another_checkpoint_takes_the_runs_weights(tmp_path: Path) -> None:
@@ -161,17 +162,19 @@ def test_it_waits_for_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
     trainer = tiny_model()
     model = checkpoint(tmp_path / "model", trainer)
     with serving(tmp_path / "run", wait=False, model=str(model)) as (server, client):
-        wait_for(lambda: "no run" in client.get("/deltawire/status").json()["trouble"])
+        wait_for(lambda: "no run" in client.get("/deltawire/status").json()["reason"])
         answer = client.get("/health")
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["state"] == "starting"
+        assert "no run" in answer.json()["reason"]
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
-        assert client.get("/deltawire/status").json()["health"] == "starting"
+        assert client.get("/deltawire/status").json()["state"] == "starting"
         nudge(trainer, 1)
         with publisher(tmp_path / "run", model) as it:
             it.publish(trainer).result(60)
         wait_for(lambda: client.get("/health").status_code == 200)
         assert same_bits(server, trainer)
-        assert client.post("/v1/completions", json={"prompt": "a"}).headers["x-deltawire-version"] == "0"
+        assert client.post("/v1/completions", json={"prompt": "a"}).headers["deltawire-version"] == "0"
 
 
 def test_a_pinned_server_stays(tmp_path: Path) -> None:
@@ -230,17 +233,17 @@ def test_without_its_bucket_it_serves_on_and_says_so(tmp_path: Path) -> None:
         it.publish(trainer).result(60)
         with serving(store) as (server, client):
             store.away = True
-            wait_for(lambda: client.get("/deltawire/status").json()["health"] == "degraded")
-            assert "away" in client.get("/deltawire/status").json()["trouble"]
+            wait_for(lambda: client.get("/deltawire/status").json()["state"] == "degraded")
+            assert "away" in client.get("/deltawire/status").json()["reason"]
             nudge(trainer, 1)
             it.publish(trainer).result(60)
             assert client.get("/health").status_code == 200
             answer = client.post("/v1/completions", json={"prompt": "a"})
-            assert (answer.status_code, answer.headers["x-deltawire-version"]) == (200, "0")
-            assert "deltawire_healthy 0.0" in client.get("/metrics").text
+            assert (answer.status_code, answer.headers["deltawire-version"]) == (200, "0")
+            assert 'deltawire_state{state="degraded"} 1.0' in client.get("/metrics").text
             store.away = False
             wait_for(lambda: server.follower.version == 1)
-            wait_for(lambda: client.get("/deltawire/status").json()["health"] == "ok")
+            wait_for(lambda: client.get("/deltawire/status").json()["state"] == "healthy")
             assert same_bits(server, trainer)
 
 
@@ -261,9 +264,9 @@ def test_a_corrupt_delta_changes_nothing_until_it_is_repaired(tmp_path: Path) ->
         (bucket / "deltas" / delta.name).write_bytes(damaged)
         shutil.copytree(origin / "versions", bucket / "versions", dirs_exist_ok=True)
         shutil.copy(origin / "head.json", bucket / "head.json")
-        wait_for(lambda: client.get("/deltawire/status").json()["health"] == "degraded")
+        wait_for(lambda: client.get("/deltawire/status").json()["state"] == "degraded")
         assert same_bits(server, tiny_model())
-        assert client.post("/v1/completions", json={"prompt": "a"}).headers["x-deltawire-version"] == "0"
+        assert client.post("/v1/completions", json={"prompt": "a"}).headers["deltawire-version"] == "0"
         status = client.get("/deltawire/status").json()
         assert (status["version"], status["newest"], status["lag"]) == (0, 1, 1)
         shutil.copy(delta, bucket / "deltas" / delta.name)
@@ -300,16 +303,16 @@ def test_a_write_that_fails_half_way(tmp_path: Path, undo: str, monkeypatch: pyt
             it.publish(trainer).result(60)
             status = lambda: client.get("/deltawire/status").json()  # noqa: E731
             if undo == "works":
-                wait_for(lambda: "half-way" in status()["trouble"])
-                assert (status()["version"], status()["health"]) == (0, "degraded")
+                wait_for(lambda: "half-way" in status()["reason"])
+                assert (status()["version"], status()["state"]) == (0, "degraded")
                 answer = client.post("/v1/completions", json={"prompt": "a"})
-                assert (answer.status_code, answer.headers["x-deltawire-version"]) == (200, "0")
+                assert (answer.status_code, answer.headers["deltawire-version"]) == (200, "0")
             else:
-                wait_for(lambda: "nor back" in status()["trouble"])
-                assert (status()["version"], status()["health"]) == (None, "unnamed")
+                wait_for(lambda: "nor back" in status()["reason"])
+                assert (status()["version"], status()["state"]) == (None, "paused")
                 assert client.get("/health").status_code == 503
                 assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
             monkeypatch.undo()
             wait_for(lambda: server.follower.version == 1)
             assert same_bits(server, trainer)
-            assert client.post("/v1/completions", json={"prompt": "a"}).headers["x-deltawire-version"] == "1"
+            assert client.post("/v1/completions", json={"prompt": "a"}).headers["deltawire-version"] == "1"

@@ -50,7 +50,7 @@ def events(client: httpx.Client, route: str, **body: Any) -> list[dict[str, Any]
     with client.stream("POST", route, json={"stream": True, **body}) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
-        assert answer.headers["x-deltawire-version"] == "0"
+        assert answer.headers["deltawire-version"] == "0"
         lines = [line for line in answer.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
@@ -77,12 +77,12 @@ def test_the_call_of_trls_rollout_worker(client: httpx.Client) -> None:
     body = {"model": "any", "prompt": HELLO, "n": 1, "max_tokens": 12, "temperature": 1.0, "seed": 7, **neutral}
     body |= {"return_token_ids": True, "logprobs": 0}
     answer = client.post("/v1/completions", json=body)
-    assert answer.headers["x-deltawire-version"] == "0"
+    assert answer.headers["deltawire-version"] == "0"
     choice = answer.json()["choices"][0]
     assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) > 0
     assert all(value <= 0 for value in choice["logprobs"]["token_logprobs"])
-    assert choice["deltawire"] == {"versions": [0], "spans": [[0, len(choice["token_ids"])]]}
-    assert client.get("/health").status_code == 200
+    assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": len(choice["token_ids"])}]
+    assert client.get("/health").json() == {"state": "healthy"}
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 256
 
 
@@ -142,7 +142,7 @@ def test_a_stream_adds_up_to_the_answer(client: httpx.Client) -> None:
         assert [t for c in mine for t in c["token_ids"]] == choice["token_ids"]
         assert [o for c in mine for o in c["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
         assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
-        assert mine[-1]["deltawire"] == choice["deltawire"]
+        assert mine[-1]["weight_versions"] == choice["weight_versions"]
         assert mine[0]["prompt_token_ids"] == HELLO
 
 
@@ -229,14 +229,14 @@ def test_control_routes_need_the_token(client: httpx.Client) -> None:
     right = {"authorization": f"Bearer {TOKEN}"}
     assert client.get("/is_paused", headers=right).json() == {"is_paused": False}
     status = client.get("/deltawire/status", headers=right).json()
-    assert (status["version"], status["lag"], status["health"], status["model"]) == (0, 0, "ok", "letters")
+    assert (status["version"], status["lag"], status["state"], status["model"]) == (0, 0, "healthy", "letters")
     assert TOKEN not in json.dumps(status)
     assert client.get("/metrics").status_code == 200
 
 
 def test_the_token_may_guard_everything(run: Path) -> None:
     with serving(run, token=TOKEN, guard_all=True) as (_, client):
-        assert client.get("/health").status_code == 200
+        assert client.get("/health").json() == {"state": "healthy"}
         assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 401
         right = {"authorization": f"Bearer {TOKEN}"}
         assert client.post("/v1/completions", json={"prompt": "a"}, headers=right).status_code == 200
@@ -315,7 +315,7 @@ def test_metrics_count(client: httpx.Client) -> None:
     after = read()
     assert after["deltawire_generated_tokens_total"] - before["deltawire_generated_tokens_total"] == 8
     assert after["deltawire_version"] == 0
-    assert after["deltawire_healthy"] == 1
+    assert [after[f'deltawire_state{{state="{state}"}}'] for state in ("healthy", "paused")] == [1, 0]
     assert after['deltawire_requests_total{route="other",status="404"}'] >= 1
 
 

@@ -199,8 +199,6 @@ def test_another_writer_stops_the_training(store: Store) -> None:
 
 
 def test_the_versions_of_a_completion() -> None:
-    ours = {"choices": [{"deltawire": {"versions": [41, 42], "spans": [[41, 17], [42, 5]]}}]}
-    plugin = {"choices": [{"weight_versions": [{"version": 41, "start": 0, "end": 17}]}, {"weight_versions": None}]}
-    assert versions_in(ours) == [41, 42]
-    assert versions_in(plugin) == [41]
+    spans = [{"version": 41, "start": 0, "end": 17}, {"version": 42, "start": 17, "end": 22}]
+    assert versions_in({"choices": [{"weight_versions": spans}, {"weight_versions": None}]}) == [41, 42]
     assert versions_in({"choices": [{"text": "a server that follows no run"}]}) == []

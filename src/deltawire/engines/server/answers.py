@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from ..names import VERSIONS_FIELD
 from .protocol import ChatRequest, CompletionRequest
 from .sequence import Delta, Sequence
 
@@ -44,8 +45,12 @@ def usage(sequences: list[Sequence], choices: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
-def _versions(sequence: Sequence) -> dict[str, Any]:
-    return {"versions": sorted({v for v, _ in sequence.spans}), "spans": [list(span) for span in sequence.spans]}
+def _versions(sequence: Sequence) -> list[dict[str, int]]:
+    spans, start = [], 0
+    for version, tokens in sequence.spans:
+        spans.append({"version": version, "start": start, "end": start + tokens})
+        start += tokens
+    return spans
 
 
 @dataclass(slots=True)
@@ -89,7 +94,7 @@ class Answer:
         return {
             "finish_reason": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
-            "deltawire": _versions(sequence),
+            VERSIONS_FIELD: _versions(sequence),
         }
 
 

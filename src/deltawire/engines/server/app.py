@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .. import names
 from ..fingerprint import fingerprint
 from .answers import Answer, ChatAnswer, CompletionAnswer, TokenNames, made_by
 from .follower import Follower
@@ -27,7 +28,6 @@ from .protocol import BadRequest, ChatRequest, CompletionRequest, parse
 from .scheduler import QueueFull, Scheduler, Told
 from .sequence import Delta, Listener, Sequence
 
-VERSION_HEADER = "x-deltawire-version"
 _RETRY = {"retry-after": "1"}
 _CONTROL = ("/pause", "/resume", "/is_paused", "/deltawire/")
 _OPEN = ("/health",)
@@ -56,14 +56,22 @@ class Service:
         self.names = TokenNames(loaded.tokenizer)
         self.started = time.time()
 
-    def why_not_ready(self) -> str | None:
+    @property
+    def state(self) -> str:
+        """One of names.STATES."""
+        return self.follower.state if self.scheduler.alive else "failed"
+
+    @property
+    def reason(self) -> str:
+        """Why the state is not healthy; empty where there is nothing to say."""
         if not self.scheduler.alive:
-            return "failed: nothing is computed any more; the server's log says why"
-        health = self.follower.health
-        if health in ("ok", "degraded"):
-            return None
-        trouble = self.follower.failure or self.follower.replica.trouble
-        return f"{health}: {trouble or 'catching up with the run'}"
+            return "nothing is computed any more; the server's log says why"
+        if self.state == "starting":
+            return self.follower.reason or "catching up with the run"
+        return self.follower.reason
+
+    def why_not_ready(self) -> str | None:
+        return None if self.state in names.SERVING else f"{self.state}: {self.reason}"
 
     def sequences(
         self,
@@ -113,20 +121,21 @@ class Service:
     def status(self) -> dict[str, Any]:
         replica, last = self.follower.replica, self.follower.last
         return {
-            "engine": "deltawire",
+            "engine": "builtin",
             "model": self.settings.name,
+            "state": self.state,
+            "reason": self.reason,
             "run": replica.url,
-            "replica": replica.id,
+            "id": replica.id,
             "version": replica.version,
             "newest": replica.newest,
             "lag": replica.lag,
-            "health": self.follower.health,
-            "trouble": str(self.follower.failure or replica.trouble),
-            "paused": self.scheduler.paused,
+            "pin": self.follower.pin,
+            "syncs": self.follower.syncs,
+            "failures": self.follower.failures,
+            "timings": {} if last is None else last.phases,
+            "is_paused": self.scheduler.paused,
             "kv_policy": self.scheduler.kv_policy,
-            "last_sync": None
-            if last is None
-            else {"version": last.version, "pause_s": last.pause_s, "total_s": last.total_s, "timings": last.timings},
             "running": self.scheduler.running,
             "waiting": self.scheduler.waiting,
             "counts": msgspec.to_builtins(self.scheduler.counts),
@@ -171,8 +180,9 @@ def build(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        reason = service.why_not_ready()
-        return _json({"status": "ok"}) if reason is None else _unready(reason)
+        ready = service.state in names.SERVING
+        said = names.health(service.state, service.reason)
+        return _json(said) if ready else _json(said, 503, _RETRY)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -274,7 +284,7 @@ async def _answer(service: Service, http: Request, kind: type[CompletionRequest]
     except QueueFull:
         return _problem(503, "the queue is full; try again", "overloaded_error", headers=_RETRY)
     if answer.request.stream:
-        headers = {"cache-control": "no-cache", VERSION_HEADER: str(service.follower.version)}
+        headers = {"cache-control": "no-cache", names.VERSION_HEADER: str(service.follower.version)}
         return StreamingResponse(
             _stream(service, sequences, answer, events), media_type="text/event-stream", headers=headers
         )
@@ -282,7 +292,7 @@ async def _answer(service: Service, http: Request, kind: type[CompletionRequest]
         return Response(status_code=499)
     if any(sequence.finish_reason == "error" for sequence in sequences):
         return _problem(500, "computing this failed; the server's log says why", "internal_error")
-    return _json(answer.whole(sequences), headers={VERSION_HEADER: made_by(sequences)})
+    return _json(answer.whole(sequences), headers={names.VERSION_HEADER: made_by(sequences)})
 
 
 def _prepare(

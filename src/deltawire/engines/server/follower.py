@@ -29,6 +29,11 @@ class Sync:
     total_s: float
     timings: dict[str, float]
 
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, with the pause and the total among them."""
+        return {**self.timings, "pause": self.pause_s, "total": self.total_s}
+
 
 class Follower:
     """`hold` keeps the weights from being computed with while they are written. `pin` stays at one version."""
@@ -57,12 +62,13 @@ class Follower:
         self.last: Sync | None = None
         self.caught_up = threading.Event()
         # set once the newest version of the time (or the pinned one) was reached
+        self.syncs = self.failures = 0
         self.failure: Exception | None = None
         # the thread has ended because of it: no later version will fit either
         self.still = threading.Lock()
         # held while weights are written, and by whoever reads them all and wants one version
         self._model, self._hold = model, hold
-        self._pin, self._poll = pin, poll
+        self.pin, self._poll = pin, poll
         self._on_sync, self._on_failure = on_sync, on_failure
         self._paused_s = 0.0
         self._stop = threading.Event()
@@ -84,16 +90,21 @@ class Follower:
         return self.replica.version
 
     @property
-    def health(self) -> str:
-        """starting, ok, degraded (serving, but the bucket cannot be followed), unnamed (waiting for a version that can
-        be proven) or failed."""
+    def state(self) -> str:
+        """starting, healthy, degraded (serving, but the bucket cannot be followed), paused (waiting for a version that
+        can be proven) or failed."""
         if self.failure is not None:
             return "failed"
         if not self.caught_up.is_set():
             return "starting"
         if self.version is None:
-            return "unnamed"
-        return "degraded" if self.replica.trouble else "ok"
+            return "paused"
+        return "degraded" if self.replica.trouble else "healthy"
+
+    @property
+    def reason(self) -> str:
+        """What is wrong; empty where nothing is."""
+        return str(self.failure or self.replica.trouble)
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -112,11 +123,13 @@ class Follower:
             except DeltawireError as error:
                 # another model: no later version will fit either
                 self.failure = error
+                self.failures += 1
                 log.error("following the run has ended: %s", error)
                 self._on_failure()
                 return
             except Exception as error:
                 # a write that failed was undone, so this version goes on; perhaps the next attempt has more luck
+                self.failures += 1
                 self.replica.trouble = f"{type(error).__name__}: {error}"
                 log.exception("%s stays at version %s", self.replica.id, self.version)
             self._stop.wait(self._poll)
@@ -130,20 +143,22 @@ class Follower:
             clock = time.perf_counter()
 
     def _versions(self) -> Iterator[int]:
-        if self._pin is None:
+        if self.pin is None:
             yield from self.replica.follow(self._model, poll=self._poll, stop=self._stop)
             return
         while not self._stop.is_set():
             try:
-                yield self.replica.sync(self._model, self._pin)
+                yield self.replica.sync(self._model, self.pin)
                 return
             except DeltawireError as error:
+                self.failures += 1
                 self.replica.trouble = str(error)
-                log.warning("version %d of %s is not to be had: %s", self._pin, self.replica.id, error)
+                log.warning("version %d of %s is unavailable: %s", self.pin, self.replica.id, error)
             self._stop.wait(self._poll)
 
     def _reached(self, version: int, seconds: float) -> None:
         self.replica.trouble = ""
+        self.syncs += 1
         timings = dict(self.replica.timings)
         # the wait for the version is no part of how it came
         spent = min(seconds, sum(timings.values()))

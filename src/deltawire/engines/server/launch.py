@@ -22,6 +22,7 @@ from ...bucket.replay import resolver
 from ...bucket.run import Run
 from ...core.errors import RunNotFound
 from ...store import Store
+from ..names import model_name
 from .access import check_guarded
 from .app import Service, Settings, build
 from .follower import Follower, Sync
@@ -104,7 +105,7 @@ class RolloutServer:
             on_failure=self.stop,
         )
         metrics.watch(self.scheduler, self.follower)
-        name = options.name or options.model or self.follower.replica.url.rstrip("/").rpartition("/")[2]
+        name = options.name or model_name(self.follower.replica.url)
         settings = Settings(name, options.token, options.guard_all, options.max_body)
         self.service = Service(settings, loaded, self.scheduler, self.follower, metrics)
         config = uvicorn.Config(

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ..names import STATES
 from .follower import Follower, Sync
 from .scheduler import Scheduler
 
@@ -39,17 +40,26 @@ class _Live(Collector):
     def collect(self) -> Iterator[Any]:
         replica, counts = self._follower.replica, self._scheduler.counts
         gauges = {
-            "version": ("Version of the weights, -1 while they have none", _or(replica.version, -1)),
-            "newest_version": ("Newest version known, -1 if none is", _or(replica.newest, -1)),
-            "lag_versions": ("Versions behind the newest known", replica.lag or 0),
-            "healthy": ("1 if current and following", self._follower.health == "ok"),
+            "version": ("The version that is served", replica.version),
+            "newest_version": ("Newest version known", replica.newest),
+            "lag_versions": ("Versions behind the newest one known", replica.lag),
             "paused": ("1 while paused by request", self._scheduler.paused),
             "sequences_running": ("In the batch", self._scheduler.running),
             "sequences_waiting": ("In the queue", self._scheduler.waiting),
         }
         for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"deltawire_{name}", text, float(value))
+            if value is not None:
+                yield GaugeMetricFamily(f"deltawire_{name}", text, float(value))
+        states = GaugeMetricFamily("deltawire_state", "1 for the state the server is in", labels=["state"])
+        for state in STATES:
+            states.add_metric([state], float(self._follower.state == state))
+        yield states
+        seconds = GaugeMetricFamily("deltawire_sync_seconds", "The last sync, by phase", labels=["phase"])
+        for phase, value in self._follower.last.phases.items() if self._follower.last else ():
+            seconds.add_metric([phase], value)
+        yield seconds
         totals = {
+            "failures": ("Syncs that failed or were taken back", self._follower.failures),
             "prompt_tokens": ("Prompt tokens computed", counts.prompt_tokens),
             "generated_tokens": ("Tokens drawn", counts.generated_tokens),
             "recomputed_tokens": ("Tokens computed again under new weights", counts.recomputed_tokens),
@@ -61,7 +71,3 @@ class _Live(Collector):
         }
         for name, (text, value) in totals.items():
             yield CounterMetricFamily(f"deltawire_{name}", text, float(value))
-
-
-def _or(value: int | None, otherwise: int) -> int:
-    return otherwise if value is None else value

@@ -1,0 +1,34 @@
+"""Names that all engines share, so that a client need not know which one answers. docs/serve.md has them in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+VERSION_HEADER = "deltawire-version"
+"""Response header of a completion: the versions that made it, ascending, such as `41` or `41,42`."""
+
+VERSIONS_FIELD = "weight_versions"
+"""Field of each choice: `[{"version": 41, "start": 0, "end": 17}, …]`, by output token, `end` exclusive."""
+
+STATES = ("idle", "starting", "healthy", "degraded", "paused", "failed")
+"""What `state` of GET /deltawire/status and the label of `deltawire_state` can be; /health names it too."""
+
+SERVING = ("healthy", "degraded")
+"""The states in which GET /health is 200 and completions are answered."""
+
+
+def model_name(run: str) -> str:
+    """The name clients give to the model of a run, unless the server was started with another: the run's own name."""
+    return run.partition("?")[0].rstrip("/").rpartition("/")[2]
+
+
+def health(state: str, reason: str = "") -> dict[str, str]:
+    """The body of GET /health, whatever its status."""
+    return {"state": state, **({"reason": reason} if reason else {})}
+
+
+def versions_of(choice: Mapping[str, Any]) -> list[int]:
+    """The versions that made a choice; empty where the server names none, or one that is not of a run."""
+    found = [span.get("version") for span in choice.get(VERSIONS_FIELD) or ()]
+    return found if all(isinstance(version, int) for version in found) else []
