@@ -1,0 +1,81 @@
+"""What blocks find there when they run: names for Python, folders and runs for both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from stage import Scene, Stage
+
+import deltawire as dw
+
+SCENES: dict[str, Scene] = {}
+
+
+def scene(make: Scene) -> Scene:
+    SCENES[make.__name__] = make
+    return make
+
+
+@scene
+def training(stage: Stage) -> Mapping[str, Any]:
+    """A model in fp32, three batches, and a step that changes some of its weights."""
+    from tests.engines.server.serving import nudge, tiny_model
+
+    return {"dw": dw, "model": tiny_model(), "batches": range(3), "train_step": nudge}
+
+
+@scene
+def follower(stage: Stage) -> Mapping[str, Any]:
+    """A model with other weights, in a process that follows the run above; the trainer goes on meanwhile."""
+    from tests.engines.server.serving import nudge, tiny_model
+
+    learned = stage.names["model"]
+
+    def train() -> None:
+        while stage.names.get("replica") is None or stage.names["replica"].version is None:
+            time.sleep(0.01)
+        nudge(learned, 9)
+        with dw.Publisher(stage.substituted("s3://runs/wordle")) as publisher:
+            publisher.publish(learned)
+
+    stage.meanwhile(train)
+    return {"model": tiny_model(seed=1).bfloat16()}
+
+
+@scene
+def lora(stage: Stage) -> Mapping[str, Any]:
+    """A model with a LoRA adapter, and a publisher for each of the two ways."""
+    from peft import LoraConfig, get_peft_model
+
+    from tests.engines.server.serving import tiny_model
+
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    return {"model": model}
+
+
+@scene
+def checkpoint(stage: Stage) -> Mapping[str, Any]:
+    """`my-model`, a checkpoint folder as `save_pretrained` writes it."""
+    from tests.engines.server.serving import checkpoint, tiny_model
+
+    checkpoint(stage.clone / "my-model", tiny_model().bfloat16())
+    return {}
+
+
+@scene
+def chat(stage: Stage) -> Mapping[str, Any]:
+    """`my-model`, and three versions of it at s3://runs/chat."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.engines.server.serving import nudge
+    from tests.engines.server.serving import publisher as publisher_of
+
+    checkpoint(stage)
+    model = AutoModelForCausalLM.from_pretrained(stage.clone / "my-model")
+    with stage.s3(), publisher_of(stage.substituted("s3://runs/chat"), stage.clone / "my-model") as publisher:
+        for seed in range(3):
+            publisher.publish(model, wait=True)
+            nudge(model, seed)
+    return {}

@@ -1,0 +1,88 @@
+"""Every command and snippet of the documents runs, taken from the documents; a block without a tag fails here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from documents import ROOT, blocks, pages, parse, to_run
+from pip_check import main as pip
+from scenes import SCENES
+from stage import Stage
+
+from deltawire.testing.seaweed import SeaweedFS
+
+
+@pytest.fixture
+def stage(tmp_path: Path, seaweed: SeaweedFS) -> Iterator[Stage]:
+    with Stage(tmp_path, seaweed, f"s3://deltawire/{tmp_path.name}") as made:
+        yield made
+
+
+@pytest.mark.parametrize("page", to_run("everyday"))
+def test_everyday(page: str, stage: Stage) -> None:
+    stage.run_all(blocks(page), "everyday", SCENES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", to_run("slow"))
+def test_slow(page: str, stage: Stage) -> None:
+    stage.run_all(blocks(page), "slow", SCENES)
+
+
+# ── the tags ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_block_has_a_tag(page: str) -> None:
+    """A failure here says what to write above a new block."""
+    for block in blocks(page):
+        if block.kind == "tested by":
+            assert_test_exists(block.reason, block.place)
+        elif block.scene:
+            assert block.scene in SCENES, f"{block.place}: tests/docs/scenes.py has no {block.scene!r}"
+
+
+def assert_test_exists(name: str, place: str) -> None:
+    path, _, function = name.partition("::")
+    file = ROOT / path
+    assert file.is_file(), f"{place}: there is no {path}"
+    if function:
+        assert re.search(rf"def {re.escape(function)}\(", file.read_text()), f"{place}: {path} has no {function}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```bash\nls\n```",  # no tag
+        "<!-- runs: everyday -->\n\n```bash\nls\n```",  # not on the line before
+        "<!-- runs: sometimes -->\n```bash\nls\n```",
+        "<!-- runs: everyday -->\n```\nls\n```",  # in which language?
+        "text\n\n    indented",
+        "<!-- shown: why -->\n```\nnever ends",
+    ],
+)
+def test_a_block_without_a_proper_tag_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="page:"):
+        parse("page", text)
+
+
+def test_tags_are_read() -> None:
+    (block,) = parse("page", '<!-- runs: slow, with trl, until "now serving" -->\n```python\nx\n```')
+    assert (block.suite, block.scene, block.until, block.line) == ("slow", "trl", "now serving", 3)
+    (block,) = parse("page", "<!-- shown: a picture -->\n```\n──\n```")
+    assert (block.kind, block.reason) == ("shown", "a picture")
+
+
+@pytest.mark.parametrize("words", ["deltawire", "-e .[tourch]", "numppy", "deltawire[hub]"])
+def test_what_cannot_be_installed_is_refused(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert pip(["install", *words.split()])
+
+
+def test_installing_from_the_clone_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert pip(["install", "-e", ".[torch,hub]", "vllm==0.32.0"]) is None
