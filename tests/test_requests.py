@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import uuid
+from dataclasses import replace
 
 import pytest
 
 from deltawire.bucket.run import Run
 from deltawire.bucket.watch import Watcher
-from deltawire.core import chain
+from deltawire.core import chain, keys
+from deltawire.core.manifest import Head, dump
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
 from deltawire.testing import CountingStore
@@ -67,8 +69,37 @@ def test_the_whole_log(long: Long) -> None:
 def test_finding_the_newest(long: Long) -> None:
     counting = CountingStore(long.store)
     assert Run.open(counting).newest() == COUNT - 1
-    # run.json, head, its manifest, and the one after it that is not there
-    assert counting.requests.total() == 4
+    # run.json, head, its manifest, the one after it that is not there, and whether that was pruned
+    assert counting.requests.total() == 5
+
+
+@pytest.mark.parametrize("version", [0, 1, 500, COUNT - 2, COUNT, 10**12])
+def test_finding_the_newest_where_head_is_wrong(long: Long, version: int) -> None:
+    counting = CountingStore(long.store)
+    run = Run.open(counting)
+
+    class WrongHead(CountingStore):
+        def get(self, key: str, *, limit: int | None = None):  # type: ignore[no-untyped-def]
+            found = super().get(key, limit=limit)
+            return replace(found, data=dump(Head(run.info.run, version))) if key == "head.json" else found
+
+    counting = WrongHead(long.store)
+    assert Run.open(counting).newest() == COUNT - 1
+    # every stride and every halving is a manifest; for those that are not there, pruned.json is read
+    assert counting.requests.total() <= 6 + 3 * math.log2(COUNT)
+    assert counting.requests["list"] <= (version >= COUNT)
+
+
+def test_a_timeline_with_a_lost_page(long: Long) -> None:
+    """The largest page covers 512 versions. What it says, one manifest and smaller pages say together."""
+
+    class Lossy(CountingStore):
+        def get(self, key: str, *, limit: int | None = None):  # type: ignore[no-untyped-def]
+            return super().get("nothing" if key == keys.history(512) else key, limit=limit)
+
+    counting = Lossy(long.store)
+    assert list(Run.open(counting).timeline(COUNT - 1)) == list(range(COUNT))
+    assert counting.requests.total() <= 6 + 2 * math.log2(COUNT)
 
 
 def test_finding_the_newest_without_head(long: Long) -> None:
@@ -79,7 +110,7 @@ def test_finding_the_newest_without_head(long: Long) -> None:
     counting = Headless(long.store)
     assert Run.open(counting).newest() == COUNT - 1
     assert counting.requests["list"] == 1
-    assert counting.requests.total() <= 5
+    assert counting.requests.total() <= 6
 
 
 def test_planning_a_catch_up(long: Long) -> None:
@@ -178,5 +209,5 @@ def test_reopening_the_run_to_publish(long: Long) -> None:
     counting = CountingStore(long.store)
     with Publisher(counting) as publisher:
         assert publisher.version == COUNT - 1
-    assert counting.requests.total() <= 6 + math.log2(COUNT)
+    assert counting.requests.total() <= 7 + math.log2(COUNT)
     assert counting.requests["list"] == 0

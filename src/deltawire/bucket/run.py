@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterator
 
 from ..core import history, keys
 from ..core.errors import (
     AlreadyExists,
+    ChainError,
+    DeltawireError,
+    FormatError,
     ManifestError,
     ObjectNotFound,
     ObjectTooLarge,
     RunNotFound,
+    SchemaError,
     VersionNotFound,
 )
 from ..core.manifest import (
@@ -36,14 +41,32 @@ from ..store import Store, open_store
 
 log = logging.getLogger("deltawire")
 
-SMALL = 64 << 10
-"""Bytes that a head or a heartbeat may have. Whoever can write to a bucket must not fill a reader's memory."""
+# Bytes that JSON objects may have. Decoded they take up to 14 times as much, and whoever can write to a bucket must not
+# fill a reader's memory.
 
-RECORD = 64 << 20
-"""Bytes that any other JSON object may have; the schema of a model of 100,000 tensors takes a tenth of it."""
+SMALL = 16 << 10
+"""A head or a heartbeat."""
 
-KEPT_MANIFESTS = 256
-"""They never change, so the latest are kept."""
+MANIFEST = 4 << 20
+"""A manifest; one that names 10,000 objects of a sharded trainer takes two thirds of it."""
+
+RUN = 32 << 20
+"""run.json; the schema of a model of 100,000 tensors takes a third of it."""
+
+PRUNED = 4 << 20
+"""pruned.json; that is 200,000 ranges of versions."""
+
+HISTORY = 32 << 20
+"""All pages of history that one answer is made from, the newest first; that is 100,000 versions and more."""
+
+KEPT_MANIFESTS = 16 << 20
+"""Bytes of manifests that stay in memory: they hardly ever change, so the latest are kept."""
+
+LOST_MANIFESTS = 1024
+"""How many manifests are read in place of lost pages of history; each tells of sixteen versions."""
+
+HEARTBEATS = 1000
+"""How many replicas are looked at, the most recent ones."""
 
 
 class Run:
@@ -52,7 +75,8 @@ class Run:
     def __init__(self, store: Store, info: RunInfo) -> None:
         self.store = store
         self.info = info
-        self._manifests: dict[int, Manifest] = {}
+        self._manifests: dict[int, tuple[Manifest, int]] = {}
+        # and how many bytes it was read from
         self._lock = threading.Lock()
 
     @property
@@ -63,7 +87,7 @@ class Run:
     def open(cls, where: str | Store) -> Run:
         store = open_store(where)
         try:
-            return cls(store, parse_run(store.get(keys.RUN, limit=RECORD).data))
+            return cls(store, parse_run(store.get(keys.RUN, limit=RUN).data))
         except ObjectNotFound:
             raise RunNotFound(f"there is no run at {store.url}: publish to it first, or check the address") from None
 
@@ -81,25 +105,52 @@ class Run:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def newest(self) -> int | None:
-        """The newest committed version. Head is only a hint, so its manifest and the next one are asked for too."""
-        version = self.head_hint()
-        if version is None or not self.exists(version):
-            version = max(self.listed(), default=None)
-            if version is None:
+        """The newest committed version, in O(log n) requests whatever head says; four where head is right.
+
+        Versions are committed one after the other, prune marks a version in pruned.json before its manifest goes, and
+        no mark is ever taken back. So a version up to the newest has a manifest, or is marked for those who look after
+        they missed it; one above the newest has neither. Hence "is there or was pruned" holds up to the newest version
+        and nowhere above it: a search that doubles its stride and then halves the gap finds the last version for which
+        it holds. Prune never takes the newest one, so that version has a manifest. Where it has none, pruned.json says
+        nonsense, and the manifests are listed.
+        """
+        hint = self.head_hint()
+        if hint is None or not self.exists(hint):
+            hint = max(self.listed(), default=None)
+            if hint is None:
                 return None
-        while self.exists(version + 1):
-            version += 1
-        return version
+        low, stride = hint, 1
+        while self._was_committed(low + stride):
+            low, stride = low + stride, 2 * stride
+        high = low + stride
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._was_committed(middle) else (low, middle)
+        return low if self.exists(low) else max(self.listed(), default=None)
+
+    def _was_committed(self, version: int) -> bool:
+        return version <= keys.MAX_VERSION and (self.exists(version) or version in self.pruned())
 
     def head_hint(self) -> int | None:
+        """The version that head.json names; None where it is missing, cannot be read or says nonsense."""
         try:
-            head = parse(self.store.get(keys.HEAD, limit=SMALL).data, Head, keys.HEAD)
+            version = self.parse_head(self.store.get(keys.HEAD, limit=SMALL).data)
         except ObjectNotFound:
             return None
-        except (ManifestError, ObjectTooLarge) as error:
-            log.warning("ignoring a bad %s: %s", keys.HEAD, error)
+        except DeltawireError as error:
+            log.warning("ignoring %s: %s", keys.HEAD, error)
             return None
-        return head.version if head.run == self.info.run and head.version >= 0 else None
+        if version is None:
+            log.warning("ignoring %s: it names no version of this run", keys.HEAD)
+        return version
+
+    def parse_head(self, data: bytes) -> int | None:
+        """The version that these bytes of a head name; None if they make no sense. Never an error: a head is a hint."""
+        try:
+            head = parse(data, Head, keys.HEAD)
+        except ManifestError:
+            return None
+        return head.version if head.run == self.info.run and 0 <= head.version <= keys.MAX_VERSION else None
 
     def listed(self) -> list[int]:
         """Every version that has a manifest, by listing: one request per thousand."""
@@ -117,74 +168,74 @@ class Run:
 
     def manifest(self, version: int) -> Manifest:
         if (kept := self._manifests.get(version)) is not None:
-            return kept
-        if version < 0:
-            raise VersionNotFound(f"versions count from 0; {version} cannot be one")
+            return kept[0]
+        if not 0 <= version <= keys.MAX_VERSION:
+            raise VersionNotFound(f"versions count from 0 and have at most 18 digits; {version} cannot be one")
         try:
-            data = self.store.get(keys.manifest(version), limit=RECORD).data
+            data = self.store.get(keys.manifest(version), limit=MANIFEST).data
         except ObjectNotFound:
             raise VersionNotFound(f"{self.store.url} has no version {version}, or it was pruned") from None
         manifest = parse_manifest(data, version, self.info)
         with self._lock:
-            self._manifests[version] = manifest
-            if len(self._manifests) > KEPT_MANIFESTS:
+            self._manifests[version] = manifest, len(data)
+            while sum(size for _, size in self._manifests.values()) > KEPT_MANIFESTS:
                 # a follower lives for as long as the training: what it read first goes first
                 del self._manifests[next(iter(self._manifests))]
         return manifest
 
-    def forget(self, version: int) -> None:
-        """Ask for this manifest again when it is next needed: it seems to have been pruned."""
+    def forget(self, version: int) -> Manifest | None:
+        """Ask for this manifest again when it is next needed. Returns the one that was kept."""
         with self._lock:
-            self._manifests.pop(version, None)
+            return self._manifests.pop(version, (None, 0))[0]
+
+    def renew(self, version: int) -> bool:
+        """Read a manifest anew, because something did not fit it. True if it is another one than before.
+
+        Where a store cannot create exclusively, a version may be replaced by that of the trainer who owns the run.
+        """
+        before = self.forget(version)
+        try:
+            return before is not None and self.manifest(version) != before
+        except (ChainError, FormatError, SchemaError):
+            return True
 
     def timeline(self, newest: int, since: int = 0) -> dict[int, Summary]:
-        """Summaries from `since` to `newest`, in O(log n) requests; pruned versions are left out."""
+        """Summaries from `since` to `newest`, in O(log n) requests; pruned versions are left out.
+
+        Where pages of history are lost, the manifests that are there tell of them, sixteen versions each. Left out,
+        with a warning, are older versions than fit into HISTORY bytes, or into LOST_MANIFESTS.
+        """
         manifest = self.manifest(newest)
         found = {s.version: s for s in manifest.recent}
-        for end in history.pages(newest, since):
-            found.update((s.version, s) for s in self._told_by(end, since))
+        found.update((s.version, s) for s in _Past(self).before(newest, since))
         found[newest] = manifest.summary()
         gone = self.pruned()
         return {v: found[v] for v in sorted(found) if since <= v <= newest and v not in gone}
 
-    def _told_by(self, end: int, since: int) -> Iterable[Summary]:
-        """A page of history, or, where it is lost, what the manifests it covers say: sixteen versions each."""
-        try:
-            page = self.page(end)
-            if page.run != self.info.run:
-                raise ManifestError(f"{keys.history(end)} belongs to another run")
-            return page.versions
-        except (ObjectNotFound, ManifestError, ObjectTooLarge) as error:
-            log.warning("%s is of no use (%s): reading manifests instead", keys.history(end), error)
-        found: list[Summary] = []
-        version = end - 1
-        while version >= max(end - history.span(end), since):
-            try:
-                manifest = self.manifest(version)
-            except (VersionNotFound, ManifestError):
-                version -= 1
-                continue
-            found += (*manifest.recent, manifest.summary())
-            version = history.recent_start(version) - 1
-        return found
-
     def page(self, end: int) -> history.Page:
-        return parse(self.store.get(keys.history(end), limit=RECORD).data, history.Page, keys.history(end))
+        return self.parse_page(end, self.store.get(keys.history(end), limit=HISTORY).data)
+
+    def parse_page(self, end: int, data: bytes) -> history.Page:
+        page = parse(data, history.Page, keys.history(end))
+        if (page.run, page.end) != (self.info.run, end):
+            raise ManifestError(f"{keys.history(end)} is page {page.end} of run {page.run[:32]!r}")
+        return page
 
     def pruned(self) -> Pruned:
         try:
-            return parse_pruned(self.store.get(keys.PRUNED, limit=RECORD).data, self.info)
+            return parse_pruned(self.store.get(keys.PRUNED, limit=PRUNED).data, self.info)
         except ObjectNotFound:
             return Pruned(self.info.run, ())
 
     # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def heartbeats(self) -> list[Heartbeat]:
-        beats = []
-        for item in self.store.list(keys.REPLICAS):
-            if (beat := self.heartbeat(item.key)) is not None:
-                beats.append(beat)
-        return beats
+        """What replicas say of themselves, at most HEARTBEATS of them: anybody may write one."""
+        items = sorted(self.store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)
+        if len(items) > HEARTBEATS:
+            log.warning("%s has %d heartbeats: only the latest %d are read", self.store.url, len(items), HEARTBEATS)
+        beats = (self.heartbeat(item.key) for item in items[:HEARTBEATS])
+        return [beat for beat in beats if beat is not None]
 
     def heartbeat(self, key: str) -> Heartbeat | None:
         """None where it is gone or makes no sense: anybody may write one."""
@@ -193,3 +244,61 @@ class Run:
         except (ObjectNotFound, ManifestError, ObjectTooLarge) as error:
             log.warning("ignoring %s: %s", key, error)
             return None
+
+
+class _Past:
+    """What a run tells of older versions, newest first, within limits on bytes and requests.
+
+    A page that ends at E says what the manifest before E and the pages that this one builds on say together: so where a
+    page is lost, the newest manifest below its end is read, and the pages that lead on from there. The bucket is listed
+    first, once, so that nothing is asked for that is not there, however large a number a hostile manifest has.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._room = HISTORY
+        self._reads = LOST_MANIFESTS
+        self._listing: tuple[list[int], set[str]] | None = None
+
+    def before(self, version: int, since: int) -> Iterator[Summary]:
+        """The versions from `since` to the last multiple of 16 up to `version`."""
+        for end in history.pages(version, since):
+            page = self._page(end)
+            if page is not None:
+                yield from page.versions
+            else:
+                yield from self._lost(max(end - history.span(end), since), end)
+
+    def _page(self, end: int) -> history.Page | None:
+        key = keys.history(end)
+        if self._listing is not None and key not in self._listing[1]:
+            return None
+        try:
+            data = self._run.store.get(key, limit=self._room).data
+            self._room -= len(data)
+            return self._run.parse_page(end, data)
+        except (ObjectNotFound, ManifestError, ObjectTooLarge) as error:
+            log.warning("%s is of no use (%s): reading manifests instead", key, error)
+            return None
+
+    def _lost(self, first: int, end: int) -> Iterator[Summary]:
+        """The versions from `first` up to, not including, `end`."""
+        if self._listing is None:
+            pages = {item.key for item in self._run.store.list(keys.HISTORY)}
+            self._listing = self._run.listed(), pages
+        listed = self._listing[0]
+        while (at := bisect_left(listed, end) - 1) >= 0 and (version := listed[at]) >= first:
+            if not self._reads:
+                log.warning(
+                    "%s: versions before %d are left out, too much of history is lost", self._run.store.url, end
+                )
+                return
+            self._reads -= 1
+            try:
+                manifest = self._run.manifest(version)
+            except (ChainError, FormatError, SchemaError):
+                end = version
+                continue
+            yield from (*manifest.recent, manifest.summary())
+            yield from self.before(version, first)
+            return

@@ -3,7 +3,7 @@
     told      the store announces what changes (`Announcing`): look at once
     asked     a conditional GET of head.json, which is a 304 while nothing happens
     probed    the manifest after the newest known one; now and then in place of head, whose writer may have died between
-              the manifest and head, and always where there is no head
+              the manifest and head, and more often where there is no head or it says nonsense
 
 A look is one small request while nothing happens. Looks follow the rhythm in which versions come: rare right after one,
 close together when the next is due, fewer and fewer in a silence, and never further apart than `poll`.
@@ -21,8 +21,6 @@ from pathlib import Path
 from ..core import keys
 from ..core.errors import (
     ForeignObject,
-    ManifestError,
-    ObjectNotFound,
     ObjectTooLarge,
     RunNotFound,
     RunReplaced,
@@ -30,7 +28,6 @@ from ..core.errors import (
     StoreUnavailable,
     Unsupported,
 )
-from ..core.manifest import Head, parse
 from ..store import Store, open_store
 from ..store.base import Announcing
 from .run import SMALL, Run
@@ -90,7 +87,7 @@ def following(run: Run, version: int, newest: int) -> int:
     """The next version there is: those between may have been pruned."""
     if run.exists(version + 1):
         return version + 1
-    return min(run.timeline(newest, since=version + 1))
+    return min(run.timeline(newest, since=version + 1), default=newest)
 
 
 class Watcher:
@@ -150,22 +147,23 @@ class Watcher:
     def _ask(self, run: Run, known: int) -> int:
         try:
             got = self._store.get_if_changed(keys.HEAD, self._etag, limit=SMALL)
-            self._headless = False
             if got is None:
                 return known
             self._etag = got.etag
-            head = parse(got.data, Head, keys.HEAD)
-        except ObjectNotFound:
-            self._headless = True
+            version = run.parse_head(got.data)
+        except StoreUnavailable:
+            raise
+        except (StoreError, ObjectTooLarge):
+            self._etag, self._headless = None, True
             return known
-        except (ManifestError, ObjectTooLarge):
-            return known  # whoever wrote it, manifests are the truth
-        if head.run != run.info.run:
+        self._headless = version is None
+        if version is None:
+            # whoever wrote it, manifests are the truth; but another run may have come
             return self._still(run, known)
-        if head.version <= known:
+        if version <= known:
             return known
-        if run.exists(head.version):
-            return head.version
+        if run.exists(version):
+            return version
         # it points at nothing: perhaps at what is not visible yet, so look again
         self.forget()
         return known

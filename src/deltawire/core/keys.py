@@ -28,6 +28,9 @@ _MANIFEST = re.compile(r"versions/([0-9]{6,18})\.json")
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
+MAX_VERSION = 10**18 - 1
+"""Versions have at most 18 digits in a key."""
+
 Shard = tuple[int, int]
 """(which, of how many): one writer of several, counted from 0 here and from 1 in a key."""
 

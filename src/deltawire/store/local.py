@@ -8,6 +8,9 @@ which no listing shows and `sweep` removes.
 
 What a folder cannot do and a bucket can: hold an object `a` beside an object `a/b`. Deleting leaves empty folders
 behind, because removing one could pull it away under another process's put. Folders that are symlinks are not listed.
+
+An object is a regular file, or a symlink to one. Anything else under a key (a FIFO, a device, a socket) is no object:
+it is opened without blocking, looked at, and never read.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 # What network file systems and busy machines answer now and not a second later. ENOENT is among them because it can
 # only mean, in a write, that somebody removed the folder between two of our steps.
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENOENT}
+# A socket and a circle of symlinks cannot be opened at all.
+_NO_OBJECT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -52,13 +57,13 @@ class LocalStore:
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
         path = self._path(key)
-        with self._border(key, reading=True), open(path, "rb") as file:
+        with self._border(key, reading=True), self._open(key, path) as file:
             # The open file stays the same object whatever is renamed over its name, so data and etag belong together.
             return self._read(key, file, os.fstat(file.fileno()), limit)
 
     def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
         path = self._path(key)
-        with self._border(key, reading=True), open(path, "rb") as file:
+        with self._border(key, reading=True), self._open(key, path) as file:
             found = os.fstat(file.fileno())
             return None if _etag(found) == etag else self._read(key, file, found, limit)
 
@@ -66,7 +71,7 @@ class LocalStore:
         if start < 0 or length < 0:
             raise ValueError(f"a range needs start ≥ 0 and length ≥ 0, got {start} and {length}")
         path = self._path(key)
-        with self._border(key, reading=True), open(path, "rb") as file:
+        with self._border(key, reading=True), self._open(key, path) as file:
             size = os.fstat(file.fileno()).st_size
             # Looked up before reading: `length` may come from a hostile header, and read() allocates what it is told.
             if start + length > size:
@@ -78,8 +83,7 @@ class LocalStore:
         path = self._path(key)
         with self._border(key, reading=True):
             found = os.stat(path)
-        if stat.S_ISDIR(found.st_mode):
-            raise ObjectNotFound(f"no object at {self._where(key)}")
+        self._check_regular(key, found)
         return _info(key, found)
 
     def put(self, key: str, data: bytes | Chunks) -> None:
@@ -173,9 +177,25 @@ class LocalStore:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _open(self, key: str, path: str) -> BinaryIO:
+        """An object, open for reading. Without O_NONBLOCK, opening a FIFO waits until somebody writes to it."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            self._check_regular(key, os.fstat(descriptor))
+            return os.fdopen(descriptor, "rb")
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def _check_regular(self, key: str, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            what = "" if stat.S_ISDIR(found.st_mode) else ": what is there is not a regular file"
+            raise ObjectNotFound(f"no object at {self._where(key)}{what}")
+
     def _read(self, key: str, file: BinaryIO, found: os.stat_result, limit: int | None) -> Fetched:
         check_size(self._where(key), found.st_size, limit)
-        return Fetched(file.read(), _etag(found))
+        # not more than its size now: somebody may append to it while we read
+        return Fetched(file.read(found.st_size), _etag(found))
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
         for name, found in self._entries(folder):
@@ -199,11 +219,14 @@ class LocalStore:
             for entry in entries:
                 if not is_addressable(entry.name):
                     continue
-                with contextlib.suppress(FileNotFoundError):  # deleted while we look
+                try:
                     if entry.is_dir(follow_symlinks=False):
                         found[entry.name + "/"] = None
                     elif entry.is_file():
                         found[entry.name] = entry.stat()
+                except OSError as error:
+                    if error.errno not in _NO_OBJECT:  # deleted while we look, or a circle of symlinks
+                        raise
         return sorted(found.items(), key=lambda item: item[0])
 
     # ── names and errors ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -220,7 +243,7 @@ class LocalStore:
         try:
             yield
         except OSError as error:
-            if reading and isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+            if reading and error.errno in _NO_OBJECT:
                 raise ObjectNotFound(f"no object at {self._where(key)}") from None
             raise _translate(error, self._where(key)) from error
 

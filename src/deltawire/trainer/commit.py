@@ -153,7 +153,9 @@ class Committer:
 
     def _summaries(self, start: int, end: int) -> tuple[Summary, ...]:
         """Those from `start` up to, not including, `end`; pruned ones are missing."""
-        return tuple(self.versions[v] for v in range(start, end) if v in self.versions)
+        # a page may span more numbers than there are versions
+        numbers = range(start, end) if end - start <= len(self.versions) else self.versions
+        return tuple(self.versions[v] for v in numbers if start <= v < end and v in self.versions)
 
     def _put_page(self, end: int) -> None:
         start = end - history.span(end)

@@ -21,7 +21,7 @@ class AnchorPolicy:
         """Not where full weights are no larger, nor where nothing else is wanted."""
         return delta_bytes < full_bytes and self.every != 0
 
-    def wants_anchor(self, version: int, delta_bytes: int, full_bytes: int, versions: Mapping[int, Summary]) -> bool:
+    def wants_anchor(self, version: int, delta_bytes: int, full_bytes: int, versions: dict[int, Summary]) -> bool:
         """Pure: decided from what was published before and the size of the delta at hand."""
         since = _since_full(versions)
         if not since or (self.every is not None and version - min(since) >= self.every):
@@ -29,15 +29,14 @@ class AnchorPolicy:
         return replay_bytes(since) + delta_bytes > self.ratio * full_bytes
 
 
-def _since_full(versions: Mapping[int, Summary]) -> dict[int, Summary]:
+def _since_full(versions: dict[int, Summary]) -> dict[int, Summary]:
     """The last version that has full weights and those after it; none where none has. A run may be long: looked for
-    from the end, so that deciding costs the same at version 100,000 as at version 10."""
+    from the end, so that deciding costs the same at version 100,000 as at version 10. They are in ascending order."""
     found: dict[int, Summary] = {}
-    for version in range(max(versions, default=-1), -1, -1):
-        if version in versions:
-            found[version] = versions[version]
-            if any(link.kind != "delta" for link in versions[version].links):
-                return found
+    for version in reversed(versions):
+        found[version] = versions[version]
+        if any(link.kind != "delta" for link in versions[version].links):
+            return found
     return {}
 
 
