@@ -76,6 +76,8 @@ class Background:
         self._work = threading.Condition()
         self._waiting: Job | None = None
         self._in_flight: Job | None = None
+        self._unfinished: set[PublishHandle] = set()
+        # of all jobs that were submitted, also one that is withdrawn for a moment
         self.leftover: list[Capture] = []
         # captured but not published, because that failed, oldest first: goes out with the next job
         self._failure: BaseException | None = None
@@ -108,6 +110,7 @@ class Background:
         with self._work:
             self._waiting = job
             if job is not None:
+                self._unfinished.update(job.handles)
                 self._start()
             self._work.notify_all()
 
@@ -134,10 +137,11 @@ class Background:
             raise
 
     def flush(self, timeout: float | None = None, overdue: Callable[[], None] | None = None) -> None:
-        """Wait until everything submitted is committed; raise what went wrong, or what `overdue` raises meanwhile."""
+        """Wait until all that was submitted before is committed; raise what went wrong, or what `overdue` raises."""
         deadline = time.monotonic() + timeout if timeout is not None else None
         with self._work:
-            while self._waiting is not None or self._in_flight is not None:
+            todo = self._unfinished.copy()
+            while not todo.isdisjoint(self._unfinished):
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"{self._where} has not taken everything within {timeout} s")
                 if overdue is not None:
@@ -209,6 +213,7 @@ class Background:
                     handle.succeed(published)
             with self._work:
                 self._in_flight = None
+                self._unfinished.difference_update(job.handles)
                 self._work.notify_all()
 
     def _leave(self) -> None:

@@ -7,16 +7,17 @@ publish ──capture──▶ waiting ──▶ in flight ──encode, put, co
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bucket.replay import State, find_reference
 from ..bucket.run import Run
 from ..core import full
-from ..core.errors import DeltawireError, DivergedRun, RunNotFound, SchemaMismatch
+from ..core.errors import DeltawireError, DivergedRun, OutOfStep, RunNotFound, SchemaMismatch
 from ..core.parallel import ordered_map
 from ..core.sparse import EncodedBlock, encode_block
 from ..models import AUTO, Known, ModelView
@@ -45,6 +46,11 @@ HURRY = 5.0
 
 class Publisher:
     """Publishes versions of a model to a run. One live publisher per run; a second one loses cleanly.
+
+    Threads may share a publisher: `publish`, `resume` and `close` take turns, and each publish becomes a version of its
+    own or part of a later one, in the order in which the calls got their turn. Keep other threads from changing a model
+    while it is being published. Where several ranks publish together, the calls of a rank must have an order that all
+    ranks share, so a `publish` that overlaps another one of its rank raises OutOfStep.
 
     encoding       "packed" (default), "context" (smaller, slower), "auto" (whichever gets there sooner) or "raw"
     wire_dtype     "auto" (default): the fp32 and fp64 weights of a torch module travel as bf16, everything else (other
@@ -102,6 +108,8 @@ class Publisher:
         # what to diff against; None until the first publish, and again when it no longer is what the bucket has
         self._skips = Skips(skip_every)
         self._background = Background(self._publish, self._store.url)
+        self._turn = threading.RLock()
+        # held by the thread that captures or closes; reentrant, so that a signal handler can close
         self._group, self._skip_every = group, skip_every
         self._sharded: ShardedPublisher | None = None
         # where several ranks publish, it does all the work
@@ -127,64 +135,52 @@ class Publisher:
 
         Tied weights travel once; frozen ones are compared like all others, and cost no bytes while they do not change.
         """
-        self._take_files(model)
-        sharded = self._together(model)
-        if sharded is not None:
-            return sharded.publish(model, step, metrics or {}, wait)
-        began = time.perf_counter()
-        self._background.check()
-        source = self._open(model, progress)
-        handle = PublishHandle()
-        try:
-            job = None if self._must_stream(source, wait) else self._capture(source)
-        except LostTrack as lost:
-            log.warning("%s; comparing with the newest version in %s", lost, self._store.url)
-            self.flush()
-            self._mirror, self._background.leftover, job = None, [], None
-            source = self._open(source, progress)
-        if job is None:
-            self._stream(source, handle, step, metrics or {}, began, progress)
-            return handle
-        job.handles.append(handle)
-        job.step, job.metrics = step, metrics or {}
-        job.held += time.perf_counter() - began
-        self._background.submit(job)
+        with self._in_turn():
+            handle = self._accept(model, step, metrics or {}, wait, progress)
         if wait:
+            # others may publish meanwhile
             self._background.wait_for(handle)
         return handle
 
     def resume(self, model: Any) -> int:
         """Declare that these weights are the run's newest version, and check it. DivergedRun if they are not."""
-        sharded = self._together(model)
-        if sharded is not None:
-            return sharded.resume(model)
-        self._look()
-        committer = self._writer.committer if self._writer else None
-        newest = committer.newest if committer else None
-        if committer is None or newest is None:
-            raise DivergedRun(f"{self._store.url} has no version to resume from")
-        source = self._source(model)
-        committer.run.schema.require_equal(source.schema, ours="the run", theirs="this model")
-        detector = self._detector_for(source)
-        found = str(detector.digest_of(source))
-        if found != newest.digest:
-            same = [v for v, summary in committer.versions.items() if summary.digest == found]
-            what = f"version {same[-1]}" if same else "no version of it"
-            raise DivergedRun(f"{self._store.url} is at version {newest.version}; these weights are {what}")
-        self._mirror = Mirror(detector, detector.load(source))
-        return newest.version
+        with self._in_turn():
+            sharded = self._together(model)
+            if sharded is not None:
+                return sharded.resume(model)
+            self._look()
+            committer = self._writer.committer if self._writer else None
+            newest = committer.newest if committer else None
+            if committer is None or newest is None:
+                raise DivergedRun(f"{self._store.url} has no version to resume from")
+            source = self._source(model)
+            committer.run.schema.require_equal(source.schema, ours="the run", theirs="this model")
+            detector = self._detector_for(source)
+            found = str(detector.digest_of(source))
+            if found != newest.digest:
+                same = [v for v, summary in committer.versions.items() if summary.digest == found]
+                what = f"version {same[-1]}" if same else "no version of it"
+                raise DivergedRun(f"{self._store.url} is at version {newest.version}; these weights are {what}")
+            self._mirror = Mirror(detector, detector.load(source))
+            return newest.version
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything published so far is committed; raise what went wrong."""
+        """Wait until everything published before this call is committed; raise what went wrong."""
         (self._sharded or self._background).flush(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Publish what waits, stop the thread, and raise a background failure that nobody saw yet."""
+        """Publish what waits, stop the thread, and raise a background failure that nobody saw yet.
+
+        A publish that another thread has begun ends first; a later one raises PublisherClosed.
+        """
+        if not self._turn.acquire(timeout=-1 if timeout is None else timeout):
+            raise TimeoutError(f"another thread has not ended its publish to {self._store.url} within {timeout} s")
         try:
             (self._sharded or self._background).close(timeout)
         finally:
             if self._mirror is not None:
                 self._mirror.detector.close()
+            self._turn.release()
 
     def __enter__(self) -> Publisher:
         return self
@@ -213,6 +209,50 @@ class Publisher:
     def queue(self) -> int:
         """Versions on their way: 0, 1 in flight, or 2 with one that waits (and takes in every further publish)."""
         return (self._sharded or self._background).depth
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """One thread at a time. OutOfStep for a second one where ranks publish together."""
+        overlaps = not self._turn.acquire(blocking=False)
+        if overlaps:
+            self._turn.acquire()
+        try:
+            if overlaps and self._sharded is not None:
+                raise OutOfStep(
+                    "two threads of a rank used its publisher at once, so nobody can tell which publish of the other "
+                    "ranks belongs to which; call it from one thread per rank"
+                )
+            yield
+        finally:
+            self._turn.release()
+
+    def _accept(
+        self, model: Any, step: int | None, metrics: Mapping[str, float], wait: bool, progress: Progress | None
+    ) -> PublishHandle:
+        """Capture what changed and hand it to the background, or publish it here where it must be streamed."""
+        self._take_files(model)
+        sharded = self._together(model)
+        if sharded is not None:
+            return sharded.publish(model, step, metrics, wait)
+        began = time.perf_counter()
+        self._background.check()
+        source = self._open(model, progress)
+        handle = PublishHandle()
+        try:
+            job = None if self._must_stream(source, wait) else self._capture(source)
+        except LostTrack as lost:
+            log.warning("%s; comparing with the newest version in %s", lost, self._store.url)
+            self.flush()
+            self._mirror, self._background.leftover, job = None, [], None
+            source = self._open(source, progress)
+        if job is None:
+            self._stream(source, handle, step, metrics, began, progress)
+            return handle
+        job.handles.append(handle)
+        job.step, job.metrics = step, metrics
+        job.held += time.perf_counter() - began
+        self._background.submit(job)
+        return handle
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,172 @@
+"""One publisher in the hands of several threads."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from deltawire.bucket.run import Run
+from deltawire.bucket.verify import verify
+from deltawire.core import keys
+from deltawire.core.errors import OutOfStep, PublisherClosed
+from deltawire.models import ModelView
+from deltawire.store import ObjectStore, Store
+from deltawire.trainer import Publisher
+from support import HookedStore, Model, blank, held, history, model, replayed, same, trained
+
+WAIT = 30
+
+
+@pytest.fixture
+def store() -> Store:
+    return ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+
+
+class Slow:
+    """Weights that are read only once the test says so."""
+
+    def __init__(self, weights: Model) -> None:
+        self._view = ModelView(weights)
+        self.schema = self._view.schema
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def region(self, region: Any) -> Any:
+        self.reached.set()
+        assert self.go.wait(WAIT), "nobody let it go on"
+        return self._view.region(region)
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future
+
+
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("threads", [2, 8])
+def test_every_version_is_what_one_of_the_threads_published(store: Store, threads: int, wait: bool) -> None:
+    """Each thread trains a copy of its own; the last publish, when they are done, is the newest version."""
+    first = model()
+    published: list[list[Model]] = [[] for _ in range(threads)]
+    with Publisher(store, skip_every=4) as publisher:
+
+        def work(thread: int) -> list[int]:
+            weights, handles = first, []
+            for step in range(48 // threads):
+                weights = trained(weights, 1000 * thread + step)
+                published[thread].append(weights)
+                handles.append(publisher.publish(weights, wait=wait))
+            return [handle.result(WAIT).version for handle in handles]
+
+        with ThreadPoolExecutor(threads) as pool:
+            versions = list(pool.map(work, range(threads)))
+        last = trained(first, 99)
+        newest = publisher.publish(last, wait=True).result(0).version
+    assert all(ascending == sorted(ascending) for ascending in versions)
+    assert Run.open(store).newest() == newest
+    assert verify(Run.open(store)).ok
+    known = [weights for steps in published for weights in steps]
+    for version, state in replayed(store):
+        weights = held(state, last)
+        assert any(same(weights, one) for one in ([last] if version == newest else known))
+
+
+def test_close_lets_a_publish_end_and_refuses_the_next(store: Store) -> None:
+    first, second = history(2)
+    publisher = Publisher(store)
+    publisher.publish(first).result(WAIT)
+    slow = Slow(second)
+    publishing = in_thread(lambda: publisher.publish(slow))
+    assert slow.reached.wait(WAIT)
+    with pytest.raises(TimeoutError, match="another thread"):
+        publisher.close(0.01)
+    closing = in_thread(publisher.close)
+    slow.go.set()
+    assert publishing.result(WAIT).result(WAIT).version == 1
+    closing.result(WAIT)
+    with pytest.raises(PublisherClosed):
+        publisher.publish(first)
+
+
+class Gates:
+    """Holds the commits of some versions until the test lets them through."""
+
+    def __init__(self, *versions: int) -> None:
+        self.reached = {keys.manifest(version): threading.Event() for version in versions}
+        self.open = {keys.manifest(version): threading.Event() for version in versions}
+
+    def __call__(self, moment: str, verb: str, key: str) -> None:
+        if (moment, verb) == ("before", "put_if_absent") and key in self.reached:
+            self.reached[key].set()
+            assert self.open[key].wait(WAIT), "nobody opened the gate"
+
+
+def test_flush_waits_for_what_another_thread_adds_to(store: Store) -> None:
+    """A publish that waits is withdrawn while another is merged into it: it must not be taken for committed."""
+    versions, gates = history(4), Gates(1)
+    with Publisher(HookedStore(store, gates)) as publisher:
+        publisher.publish(versions[0]).result(WAIT)
+        in_flight = publisher.publish(versions[1])
+        assert gates.reached[keys.manifest(1)].wait(WAIT)
+        waiting = publisher.publish(versions[2])
+        slow = Slow(versions[3])
+        publishing = in_thread(lambda: publisher.publish(slow))
+        assert slow.reached.wait(WAIT)
+        gates.open[keys.manifest(1)].set()
+        in_flight.result(WAIT)
+        with pytest.raises(TimeoutError):
+            publisher.flush(0.05)
+        assert not waiting.done()
+        slow.go.set()
+        publishing.result(WAIT)
+        publisher.flush(WAIT)
+        assert waiting.done()
+
+
+def test_flush_returns_while_others_go_on_publishing(store: Store) -> None:
+    """It waits for what was published before it, not until nobody publishes any more."""
+    versions, gates = history(3), Gates(1, 2)
+    with Publisher(HookedStore(store, gates)) as publisher:
+        publisher.publish(versions[0]).result(WAIT)
+        publisher.publish(versions[1])
+        waits = threading.Event()
+        flushing = in_thread(lambda: publisher._background.flush(WAIT, waits.set))
+        assert waits.wait(WAIT)
+        last = publisher.publish(versions[2])
+        gates.open[keys.manifest(1)].set()
+        flushing.result(WAIT)
+        assert not last.done()
+        gates.open[keys.manifest(2)].set()
+
+
+def test_ranks_that_publish_together_refuse_a_second_thread(store: Store) -> None:
+    class Together:
+        """Stands in for what publishes with the other ranks."""
+
+        depth, version = 0, None
+
+        def __init__(self) -> None:
+            self.reached, self.go = threading.Event(), threading.Event()
+
+        def publish(self, *_: Any) -> None:
+            self.reached.set()
+            assert self.go.wait(WAIT)
+
+        def close(self, *_: Any) -> None:
+            pass
+
+    publisher = Publisher(store)
+    publisher._sharded = together = Together()  # type: ignore[assignment]
+    publishing = in_thread(lambda: publisher.publish(blank(model())))
+    assert together.reached.wait(WAIT)
+    second = in_thread(lambda: publisher.publish(blank(model())))
+    threading.Timer(0.05, together.go.set).start()
+    with pytest.raises(OutOfStep, match="two threads of a rank"):
+        second.result(WAIT)
+    publishing.result(WAIT)
