@@ -33,6 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines", "rl"},
     "__init__": {"api", "bucket", "core", "replica", "trainer"},
     "trl": {"engines"},
+    "__main__": {"cli"},
 }
 CORE_MAY_USE = {"blake3", "llvmlite", "msgspec", "numba", "numpy", "safetensors", "zstandard"}
 EXTRAS = {"huggingface_hub", "peft", "torch", "transformers", "triton", "trl", "vllm", "ml_dtypes"}

@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 from cli_support import invoke
 
+import deltawire as dw
+from deltawire.bucket.versions import address_only, split
 from deltawire.cli import common
 from deltawire.core import errors
 
-COMMANDS = ("demo", "publish", "checkout", "follow", "log", "show", "verify", "prune", "plan")
+COMMANDS = (
+    "demo", "publish", "checkout", "follow", "serve", "env", "log", "show", "tag", "verify", "prune", "plan", "doctor",
+)  # fmt: skip
 
 
 def test_help_lists_commands_and_exit_codes() -> None:
@@ -105,23 +109,61 @@ def test_verbose_logs_to_stderr(tmp_path: Path, checkpoints: list[Path]) -> None
     "text, expected",
     [
         ("s3://runs/chat", ("s3://runs/chat", None)),
-        ("s3://runs/chat@41", ("s3://runs/chat", 41)),
-        ("s3://runs/chat@newest", ("s3://runs/chat", None)),
+        ("s3://runs/chat@41", ("s3://runs/chat", "41")),
+        ("s3://runs/chat@v41", ("s3://runs/chat", "v41")),
+        ("s3://runs/chat@newest", ("s3://runs/chat", "newest")),
+        ("s3://runs/chat@latest", ("s3://runs/chat", "latest")),
+        ("s3://runs/chat@-1", ("s3://runs/chat", "-1")),
+        ("s3://runs/chat@best", ("s3://runs/chat", "best")),
         ("s3://runs/me@home/chat", ("s3://runs/me@home/chat", None)),
-        ("s3://runs/me@home/chat@7", ("s3://runs/me@home/chat", 7)),
-        ("s3://key:secret@host/chat", ("s3://key:secret@host/chat", None)),
-        ("s3://key:secret@10/chat@3", ("s3://key:secret@10/chat", 3)),
-        ("s3://key:secret@10", ("s3://key:secret@10", None)),
-        ("memory://name@2", ("memory://name", 2)),
-        ("/tmp/run@12", ("/tmp/run", 12)),
+        ("s3://runs/me@home/chat@7", ("s3://runs/me@home/chat", "7")),
+        ("memory://name@2", ("memory://name", "2")),
+        ("hf://buckets/me/runs/chat@best", ("hf://buckets/me/runs/chat", "best")),
+        ("/tmp/run@12", ("/tmp/run", "12")),
+        ("/tmp/run@best", ("/tmp/run", "best")),
         ("/tmp/me@12/run", ("/tmp/me@12/run", None)),
         ("file:///tmp/me%4012", ("file:///tmp/me%4012", None)),
         ("@3", ("@3", None)),
-        ("run@-1", ("run@-1", None)),
+        ("run@-1", ("run", "-1")),
+        ("run@1.5", ("run@1.5", None)),
+        # before and after a query
+        ("s3://r/c@v2?endpoint=http://127.0.0.1:8333", ("s3://r/c?endpoint=http://127.0.0.1:8333", "v2")),
+        ("s3://r/c?endpoint=http://127.0.0.1:8333@v2", ("s3://r/c?endpoint=http://127.0.0.1:8333", "v2")),
+        ("s3://r/c?endpoint=http://[::1]:8333@best", ("s3://r/c?endpoint=http://[::1]:8333", "best")),
+        ("s3://r/c?endpoint=http://h:1&region=eu@-1", ("s3://r/c?endpoint=http://h:1&region=eu", "-1")),
+        ("s3://r/c?region=eu@best", ("s3://r/c?region=eu", "best")),
+        # what could be a secret stays in the address, which is refused without being repeated
+        ("s3://key:secret@host/chat", ("s3://key:secret@host/chat", None)),
+        ("s3://key:secret@10/chat@3", ("s3://key:secret@10/chat", "3")),
+        ("s3://key:secret@10", ("s3://key:secret@10", None)),
+        ("s3://token@host", ("s3://token@host", None)),
+        ("s3://r/c?endpoint=http://key:secret@host", ("s3://r/c?endpoint=http://key:secret@host", None)),
+        ("s3://r/c?endpoint=http://token@host", ("s3://r/c?endpoint=http://token@host", None)),
     ],
 )
-def test_addresses_with_a_version(text: str, expected: tuple[str, int | None]) -> None:
-    assert common.split_run(text) == expected
+def test_addresses_with_a_version(text: str, expected: tuple[str, str | None]) -> None:
+    assert split(text) == expected
+
+
+def test_where_no_version_is_taken_one_is_refused(tmp_path: Path, checkpoints: list[Path], run: Path) -> None:
+    for command in (("publish", checkpoints[0]), ("follow", "--exec", "true"), ("verify",), ("prune",)):
+        result = invoke(*command, f"{run}@v2", code=2)
+        assert "leave out @v2" in result.stderr
+    assert not (tmp_path / "run@v2").exists()
+    for open_it in (dw.Publisher, dw.Replica, lambda where: next(dw.watch(where))):
+        with pytest.raises(errors.BadURL, match="leave out @3"):
+            open_it(f"{run}@3")
+    assert address_only(tmp_path / "me@3") == str(tmp_path / "me@3"), "a Path is meant as it is"
+
+
+def test_the_package_is_a_program_too() -> None:
+    told = subprocess.run([sys.executable, "-m", "deltawire", "-h"], capture_output=True, text=True, check=True)
+    assert "publish" in told.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_short_help(command: str) -> None:
+    assert "Usage" in invoke(command, "-h").stdout
 
 
 @pytest.mark.parametrize(

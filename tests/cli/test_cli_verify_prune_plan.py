@@ -43,7 +43,9 @@ def test_verify_names_the_bad_thing_and_exits_with_3(run: Path) -> None:
 
 def test_verify_of_what_is_not_there(run: Path, tmp_path: Path) -> None:
     invoke("verify", tmp_path / "nothing", code=4)
-    invoke("verify", run, "--from", 9, code=4)
+    assert "no version from 9 on; it has versions 0 to 3" in invoke("verify", run, "--from", 9, code=4).stderr
+    assert "no version from 8 up to 9" in invoke("verify", run, "--from", "v8", "--to", 9, code=4).stderr
+    assert invoke_json("verify", run, "--from", "-1")["versions"] == 1
 
 
 # ── prune ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -76,7 +78,6 @@ def test_prune_applies(run: Path, checkpoints: list[Path]) -> None:
 
 def test_prune_marks_first_and_says_when_it_goes(run: Path, checkpoints: list[Path]) -> None:
     invoke("publish", checkpoints[0], run, "--anchor")
-    assert "0–3 to be marked" in invoke("prune", run, "--keep-last", 1, "--grace", "0s").stdout
     for path in run.rglob("*.*"):
         os.utime(path, (0, 0))
     marked = invoke_json("prune", run, "--keep-last", 1, "--grace", "1h", "--apply")
@@ -87,6 +88,16 @@ def test_prune_marks_first_and_says_when_it_goes(run: Path, checkpoints: list[Pa
     os.utime(run / keys.PRUNED, (0, 0))
     assert invoke_json("prune", run, "--keep-last", 1, "--grace", "1h", "--apply")["gone"] == [0, 1, 2, 3]
     assert invoke_json("verify", run)["versions"] == 1
+
+
+def test_the_preview_says_what_the_deed_does(run: Path, checkpoints: list[Path]) -> None:
+    invoke("publish", checkpoints[0], run, "--anchor")
+    for grace in ("0s", "1h"):
+        options = ("prune", run, "--keep-last", 1, "--grace", grace)
+        preview, deed = invoke_json(*options), invoke_json(*options, "--apply")
+        assert {**preview, "applied": True} == deed
+    assert deed["gone"] == []
+    assert preview["deleted"] == []
 
 
 def test_prune_used_wrongly(run: Path) -> None:

@@ -10,8 +10,9 @@ once more. Prune marks and then looks who reads; whichever of the two comes seco
 What a fresh heartbeat names stays. A replica without heartbeats has the grace period to finish; one that sleeps longer
 finds objects missing and plans anew, as it does around any other damage.
 
-A version that stays keeps its manifest and all that lies on its cheapest path from nothing, as `checkout` takes it.
-Versions stay or go whole: a manifest cannot be rewritten, and one that names a missing object would be a broken one.
+A version with a tag stays. A version that stays keeps its manifest and all that lies on its cheapest path from nothing,
+as `checkout` takes it. Versions stay or go whole: a manifest cannot be rewritten, and one that names a missing object
+would be a broken one.
 
 Time is the store's: `modified` of what lies there, against that of an object written for the purpose.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ..core import chain, keys
 from ..core.errors import ObjectNotFound, VersionNotFound
@@ -29,6 +31,7 @@ from ..store import ObjectInfo
 from ..store.base import Sweeping
 from .records import blobs
 from .run import Run
+from .versions import tags
 
 _REQUESTS = 16
 """Small requests at a time: all they cost is the round trip."""
@@ -91,8 +94,10 @@ def plan_prune(
     now: float,
     pruned: Container[int] = (),
     reading: Collection[int] = (),
+    tagged: Mapping[int, str] = MappingProxyType({}),
 ) -> PrunePlan:
-    """Pure: from every manifest that is still there, everything that lies in the bucket, and what replicas read."""
+    """Pure: from every manifest that is still there, everything that lies in the bucket, what replicas read, and the
+    tags by version."""
     live = {v: m for v, m in manifests.items() if v not in pruned}
     if not live:
         raise VersionNotFound("the run has no version yet: there is nothing to prune")
@@ -101,7 +106,7 @@ def plan_prune(
     written = {item.key: item.modified for item in listing}
     ripe = written.get(keys.PRUNED, before) <= before
     young = {v for v in live if written.get(keys.manifest(v), 0.0) > before}
-    kept = _kept(live, rule, young, reading)
+    kept = _kept(live, rule, young, reading, tagged)
 
     def waits(version: int | None) -> bool:
         return version in pruned and (not ripe or version in reading)
@@ -140,7 +145,11 @@ def plan_prune(
 
 
 def _kept(
-    manifests: Mapping[int, Manifest], rule: Retention, young: set[int], reading: Collection[int]
+    manifests: Mapping[int, Manifest],
+    rule: Retention,
+    young: set[int],
+    reading: Collection[int],
+    tagged: Mapping[int, str],
 ) -> dict[int, str]:
     versions = sorted(manifests)
     missing = sorted(rule.versions - manifests.keys())
@@ -149,6 +158,7 @@ def _kept(
     reasons: list[tuple[str, Iterable[int]]] = [
         ("the newest", versions[-1:]),
         ("asked for", rule.versions),
+        *((f"tagged {name}", (v,)) for v, name in tagged.items() if v in manifests),
         (f"one of every {rule.every}", (v for v in versions if rule.every and v % rule.every == 0)),
         (f"one of the last {rule.last}", versions[len(versions) - min(rule.last, len(versions)) :]),
         ("younger than the grace period", young),
@@ -169,7 +179,10 @@ def _kept(
 def survey(run: Run, rule: Retention, at: float | None = None) -> PrunePlan:
     """Look at a run and plan, without a change to it; by this machine's clock unless told the time."""
     listing = list(run.store.list())
-    return _plan(run, rule, listing, now() if at is None else at)
+    at = now() if at is None else at
+    plan = _plan(run, rule, listing, at)
+    # without a grace period, what is marked goes in the same visit
+    return plan if rule.grace or not plan.marked else _plan(run, rule, listing, at, plan.marked)
 
 
 def prune(run: Run, rule: Retention, progress: Callable[[ObjectInfo], None] | None = None) -> PrunePlan:
@@ -195,9 +208,9 @@ def _survey_by_its_clock(run: Run, rule: Retention) -> PrunePlan:
             return _plan(run, rule, listing, at)
 
 
-def _plan(run: Run, rule: Retention, listing: list[ObjectInfo], at: float) -> PrunePlan:
-    """By the manifests themselves, not by history: what is deleted does not come back."""
-    pruned = run.pruned()
+def _plan(run: Run, rule: Retention, listing: list[ObjectInfo], at: float, marked: Collection[int] = ()) -> PrunePlan:
+    """By the manifests themselves, not by history: what is deleted does not come back. As if `marked` were marked."""
+    pruned = run.pruned().also(marked)
 
     def read(version: int) -> Manifest | None:
         try:
@@ -211,7 +224,10 @@ def _plan(run: Run, rule: Retention, listing: list[ObjectInfo], at: float) -> Pr
     versions = sorted({v for v in found if v is not None})
     manifests = dict(zip(versions, ordered_map(read, versions, _REQUESTS), strict=True))
     there = {v: m for v, m in manifests.items() if m is not None}
-    return plan_prune(there, listing, rule, at, pruned, _reading(run, listing, at - rule.lease, there))
+    tagged: dict[int, str] = {}
+    for name, tag in tags(run, strict=True).items():
+        tagged[tag.version] = f"{tagged[tag.version]}, {name}" if tag.version in tagged else name
+    return plan_prune(there, listing, rule, at, pruned, _reading(run, listing, at - rule.lease, there), tagged)
 
 
 def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Iterable[int]) -> set[int]:
@@ -239,13 +255,18 @@ def apply_prune(run: Run, plan: PrunePlan, progress: Callable[[ObjectInfo], None
             if progress:
                 progress(item)
     # those that went are named again in case another prune, writing at the same moment, has lost them
-    _mark(run, (*plan.going, *plan.marked))
+    _mark(run, plan.marked, gone=plan.going)
 
 
-def _mark(run: Run, versions: Iterable[int]) -> None:
+def _mark(run: Run, versions: Iterable[int], gone: Iterable[int] = ()) -> None:
+    """A tag that was set since the survey, or is set just now, takes the mark back: `set_tag` looks at the marks after
+    it has set the tag, so one of the two sees the other."""
     pruned = run.pruned()
-    if missing := [v for v in versions if v not in pruned]:
-        run.store.put(keys.PRUNED, dump(pruned.also(missing)))
+    lost, new = ([v for v in group if v not in pruned] for group in (gone, versions))
+    if lost or new:
+        run.store.put(keys.PRUNED, dump(pruned.also([*lost, *new])))
+        if new and any(tag.version in new for tag in tags(run, strict=True).values()):
+            run.store.put(keys.PRUNED, dump(pruned.also(lost)))
 
 
 def _is_unchanged(run: Run, item: ObjectInfo) -> bool:

@@ -23,6 +23,7 @@ from ..core.errors import (
 from ..core.manifest import Blob, File, Link, Manifest, Pruned, Summary, spans
 from ..core.parallel import ordered_map
 from .run import Run
+from .versions import tags
 
 _READERS = 16
 """Small records are read this many at a time: all they cost is the round trip."""
@@ -94,6 +95,7 @@ class Records:
         self._check_history()
         self._check_head()
         self._check_leftovers()
+        self._check_tags()
 
     def _check_gaps(self) -> None:
         newest = self.listed[-1]
@@ -196,6 +198,11 @@ class Records:
                 f"{len(orphans)} objects ({size:,} bytes) belong to no version, such as {orphans[0].key}: "
                 "left by a crash, or on their way; `prune` takes the old ones"
             )
+
+    def _check_tags(self) -> None:
+        for name, tag in tags(self.run).items():
+            if tag.version not in self.manifests:
+                self.warnings.append(f"the tag {name} names version {tag.version}, which the run does not have")
 
     def stranded_without(self, version: int, link: Link) -> list[int]:
         """The versions that nobody could reach any more if this link were gone."""

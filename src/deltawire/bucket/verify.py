@@ -26,6 +26,7 @@ from .ahead import Parcel, arrivals
 from .records import Found, Problem, Records, blame, blobs, ranges
 from .replay import Resolve, State, as_anchor, as_delta, find_reference, reference_source, take
 from .run import Run
+from .versions import existing
 
 Progress = Callable[[int, int], None]
 """(bytes read since the last call, bytes to read in all)."""
@@ -75,7 +76,9 @@ def verify(
         records.check()
         chosen = [v for v in records.manifests if (first is None or v >= first) and (last is None or v <= last)]
         if records.manifests and not chosen:
-            raise VersionNotFound(f"{run.store.url} has no version from {first} to {last}")
+            start = "" if first is None else f" from {first}"
+            end = " on" if last is None else f" up to {last}"
+            raise VersionNotFound(f"{run.store.url} has no version{start}{end}; {existing(run)}")
         _Walk(records, chosen, quick, resolve, result).go(progress)
     except Found as found:
         result.failure = found.problem

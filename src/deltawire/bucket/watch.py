@@ -31,6 +31,7 @@ from ..core.errors import (
 from ..store import Store, open_store
 from ..store.base import Announcing
 from .run import SMALL, Run
+from .versions import address_only
 
 log = logging.getLogger("deltawire")
 
@@ -62,7 +63,7 @@ def watch(
     `every` one by one. Waits for a run that is not there yet and for a store that is away; RunReplaced when another
     run takes the address.
     """
-    store = open_store(str(run) if isinstance(run, Path) else run)
+    store = open_store(address_only(run))
     stop = stop or threading.Event()
     opened: Run | None = None
     newest, reached = since, since

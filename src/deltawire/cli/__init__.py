@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import checkout, demo, doctor, env, follow, log, plan, prune, publish, serve, show, verify
+from . import checkout, demo, doctor, env, follow, log, plan, prune, publish, serve, show, tag, verify
 from .common import complain
 
 __all__ = ["app", "main"]
@@ -53,6 +53,8 @@ class Commands(TyperGroup):
             raise typer.Exit(1) from None
 
 
+HELP = {"help_option_names": ["-h", "--help"]}
+
 app = typer.Typer(
     name="deltawire",
     cls=Commands,
@@ -61,6 +63,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     epilog=EXIT_CODES,
+    context_settings=HELP,
 )
 
 
@@ -116,13 +119,14 @@ for _name, _module in {
     "env": env,
     "log": log,
     "show": show,
+    "tag": tag,
     "verify": verify,
     "prune": prune,
     "plan": plan,
     "doctor": doctor,
 }.items():
     # only `serve` passes arguments on, to another program
-    app.command(_name, context_settings={"allow_extra_args": _module is serve})(_module.command)
+    app.command(_name, context_settings={**HELP, "allow_extra_args": _module is serve})(_module.command)
 
 
 def main() -> None:

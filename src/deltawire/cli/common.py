@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import time
@@ -25,7 +24,9 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Address of the 
 RunVersionArgument = Annotated[
     str,
     typer.Argument(
-        metavar="RUN[@VERSION]", help="Address of the run, and which version (the newest).", show_default=False
+        metavar="RUN[@VERSION]",
+        help="Address of the run, and which version: @41, @v41, @latest (as without), @-2, or a tag as in @best.",
+        show_default=False,
     ),
 ]
 ReferenceOption = Annotated[
@@ -34,7 +35,6 @@ ReferenceOption = Annotated[
 ]
 
 _PIPE_WIDTH = 160
-_VERSION = re.compile(r"(.+)@(\d+|newest)", re.DOTALL)
 
 # ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,35 +142,22 @@ def sparkline(values: Sequence[float]) -> str:
 # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def split_run(text: str) -> tuple[str, int | None]:
-    """RUN[@VERSION] → (run, version); None is the newest.
+def open_run(text: str) -> Run:
+    """The run at an address that names no version."""
+    from ..bucket.run import Run
+    from ..bucket.versions import address_only
 
-    Only a number or `newest` after the last @ is a version; any other @ belongs to the address. A path that ends like
-    one is written as a URL with %40.
-    """
-    match = _VERSION.fullmatch(text)
-    if match is None:
-        return text, None
-    run, version = match[1], match[2]
-    authority = run.partition("://")[2]
-    if ":" in authority and "/" not in authority:
-        return text, None  # user:password@host, not host@version
-    return run, None if version == "newest" else int(version)
+    return Run.open(address_only(text))
 
 
 def open_version(text: str) -> tuple[Run, int]:
     """An opened run and the version that RUN[@VERSION] means."""
     from ..bucket.run import Run
-    from ..core.errors import VersionNotFound
+    from ..bucket.versions import resolve, split
 
-    where, version = split_run(text)
+    where, version = split(text)
     run = Run.open(where)
-    if version is None:
-        version = run.newest()
-    if version is None:
-        raise VersionNotFound(f"the run at {run.store.url} has no version yet")
-    run.manifest(version)
-    return run, version
+    return run, resolve(run, version)
 
 
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .common import JsonOption, RunArgument, clean, complain, duration, emit, ended_by_sigterm, split_run
+from .common import JsonOption, RunArgument, clean, complain, duration, emit, ended_by_sigterm
 
 if TYPE_CHECKING:
     from ..bucket.doctor import Finding, Report
@@ -33,10 +33,11 @@ def command(
       deltawire doctor /mnt/shared/chat --json | jq .figures
     """
     from ..bucket.doctor import examine
+    from ..bucket.versions import split
     from ..store import open_store
 
     # no patience on top of the client's own: what is wrong is to be seen now
-    store = open_store(split_run(run)[0], retry=False)
+    store = open_store(split(run)[0], retry=False)
     with ended_by_sigterm():
         report = examine(store, None if json else _say)
     emit(_value(report), lambda out: None, json)

@@ -62,12 +62,14 @@ def command(
           --exec 'curl -fsS -X POST localhost:8000/reload'
     """
     from ..bucket.current import CurrentFolder
+    from ..bucket.versions import address_only
     from ..replica import Replica
 
     if folder is None and exec is None:
         raise typer.BadParameter("give --dir, --exec or both")
     if once and every:
         raise typer.BadParameter("--once goes straight to the newest version; leave out --every")
+    address_only(run)
     try:
         # a new name for every short visit would fill `log` with replicas that are gone
         replica = Replica(run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0)

@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import JsonOption, RunArgument, age, clean, emit, open_version, percent, size, sparkline, table, times
+from .common import (
+    JsonOption,
+    RunVersionArgument,
+    age,
+    clean,
+    emit,
+    open_version,
+    percent,
+    size,
+    sparkline,
+    table,
+    times,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +32,7 @@ SILENT = 60.0
 
 
 def command(
-    run: RunArgument,
+    run: RunVersionArgument,
     number: Annotated[int, typer.Option("-n", min=1, help="How many versions, the newest first.")] = 20,
     all: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     json: JsonOption = False,

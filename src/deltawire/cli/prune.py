@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import JsonOption, RunArgument, emit, size, table
+from .common import JsonOption, RunArgument, emit, open_run, size, table
 from .quantities import seconds
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ def command(
         int | None, typer.Option(min=1, help="And every version whose number divides by this.", show_default=False)
     ] = None,
     keep: Annotated[
-        list[int] | None,
-        typer.Option(metavar="VERSION", min=0, help="And this version; repeatable.", show_default=False),
+        list[str] | None,
+        typer.Option(metavar="VERSION", help="And this version; repeatable.", show_default=False),
     ] = None,
     grace: Annotated[
         float,
@@ -40,7 +40,7 @@ def command(
 
     A version that stays keeps its manifest and everything on its cheapest path:
     the anchor before it and the deltas in between. The newest version always
-    stays. What is older than the grace period and not kept is first marked, so
+    stays, and so does every version with a tag. What is older than the grace period and not kept is first marked, so
     that nobody starts to read it; a later prune deletes it when it has been marked
     for the grace period and no replica says that it reads it. So run it now and
     then, from cron for instance; publishers, replicas and other prunes may go on
@@ -56,10 +56,11 @@ def command(
       deltawire prune s3://runs/chat --keep 120 --keep 340 --grace 1d
     """
     from ..bucket import prune
-    from ..bucket.run import Run
+    from ..bucket.versions import resolve
 
-    opened = Run.open(run)
-    rule = prune.Retention(keep_last, keep_every, frozenset(keep or ()), grace, unfinished=unfinished)
+    opened = open_run(run)
+    kept = frozenset(resolve(opened, version) for version in keep or ())
+    rule = prune.Retention(keep_last, keep_every, kept, grace, unfinished=unfinished)
     plan = prune.prune(opened, rule) if apply else prune.survey(opened, rule)
     emit({"run": opened.store.url, "applied": apply, **_value(plan)}, lambda out: _render(out, plan, apply), json)
 

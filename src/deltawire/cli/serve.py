@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonOption, ReferenceOption, duration, emit_line, ended_by_sigterm, split_run
+from .common import JsonOption, ReferenceOption, duration, emit_line, ended_by_sigterm
 
 if TYPE_CHECKING:
     from ..engines.server import RolloutServer
@@ -145,7 +145,7 @@ def command(
 
     token = read_token(token_file)
     check_guarded(host, token)
-    where, pin = split_run(run)
+    where, pin = _pin(run)
     if engine is Engine.vllm:
         from ..engines.vllm.launch import launch
 
@@ -195,6 +195,18 @@ def command(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         server.run(on_listening=lambda: _listening(server, host, json))
+
+
+def _pin(text: str) -> tuple[str, int | None]:
+    """The run to follow, and the version to stay at. Only what is not a number needs the run to be there already."""
+    from ..bucket.run import Run
+    from ..bucket.versions import NEWEST, number, resolve, split
+
+    where, version = split(text)
+    if version is None or version in NEWEST:
+        return where, None
+    exact = number(version)
+    return where, exact if exact is not None and exact >= 0 else resolve(Run.open(where), version)
 
 
 def _listening(server: RolloutServer, host: str, json: bool) -> None:

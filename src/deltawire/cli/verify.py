@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import Advance, JsonOption, RunArgument, emit, progress, size
+from .common import Advance, JsonOption, RunArgument, emit, open_run, progress, size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..bucket.run import Run
     from ..bucket.verify import Verification
 
 
 def command(
     run: RunArgument,
     first: Annotated[
-        int | None, typer.Option("--from", metavar="VERSION", min=0, help="Start at this version.", show_default=False)
+        str | None, typer.Option("--from", metavar="VERSION", help="Start at this version.", show_default=False)
     ] = None,
     last: Annotated[
-        int | None, typer.Option("--to", metavar="VERSION", min=0, help="Stop after this one.", show_default=False)
+        str | None, typer.Option("--to", metavar="VERSION", help="Stop after this one.", show_default=False)
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Hash everything, replay nothing: no memory for weights needed.")
@@ -53,15 +54,14 @@ def command(
       deltawire verify s3://runs/chat --json | jq .failure
     """
     from ..bucket.replay import resolver
-    from ..bucket.run import Run
     from ..bucket.verify import verify
 
-    opened = Run.open(run)
+    opened = open_run(run)
     with progress() as bar:
         result = verify(
             opened,
-            first=first,
-            last=last,
+            first=_bound(opened, first),
+            last=_bound(opened, last),
             quick=quick,
             resolve=resolver(reference),
             progress=_bar(bar),
@@ -70,6 +70,16 @@ def command(
     emit({"run": url, "ok": result.ok, **asdict(result)}, lambda out: _render(out, url, result), json)
     if not result.ok:
         raise typer.Exit(3)
+
+
+def _bound(run: Run, version: str | None) -> int | None:
+    """A bound may lie outside of what there is, or where versions were pruned; what is not a number must exist."""
+    from ..bucket.versions import number, resolve
+
+    if version is None:
+        return None
+    exact = number(version)
+    return exact if exact is not None and exact >= 0 else resolve(run, version)
 
 
 def _bar(bar: Any) -> Any:

@@ -11,12 +11,13 @@ HEAD = "head.json"
 PRUNED = "pruned.json"
 CLOCK = "clock.json"
 WRITER = "writer.json"
-ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, VERSIONS = (
+ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, TAGS, VERSIONS = (
     "anchors/",
     "deltas/",
     "files/",
     "history/",
     "replicas/",
+    "tags/",
     "versions/",
 )
 
@@ -26,6 +27,7 @@ _DATA = re.compile(
 _FILE = re.compile(r"files/[0-9a-f]{32}")
 _MANIFEST = re.compile(r"versions/([0-9]{6,18})\.json")
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_TAG = re.compile(r"(?!(?:v[0-9]+|latest|newest)$)[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 
 MAX_VERSION = 10**18 - 1
@@ -80,6 +82,26 @@ def replica(id: str) -> str:
     if not _REPLICA.fullmatch(id):
         raise ValueError(f"a replica id is letters, digits, '.', '_' and '-', at most 128; not {id[:40]!r}")
     return f"{REPLICAS}{id}.json"
+
+
+def is_tag_name(name: str) -> bool:
+    """Letters, digits, '.', '_' and '-', from a letter on, and nothing that already means a version."""
+    return _TAG.fullmatch(name) is not None
+
+
+def tag(name: str) -> str:
+    if not is_tag_name(name):
+        raise ValueError(
+            "a tag is letters, digits, '.', '_' and '-', at most 64, from a letter on, and not latest, newest or v41; "
+            f"not {name[:40]!r}"
+        )
+    return f"{TAGS}{name}.json"
+
+
+def tag_name(key: str) -> str | None:
+    """The name of the tag that an object is; None for what is none."""
+    name = key.removeprefix(TAGS).removesuffix(".json")
+    return name if key == f"{TAGS}{name}.json" and is_tag_name(name) else None
 
 
 def check_data(key: str) -> None:

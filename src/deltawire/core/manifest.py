@@ -177,6 +177,15 @@ class Pruned(msgspec.Struct, frozen=True):
         return self.versions[-1][1] if self.versions else -1
 
 
+class Tag(msgspec.Struct, frozen=True):
+    """tags/<name>.json: a name for a version, which prune then keeps."""
+
+    run: str
+    version: int
+    at: float
+    """When it was set, in seconds since the epoch, by the clock of the one who set it."""
+
+
 class Writer(msgspec.Struct, frozen=True):
     """writer.json: who may publish, where the store cannot refuse a second writer."""
 
@@ -289,6 +298,13 @@ def parse_heartbeat(data: bytes, what: str) -> Heartbeat:
     beat = parse(data, Heartbeat, what)
     _check_spans(beat.reading, what)
     return beat
+
+
+def parse_tag(data: bytes, name: str) -> Tag:
+    tag = parse(data, Tag, keys.tag(name))
+    if not 0 <= tag.version < 10**18:
+        raise ManifestError(f"{keys.tag(name)} names version {tag.version}, which cannot be one")
+    return tag
 
 
 def _check_spans(found: tuple[tuple[int, int], ...], what: str) -> None:

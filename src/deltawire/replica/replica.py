@@ -19,6 +19,7 @@ from ..bucket.ahead import Parcel, arrivals
 from ..bucket.fetch import Progress
 from ..bucket.replay import State, as_anchor, reference_source, resolver, take
 from ..bucket.run import Run
+from ..bucket.versions import address_only, resolve
 from ..bucket.watch import Watcher, following
 from ..core import chain, full, keys
 from ..core.digest import StateDigest
@@ -87,7 +88,7 @@ class Replica:
         # seconds of the last sync, by phase
         self.trouble: str = ""
         # why `follow` does not get on at the moment; empty when all is well
-        self._store = open_store(str(run) if isinstance(run, Path) else run)
+        self._store = open_store(address_only(run))
         self._run: Run | None = None
         self._prove = prove
         self._strict = strict
@@ -111,13 +112,14 @@ class Replica:
 
     # ── what a rollout server calls ──────────────────────────────────────────────────────────────────────────────────
 
-    def sync(self, model: Any, version: int | None = None, *, progress: Progress | None = None) -> int:
+    def sync(self, model: Any, version: int | str | None = None, *, progress: Progress | None = None) -> int:
         """Bring the model's weights to a version (the newest by default), verified; returns the version reached.
 
+        `version` is a number, or text as on the command line: "v41", "latest", "-2", or a tag.
         On failure the weights are those of `self.version`, as before; None means that they have no name.
         """
         run = self._open()
-        want = run.newest() if version is None else version
+        want = run.newest() if version is None else resolve(run, version)
         if want is None:
             raise RunNotFound(f"the run at {self._store.url} has no version yet")
         self.newest = want if version is None else max(want, self.newest or 0)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bucket.replay import State, find_reference
 from ..bucket.run import Run
+from ..bucket.versions import address_only
 from ..core import full
 from ..core.errors import DeltawireError, DivergedRun, OutOfStep, RunNotFound, SchemaMismatch
 from ..core.parallel import ordered_map
@@ -102,7 +103,7 @@ class Publisher:
         self._files = full.companion_files(Path(files)) if isinstance(files, (str, Path)) else files
         self._model_name = model_name
         self._max_pending = max_pending
-        self._store = open_store(str(run) if isinstance(run, Path) else run)
+        self._store = open_store(address_only(run))
         self._writer: VersionWriter | None = None
         self._mirror: Mirror | None = None
         # what to diff against; None until the first publish, and again when it no longer is what the bucket has

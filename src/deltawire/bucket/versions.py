@@ -1,0 +1,183 @@
+"""A version as people write it: `RUN@41`, `RUN@v41`, `RUN@latest`, `RUN@-2`, and `RUN@best` for a tag.
+
+A tag is a name for a version, an object `tags/<name>.json` of its own. It can be moved and deleted; prune keeps the
+version it names.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from ..core import keys
+from ..core.errors import BadURL, ManifestError, ObjectNotFound, ObjectTooLarge, VersionNotFound
+from ..core.manifest import Tag, dump, now, parse_tag
+from ..core.parallel import ordered_map
+from ..store import Store
+from .run import SMALL, Run
+
+log = logging.getLogger("deltawire")
+
+NEWEST = ("latest", "newest")
+_REQUESTS = 16
+_COUNTED = re.compile(r"v?([0-9]{1,18})|(-[1-9][0-9]{0,17})", re.ASCII)
+_MARKED = re.compile(r"(.+)@([^/@?]+)", re.DOTALL)
+
+
+# ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def split(text: str) -> tuple[str, str | None]:
+    """RUN[@VERSION] → (run, version as written); None where there is none.
+
+    The version may stand before or after a `?query`. Only what could be a version or a tag, after the last @ of the
+    last part of a path, is one; in an address that itself ends that way, write this @ as %40 in a URL.
+    """
+    address, query = (text.split("?", 1) if "://" in text and "?" in text else (text, None))[:2]
+    rest = "" if query is None else f"?{query}"
+    for candidate, after in ((address, rest), (text, "")):
+        match = _MARKED.fullmatch(candidate)
+        if match and _is_version(match[2], match[1].rpartition("://")[2] if "://" in match[1] else "/"):
+            return match[1] + after, match[2]
+    return text, None
+
+
+def _is_version(text: str, before: str) -> bool:
+    """`before` is what precedes the @, after the last `://`. Where it has no `/`, the @ may end credentials instead:
+    those must stay in the address, which is then refused without being repeated."""
+    if "&" in before:
+        before = "/"  # another value of the query, not the host of an endpoint
+    if "/" not in before and ":" in before and not re.fullmatch(r"[^:]*:[0-9]+|\[[^\]]*\](:[0-9]+)?", before):
+        return False
+    if _COUNTED.fullmatch(text) or text in NEWEST:
+        return True
+    return keys.is_tag_name(text) and ("/" in before or ":" in before)
+
+
+def address_only(where: str | Path | Store) -> str | Store:
+    """The address of a run where no version is taken. BadURL where one is written behind it."""
+    if not isinstance(where, str):
+        return str(where) if isinstance(where, Path) else where
+    run, version = split(where)
+    if version is not None:
+        raise BadURL(
+            f"this takes a run, not a version of it: leave out @{version}; "
+            "if that belongs to the address, write its @ as %40 in a URL (file:///path%40name)"
+        )
+    return run
+
+
+# ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def resolve(run: Run, version: int | str | None) -> int:
+    """The number of a version that the run has.
+
+    None and "latest" are the newest; -1 is the newest too, -2 the one before it; "41" and "v41" are version 41;
+    anything else is a tag. VersionNotFound, with what there is, where the run has no such version.
+    """
+    newest: int | None = None
+    counted = version if isinstance(version, int) else number(version)
+    if counted is None or counted < 0:
+        if counted is None and version is not None and version not in NEWEST:
+            return _existing(run, tagged(run, str(version)).version, f"{version!r} names version ")
+        newest = run.newest()
+        if newest is None:
+            raise VersionNotFound(f"the run at {run.store.url} has no version yet")
+        counted = newest if counted is None else newest + 1 + counted
+    return _existing(run, counted)
+
+
+def number(text: str | None) -> int | None:
+    """What "41", "v41" or "-2" count; None for anything else."""
+    match = _COUNTED.fullmatch(text or "")
+    return int(match[1] or match[2]) if match else None
+
+
+def _existing(run: Run, version: int, said: str = "") -> int:
+    try:
+        run.manifest(version)
+    except VersionNotFound:
+        what = f"{said}{version}, which is not there" if said else f"there is no version {version}"
+        raise VersionNotFound(f"{run.store.url}: {what}; {existing(run)}") from None
+    return version
+
+
+def existing(run: Run) -> str:
+    """What versions and tags there are, for messages."""
+    newest = run.newest()
+    if newest is None:
+        return "the run has no version yet"
+    pruned = run.pruned()
+    oldest = next((last + 1 for first, last in pruned.versions if first == 0), 0)
+    gaps = any(first > oldest for first, _ in pruned.versions)
+    span = f"it has version {newest}" if oldest == newest else f"it has versions {oldest} to {newest}"
+    found = ", ".join(sorted(tags(run))[:10])
+    return span + (" (some between were pruned)" if gaps else "") + (f" and the tags {found}" if found else "")
+
+
+# ── tags ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tagged(run: Run, name: str) -> Tag:
+    """The tag of this name. VersionNotFound where the run has none."""
+    try:
+        tag = parse_tag(run.store.get(keys.tag(name), limit=SMALL).data, name)
+    except ObjectNotFound:
+        tag = None
+    if tag is None or tag.run != run.info.run:
+        raise VersionNotFound(f"{run.store.url} has no tag {name!r}; {existing(run)}")
+    return tag
+
+
+def tags(run: Run, *, strict: bool = False) -> dict[str, Tag]:
+    """Every tag of the run by name. One that makes no sense is left out with a warning, or with `strict` an error;
+    those of a run that was at this address before are none of this one's."""
+    names = [name for item in run.store.list(keys.TAGS) if (name := keys.tag_name(item.key)) is not None]
+
+    def read(name: str) -> Tag | None:
+        try:
+            return parse_tag(run.store.get(keys.tag(name), limit=SMALL).data, name)
+        except ObjectNotFound:
+            return None
+        except (ManifestError, ObjectTooLarge) as error:
+            if strict:
+                raise ManifestError(
+                    f"{error}; delete it with `deltawire tag {run.store.url} --delete {name}`"
+                ) from None
+            log.warning("ignoring the tag %s: %s", name, error)
+            return None
+
+    found = zip(names, ordered_map(read, names, _REQUESTS), strict=True)
+    return {name: tag for name, tag in found if tag is not None and tag.run == run.info.run}
+
+
+def set_tag(run: Run, version: int, name: str) -> Tag | None:
+    """Let the name mean this version; returns what it meant before.
+
+    First the tag, then a look at the marks of prune, which does it the other way round: one of the two sees the other.
+    """
+    key = keys.tag(name)
+    try:
+        before = tagged(run, name)
+    except (VersionNotFound, ManifestError, ObjectTooLarge):
+        before = None
+    run.store.put(key, dump(Tag(run.info.run, version, now())))
+    run.forget(version)
+    if version in run.pruned() or not run.exists(version):
+        if before is None:
+            run.store.delete(key)
+        else:
+            run.store.put(key, dump(before))
+        raise VersionNotFound(f"version {version} of {run.store.url} is being pruned and cannot be tagged any more")
+    return before
+
+
+def delete_tag(run: Run, name: str) -> None:
+    """VersionNotFound where there is no such tag. One that does not parse can be deleted too."""
+    try:
+        run.store.head(keys.tag(name))
+    except ObjectNotFound:
+        raise VersionNotFound(f"{run.store.url} has no tag {name!r}; {existing(run)}") from None
+    run.store.delete(keys.tag(name))

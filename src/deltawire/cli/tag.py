@@ -1,0 +1,86 @@
+"""`deltawire tag`: names for versions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import JsonOption, RunVersionArgument, age, emit, open_version, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..core.manifest import Tag
+
+
+def command(
+    run: RunVersionArgument,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="The tag to set; without it, list them.", show_default=False)
+    ] = None,
+    delete: Annotated[
+        str | None, typer.Option("--delete", metavar="NAME", help="Delete this tag.", show_default=False)
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Give a version a name, list the names there are, or delete one.
+
+    Wherever a version is taken, RUN@NAME then means it: in `checkout`, `show`,
+    `diff`, `serve` and the rest. A tag can be set again and then means another
+    version; the weights are never touched. `prune` keeps every version with a tag.
+
+    A name is letters, digits, '.', '_' and '-', at most 64, and starts with a
+    letter. latest, newest and v41 mean something already.
+
+    \b
+    Examples
+      deltawire tag s3://runs/chat@41 best      v41 is now @best
+      deltawire tag s3://runs/chat best         the newest version is
+      deltawire tag s3://runs/chat              which tags there are
+      deltawire tag s3://runs/chat --delete best
+      deltawire checkout s3://runs/chat@best -o models/best
+    """
+    from ..bucket.versions import delete_tag, set_tag, split, tags
+
+    if delete is not None and (name is not None or split(run)[1] is not None):
+        raise typer.BadParameter("--delete goes with the address of a run alone", param_hint="--delete")
+    for given, hint in ((name, "NAME"), (delete, "--delete")):
+        _check_name(given, hint)
+    if name is None and split(run)[1] is not None:
+        raise typer.BadParameter("name the tag that this version gets, or leave out the version to list all")
+    opened, version = open_version(run)
+    value: dict[str, object] = {"run": opened.store.url}
+    said = ""
+    if name is not None:
+        before = set_tag(opened, version, name)
+        value |= {"tag": name, "version": version, "before": before.version if before else None}
+        moved = f" (was v{before.version})" if before and before.version != version else ""
+        said = f"{name} → v{version}{moved}"
+    elif delete is not None:
+        delete_tag(opened, delete)
+        value |= {"deleted": delete}
+        said = f"{delete} deleted"
+    found = tags(opened)
+    value["tags"] = {key: {"version": tag.version, "at": tag.at} for key, tag in sorted(found.items())}
+    emit(value, lambda out: out.print(said) if said else _render(out, found), json)
+
+
+def _check_name(name: str | None, hint: str) -> None:
+    from ..core import keys
+
+    try:
+        if name is not None:
+            keys.tag(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=hint) from None
+
+
+def _render(out: Console, found: dict[str, Tag]) -> None:
+    if not found:
+        out.print("no tags; set one with `deltawire tag RUN@VERSION NAME`")
+        return
+    rows = table("tag", "version", "set", left=("tag",))
+    for name, tag in sorted(found.items(), key=lambda item: (item[1].version, item[0])):
+        rows.add_row(name, f"v{tag.version}", age(tag.at))
+    out.print(rows)
