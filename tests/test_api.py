@@ -201,7 +201,7 @@ def test_only_the_region_asked_for_is_cast(monkeypatch: pytest.MonkeyPatch) -> N
     """A region of a large embedding must not cost a copy of all of it."""
     cast = []
     real = ModelView._wire_bits
-    monkeypatch.setattr(ModelView, "_wire_bits", lambda self, t: (cast.append(t.numel()), real(self, t))[1])
+    monkeypatch.setattr(ModelView, "_wire_bits", lambda self, n, t: (cast.append(t.numel()), real(self, n, t))[1])
     view = ModelView({"w": torch.zeros(100, 10)}, "bf16")
     for block in blocks(view.schema, 50):
         for region in block:

@@ -16,13 +16,14 @@ import pytest
 import deltawire
 
 SOURCE = Path(deltawire.__file__).parent
-BASE = {"bucket", "core", "models", "store"}
+BASE = {"bucket", "core", "huggingface", "models", "store"}
 ROOMS: dict[str, set[str]] = {
     # room → the rooms it may import; a new room needs a line here
     "core": set(),
     "store": {"core"},
     "bucket": {"core", "store"},
-    "models": {"core"},
+    "huggingface": {"core"},
+    "models": {"core", "huggingface"},
     "api": {"core", "models"},
     "kernels": {"core", "models"},
     "testing": {"core", "store"},

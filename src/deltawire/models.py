@@ -5,6 +5,7 @@ torch is never imported here; it is only used where the caller already has, by w
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from .core.change import Region
 from .core.dtypes import Bits
 from .core.errors import SchemaMismatch, UnsupportedDtype
 from .core.schema import Schema, TensorSpec
+from .huggingface import checkpoint_tensors, kept_in_fp32
 
 _TORCH_DTYPES = {
     "torch.bool": "BOOL",
@@ -71,10 +73,11 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def tensors_of(model: Any, *, buffers: bool = True) -> dict[str, Any]:
-    """The named tensors of a module or mapping, in its own order, tied ones included.
+def tensors_of(model: Any, *, buffers: bool = True, to_write: bool = False) -> dict[str, Any]:
+    """The named tensors of a module or mapping, tied ones included.
 
-    Those of a module are named as in its checkpoint, whatever it is wrapped in; a mapping's names are its own.
+    Those of a module are named and cut as in its checkpoint, whatever it is wrapped in, and share its memory wherever
+    that is possible; SchemaMismatch where it is not and they are meant `to_write`. A mapping's names are its own.
     """
     if isinstance(model, Mapping):
         return dict(model)
@@ -89,7 +92,14 @@ def tensors_of(model: Any, *, buffers: bool = True) -> dict[str, Any]:
     # state_dict of a module gives detached tensors that share the parameters' storage
     tensors = model.state_dict()
     left_out = set() if buffers else {name for name, _ in model.named_buffers()}
-    return {_plain(name): tensor for name, tensor in tensors.items() if name not in left_out}
+    named = {_plain(name): tensor for name, tensor in tensors.items() if name not in left_out}
+    return checkpoint_tensors(checkpoint_of(model), named, to_write=to_write)
+
+
+def checkpoint_of(model: Any) -> Any:
+    """The module whose checkpoint a model's tensors belong to: itself, unless it is a view of another."""
+    model = unwrapped(model)
+    return getattr(model, "checkpoint_of", model)
 
 
 def _plain(name: str) -> str:
@@ -112,17 +122,28 @@ class ModelView:
     """The weights of a model as bits, read a tensor at a time."""
 
     def __init__(
-        self, model: Any, wire_dtype: str | None = None, *, buffers: bool = True, known: Known | None = None
+        self,
+        model: Any,
+        wire_dtype: str | None = None,
+        *,
+        buffers: bool = True,
+        known: Known | None = None,
+        of: Any = None,
     ) -> None:
-        """`known` is what an earlier view had: if these tensors lie where those did, their schema is not made again."""
+        """`known` is what an earlier view had: if these tensors lie where those did, their schema is not made again.
+        `of` is the model that a mapping of tensors was taken from, which then decides about the wire dtype."""
+        owner = model if of is None else of
         if wire_dtype not in (None, AUTO, *_WIRE_DTYPES):
             known = ", ".join([AUTO, *sorted(_WIRE_DTYPES)])
             raise UnsupportedDtype(f"wire dtype {wire_dtype!r} is unknown; known: {known}")
         # a module has one dtype by habit; who passes a mapping has chosen what is in it
         self._widest = 2 if wire_dtype == AUTO else 1
         # bytes of a float that travels as it is
+        self._kept: re.Pattern[str] | None = None
+        # names of what travels as it is in any case
         if wire_dtype == AUTO:
-            wire_dtype = "bf16" if is_module(model) else None
+            wire_dtype = "bf16" if is_module(owner) else None
+            self._kept = kept_in_fp32(checkpoint_of(owner))
         self._wire = _WIRE_DTYPES[wire_dtype] if wire_dtype else None
         tensors = tensors_of(model, buffers=buffers)
         where = _whereabouts(tensors)
@@ -142,7 +163,7 @@ class ModelView:
             else:
                 ties[name] = first
         self.schema = Schema.build(
-            (TensorSpec(name, self._dtype(t), tuple(t.shape)) for name, t in self._tensors.items()), ties
+            (TensorSpec(name, self._dtype(name, t), tuple(t.shape)) for name, t in self._tensors.items()), ties
         )
         self.known = None if where is None else Known(where, self._wire, self.schema)
 
@@ -162,14 +183,14 @@ class ModelView:
     def wire_dtype(self, name: str) -> Any:
         """The torch dtype that a torch tensor travels in."""
         tensor = self._tensors[name]
-        return getattr(sys.modules["torch"], self._wire) if self._casts(tensor) else tensor.dtype  # type: ignore[arg-type]
+        return getattr(sys.modules["torch"], self._wire) if self._casts(name, tensor) else tensor.dtype  # type: ignore[arg-type]
 
     def bits(self, name: str) -> Bits:
         """Flat bits of a tensor: a view where the tensor is contiguous, on the CPU and already in the wire dtype."""
         tensor = self._tensors[name]
         if not is_torch(tensor):
             return dtypes.bits_of(np.asarray(tensor))
-        return self._wire_bits(tensor)
+        return self._wire_bits(name, tensor)
 
     def region(self, region: Region) -> Bits:
         tensor = self._tensors[region.tensor.name]
@@ -178,27 +199,29 @@ class ModelView:
         if is_torch(tensor) and tensor.is_contiguous() and region.contiguous and whole_elements:
             # cut before it is cast or leaves its device: a region is asked for, the tensor may be gigabytes
             flat = tensor.detach().reshape(-1)
-            return self._wire_bits(flat[region.base // per : (region.base + region.units) // per])
+            return self._wire_bits(region.tensor.name, flat[region.base // per : (region.base + region.units) // per])
         return region.cut(self.bits(region.tensor.name))
 
-    def _wire_bits(self, tensor: Any) -> Bits:
-        if self._casts(tensor):
+    def _wire_bits(self, name: str, tensor: Any) -> Bits:
+        if self._casts(name, tensor):
             tensor = tensor.to(getattr(sys.modules["torch"], self._wire))  # type: ignore[arg-type]
         return torch_bits(tensor)
 
     def __iter__(self) -> Iterator[tuple[str, Bits]]:
         return ((tensor.name, self.bits(tensor.name)) for tensor in self.schema.tensors)
 
-    def _casts(self, tensor: Any) -> bool:
-        return bool(self._wire and tensor.is_floating_point() and tensor.dtype.itemsize > self._widest)
+    def _casts(self, name: str, tensor: Any) -> bool:
+        if not self._wire or not tensor.is_floating_point() or tensor.dtype.itemsize <= self._widest:
+            return False
+        return self._kept is None or self._kept.search(name) is None
 
-    def _dtype(self, tensor: Any) -> str:
+    def _dtype(self, name: str, tensor: Any) -> str:
         if not is_torch(tensor):
             return dtypes.of_numpy(np.asarray(tensor))
-        name = f"torch.{self._wire}" if self._casts(tensor) else str(tensor.dtype)
-        if name not in _TORCH_DTYPES:
-            raise UnsupportedDtype(f"{name} cannot travel; known: {', '.join(sorted(_TORCH_DTYPES))}")
-        return _TORCH_DTYPES[name]
+        dtype = f"torch.{self._wire}" if self._casts(name, tensor) else str(tensor.dtype)
+        if dtype not in _TORCH_DTYPES:
+            raise UnsupportedDtype(f"{dtype} cannot travel; known: {', '.join(sorted(_TORCH_DTYPES))}")
+        return _TORCH_DTYPES[dtype]
 
 
 def torch_bits(tensor: Any) -> Bits:

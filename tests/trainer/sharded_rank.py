@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from moe_models import make as make_experts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -82,7 +83,9 @@ class Training:
         self.steps += 1
         if any(isinstance(module, nn.Embedding) for module in self.model.modules()):
             tokens = torch.randint(0, 301, (4, 9), generator=generator)
-            loss = nn.functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            found = self.model(tokens[:, :-1])
+            logits = getattr(found, "logits", found)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         else:
             loss = self.model(torch.randn(8, 24, generator=generator)).square().mean()
         loss.backward()
@@ -155,6 +158,14 @@ class Rank:
 
     def fsdp(self) -> None:
         self.side_by_side("fsdp", sharded(), anchor_every=3, skip_every=2)
+
+    def experts(self) -> None:
+        """Fused experts: each rank has some of a layer's, and publishes them one by one."""
+        make = partial(make_experts, "qwen3_moe", vocab_size=301)
+        model = make()
+        for layer in model.model.layers:
+            fully_shard(layer)
+        self.side_by_side("experts", fully_shard(model), make, anchor_every=3)
 
     def offload(self) -> None:
         model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))

@@ -103,7 +103,7 @@ def assert_each_wrote_its_share(trained: Trained, name: str, manifests: list[Man
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(tmp_path_factory.mktemp("two"), "fsdp,ddp,upload_fails,out_of_step,resume,refused,adamw,unequal", 2)
+    return train(tmp_path_factory.mktemp("two"), "fsdp,ddp,experts,upload_fails,out_of_step,resume,refused,adamw,unequal", 2)
 
 
 def test_fsdp_publishes_what_one_process_would(two: Trained) -> None:
@@ -129,6 +129,12 @@ def test_ddp_publishes_together_what_every_rank_holds(two: Trained) -> None:
     largest = max(tensor.nbytes for tensor in Run.open(str(two.folder / "ddp")).schema.tensors)
     # tensors are handed out whole
     assert_each_wrote_its_share(two, "ddp", assert_same_run(two, "ddp"), slack=largest // 2)
+
+
+def test_experts_of_several_ranks_have_the_names_of_the_checkpoint(two: Trained) -> None:
+    assert_same_run(two, "experts")
+    names = {tensor.name for tensor in Run.open(str(two.folder / "experts")).schema.tensors}
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in names
 
 
 def test_a_version_that_one_rank_cannot_put_fails_on_all_and_goes_out_with_the_next(two: Trained) -> None:

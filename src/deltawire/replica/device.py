@@ -33,7 +33,7 @@ class DeviceTarget(Target):
     def __init__(self, model: Any, schema: Schema, *, strict: bool = True) -> None:
         self.model = model
         self.schema = schema
-        tensors = tensors_of(model)
+        tensors = tensors_of(model, to_write=True)
         require(model, tensors, schema, strict)
         seen: dict[tuple[int, str], str] = {}
         self._names: dict[str, list[str]] = {}

@@ -47,7 +47,7 @@ class Target:
             model.schema.require_equal(schema, ours="this state", theirs="the run")
             self._cells: dict[str, list[_Live | _Copied]] = {n: [_Live(bits)] for n, bits in model.tensors.items()}
             return
-        tensors = tensors_of(model)
+        tensors = tensors_of(model, to_write=True)
         require(model, tensors, schema, strict)
         # an alias that does not share storage with its tensor here is written beside it
         names: dict[str, list[str]] = {t.name: [t.name] for t in schema.tensors}

@@ -121,10 +121,15 @@ class Adapter(_View):
 class Merged(_View):
     """The base model's tensors: live where no adapter touches them, else merged in a copy."""
 
+    @property
+    def checkpoint_of(self) -> Any:
+        """The model whose checkpoint has these tensors."""
+        return self._model.get_base_model()
+
     def state_dict(self) -> dict[str, Any]:
         import torch
 
-        base = self._model.get_base_model()
+        base = self.checkpoint_of
         tensors: dict[str, Any] = base.state_dict()
         with torch.no_grad():
             for path, layer in _tuned(base):

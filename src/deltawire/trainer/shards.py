@@ -28,6 +28,7 @@ from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.parallel import ordered_map
 from ..core.schema import Schema, TensorSpec
+from ..huggingface import Band
 from ..models import ModelView, is_module, tensors_of
 from .adamw import AdamWDetector, local_tensor
 from .detectors import Detected, Detector, Found, HostDetector, default_detector
@@ -64,16 +65,6 @@ class Part:
         return rows[self.row : self.row + self.region.rows, first:last]
 
 
-class _AsModule:
-    """Local tensors with the manners of the module they come from, which decide about the wire dtype."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self._tensors = tensors
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._tensors
-
-
 class Reader:
     """Looks at a model on this rank, the same way at every publish."""
 
@@ -92,26 +83,45 @@ class Reader:
             )
         tensors = self.tensors(model)
         with torch.no_grad():
-            local = ModelView(self._manners(model, {n: local_tensor(t) for n, t in tensors.items()}), self._wire).schema
+            local = ModelView({n: _stand_in(t) for n, t in tensors.items()}, self._wire, of=model).schema
         specs = [TensorSpec(t.name, t.dtype, tuple(tensors[t.name].shape)) for t in local.tensors]
         return Schema.build(specs, local.ties)
 
     def parts(self, model: Any, schema: Schema) -> list[Part]:
         """All that this rank holds."""
-        tensors = self.tensors(model)
-        return [part for spec in schema.tensors for part in held(tensors[spec.name], spec)]
+        tensors, parts = self.tensors(model), []
+        wholes: dict[int, list[Part]] = {}
+        # of tensors that bands are cut from: a layer's experts are hundreds of bands
+        for spec in schema.tensors:
+            tensor = tensors[spec.name]
+            if isinstance(tensor, Band):
+                whole = TensorSpec(spec.name, spec.dtype, tuple(tensor.whole.shape))
+                if id(tensor.whole) not in wholes:
+                    wholes[id(tensor.whole)] = held(tensor.whole, whole)
+                parts += _of_band(tensor, spec, wholes[id(tensor.whole)])
+            else:
+                parts += held(tensor, spec)
+        return parts
 
     def view(self, model: Any, mine: Sequence[Part]) -> ModelView:
         """The parts that this rank writes, each as a tensor of its own."""
         tensors = self.tensors(model)
         with torch.no_grad():
-            local = {part.name: part.cut(local_tensor(tensors[part.region.tensor.name])) for part in mine}
-        view = ModelView(self._manners(model, local), self._wire, known=self._known)
+            local = {part.name: part.cut(_local(tensors[part.region.tensor.name])) for part in mine}
+        view = ModelView(local, self._wire, known=self._known, of=model)
         self._known = view.known
         return view
 
-    def _manners(self, model: Any, tensors: dict[str, Any]) -> Any:
-        return _AsModule(tensors) if is_module(model) else tensors
+
+def _local(tensor: Any) -> Tensor:
+    """What this process has of a tensor, or of the one that a band is part of."""
+    return local_tensor(tensor.whole if isinstance(tensor, Band) else tensor)
+
+
+def _stand_in(tensor: Any) -> Tensor:
+    """A local tensor of the same dtype that shares memory with those of tied names. A band is tied to nothing."""
+    local = _local(tensor)
+    return local.new_empty(0) if isinstance(tensor, Band) else local
 
 
 def held(tensor: Any, spec: TensorSpec) -> list[Part]:
@@ -143,6 +153,20 @@ def held(tensor: Any, spec: TensorSpec) -> list[Part]:
     per = lookup(spec.dtype).units_per_element
     (column, _, width) = columns[0]
     return [Part(Region(spec, row, count, column * per, width * per), at, 0) for row, at, count in _runs(rows)]
+
+
+def _of_band(band: Band, spec: TensorSpec, parts: Sequence[Part]) -> list[Part]:
+    """What this rank has of a band, from the parts it has of the whole tensor."""
+    if band.shape != spec.shape:
+        raise SchemaMismatch(f"{spec.name!r} is {list(band.shape)} on this rank and {list(spec.shape)} on rank 0")
+    found = []
+    for part in parts:
+        there = part.region
+        first, last = max(there.row, band.row), min(there.row + there.rows, band.row + spec.rows)
+        if first < last:
+            here = Region(spec, first - band.row, last - first, there.column, there.columns)
+            found.append(Part(here, part.row + first - there.row, part.column))
+    return found
 
 
 def _along(axis: Indices, dim: int, cuts: Sequence[tuple[Any, int, int]], name: str) -> Indices:

@@ -31,7 +31,7 @@ class WideTarget(Target):
         self.model = model
         self.schema = schema
         self.inexact = False
-        tensors = tensors_of(model)
+        tensors = tensors_of(model, to_write=True)
         found = ModelView(tensors).schema
         specs = found.by_name()
         specs.update((alias, specs[name]) for alias, name in found.ties.items())
