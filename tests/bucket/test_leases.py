@@ -26,6 +26,7 @@ from deltawire.testing import CountingStore
 from support import HookedStore, Model, copy, history, publish, same
 
 COUNT = 24
+HOUR = 3600.0
 NOW = Retention(last=1, grace=0.0)
 """Everything but the newest version goes at once, but for what replicas say they read."""
 
@@ -196,6 +197,30 @@ def test_the_clock_of_this_machine_does_not_matter(run: Store, monkeypatch: pyte
     monkeypatch.setattr(pruning, "now", lambda: time.time() + 1e6)
     assert prune(Run.open(run), Retention(last=1)).marked == ()
     assert survey(Run.open(run), Retention(last=1)).marked, "one that only looks has no other clock"
+
+
+def test_clocks_of_machines_that_share_a_folder(
+    tmp_path: Path, models: list[Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica two hours and a prune four hours ahead of the others: what a fresh heartbeat reads stays."""
+    store = LocalStore(tmp_path)
+    publish(store, models, anchor_ratio=1e6, anchor_every=16)
+    # marked, and the grace period is over
+    store.put(keys.PRUNED, dump(Pruned.of(Run.open(store).info.run, range(16))))
+    _age(tmp_path, 2 * HOUR)
+    real = time.time_ns
+    with monkeypatch.context() as replica:
+        replica.setattr(time, "time_ns", lambda: real() + int(2 * HOUR * 1e9))
+        beat = Heartbeat(Run.open(store).info.run, "reads", 2, 23, True, 0.0, reading=((3, 9),))
+        store.put(keys.replica("reads"), dump(beat))
+    abandoned = tmp_path / "deltas" / ".tmp-1-alive"
+    abandoned.write_bytes(b"half an object")
+    monkeypatch.setattr(time, "time_ns", lambda: real() + int(4 * HOUR * 1e9))
+    monkeypatch.setattr(time, "time", lambda: real() / 1e9 + 4 * HOUR)
+    plan = prune(Run.open(store), Retention(last=1, unfinished=HOUR))
+    assert plan.waiting == tuple(range(3, 10))
+    assert set(Run.open(store).listed()) == {*range(3, 10), *range(16, COUNT)}
+    assert abandoned.exists(), "begun a moment ago"
 
 
 def test_several_prunes_at_once(run: Store, models: list[Model]) -> None:

@@ -159,10 +159,18 @@ def test_object_is_synced_before_it_is_named(store: LocalStore, monkeypatch: pyt
 
 def test_a_put_sets_its_own_time(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's clock for files may tick every few milliseconds only, and an inode come back within one tick."""
-    for now in (1_800_000_000_000_000_001, 1_800_000_000_000_000_002):
+    tick, fstat = 1_800_000_000_000_000_000, os.fstat
+
+    def stopped(descriptor: int) -> os.stat_result:
+        os.utime(descriptor, ns=(tick, tick))
+        return fstat(descriptor)
+
+    for now in (1_900_000_000_000_000_001, 1_900_000_000_000_000_002):
         monkeypatch.setattr(time, "time_ns", lambda now=now: now)
-        store.put("head.json", b"0001")
-        assert (store.root / "head.json").stat().st_mtime_ns == now
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", stopped)
+            store.put("head.json", b"0001")
+        assert (store.root / "head.json").stat().st_mtime_ns == tick + now % 1_000_000
 
 
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────

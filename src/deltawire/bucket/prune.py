@@ -14,7 +14,8 @@ A version with a tag stays. A version that stays keeps its manifest and all that
 as `checkout` takes it. Versions stay or go whole: a manifest cannot be rewritten, and one that names a missing object
 would be a broken one.
 
-Time is the store's: `modified` of what lies there, against that of an object written for the purpose.
+Time is the store's: `modified` of what lies there, against that of an object written for the purpose. No clock of a
+writer, of a replica or of the machine that prunes is compared with another.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class PrunePlan:
     files: tuple[ObjectInfo, ...]
     # companion files that no version names any more
     heartbeats: tuple[ObjectInfo, ...]
+    at: float
+    # when the plan was made, by the store's clock
 
     @property
     def objects(self) -> tuple[ObjectInfo, ...]:
@@ -141,6 +144,7 @@ def plan_prune(
         tuple(item for prefix in (keys.ANCHORS, keys.DELTAS) for item in old(prefix) if settled(item.key)),
         tuple(item for item in old(keys.FILES) if keys.is_file(item.key)),
         tuple(x for x in listing if x.key.startswith(keys.REPLICAS) and x.modified <= now - rule.heartbeats),
+        now,
     )
 
 
@@ -193,7 +197,7 @@ def prune(run: Run, rule: Retention, progress: Callable[[ObjectInfo], None] | No
     plan = _survey_by_its_clock(run, rule)
     apply_prune(run, plan, progress)
     if isinstance(run.store, Sweeping):
-        run.store.sweep(rule.unfinished)
+        run.store.sweep(rule.unfinished, at=plan.at)
     return plan
 
 

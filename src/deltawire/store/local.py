@@ -46,6 +46,7 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENOENT}
 # A socket and a circle of symlinks cannot be opened at all.
 _NO_OBJECT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP}
+_TICK_NS = 10_000_000
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -116,12 +117,12 @@ class LocalStore:
                 raise
             sync_folder(os.path.dirname(path))
 
-    def sweep(self, older_than_s: float = 86_400.0) -> int:
+    def sweep(self, older_than_s: float = 86_400.0, *, at: float | None = None) -> int:
         """Remove what crashed writers left behind; returns how many files.
 
         A live writer touches its file with every chunk: `older_than_s` need only exceed the longest pause in one put.
         """
-        horizon = time.time() - older_than_s
+        horizon = (time.time() if at is None else at) - older_than_s
         removed = 0
         for folder, _, names in os.walk(self.root):
             for name in names:
@@ -149,8 +150,8 @@ class LocalStore:
                         file.write(chunk)
                 with self._border(key):
                     file.flush()
-                    _stamp(file.fileno())
                     os.fsync(file.fileno())
+                    _stamp(file.fileno())
             finally:
                 # After a failed write, close() flushes again and fails again; the first error is the one to show.
                 with contextlib.suppress(OSError):
@@ -302,14 +303,16 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def _stamp(descriptor: int) -> None:
-    """Give the file a time of its own, to the nanosecond.
+    """Give the file a time of its own, to the nanosecond, by the clock of the file system and not of this machine.
 
     The kernel stamps files once per tick (about 4 ms). Two puts in one tick can get the inode of the object before
-    last, and then inode, time and size would all repeat: a reader would take new content for what it already has.
+    last, and then inode, time and size would all repeat: a reader would take new content for what it already has. So
+    what this machine's clock says within a tick is added to the stamp. The stamp itself is kept: on a network file
+    system it is the server's, the same for all, while the clocks of the machines that write may be hours apart.
     """
-    now = time.time_ns()
     with contextlib.suppress(OSError):  # a file system that refuses still has the kernel's own stamps
-        os.utime(descriptor, ns=(now, now))
+        stamp = os.fstat(descriptor).st_mtime_ns + time.time_ns() % _TICK_NS
+        os.utime(descriptor, ns=(stamp, stamp))
 
 
 def _etag(found: os.stat_result) -> str:

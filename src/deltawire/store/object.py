@@ -157,14 +157,14 @@ class ObjectStore:
         with contextlib.suppress(ObjectNotFound), self._border(key):
             obstore.delete(self._client, path)
 
-    def sweep(self, older_than_s: float = 86_400.0) -> int:
+    def sweep(self, older_than_s: float = 86_400.0, *, at: float | None = None) -> int:
         """End multipart uploads of killed writers. A put that fails ends its own.
 
         `older_than_s` must exceed the longest upload there is: a live one looks the same.
         """
         if self._uploads is None:
             return 0  # Azure drops them after a week, on Google Cloud a lifecycle rule does
-        horizon = time.time() - older_than_s
+        horizon = (time.time() if at is None else at) - older_than_s
         try:
             stale = [upload for upload in self._uploads.list(self._root) if upload.started <= horizon]
             for upload in stale:

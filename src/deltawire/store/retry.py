@@ -116,9 +116,9 @@ class Retrying:
             raise Unsupported(f"{self.url} does not tell its readers what changed")
         return self.inner.announcements(stop)
 
-    def sweep(self, older_than_s: float = 86_400.0) -> int:
+    def sweep(self, older_than_s: float = 86_400.0, *, at: float | None = None) -> int:
         inner = self.inner
-        return self._retry(lambda: inner.sweep(older_than_s)) if isinstance(inner, Sweeping) else 0
+        return self._retry(lambda: inner.sweep(older_than_s, at=at)) if isinstance(inner, Sweeping) else 0
 
     def _holds(self, key: str, data: bytes) -> bool:
         """Whether the object at `key` is exactly `data`. By size and range: a plain get may come back short."""
