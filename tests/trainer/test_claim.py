@@ -17,7 +17,7 @@ from deltawire.core.manifest import Writer, dump, parse
 from deltawire.store import ObjectStore, Store
 from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher, claim
-from support import history
+from support import history, verified
 
 
 class Unconditional(CountingStore):
@@ -191,3 +191,44 @@ def test_a_pruned_first_version_is_not_put_back(bucket: Store) -> None:
 
 def test_dumped_claims_hold_no_more_than_they_say() -> None:
     assert dump(Writer(3, "00ff", 1.5)) == b'{"epoch":3,"writer":"00ff","at":1.5}'
+
+
+class Ignoring(CountingStore):
+    """Says that it refuses to create what exists, and does not: as servers that do not know the condition."""
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self.put(key, data)
+
+
+def test_a_store_that_ignores_the_condition_is_found_out(bucket: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Both would win every version. The trainer that starts later takes over, as where there is no condition."""
+    models = history(6)
+    first = Publisher(Ignoring(bucket))
+    first.publish(models[0]).result(60)
+    assert "creates objects that exist already" in caplog.text
+    second = Publisher(Ignoring(bucket))
+    second.publish(models[1]).result(60)
+    with pytest.raises(WriterConflict):
+        first.publish(models[2]).result(60)
+    with pytest.raises(WriterConflict):
+        first.publish(models[3])
+    second.publish(models[4]).result(60)
+    second.close()
+    assert verified(bucket, [models[0], models[1], models[4]]) == 3
+
+
+def test_two_that_start_together_where_the_condition_is_ignored(bucket: Store) -> None:
+    weights = history(1)[0]
+    start = threading.Barrier(2)
+
+    def work(_: int) -> int | None:
+        start.wait()
+        try:
+            with Publisher(Ignoring(bucket)) as publisher:
+                return publisher.publish(weights).result(60).version
+        except WriterConflict:
+            return None
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(work, range(2)), key=str) == [0, None]
+    assert verified(bucket, [weights]) == 1

@@ -13,11 +13,13 @@ from ..core.errors import (
     AlreadyExists,
     ChainError,
     DeltawireError,
+    ForeignObject,
     FormatError,
     ManifestError,
     ObjectNotFound,
     ObjectTooLarge,
     RunNotFound,
+    RunReplaced,
     SchemaError,
     VersionNotFound,
 )
@@ -72,9 +74,11 @@ HEARTBEATS = 1000
 class Run:
     """Open with `Run.open`, make with `Run.create`. Holds no weights."""
 
-    def __init__(self, store: Store, info: RunInfo) -> None:
+    def __init__(self, store: Store, info: RunInfo, etag: str | None = None) -> None:
         self.store = store
         self.info = info
+        self._etag = etag
+        # of run.json, where it was read
         self._manifests: dict[int, tuple[Manifest, int]] = {}
         # and how many bytes it was read from
         self._lock = threading.Lock()
@@ -87,20 +91,50 @@ class Run:
     def open(cls, where: str | Store) -> Run:
         store = open_store(where)
         try:
-            return cls(store, parse_run(store.get(keys.RUN, limit=RUN).data))
+            found = store.get(keys.RUN, limit=RUN)
+            return cls(store, parse_run(found.data), found.etag)
         except ObjectNotFound:
             raise RunNotFound(f"there is no run at {store.url}: publish to it first, or check the address") from None
 
     @classmethod
     def create(cls, where: str | Store, schema: Schema, model: str = "") -> Run:
-        """A new run, or WriterConflict's cousin: of two creators exactly one wins, the other opens what is there."""
+        """A new run. Of two creators exactly one wins, and the other opens what is there.
+
+        ForeignObject where versions of a run lie whose run.json is gone: two runs must not be mixed.
+        """
         store = open_store(where)
+        if next(iter(store.list(keys.VERSIONS)), None) is not None:
+            try:
+                return cls.open(store)
+            except RunNotFound:
+                raise ForeignObject(
+                    f"{store.url} holds versions of a run whose {keys.RUN} is gone; "
+                    "remove what is left of it, or publish to another address"
+                ) from None
         info = RunInfo(secrets.token_hex(8), now(), schema, schema.hash, model=model)
         try:
             store.put_if_absent(keys.RUN, dump(info))
         except AlreadyExists:
             return cls.open(store)
         return cls(store, info)
+
+    def check_present(self) -> None:
+        """RunNotFound or RunReplaced if somebody has deleted this run meanwhile. One conditional request."""
+        try:
+            found = self.store.get_if_changed(keys.RUN, self._etag, limit=RUN)
+        except ObjectNotFound:
+            raise RunNotFound(
+                f"the run at {self.store.url} is gone: somebody deleted it while it was in use; "
+                "restore it, or start a new publisher, which makes a new run"
+            ) from None
+        if found is None:
+            return
+        if (there := parse_run(found.data).run) != self.info.run:
+            raise RunReplaced(
+                f"{self.store.url} holds another run now ({there}, this one was {self.info.run}); "
+                "open it anew, or use an address of its own"
+            )
+        self._etag = found.etag
 
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

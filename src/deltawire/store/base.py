@@ -55,7 +55,9 @@ class Store(Protocol):
     """Where this store is, as the user named it, without credentials."""
 
     creates_exclusively: bool
-    """Whether put_if_absent holds against writers on other machines. Where not, a writer must claim the run first."""
+    """Whether put_if_absent holds against writers on other machines. Where not, a writer must claim the run first.
+
+    What a protocol promises; a publisher tries whether the server behind it keeps the promise."""
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
         """The whole object. ObjectNotFound if there is none; ObjectTooLarge, unread, beyond `limit` bytes."""
@@ -108,8 +110,11 @@ class Announcing(Protocol):
 class Sweeping(Protocol):
     """A store in which a writer that died leaves something behind that no listing shows."""
 
-    def sweep(self, older_than_s: float = 86_400.0) -> int:
-        """Remove what was begun longer ago than this and never finished; returns how many things."""
+    def sweep(self, older_than_s: float = 86_400.0, *, at: float | None = None) -> int:
+        """Remove what was begun longer ago than this and never finished; returns how many things.
+
+        `at` is the present time by the store's clock; by this machine's where it is not given.
+        """
         ...
 
 

@@ -9,14 +9,22 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from ..core.errors import OutOfStep, PublisherClosed, PublishFailed, RankLost, WriterConflict
+from ..core.errors import (
+    OutOfStep,
+    PublisherClosed,
+    PublishFailed,
+    RankLost,
+    RunNotFound,
+    RunReplaced,
+    WriterConflict,
+)
 from .mirror import Capture, Mirror
 from .skips import Skips
 from .writer import Published
 
 log = logging.getLogger("deltawire")
 
-_LASTING = (WriterConflict, RankLost, OutOfStep)
+_LASTING = (WriterConflict, RankLost, OutOfStep, RunNotFound, RunReplaced)
 """What no later publish can mend."""
 
 _LOOK = 0.5

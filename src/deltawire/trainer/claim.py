@@ -1,4 +1,4 @@
-"""The right to publish, where the store cannot refuse a second writer (`Store.creates_exclusively` is False).
+"""The right to publish, where the store does not refuse a second writer (`Committer` finds out).
 
     take      read writer.json → write it with the next epoch and a mark of our own → wait → it must still be ours
     confirm   before and after every commit: it is still ours, and so is the manifest that was just written

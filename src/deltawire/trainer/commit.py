@@ -39,7 +39,7 @@ class Committer:
         self._unsure = ""
         # the mark of the last commit, where it failed in a way that leaves open whether it happened
         self._claim: Claim | None = None
-        if not run.store.creates_exclusively:
+        if not self._store_refuses():
             self._claim = Claim.take(run.store)
             self._keep_run()
         newest = run.newest()
@@ -77,7 +77,10 @@ class Committer:
         timings: Mapping[str, float],
         files: tuple[File, ...],
     ) -> Manifest:
-        """Create the manifest of the next version. WriterConflict if somebody else has it already."""
+        """Create the manifest of the next version.
+
+        WriterConflict if somebody else has it already; RunNotFound or RunReplaced if the run was deleted meanwhile.
+        """
         version = self.next_version
         if history.needs_page(version):
             self._put_page(version)
@@ -99,8 +102,7 @@ class Committer:
             recent=self._summaries(start, version),
         )
         key, data = keys.manifest(version), dump(manifest)
-        if self._claim is not None:
-            self._claim.check()
+        self.check_run()
         try:
             # created, never overwritten: two trainers must not share a version
             self.run.store.put_if_absent(key, data)
@@ -136,6 +138,33 @@ class Committer:
         log.warning("version %d was committed after all", manifest.version)
         self._committed(manifest)
         return manifest
+
+    def check_run(self) -> None:
+        """Nothing is committed into a run that was deleted or replaced. The claim, where there is one, went with it."""
+        if self._claim is None:
+            self.run.check_present()
+            return
+        try:
+            self._claim.check()
+        except WriterConflict:
+            self.run.check_present()
+            raise
+
+    def _store_refuses(self) -> bool:
+        """Whether the store keeps two writers from creating one manifest, tried on run.json, which is there already.
+
+        Some servers ignore the condition of a put and answer that all is well. The bytes are those of run.json, so that
+        nothing is lost where that happens.
+        """
+        store = self.run.store
+        if not store.creates_exclusively:
+            return False
+        try:
+            store.put_if_absent(keys.RUN, dump(self.run.info))
+        except AlreadyExists:
+            return True
+        log.warning("%s creates objects that exist already: claiming the run by %s instead", store.url, keys.WRITER)
+        return False
 
     def _keep_run(self) -> None:
         """Of two trainers that create a run together, the one that holds the claim says what the run is."""

@@ -310,6 +310,7 @@ class Publisher:
             self.flush()
             self._mirror, self._background.leftover = None, []
         if self._mirror is None:
+            writer.committer.check_run()
             writer.committer.catch_up()
         run, newest = writer.committer.run, writer.committer.newest
         run.schema.require_equal(source.schema, ours=f"the run {self._store.url}", theirs="this model")

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from ..core.errors import DivergedRun, PublishFailed, RankLost, SchemaMismatch, WriterConflict
+from ..core.errors import (
+    DivergedRun,
+    PublishFailed,
+    RankLost,
+    RunNotFound,
+    RunReplaced,
+    SchemaMismatch,
+    WriterConflict,
+)
 from ..models import is_module, is_torch
 
 _PATIENCE = timedelta(days=1)
@@ -23,7 +31,9 @@ _PATIENCE = timedelta(days=1)
 _REMIND = 30.0
 _MISSING = "waiting for all of %d ranks to call `publish`; where only one does, it needs Publisher(…, group=None)"
 
-_SAME_EVERYWHERE = {kind.__name__: kind for kind in (DivergedRun, SchemaMismatch, WriterConflict)}
+_SAME_EVERYWHERE = {
+    kind.__name__: kind for kind in (DivergedRun, RunNotFound, RunReplaced, SchemaMismatch, WriterConflict)
+}
 
 T = TypeVar("T")
 
