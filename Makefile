@@ -19,10 +19,10 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-all setup-vllm test-vllm soak bench lint format clean
+.PHONY: help setup demo netns-demo test test-all setup-vllm test-vllm release-check soak bench lint format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## create the virtual environment with pinned versions (again only when the pins change)
 	@echo "$(VENV) is ready"
@@ -51,6 +51,9 @@ test-vllm:  ## run the tests against a real vLLM on the CPU, in an environment o
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
 		tests/engines/vllm/$(if $(VLLM),older,live).py $(ARGS)
+
+release-check: $(READY)  ## build sdist and wheel, and prove that both install and run in clean environments
+	@$(BIN)/python tests/release.py
 
 bench: $(READY)  ## run the benchmarks (one of them: make bench BENCH=benchmarks/memory.py)
 	@test -n "$(BENCH)" || { echo "no benchmarks found in benchmarks/"; exit 1; }

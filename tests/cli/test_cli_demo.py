@@ -99,7 +99,7 @@ def test_the_demo_through_s3_without_syncing(tmp_path: Path) -> None:
 
 def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "deltawire[rl,serve]" in invoke("demo", code=2).stderr
+    assert "[rl,serve]'" in invoke("demo", code=2).stderr
 
 
 @LOADED

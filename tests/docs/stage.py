@@ -45,7 +45,7 @@ SUBSTITUTIONS: tuple[tuple[str, str], ...] = (
     (r"(?<=[:= ])8\d\d\d\b", "{port}"),
 )
 """Pattern, and what stands in its place while a block runs: {folder} is the page's own, {bucket} a place of its own on
-a real S3 server at {endpoint}, {port} a free port for each that is printed, {weed} ports of a server that a page starts.
+a real S3 server at {endpoint}, {port} a free port for each that is printed, {weed} ports of one that a page starts.
 """
 
 

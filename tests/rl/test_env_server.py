@@ -302,7 +302,7 @@ print({"torch", "transformers", "numba"} & {*sys.modules})
     missing = subprocess.run([sys.executable, "-c", code, "uvicorn"], capture_output=True, text=True, timeout=60)
     assert missing.returncode == 2
     assert "uvicorn" in missing.stderr
-    assert "deltawire[rl]" in missing.stderr
+    assert "[rl]'" in missing.stderr
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert there.stdout == "set()\n"
 

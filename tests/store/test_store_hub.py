@@ -149,7 +149,7 @@ def test_the_token_of_the_login_file(hub: HubStandIn, store: HubStore, tmp_path:
 
 def test_without_the_client(hub: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingExtra, match=r"deltawire\[hub\]"):
+    with pytest.raises(MissingExtra, match=r"pip install .*\[hub\]"):
         open_store(address())
 
 

@@ -26,6 +26,7 @@ from ..core.errors import (
     ObjectNotFound,
     ReferenceUnavailable,
 )
+from ..core.extras import install_command
 from ..core.manifest import Link, Summary
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
@@ -121,7 +122,7 @@ def hub_folder(source: str) -> Path:
     except ImportError:
         raise ReferenceUnavailable(
             f"the run starts from {source!r}: no such folder here, and huggingface_hub is not installed "
-            "(pip install 'deltawire[hub]'), or pass the folder with --reference"
+            f"({install_command('hub')}), or pass the folder with --reference"
         ) from None
     try:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=["*.safetensors", "*.json"]))

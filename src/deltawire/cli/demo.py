@@ -110,10 +110,11 @@ def _need_extras() -> None:
     from importlib.util import find_spec
 
     from ..core.errors import MissingExtra
+    from ..core.extras import install_command
 
     for name in ("torch", "transformers", "httpx", "fastapi", "uvicorn", "websockets", "prometheus_client"):
         if find_spec(name) is None:
-            raise MissingExtra(f"the demo needs {name} to train and serve: pip install 'deltawire[rl,serve]'")
+            raise MissingExtra(f"the demo needs {name} to train and serve: {install_command('rl,serve')}")
 
 
 def _need_nothing_at(where: str) -> None:

@@ -44,13 +44,14 @@ def command(
       deltawire env wordle --port 0 --json           for programs
     """
     from ..core.errors import MissingExtra
+    from ..core.extras import install_command
 
     if idle <= 0:
         raise typer.BadParameter("a session needs some time to play", param_hint="--idle")
     try:
         from ..rl.env_server import create_app, listen, serve
     except ModuleNotFoundError as error:
-        raise MissingExtra(f"an environment needs {error.name}; pip install 'deltawire[rl]'") from None
+        raise MissingExtra(f"an environment needs {error.name}: {install_command('rl')}") from None
     from ..rl.wordle import Rules
     from ..rl.wordlists import load
 

@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import DeltawireError, MissingExtra, PublishFailed, WriterConflict
+from ..core.extras import install_command
 from ..models import is_peft, unwrapped
 from ..trainer import Published, Publisher, PublishHandle, adapter, merged
 from .names import versions_of
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 try:
     from transformers import TrainerCallback
 except ImportError as error:  # pragma: no cover - only where the extra is absent
-    raise MissingExtra("deltawire.trl needs transformers; run: pip install 'deltawire[trl]'") from error
+    raise MissingExtra(f"deltawire.trl needs transformers; run: {install_command('trl')}") from error
 
 log = logging.getLogger("deltawire")
 

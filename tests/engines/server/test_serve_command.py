@@ -91,4 +91,4 @@ def test_what_it_refuses() -> None:
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
 def test_without_vllm_it_says_what_to_install() -> None:
-    assert "deltawire[vllm]" in refused("--engine", "vllm", "run", PATH="")
+    assert "[vllm]'" in refused("--engine", "vllm", "run", PATH="")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...core.errors import MissingExtra
+from ...core.extras import install_command
 
 if TYPE_CHECKING:
     from .launch import Options, RolloutServer
@@ -25,4 +26,4 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         if error.name is None or error.name.startswith("deltawire"):
             raise
-        raise MissingExtra(f"{error.name} is not installed: pip install 'deltawire[serve]'") from error
+        raise MissingExtra(f"{error.name} is not installed: {install_command('serve')}") from error

@@ -16,6 +16,7 @@ from ...bucket.replay import checkout, resolver
 from ...bucket.run import Run
 from ...core import full
 from ...core.errors import MissingExtra, RunNotFound, SchemaMismatch
+from ...core.extras import install_command
 
 BACKEND = '{"backend": "deltawire"}'
 
@@ -63,7 +64,7 @@ def find_vllm() -> str:
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.is_file() else shutil.which("vllm")
     if not found:
-        raise MissingExtra("vLLM is not installed here: pip install 'deltawire[vllm]', or serve without --engine vllm")
+        raise MissingExtra(f"vLLM is not installed here: {install_command('vllm')}, or serve without --engine vllm")
     return found
 
 
