@@ -85,13 +85,13 @@ def checkpoint(name: str, folder: Path) -> Subject:
     if not (folder / "config.json").exists():
         print(f"making {folder} (once)", flush=True)
         subprocess.run([sys.executable, str(HERE.parent / "examples" / "models" / f"{name}.py"), folder], check=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
     def reward(tokens: Sequence[int]) -> float:
         return short_sentences(tokenizer.decode(tokens, skip_special_tokens=True))
 
     texts = STORIES if name == "stories15m" else TALK
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     return Subject(model, folder, [tokenizer(text).input_ids for text in texts], reward)
 
 

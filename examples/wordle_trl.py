@@ -149,8 +149,8 @@ def secrets(count: int, seed: int) -> Dataset:
 def companions(model: str) -> str:
     """Config and tokenizer as a folder; they go to the bucket with the weights, so that a server needs nothing else."""
     folder = tempfile.mkdtemp(prefix="deltawire-files-")
-    AutoConfig.from_pretrained(model).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    AutoConfig.from_pretrained(model, trust_remote_code=False).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(folder)
     return folder
 
 

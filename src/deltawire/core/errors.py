@@ -43,6 +43,8 @@ DeltawireError
 │   ├── ServerRefused        an environment or rollout server answered that it will not
 │   └── ServerUnavailable    an environment or rollout server does not answer; worth a retry
 ├── Unguarded                a server that others could reach and stop, without a token
+├── CannotListen             a port that is in use, or an address that is not this machine's
+├── UntrustedCode            a checkpoint that asks for code of its own to be run; never done
 └── MissingExtra             an optional dependency is not installed
 
 `exit_code` is what the command line returns for an error of that class.
@@ -248,6 +250,14 @@ class ServerUnavailable(RLError):
 
 class Unguarded(DeltawireError):
     exit_code = 2
+
+
+class CannotListen(DeltawireError):
+    exit_code = 2
+
+
+class UntrustedCode(DeltawireError):
+    exit_code = 3
 
 
 class MissingExtra(DeltawireError):

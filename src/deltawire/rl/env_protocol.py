@@ -55,7 +55,7 @@ class Result(Struct):
     done: bool = False
 
 
-class Reset(Struct):
+class Reset(Struct, forbid_unknown_fields=True):
     seed: Seed | None = None
     episode_id: Name | None = None
 
@@ -68,11 +68,11 @@ class StepMessage(Struct, tag_field="type", tag="step", forbid_unknown_fields=Tr
     data: Action
 
 
-class StateMessage(Struct, tag_field="type", tag="state"):
+class StateMessage(Struct, tag_field="type", tag="state", forbid_unknown_fields=True):
     pass
 
 
-class CloseMessage(Struct, tag_field="type", tag="close"):
+class CloseMessage(Struct, tag_field="type", tag="close", forbid_unknown_fields=True):
     pass
 
 
@@ -172,7 +172,7 @@ class _Refused(Exception):
 def _decode(text: str) -> Message:
     try:
         parsed = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as bad:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as bad:
         raise _Refused("INVALID_JSON", f"not JSON: {bad}") from None
     if not isinstance(parsed, dict):
         raise _Refused("VALIDATION_ERROR", 'a message is an object like {"type": "reset"}')

@@ -10,29 +10,32 @@ session that says nothing for `idle` seconds ends.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable
 from contextlib import suppress
+from socket import socket
 from typing import Any, TypeVar
 
 import msgspec
-import uvicorn
 from fastapi import FastAPI, Request, Response, WebSocket
+from starlette.requests import ClientDisconnect
 from starlette.websockets import WebSocketDisconnect
 
 from .. import __version__
 from ..core.errors import IllegalMove
+from ..engines.http import Connections, Server
 from .env_protocol import LARGEST_MESSAGE, Action, Closed, Observation, Reset, Seed, Session, State, error
 from .wordle import Rules
 
 LARGEST_FRAME = 16 * LARGEST_MESSAGE
 # bytes; a message up to here is answered with what is wrong, a larger one closes the connection (1009)
 SHUTDOWN_SECONDS = 5
+SPARE = 32
+# connections beside those of the sessions
 TRY_AGAIN_LATER = 1013
 T = TypeVar("T")
 
 
-class Step(msgspec.Struct):
+class Step(msgspec.Struct, forbid_unknown_fields=True):
     """A step over HTTP."""
 
     action: Action
@@ -122,18 +125,20 @@ async def _converse(websocket: WebSocket, session: Session, idle: float) -> None
 async def _answer(request: Request, kind: type[T], work: Callable[[T], Any]) -> Response:
     """Read, check and answer the body of a POST; an empty one is an empty object."""
     body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > LARGEST_MESSAGE:
-            return _json({"detail": f"the body is larger than {LARGEST_MESSAGE} bytes"}, 413)
     try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > LARGEST_MESSAGE:
+                return _json({"detail": f"the body is larger than {LARGEST_MESSAGE} bytes"}, 413)
         return _json(work(msgspec.json.decode(body or b"{}", type=kind)))
     except msgspec.ValidationError as bad:
         return _json({"detail": str(bad)}, 422)
-    except (msgspec.DecodeError, RecursionError) as bad:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as bad:
         return _json({"detail": f"not JSON: {bad}"}, 400)
     except IllegalMove as illegal:
         return _json({"detail": str(illegal)}, 409)
+    except ClientDisconnect:
+        return Response(status_code=499)
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -149,33 +154,20 @@ def _schema(kind: type) -> dict[str, Any]:
 # ── running it ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Bound before anything starts, so that a port that is taken says so at once and port 0 becomes a number."""
-    return socket.create_server(
-        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048, reuse_port=False
-    )
+def sessions_allowed(wanted: int) -> int:
+    """How many sessions there can be, each on a connection of its own, with some left for /health and the like."""
+    return max(min(wanted, Connections(most=wanted + SPARE).allowed - SPARE), 1)
 
 
-def serve(app: FastAPI, listener: socket.socket, ready: Callable[[], None]) -> None:
+def serve(app: FastAPI, listener: socket, max_sessions: int, ready: Callable[[], None]) -> None:
     """Serve until SIGINT or SIGTERM, which are raised again once all connections are closed."""
-    config = uvicorn.Config(
+    server = Server(
         app,
-        log_level="warning",
+        Connections(most=max_sessions + SPARE),
+        grace=SHUTDOWN_SECONDS,
         ws="websockets-sansio",
         ws_max_size=LARGEST_FRAME,
         ws_per_message_deflate=False,  # messages are small, and each connection would hold a compressor
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    _Server(config, ready).run(sockets=[listener])
-
-
-class _Server(uvicorn.Server):
-    """Tells when it takes requests."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
+    server.on_listening = ready
+    server.run(sockets=[listener])

@@ -60,7 +60,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def load(folder: str | Path | None = None, **options: Any) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder or FOLDER, **options)
+    return AutoModelForCausalLM.from_pretrained(folder or FOLDER, trust_remote_code=False, **options)
 
 
 def save(model: PreTrainedModel, folder: Path) -> None:

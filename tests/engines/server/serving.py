@@ -20,7 +20,8 @@ from deltawire.trainer import Publisher
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,!?:"
 SPECIAL = ("<pad>", "<s>", "</s>")
 CHAT = (
-    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}{{ '!' if loud else '.' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
 )
 
 

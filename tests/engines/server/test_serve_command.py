@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,16 @@ def process(*arguments: object, **environment: str) -> Iterator[subprocess.Popen
         if started.poll() is None:
             started.kill()
         started.communicate(timeout=60)
+
+
+@contextmanager
+def slow_clients(port: int) -> Iterator[None]:
+    """Clients in every phase of a request, none of which goes on."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 60\r\n\r\n"
+    with ExitStack() as opened:
+        for said in (b"", b"GET /hea", head, head + b'{"prompt"'):
+            opened.enter_context(socket.create_connection(("127.0.0.1", port), 20)).sendall(said)
+        yield
 
 
 def refused(*arguments: str, **environment: str) -> str:
@@ -65,8 +76,9 @@ def test_from_nothing_but_the_run_to_the_end(tmp_path: Path, how: signal.Signals
             assert answer.headers["deltawire-version"] == "1"
             assert answer.json()["model"] == "run"
             assert httpx.post(f"{url}/pause").status_code == 401
-            it.send_signal(how)
-            out, said = it.communicate(timeout=60)
+            with slow_clients(lines["listening"]["port"]):
+                it.send_signal(how)
+                out, said = it.communicate(timeout=60)
     assert it.returncode == code
     assert "Traceback" not in said
     assert "secret" not in out + said
@@ -82,7 +94,17 @@ def test_it_can_be_ended_while_it_waits_for_a_run(tmp_path: Path) -> None:
     assert it.returncode == 0
 
 
+@pytest.mark.parametrize("engine", ["builtin", "vllm"])
+def test_a_port_that_is_taken(engine: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(str(tmp_path / "none"), "--engine", engine, "--port", str(port))
+    assert f"port {port} of 127.0.0.1 is in use" in said
+    assert "--port" in said
+
+
 def test_what_it_refuses() -> None:
+    assert "203.0.113.7 is no address of this machine" in refused("run", "--host", "203.0.113.7", DELTAWIRE_TOKEN="x")
     assert "name a run" in refused()
     assert "DELTAWIRE_TOKEN" in refused("run", "--host", "0.0.0.0", DELTAWIRE_TOKEN="")
     assert "--engine vllm" in refused("run", "--", "--max-model-len", "9")

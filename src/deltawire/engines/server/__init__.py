@@ -8,12 +8,13 @@ from ...core.errors import MissingExtra
 from ...core.extras import install_command
 
 if TYPE_CHECKING:
+    from ..http import Connections
     from .launch import Options, RolloutServer
     from .scheduler import Limits
 
-__all__ = ["Limits", "Options", "RolloutServer"]
+__all__ = ["Connections", "Limits", "Options", "RolloutServer"]
 
-_HOMES = {"Limits": "scheduler", "Options": "launch", "RolloutServer": "launch"}
+_HOMES = {"Connections": "launch", "Limits": "scheduler", "Options": "launch", "RolloutServer": "launch"}
 
 
 def __getattr__(name: str) -> Any:

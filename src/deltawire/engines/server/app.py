@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import names
@@ -24,9 +26,16 @@ from .answers import Answer, ChatAnswer, CompletionAnswer, TokenNames, made_by
 from .follower import Follower
 from .loading import Loaded
 from .metrics import Metrics
-from .protocol import BadRequest, ChatRequest, CompletionRequest, parse
+from .offload import Offload
+from .protocol import BadRequest, ChatRequest, CompletionRequest, Reader, parse
 from .scheduler import QueueFull, Scheduler, Told
 from .sequence import Delta, Listener, Sequence
+
+PREPARED_AT_ONCE = 2
+"""Requests that are tokenized at the same time; the rest of the cores compute."""
+
+PREPARE_S = 30.0
+"""Seconds until a request must be tokenized, the wait for its turn included."""
 
 _RETRY = {"retry-after": "1"}
 _CONTROL = ("/pause", "/resume", "/is_paused", "/deltawire/")
@@ -43,6 +52,13 @@ class Settings:
     # the token is needed for every route but /health
     max_body: int = 8 << 20
     # bytes of one request
+    request_timeout: float = 600.0
+    # seconds for an answer
+
+    @property
+    def max_bodies(self) -> int:
+        """Bytes of all requests that are read and not tokenized yet."""
+        return 8 * self.max_body
 
 
 class Service:
@@ -54,6 +70,12 @@ class Service:
         self.settings, self.loaded = settings, loaded
         self.scheduler, self.follower, self.metrics = scheduler, follower, metrics
         self.names = TokenNames(loaded.tokenizer)
+        self.reader = Reader(
+            loaded.tokenizer, loaded.template, loaded.max_model_len, max_prompts=scheduler.limits.max_queue
+        )
+        self.offload = Offload(PREPARED_AT_ONCE)
+        self.held = 0
+        # bytes of bodies that are in memory
         self.started = time.time()
 
     @property
@@ -84,8 +106,6 @@ class Service:
         """A sequence for each prompt and choice, if they can run here at all."""
         most = self.loaded.max_model_len
         made: list[Sequence] = []
-        if len(prompts) * request.choices > self.scheduler.limits.max_queue:
-            raise BadRequest(f"at most {self.scheduler.limits.max_queue} choices at once", "n")
         count = self.scheduler.vocabulary
         for token in (*(token for prompt in prompts for token in prompt), *(request.stop_token_ids or ())):
             if not 0 <= token < count:
@@ -111,6 +131,12 @@ class Service:
                     )
                 )
         return made
+
+    def close(self) -> None:
+        """End what prepares requests."""
+        self.offload.close()
+        if self.reader.template is not None:
+            self.reader.template.close()
 
     def fingerprint(self, dtype: str) -> dict[str, Any]:
         """SHA-256 of the weights that tokens are computed with, while nobody writes them."""
@@ -236,7 +262,7 @@ class _Guard:
                 self._metrics.requests.labels(route, str(message["status"])).inc()
             await send(message)
 
-        if _may(Request(scope), self._settings):
+        if _may(scope, self._settings):
             await self._app(scope, receive, counted)
         else:
             headers = {"www-authenticate": "Bearer"}
@@ -250,12 +276,13 @@ _ROUTES = {
 }  # fmt: skip
 
 
-def _may(request: Request, settings: Settings) -> bool:
-    path = request.url.path
+def _may(scope: Scope, settings: Settings) -> bool:
+    # what is routed by; a URL made of it would have the client's Host header in it
+    path = scope["path"]
     needed = path.startswith(_CONTROL) or (settings.guard_all and path not in _OPEN)
     if settings.token is None or not needed:
         return True
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), settings.token.encode())
 
 
@@ -269,37 +296,62 @@ def _tell(told: Told) -> None:
 
 async def _answer(service: Service, http: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
     events: asyncio.Queue[tuple[Sequence, Delta]] = asyncio.Queue()
+    body = bytearray()
     try:
-        body = await _body(http, service.settings.max_body)
-        if body is None:
-            return _problem(413, f"the body is larger than {service.settings.max_body} bytes", "invalid_request_error")
+        async for part in http.stream():
+            body += part
+            service.held += len(part)
+            if len(body) > service.settings.max_body:
+                message = f"the body is larger than {service.settings.max_body} bytes"
+                return _problem(413, message, "invalid_request_error")
+            if service.held > service.settings.max_bodies:
+                return _problem(503, "too many large requests at once; try again", "overloaded_error", headers=_RETRY)
         if (reason := service.why_not_ready()) is not None:
             return _unready(reason)
         # tokenizing a long prompt takes long: not in the loop that serves everybody
-        sequences, answer = await run_in_threadpool(_prepare, service, body, kind, events)
-    except BadRequest as error:
-        return _problem(400, str(error), "invalid_request_error", error.param)
-    try:
+        sequences, answer = await service.offload.run(PREPARE_S, _prepare, service, bytes(body), kind, events)
         service.scheduler.add(sequences)
+    except BadRequest as error:
+        return _problem(error.status, str(error), "invalid_request_error", error.param)
+    except asyncio.TimeoutError:
+        message = f"reading this request took more than {PREPARE_S:g} s; send less text, or try again"
+        return _problem(503, message, "overloaded_error", headers=_RETRY)
     except QueueFull:
         return _problem(503, "the queue is full; try again", "overloaded_error", headers=_RETRY)
+    except ClientDisconnect:
+        return Response(status_code=499)
+    finally:
+        service.held -= len(body)
+        del body
+    # at its deadline what there is of an answer is ended: what streams ends with "abort", the rest is a 504
+    loop, seconds = asyncio.get_running_loop(), service.settings.request_timeout
+    deadline = loop.call_later(seconds, service.scheduler.cancel, sequences)
     if answer.request.stream:
         headers = {"cache-control": "no-cache", names.VERSION_HEADER: str(service.follower.version)}
-        return StreamingResponse(
-            _stream(service, sequences, answer, events), media_type="text/event-stream", headers=headers
-        )
-    if not await _finished(service, http, sequences, events):
-        return Response(status_code=499)
+        chunks = _stream(service, sequences, answer, events, deadline)
+        return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
+    try:
+        if not await _finished(service, http, sequences, events):
+            return Response(status_code=499)
+    finally:
+        deadline.cancel()
+    if loop.time() >= deadline.when() and any(sequence.finish_reason == "abort" for sequence in sequences):
+        message = f"no answer within {seconds:g} s; ask for less, or raise --request-timeout"
+        return _problem(504, message, "timeout_error")
     if any(sequence.finish_reason == "error" for sequence in sequences):
         return _problem(500, "computing this failed; the server's log says why", "internal_error")
     return _json(answer.whole(sequences), headers={names.VERSION_HEADER: made_by(sequences)})
 
 
 def _prepare(
-    service: Service, body: bytes, kind: type[Any], events: asyncio.Queue[tuple[Sequence, Delta]]
+    abandoned: Callable[[], bool],
+    service: Service,
+    body: bytes,
+    kind: type[Any],
+    events: asyncio.Queue[tuple[Sequence, Delta]],
 ) -> tuple[list[Sequence], Answer]:
     request = parse(body, kind)
-    tokenizer, name = service.loaded.tokenizer, service.settings.name
+    name = service.settings.name
     mark = secrets.token_hex(16)
 
     def listen(sequence: Sequence, delta: Delta) -> None:
@@ -312,17 +364,7 @@ def _prepare(
     else:
         limit, logprobs = request.max_tokens, request.logprobs
         answer = CompletionAnswer(request, f"cmpl-{mark}", name, service.names)
-    return service.sequences(request, request.prompts(tokenizer), limit, logprobs, listen), answer
-
-
-async def _body(http: Request, limit: int) -> bytes | None:
-    """The body, or None as soon as it is larger than allowed."""
-    parts = bytearray()
-    async for part in http.stream():
-        parts += part
-        if len(parts) > limit:
-            return None
-    return bytes(parts)
+    return service.sequences(request, request.prompts(service.reader, abandoned), limit, logprobs, listen), answer
 
 
 async def _finished(
@@ -353,7 +395,11 @@ async def _disconnected(http: Request) -> None:
 
 
 async def _stream(
-    service: Service, sequences: list[Sequence], answer: Answer, events: asyncio.Queue[tuple[Sequence, Delta]]
+    service: Service,
+    sequences: list[Sequence],
+    answer: Answer,
+    events: asyncio.Queue[tuple[Sequence, Delta]],
+    deadline: asyncio.TimerHandle,
 ) -> AsyncIterator[bytes]:
     left = len(sequences)
     try:
@@ -367,6 +413,7 @@ async def _stream(
             yield _event(answer.usage_chunk(sequences))
         yield b"data: [DONE]\n\n"
     finally:
+        deadline.cancel()
         if left:
             service.scheduler.cancel(sequences)
 

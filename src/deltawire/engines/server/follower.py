@@ -81,9 +81,11 @@ class Follower:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def stop(self) -> None:
+    def stop(self, seconds: float = 5.0) -> None:
+        """Ends between two requests to the store; one that hangs is not waited for any longer."""
         self._stop.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join(seconds)
 
     @property
     def version(self) -> int | None:

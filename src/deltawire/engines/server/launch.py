@@ -16,12 +16,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-import uvicorn
 
 from ...bucket.replay import resolver
 from ...bucket.run import Run
 from ...core.errors import RunNotFound
 from ...store import Store
+from ..http import Connections, Server, listen
 from ..names import model_name
 from .access import check_guarded
 from .app import Service, Settings, build
@@ -63,6 +63,9 @@ class Options:
     token: str | None = field(default=None, repr=False)
     guard_all: bool = False
     max_body: int = 8 << 20
+    request_timeout: float = 600.0
+    # seconds for an answer
+    connections: Connections = field(default_factory=Connections)
     grace: float = 5.0
     # seconds that running requests get when the server is told to end
 
@@ -72,6 +75,15 @@ class RolloutServer:
 
     def __init__(self, options: Options, on_sync: Callable[[Sync], None] = lambda sync: None) -> None:
         check_guarded(options.host, options.token)
+        # before anything that takes long: a port that is taken says so at once
+        self._socket = listen(options.host, options.port)
+        try:
+            self._prepare(options, on_sync)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _prepare(self, options: Options, on_sync: Callable[[Sync], None]) -> None:
         if options.threads:
             torch.set_num_threads(options.threads)
         loaded = _load(options)
@@ -106,18 +118,9 @@ class RolloutServer:
         )
         metrics.watch(self.scheduler, self.follower)
         name = options.name or model_name(self.follower.replica.url)
-        settings = Settings(name, options.token, options.guard_all, options.max_body)
+        settings = Settings(name, options.token, options.guard_all, options.max_body, options.request_timeout)
         self.service = Service(settings, loaded, self.scheduler, self.follower, metrics)
-        config = uvicorn.Config(
-            build(self.service),
-            host=options.host,
-            port=options.port,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=int(options.grace) + 5,
-        )
-        self._server = _Server(config, self.scheduler, options.grace)
-        self._socket = config.bind_socket()
+        self._server = _Server(build(self.service), options.connections, self.scheduler, options.grace)
 
     @property
     def port(self) -> int:
@@ -131,6 +134,7 @@ class RolloutServer:
         try:
             self._server.run(sockets=[self._socket])
         finally:
+            self.service.close()
             self.scheduler.drain(0)
             self.follower.stop()
             self._socket.close()
@@ -144,16 +148,11 @@ class RolloutServer:
         self._server.should_exit = True
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, grace: float) -> None:
-        super().__init__(config)
+class _Server(Server):
+    def __init__(self, app: Any, connections: Connections, scheduler: Scheduler, grace: float) -> None:
+        super().__init__(app, connections, grace=grace + 5)
         self._scheduler, self._grace = scheduler, grace
         self.interrupted = False
-        self.on_listening: Callable[[], None] = lambda: None
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        self.on_listening()
 
     async def shutdown(self, sockets: Any = None) -> None:
         # open connections end when their sequences do

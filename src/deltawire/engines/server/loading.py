@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from ...bucket import folder
 from ...bucket.replay import Resolve, checkout, find_reference
 from ...bucket.run import Run
-from ...core.errors import ReferenceUnavailable, SchemaMismatch, VersionNotFound
+from ...core.errors import ReferenceUnavailable, SchemaMismatch, UntrustedCode, VersionNotFound
 from ...core.full import weight_files
 from ...core.schema import Schema
 from .batch import require_batchable
+from .template import ChatTemplate
 
 log = logging.getLogger("deltawire")
 
@@ -35,6 +37,7 @@ class Loaded:
     model: Any
     tokenizer: Any
     # None where the folder has none: then requests are made of token ids
+    template: ChatTemplate | None
     eos: frozenset[int]
     max_model_len: int
 
@@ -60,18 +63,19 @@ def as_folder(run: Run, version: int | None, resolve: Resolve = find_reference) 
 def load(source: str, *, dtype: torch.dtype, device: str = "cpu", max_model_len: int | None = None) -> Loaded:
     """`source` is a checkpoint folder (the weights may be missing: the run has them) or a hub id."""
     disable_progress_bar()
-    config = AutoConfig.from_pretrained(source)
+    config = _config(source)
     place = Path(source)
     if place.is_dir() and not any(place.glob("*.safetensors")):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     else:
         if place.is_dir():
             weight_files(place)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype, trust_remote_code=False)
     model = model.to(device).eval().requires_grad_(False)
     require_batchable(model, source)
     tokenizer = _tokenizer(source)
-    return Loaded(model, tokenizer, _eos(source, config, tokenizer), _length(config, max_model_len))
+    eos, length = _eos(source, config, tokenizer), _length(config, max_model_len)
+    return Loaded(model, tokenizer, _template(tokenizer), eos, length)
 
 
 def dtype_of(schema: Schema) -> torch.dtype:
@@ -81,6 +85,36 @@ def dtype_of(schema: Schema) -> torch.dtype:
         weights[tensor.dtype] += tensor.elements
     found = next((name for name, _ in weights.most_common() if name in _COMPUTED), "BF16")
     return _COMPUTED[found]
+
+
+def _config(source: str) -> Any:
+    """The configuration of a model that transformers itself knows: code that comes with a checkpoint is never run."""
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except ValueError:
+        said, _ = PreTrainedConfig.get_config_dict(source)
+        _refuse_code(source, "config.json", said.get("auto_map"))
+        raise
+    wanted = getattr(config, "auto_map", None)
+    if wanted:
+        log.warning("%s asks for code of its own (%s); transformers' class is used instead", source, _named(wanted))
+    attention = config.get_text_config()._attn_implementation
+    if isinstance(attention, str) and "/" in attention:
+        _refuse_code(source, "config.json", {"attn_implementation": attention})
+    return config
+
+
+def _refuse_code(source: str, file: str, wanted: Any) -> None:
+    if wanted:
+        raise UntrustedCode(
+            f"{file} of {source} asks for code of its own ({_named(wanted)}), which is never run: "
+            "serve a model that transformers knows by itself"
+        )
+
+
+def _named(wanted: Any) -> str:
+    named = wanted.values() if isinstance(wanted, dict) else [wanted]
+    return ", ".join(str(name) for name in named)[:200]
 
 
 def _length(config: Any, wanted: int | None) -> int:
@@ -104,10 +138,18 @@ def _tokenizer(source: str) -> Any:
         log.warning("no tokenizer in %s, so requests must be token ids", source)
         return None
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, ValueError):
+            _refuse_code(source, "tokenizer_config.json", get_tokenizer_config(source).get("auto_map"))
         log.warning("no tokenizer in %s, so requests must be token ids: %s", source, str(error).splitlines()[0])
         return None
+
+
+def _template(tokenizer: Any) -> ChatTemplate | None:
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    return ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
 
 
 def _eos(source: str, config: Any, tokenizer: Any) -> frozenset[int]:

@@ -6,15 +6,27 @@ refused unless they ask for nothing: a sampler that quietly ignores a penalty is
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from ...core.decoding import decode
 from .sampling import Sampling
+from .template import ChatTemplate, TemplateFailed
 
 MAX_CHOICES = 256
 MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 256
+MAX_TEMPLATE_KWARGS = 8192
+"""Bytes of JSON."""
+
+BYTES_PER_TOKEN = 16
+"""Text longer than this for every token that the model takes is refused unread; English has four or five."""
+
+Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # what may be said about what we do not do
     "best_of": (None, 1),
@@ -35,9 +47,40 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class BadRequest(Exception):
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.status = param, status
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Turns what a client sends into tokens, as far as this server takes them."""
+
+    tokenizer: Any
+    template: ChatTemplate | None
+    max_model_len: int
+    max_prompts: int
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes of the text of one prompt: tokenizing takes time and two hundred times as much memory."""
+        return max(BYTES_PER_TOKEN * self.max_model_len, 4096)
+
+    def tokens(self, text: str, special: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise BadRequest("this server has no tokenizer: send token ids", "prompt")
+        self.check(len(text.encode()), "prompt")
+        found: list[int] = self.tokenizer.encode(text, add_special_tokens=special)
+        return found
+
+    def check(self, size: int, param: str) -> None:
+        if size > self.max_bytes:
+            raise BadRequest(
+                f"{size} bytes of text; this server takes {self.max_model_len} tokens, and no text of more than "
+                f"{self.max_bytes} bytes for them",
+                param,
+                413,
+            )
 
 
 class StreamOptions(msgspec.Struct):
@@ -46,16 +89,16 @@ class StreamOptions(msgspec.Struct):
 
 class Common(msgspec.Struct, kw_only=True):
     model: str | None = None
-    n: int | None = None
+    n: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int] | None = None
     ignore_eos: bool = False
-    min_tokens: int | None = None
+    min_tokens: Int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     stream: bool | None = None
@@ -97,6 +140,7 @@ class Common(msgspec.Struct, kw_only=True):
         _require("top_k", self.top_k is None or self.top_k >= -1, "at least 1; 0 and -1 mean all")
         _require("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1]")
         _require("min_tokens", self.min_tokens is None or self.min_tokens >= 0, "at least 0")
+        _require("stop_token_ids", len(self.stop_token_ids or ()) <= MAX_STOPS, f"at most {MAX_STOPS}")
         stops = self.stops
         _require("stop", len(stops) <= 16 and all(0 < len(s) <= 1024 for s in stops), "up to 16 strings, none empty")
 
@@ -109,7 +153,7 @@ class Common(msgspec.Struct, kw_only=True):
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
+            top_k=min(max(self.top_k or 0, 0), 1 << 30),
             min_p=self.min_p or 0.0,
             seed=self.seed,
             logprobs=logprobs,
@@ -124,8 +168,8 @@ class Common(msgspec.Struct, kw_only=True):
 
 class CompletionRequest(Common, kw_only=True):
     prompt: str | list[Any]
-    max_tokens: int | None = 16
-    logprobs: int | None = None
+    max_tokens: Int | None = 16
+    logprobs: Int | None = None
     echo: bool = False
 
     def check(self) -> None:
@@ -136,23 +180,30 @@ class CompletionRequest(Common, kw_only=True):
         if self.echo and self.logprobs is not None:
             raise BadRequest("echo with logprobs is not implemented by this server", "echo")
 
-    def prompts(self, tokenizer: Any) -> list[list[int]]:
+    def prompts(self, reader: Reader, abandoned: Callable[[], bool]) -> list[list[int]]:
         """Text, texts, token ids, or lists of token ids, as lists of token ids."""
         prompt = self.prompt
         if isinstance(prompt, str) or (prompt and all(isinstance(p, int) and not isinstance(p, bool) for p in prompt)):
             prompt = [prompt]
         if not prompt:
             raise BadRequest("prompt is empty", "prompt")
+        if len(prompt) * self.choices > reader.max_prompts:
+            raise BadRequest(f"at most {reader.max_prompts} choices at once", "n")
         special = self.add_special_tokens is not False
-        return [_tokens(p, tokenizer, special) for p in prompt]
+        made = []
+        for one in prompt:
+            if abandoned():
+                raise BadRequest("the client has gone", "prompt")
+            made.append(_tokens(one, reader, special))
+        return made
 
 
 class ChatRequest(Common, kw_only=True):
     messages: list[dict[str, Any]]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
@@ -173,24 +224,32 @@ class ChatRequest(Common, kw_only=True):
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def prompts(self, tokenizer: Any) -> list[list[int]]:
-        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+    def prompts(self, reader: Reader, abandoned: Callable[[], bool]) -> list[list[int]]:
+        if reader.template is None:
             raise BadRequest("this model has no chat template; use /v1/completions", "messages")
+        if not self.messages:
+            raise BadRequest("messages is empty", "messages")
+        if self.choices > reader.max_prompts:
+            raise BadRequest(f"at most {reader.max_prompts} choices at once", "n")
+        messages = [_plain_message(message) for message in self.messages]
+        reader.check(len(msgspec.json.encode(messages)), "messages")
+        variables = self.chat_template_kwargs or {}
+        if len(msgspec.json.encode(variables)) > MAX_TEMPLATE_KWARGS:
+            raise BadRequest(f"chat_template_kwargs: at most {MAX_TEMPLATE_KWARGS} bytes", "chat_template_kwargs", 413)
         try:
-            tokens = tokenizer.apply_chat_template(
-                [_plain_message(message) for message in self.messages],
-                tokenize=True,
-                return_dict=False,
-                add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
-                continue_final_message=self.continue_final_message,
-                **(self.chat_template_kwargs or {}),
+            text = reader.template.render(
+                messages,
+                variables,
+                prompt=self.add_generation_prompt and not self.continue_final_message,
+                resume=self.continue_final_message,
+                most=reader.max_bytes,
             )
-        except Exception as error:
-            # templates are programs of their own and raise what they like
-            raise BadRequest(f"the chat template does not take these messages: {error}", "messages") from None
+        except TemplateFailed as error:
+            raise BadRequest(f"the chat template does not take this request: {error}", "messages") from None
+        tokens = reader.tokens(text, special=False)
         if not tokens:
             raise BadRequest("these messages come to no tokens", "messages")
-        return [list(tokens)]
+        return [tokens]
 
 
 def parse(body: bytes, kind: type[Any]) -> Any:
@@ -198,7 +257,7 @@ def parse(body: bytes, kind: type[Any]) -> Any:
         request = decode(body, kind)
     except msgspec.ValidationError as error:
         raise BadRequest(str(error)) from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
     request.check()
     return request
@@ -209,11 +268,9 @@ def _require(name: str, fine: bool, wanted: str) -> None:
         raise BadRequest(f"{name} must be {wanted}", name)
 
 
-def _tokens(prompt: Any, tokenizer: Any, special: bool) -> list[int]:
+def _tokens(prompt: Any, reader: Reader, special: bool) -> list[int]:
     if isinstance(prompt, str):
-        if tokenizer is None:
-            raise BadRequest("this server has no tokenizer: send token ids", "prompt")
-        prompt = tokenizer.encode(prompt, add_special_tokens=special)
+        prompt = reader.tokens(prompt, special)
     if not isinstance(prompt, list) or not all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
         raise BadRequest("prompt must be text, texts, token ids, or lists of token ids", "prompt")
     if not prompt:
