@@ -127,7 +127,7 @@ def test_ties_that_differ() -> None:
 def test_what_is_no_model() -> None:
     with pytest.raises(TypeError, match="pass a module, a state dict or a mapping"):
         dw.encode([1, 2], [1, 2])
-    with pytest.raises(UnknownFormat, match="known: raw, packed"):
+    with pytest.raises(UnknownFormat, match="choose packed, context or raw"):
         dw.encode({}, {}, "zip")
 
 

@@ -46,6 +46,14 @@ def test_a_folder(run: Path) -> None:
     assert before.keys() == {*run.rglob("*")}, "nothing stays behind"
 
 
+def test_a_folder_that_was_not_there_is_not_left(tmp_path: Path) -> None:
+    assert invoke_json("doctor", tmp_path / "new" / "run")["healthy"] is True
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "empty").mkdir()
+    invoke("doctor", tmp_path / "empty")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"], "what was there stays"
+
+
 def test_a_bucket(seaweed: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in seaweed.environment.items():
         monkeypatch.setenv(name, value)

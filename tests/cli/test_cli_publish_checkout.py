@@ -28,6 +28,8 @@ from deltawire.bucket import folder
 from deltawire.bucket.run import Run
 from deltawire.core.errors import UnsafeName
 from deltawire.core.manifest import dump
+from deltawire.store import Store
+from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
 
 
@@ -56,7 +58,7 @@ def test_publish_says_what_it_did(tmp_path: Path, checkpoints: list[Path]) -> No
 def test_publish_for_people(tmp_path: Path, checkpoints: list[Path]) -> None:
     invoke("publish", checkpoints[0], tmp_path / "run")
     text = invoke("publish", checkpoints[1], tmp_path / "run").stdout
-    assert text.startswith("v1 ← v0  delta")
+    assert text.startswith("v1 ← v0 (")
     assert "% changed" in text
     assert "smaller" in text
     assert "encode" in text
@@ -273,3 +275,94 @@ def test_a_folder_is_readable_by_others(tmp_path: Path, run: Path) -> None:
     finally:
         os.umask(before)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
+
+
+# ── a base that is here already ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> CountingStore:
+    """A bucket that counts, at the address `any`."""
+    counting = CountingStore(store)
+    for place in ("bucket.run", "trainer.publisher", "store"):
+        monkeypatch.setattr(f"deltawire.{place}.open_store", lambda *_, **__: counting)
+    return counting
+
+
+def test_the_folder_published_last_is_not_fetched_again(counted: CountingStore, tmp_path: Path) -> None:
+    before = weights(rows=2000)
+    invoke("publish", write_checkpoint(tmp_path / "0", before), "any")
+    counted.reset()
+    second = invoke_json("publish", write_checkpoint(tmp_path / "1", trained(before, 1)), "any")
+    assert (second["kinds"], second["fetched_bytes"]) == (["delta"], 0)
+    assert counted.bytes_in < second["full_bytes"] / 20
+    invoke("checkout", "any@1", "-o", tmp_path / "out")
+    assert read_checkpoint(tmp_path / "out") == trained(before, 1)
+
+
+def test_a_base_of_an_older_version_saves_the_anchor(
+    counted: CountingStore, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for checkpoint in checkpoints[:3]:
+        invoke("publish", checkpoint, "any")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another-machine"))
+    value = invoke_json("publish", checkpoints[3], "any", "--base", checkpoints[1])
+    opened = Run.open(counted)
+    assert value["fetched_bytes"] == opened.manifest(2).links[0].bytes
+    assert value["digest"] == opened.manifest(3).digest
+    text = invoke("publish", checkpoints[0], "any", "--base", checkpoints[3]).stdout
+    assert "fetched" not in text
+
+
+@pytest.mark.parametrize("damage", ["other weights", "other model", "no checkpoint"])
+def test_a_wrong_base_is_ignored_with_a_line(
+    counted: CountingStore, checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    for checkpoint in checkpoints[:2]:
+        invoke("publish", checkpoint, "any")
+    wrong = tmp_path / "wrong"
+    if damage == "other weights":
+        write_checkpoint(wrong, trained(read_checkpoint(checkpoints[1]), 99))
+    elif damage == "other model":
+        write_checkpoint(wrong, {"w": Tensor("BF16", (2,), b"1234")})
+    else:
+        wrong.mkdir()
+    result = invoke("publish", checkpoints[2], "any", "--base", wrong)
+    assert str(wrong) in result.stderr
+    assert "not used" in result.stderr
+    assert "fetched" in result.stdout
+    invoke("checkout", "any@2", "-o", tmp_path / "out")
+    assert read_checkpoint(tmp_path / "out") == read_checkpoint(checkpoints[2])
+
+
+def test_a_folder_that_is_overwritten_between_publishes(counted: CountingStore, tmp_path: Path) -> None:
+    before = weights()
+    for step in range(3):
+        invoke("publish", write_checkpoint(tmp_path / "latest", trained(before, step)), "any")
+    invoke("checkout", "any", "-o", tmp_path / "out")
+    assert read_checkpoint(tmp_path / "out") == trained(before, 2)
+
+
+def test_what_is_noted_of_a_publish_is_only_a_hint(counted: CountingStore, checkpoints: list[Path]) -> None:
+    invoke("publish", checkpoints[0], "any")
+    notes = Path(os.environ["XDG_CACHE_HOME"], "deltawire", "published")
+    for nonsense in (b"", b"[]", b'{"folder": 3}', b'{"folder": "/nowhere"}', b"\xff"):
+        for note in notes.iterdir():
+            note.write_bytes(nonsense)
+        assert invoke("publish", checkpoints[1], "any").stderr == ""
+
+
+# ── a run that is there already ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_new_run_where_there_is_one(tmp_path: Path, run: Path, checkpoints: list[Path]) -> None:
+    assert "at version 3" in invoke("publish", checkpoints[0], run, "--new", code=6).stderr
+    assert Run.open(str(run)).newest() == 3
+    invoke("publish", checkpoints[0], tmp_path / "fresh", "--new")
+    assert " ← v0 (" in invoke("publish", checkpoints[1], tmp_path / "fresh").stdout
+
+
+def test_a_bad_encoding_names_those_that_can_be_chosen(run: Path, checkpoints: list[Path]) -> None:
+    said = invoke("publish", checkpoints[0], run, "--encoding", "morse", code=2).stderr
+    assert "packed, context, auto or raw" in " ".join(said.split())
+    assert "planes" not in said

@@ -147,6 +147,7 @@ def test_plan_for_programs() -> None:
         ("--params", "7B", "--dtype", "fp32"),
         ("--params", "7B", "--encoding", "zip"),
         ("--params", "7B", "--density", 1.5),
+        ("--params", "7B", "--step-seconds", "30s", "--steps-per-hour", 60),
     ],
 )
 def test_plan_used_wrongly(options: tuple[object, ...]) -> None:

@@ -238,15 +238,24 @@ def test_step_metrics_and_timings_are_in_the_manifest(store: Store, caplog: pyte
 
 def test_progress_is_told(store: Store) -> None:
     told: dict[str, int] = {}
+    total: dict[str, int] = {}
 
-    def progress(phase: str, count: int) -> None:
+    def progress(phase: str, count: int, of: int) -> None:
         told[phase] = told.get(phase, 0) + count
+        total[phase] = of
 
     weights = model()
     with Publisher(store) as publisher:
         result = publisher.publish(weights, wait=True, progress=progress).result()
     assert told["detect"] == sum(a.nbytes for a in weights.values())
     assert told["put"] == result.bytes
+    told.clear()
+    with Publisher(store, anchor_every=1, continues=True) as publisher:
+        result = publisher.publish(trained(weights, 1), wait=True, progress=progress).result()
+    assert result.kinds == ("delta", "anchor")
+    assert told["put"] == result.bytes
+    assert told.keys() == {"fetch", "detect", "put"}
+    assert told == total, "every bar knows how much there is"
 
 
 def test_companion_files_travel_once(store: Store) -> None:

@@ -549,3 +549,24 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
             moved = sum((c.digest() for block in capture.blocks for c in block), StateDigest())
             assert capture.moved == moved
     assert mirror.digest == newest.digest()
+
+
+def test_continuing_a_run_by_accident_is_said(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    versions = history(3)
+    publish(store, versions[:2])
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    publish(store, [versions[1], versions[2]])  # starts from what is there: a training that goes on
+    publish(store, [trained(versions[2], 5)], continues=True)
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    publish(store, history(2, seed=9))
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(said) == 1
+    assert "is at version 4" in said[0]
+    assert "an address of its own" in said[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_that_is_no_number_does_not_spoil_the_run(store: Store, value: float) -> None:
+    with Publisher(store) as publisher:
+        publisher.publish(history(1)[0], metrics={"loss": value, "reward": 1.0}).result(60)
+    assert Run.open(store).manifest(0).metrics == {"reward": 1.0}

@@ -26,7 +26,7 @@ from ..core.errors import (
     TruncatedFile,
     Unsupported,
 )
-from ..store import Store
+from ..store import LocalStore, Store
 from ..store.base import Announcing
 from .fetch import CONNECTIONS, PART
 from .run import Run
@@ -105,6 +105,7 @@ class _Visit:
         self._made: list[str] = []
         self._stored = False
         self._mark = secrets.token_bytes(1024)
+        self._absent = _absent_folders(store)
 
     def findings(self) -> Iterator[Finding]:
         yield from self._machine()
@@ -310,7 +311,17 @@ class _Visit:
                 self.store.delete(key)
             except DeltawireError:
                 left.append(key)
+        for folder in self._absent:
+            with contextlib.suppress(OSError):  # somebody put something there meanwhile: then it stays
+                folder.rmdir()
         return left if self._stored else []
+
+
+def _absent_folders(store: Store) -> list[Path]:
+    """The folders that the first put into a folder store will make, innermost first."""
+    if not isinstance(store, LocalStore):
+        return []
+    return [folder for folder in (store.root, *store.root.parents) if not folder.exists()]
 
 
 def _try(check: str, step: Step) -> Finding:

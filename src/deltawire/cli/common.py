@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -180,28 +180,34 @@ def ended_by_sigterm() -> Iterator[None]:
 
 # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-Advance = Callable[[int], None]
+
+class Advance(Protocol):
+    def __call__(self, n: int, total: int | None = None) -> None:
+        """So many bytes further; `total` where more is known of it than before."""
+
+
+Bar = Callable[[str, int], Advance]
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str, int | None], Advance]]:
+def progress() -> Iterator[Bar]:
     """Bars on stderr for as long as the block lasts; nothing where stderr is no terminal.
 
-    Yields `bar(label, total) -> advance(bytes)`; both may be called from any thread.
+    Yields `bar(label, total bytes) -> advance(bytes)`; both may be called from any thread.
     """
     from rich.console import Console
 
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
-        yield lambda label, total: lambda n: None
+        yield lambda label, total: lambda n, total=None: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=stderr, transient=True) as bars:
 
-        def bar(label: str, total: int | None) -> Advance:
+        def bar(label: str, total: int) -> Advance:
             task = bars.add_task(label, total=total)
-            return lambda n: bars.advance(task, n)
+            return lambda n, total=None: bars.update(task, advance=n, total=total)
 
         yield bar

@@ -35,8 +35,14 @@ def command(
         ),
     ] = None,
     step_seconds: Annotated[
-        float, typer.Option(parser=seconds, metavar="TIME", help="A version every so often: 45s, 2min.")
-    ] = "60s",  # type: ignore[assignment]
+        float | None,
+        typer.Option(
+            parser=seconds,
+            metavar="TIME",
+            help="A version every so often: 45s, 2min. By default every 60s.",
+            show_default=False,
+        ),
+    ] = None,
     steps_per_hour: Annotated[
         float | None, typer.Option(min=0.001, help="The same, the other way round.", show_default=False)
     ] = None,
@@ -73,6 +79,8 @@ def command(
     """
     from ..core.costs import DTYPES, Setup, UnknownCost, estimate
 
+    if steps_per_hour is not None and step_seconds is not None:
+        raise typer.BadParameter("say it one way: --steps-per-hour or --step-seconds")
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype!r} is unknown; known: {', '.join(DTYPES)}", param_hint="--dtype")
     setup = Setup(
@@ -81,7 +89,7 @@ def command(
         dtype=dtype,
         density=density,
         encoding=encoding,
-        step_seconds=3600 / steps_per_hour if steps_per_hour else step_seconds,
+        step_seconds=3600 / steps_per_hour if steps_per_hour else step_seconds or 60.0,
         bandwidth=bandwidth,
         replica_bandwidth=replica_bandwidth or bandwidth,
         replicas=replicas,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import Advance, JsonOption, RunArgument, duration, emit, percent, progress, size, times
+from .common import Advance, Bar, JsonOption, RunArgument, age, duration, emit, percent, progress, size, times
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,6 +55,18 @@ def command(
             help="Checkpoint that a new run starts from, so that no full upload is needed; or where that is here.",
         ),
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="A folder that holds a version of the run, such as the one published last, so that it need not be "
+            "fetched to compare with. By default the folder that was published last from here.",
+            show_default=False,
+        ),
+    ] = None,
+    new: Annotated[bool, typer.Option("--new", help="Make a new run; an error if there is one already.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Publish the next version of a run from a checkpoint folder.
@@ -61,32 +75,61 @@ def command(
     version, and now and then a later one, is an anchor with the full weights.
     config.json, tokenizer and template files travel along.
 
+    To find what changed, the newest version is needed here. It is taken from the
+    folder published last, or from --base, if the digest of all its weights is that
+    of a version; what came after that version is fetched. A folder that is no
+    version is not used, and a line says so. Else the version is fetched from the
+    run, through DELTAWIRE_CACHE where that is set.
+
     \b
     Examples
       deltawire publish step-100 s3://runs/chat
       deltawire publish step-200 s3://runs/chat --step 200 --metric loss=1.83
+      deltawire publish step-300 s3://runs/chat --base step-200
+      deltawire publish step-100 s3://runs/chat-2 --new
 
     \b
       # a fine-tune of a public model: followers get the start from the hub
       deltawire publish step-100 s3://runs/chat --reference Qwen/Qwen3-0.6B
     """
+    from ..bucket.run import Run
+    from ..bucket.versions import address_only
+    from ..core.errors import RunExists
+    from ..store import open_store
     from ..trainer import Publisher
 
     _check_encoding(encoding)
     metrics = _metrics(metric or [])
+    url = open_store(address_only(run)).url
+    if new and (there := _newest(run)) is not None:
+        raise RunExists(f"there is a run at {url} already, {there}: give the new one another address")
     with Publisher(
         run,
         encoding=encoding,
         anchor_every=1 if anchor else anchor_every,
         reference=_absolute(reference),
         files=checkpoint,
+        base=base or _last_published(url, checkpoint),
+        continues=True,
     ) as publisher:
         source = _source(checkpoint, run)
         with progress() as bar:
-            handle = publisher.publish(
-                source, step=step, metrics=metrics, wait=True, progress=_bars(bar, source.schema.nbytes)
-            )
-    _report(run, handle.result(), json)
+            bars = _Bars(bar)
+            handle = publisher.publish(source, step=step, metrics=metrics, wait=True, progress=bars)
+    _remember(url, checkpoint)
+    _report(Run.open(run), handle.result(), bars.fetched, json)
+
+
+def _newest(run: str) -> str | None:
+    """What is at this address; None where there is no run."""
+    from ..bucket.run import Run
+    from ..core.errors import RunNotFound
+
+    try:
+        newest = Run.open(run).newest()
+    except RunNotFound:
+        return None
+    return "without a version yet" if newest is None else f"at version {newest}"
 
 
 def _check_encoding(encoding: str) -> None:
@@ -128,32 +171,71 @@ def _source(checkpoint: Path, run: str) -> Source:
         return source
 
 
-def _bars(bar: Any, nbytes: int) -> Any:
+class _Bars:
     """One bar per phase, shown when the phase begins."""
-    shown: dict[str, Advance] = {}
 
-    def advance(phase: str, n: int) -> None:
-        if phase not in shown:
-            shown[phase] = bar(_LABELS[phase], nbytes if phase == "detect" else None)
-        shown[phase](n)
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._shown: dict[str, Advance] = {}
+        self.fetched = 0
 
-    return advance
+    def __call__(self, phase: str, n: int, total: int) -> None:
+        if phase not in self._shown:
+            self._shown[phase] = self._bar(_LABELS[phase], total)
+        self._shown[phase](n, total)
+        self.fetched += n if phase == "fetch" else 0
 
 
-def _report(run: str, published: Published, json: bool) -> None:
-    from ..bucket.run import Run
+# ── the folder published last ────────────────────────────────────────────────────────────────────────────────────────
 
-    opened = Run.open(run)
-    value = _value(opened, published)
+
+def _record(url: str) -> Path:
+    """Where this user's last publish to a run is noted. Only a hint: what the folder holds is found by its digest."""
+    from blake3 import blake3
+
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "deltawire" / "published" / f"{blake3(url.encode()).hexdigest(length=16)}.json"
+
+
+def _last_published(url: str, checkpoint: Path) -> Path | None:
+    """The folder that was published last from here, if it is there and not the one that is published now."""
+    import msgspec
+
+    try:
+        folder = Path(msgspec.json.decode(_record(url).read_bytes(), type=dict[str, str])["folder"])
+        return folder if folder.is_dir() and not folder.samefile(checkpoint) else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _remember(url: str, checkpoint: Path) -> None:
+    import msgspec
+
+    record = _record(url)
+    with suppress(OSError):  # a machine without a home: the next publish fetches
+        record.parent.mkdir(parents=True, exist_ok=True)
+        made = record.with_suffix(f".{os.getpid()}")
+        made.write_bytes(msgspec.json.encode({"run": url, "folder": str(checkpoint.resolve())}))
+        made.replace(record)
+
+
+# ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _report(opened: Run, published: Published, fetched: int, json: bool) -> None:
+    value = {**_value(opened, published), "fetched_bytes": fetched}
 
     def render(out: Console) -> None:
-        parent = f" ← v{value['parent']}" if value["parent"] is not None else ""
+        before = opened.manifest(value["parent"]) if value["parent"] is not None else None
+        parent = f" ← v{before.version} ({age(before.created)} old)" if before else ""
         share = percent(published.changed, opened.schema.elements)
         kinds = " + ".join(published.kinds)
         out.print(f"v{published.version}{parent}  {kinds}  {share} changed  {size(published.bytes)} uploaded")
         if value["delta_bytes"]:
             smaller = times(opened.schema.nbytes, value["delta_bytes"])
             out.print(f"  the delta is {smaller} smaller than the full {size(opened.schema.nbytes)}")
+        if fetched and not opened.store.url.startswith("file:"):
+            out.print(f"  fetched {size(fetched)} to compare with; --base DIR names a folder that has a version")
         out.print("  " + "  ".join(f"{name} {duration(seconds)}" for name, seconds in published.timings.items()))
 
     emit(value, render, json)

@@ -199,9 +199,12 @@ def _needs_base(link: Link) -> bool:
 
 def _replayed(run: Run, version: int, reference: Path | None) -> Any:
     from ..bucket.replay import checkout, resolver
+    from ..core import chain
 
+    steps = chain.plan(None, version, run.timeline(version))
     with progress() as bar:
-        state = checkout(run, version, resolve=resolver(reference), progress=bar("fetch the base version", None))
+        fetched = bar("fetch the base version", sum(step.bytes for step in steps))
+        state = checkout(run, version, resolve=resolver(reference), progress=fetched, steps=steps)
     specs = run.schema.by_name()
     return lambda name: (specs[name], state.bits(name))
 

@@ -25,6 +25,7 @@ DeltawireError
 │   └── ReferenceUnavailable the checkpoint a run starts from cannot be found here
 ├── PublishError
 │   ├── WriterConflict       another writer committed this version first
+│   ├── RunExists            a run is to be made where there is one
 │   ├── DivergedRun          the run's newest version is not what this trainer last published
 │   ├── PublishFailed        a background publish failed; raised on the next call
 │   ├── RankLost             another rank of a sharded trainer does not answer any more
@@ -167,6 +168,10 @@ class PublishError(DeltawireError):
 
 
 class WriterConflict(PublishError):
+    pass
+
+
+class RunExists(PublishError):
     pass
 
 

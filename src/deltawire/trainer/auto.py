@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.codecs import check_encoding
+from ..core.codecs import ENCODINGS
 from ..core.costs import AUTO, CODING, bits_at
+from ..core.errors import UnknownFormat
 from ..core.parallel import default_threads
 from ..core.sparse import DataFile
 
@@ -66,8 +67,8 @@ class EncodingChooser:
     """Says how the next delta is coded: always the same way, or by `auto`."""
 
     def __init__(self, encoding: str) -> None:
-        if encoding != AUTO:
-            check_encoding(encoding)
+        if encoding not in (AUTO, *ENCODINGS):
+            raise UnknownFormat(f"encoding {encoding!r} is unknown; choose packed, context, auto or raw")
         self._fixed = None if encoding == AUTO else Choice(encoding)
         self.link = UNKNOWN_LINK
         self.measured = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 
@@ -96,7 +97,7 @@ class Committer:
             writer=self.writer,
             step=step,
             changed=changed,
-            metrics={name: float(value) for name, value in metrics.items()},
+            metrics=_finite(metrics, version),
             timings={name: round(value, 6) for name, value in timings.items()},
             files=files,
             recent=self._summaries(start, version),
@@ -190,3 +191,11 @@ class Committer:
         start = end - history.span(end)
         page = history.Page(self.run.info.run, end, self._summaries(start, end))
         self.run.store.put(keys.history(end), dump(page))
+
+
+def _finite(metrics: Mapping[str, float], version: int) -> dict[str, float]:
+    """JSON has no NaN and no infinity: a manifest with one could not be read again."""
+    found = {name: float(value) for name, value in metrics.items()}
+    if lost := [name for name, value in found.items() if not math.isfinite(value)]:
+        log.warning("version %d goes without the metric %s, which is %s", version, lost[0], found[lost[0]])
+    return {name: value for name, value in found.items() if name not in lost}

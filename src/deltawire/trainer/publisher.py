@@ -29,7 +29,7 @@ from .background import Background, Job, PublishHandle
 from .commit import Committer
 from .detectors import Detector, HostDetector, LostTrack, TooLarge, as_detector, default_detector
 from .mirror import Mirror
-from .opening import commit_reference, open_reference, rebuild
+from .opening import commit_reference, load_base, open_reference, rebuild
 from .policy import AnchorPolicy
 from .skips import Skips
 from .stream import Stream
@@ -71,6 +71,10 @@ class Publisher:
                    (trainer/sharded.py), so every rank must call `publish`. A process group, or None: this one alone.
     max_pending    bytes that one capture may hold while it waits (default: half the model); a denser change is
                    published block by block before `publish` returns
+    base           a checkpoint folder that may hold a version of the run: if its digest is that of one, the version to
+                   compare with is taken from there, and only what came after it is fetched
+    continues      whether other weights than the run's newest version are meant to follow it. By default a warning is
+                   logged when a publisher meets a run with such a version: it may be another training's
     """
 
     def __init__(
@@ -89,6 +93,8 @@ class Publisher:
         model_name: str = "",
         group: Any = AUTO,
         max_pending: int | None = None,
+        base: str | Path | None = None,
+        continues: bool = False,
     ) -> None:
         self._chooser = EncodingChooser(encoding)
         self._policy = AnchorPolicy(anchor_every, anchor_ratio)
@@ -103,6 +109,8 @@ class Publisher:
         self._files = full.companion_files(Path(files)) if isinstance(files, (str, Path)) else files
         self._model_name = model_name
         self._max_pending = max_pending
+        self._base, self._continues = base, continues
+        self._opened = False
         self._store = open_store(address_only(run))
         self._writer: VersionWriter | None = None
         self._mirror: Mirror | None = None
@@ -326,11 +334,21 @@ class Publisher:
         elif str(detector.digest_of(source)) == newest.digest:
             self._mirror = Mirror(detector, detector.load(source))
         else:
-            fetched = (lambda n: progress("fetch", n)) if progress else None
-            state = rebuild(run, newest.version, self._find_reference, fetched)
+            if not (self._continues or self._opened):
+                log.warning(
+                    "%s is at version %d, published %s, and these weights are other ones: continuing after it. "
+                    "If this is another training, stop it and give it an address of its own",
+                    self._store.url,
+                    newest.version,
+                    time.strftime("%Y-%m-%d %H:%M", time.localtime(newest.created)),
+                )
+            fetched = (lambda n, total: progress("fetch", n, total)) if progress else None
+            base = load_base(run, self._base, writer.committer.versions) if self._base is not None else None
+            state = rebuild(run, newest.version, self._find_reference, fetched, base)
             writer.start_over = state is None
             state = state or State(run.schema)
             self._mirror = Mirror(HostDetector.of(state), state.digest)
+        self._opened = True
         return source
 
     def _detector_for(self, source: full.Source) -> Detector:
@@ -410,7 +428,8 @@ class Publisher:
         mirror, first = self._mirror, self._writer.committer.newest is None
         assert mirror is not None
         choice = self._chooser.choose(source.schema.elements)
-        stream = Stream(mirror, source, choice.encoding, (lambda n: progress("detect", n)) if progress else None)
+        detected = (lambda n: progress("detect", n, source.schema.nbytes)) if progress else None
+        stream = Stream(mirror, source, choice.encoding, detected)
         # until the commit the mirror is ahead of the bucket; if anything fails it must be rebuilt from there
         self._mirror = None
         self._skips.forget()

@@ -20,8 +20,9 @@ from .policy import AnchorPolicy
 
 log = logging.getLogger("deltawire")
 
-Progress = Callable[[str, int], None]
-"""(phase, bytes since the last call); the phases are "fetch" (of what to diff against), "detect" and "put"."""
+Progress = Callable[[str, int, int], None]
+"""(phase, bytes since the last call, bytes of the phase as far as known); the phases are "fetch" (of what to diff
+against), "detect" and "put"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,12 @@ class VersionWriter:
     def write(self, draft: Draft) -> Published:
         committer, schema = self.committer, self.committer.run.schema
         version = committer.next_version
-        put = (lambda n: draft.progress("put", n)) if draft.progress else None
+        size = 0
+
+        def put(n: int) -> None:
+            if draft.progress:
+                draft.progress("put", n, size)
+
         clock = time.perf_counter()
         choice = draft.choice
         delta = DeltaWriter(choice.encoding)
@@ -116,11 +122,13 @@ class VersionWriter:
             clock = time.perf_counter()
             delta_bytes = file.size if version else 0
             if version and self.policy.wants_delta(delta_bytes, schema.nbytes) and not self.start_over:
+                size += file.size
                 blob = put_object(committer.run.store, keys.delta(version - 1, version, committer.writer), file, put)
                 links.append(Link("delta", version - 1, (blob,), choice.encoding, choice.why, file.changed))
                 self.chooser.learn(choice, file, schema.elements, draft.timings["encode"], time.perf_counter() - clock)
             if not links or self.policy.wants_anchor(version, delta_bytes, schema.nbytes, committer.versions):
                 whole = full.anchor(schema, draft.weights, anchor_metadata(committer.run, version))
+                size += whole.size
                 blob = put_object(committer.run.store, keys.anchor(version, committer.writer), whole, put)
                 links.append(Link("anchor", None, (blob,)))
         finally:

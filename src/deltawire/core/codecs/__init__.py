@@ -23,6 +23,6 @@ def block_encoding(name: str) -> ModuleType:
 
 
 def check_encoding(name: str) -> None:
-    """UnknownFormat for a name that no encoding has."""
-    if name != raw.name:
-        block_encoding(name)
+    """UnknownFormat for a name that no encoding has. `planes` is for blocks, and nothing to ask for."""
+    if name not in ENCODINGS:
+        raise UnknownFormat(f"encoding {name!r} is unknown; choose packed, context or raw")
