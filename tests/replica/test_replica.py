@@ -94,6 +94,20 @@ def test_the_newest_by_default(store: Store) -> None:
     assert replica.lag == 0
 
 
+def test_a_version_that_does_not_exist_changes_nothing(store: Store) -> None:
+    """Not what is known to be newest either: a follower would wait for a version after it for ever."""
+    versions = history(4)
+    publish(store, versions[:3])
+    live = blank(versions[0])
+    replica = Replica(store, heartbeat=0)
+    replica.sync(live)
+    with pytest.raises(VersionNotFound):
+        replica.sync(live, 77)
+    assert (replica.version, replica.newest, replica.lag) == (2, 2, 0)
+    publish(store, versions[3:])
+    assert next(replica.follow(live, poll=0.001)) == 3
+
+
 def test_arrays_keep_their_memory(store: Store) -> None:
     """A server holds pointers to its weights: they are patched, never replaced."""
     versions = history(3)

@@ -158,8 +158,6 @@ def command(
 
         # vLLM says so only after minutes
         listen(host, port).close()
-
-        names = ["--served-model-name", name] if name else []
         length = ["--max-model-len", str(max_model_len)] if max_model_len else []
         launch(
             where,
@@ -167,12 +165,13 @@ def command(
             port=port,
             version=pin,
             model=model,
+            name=name,
             folder_for_weights=folder,
             reference=str(reference) if reference else None,
             poll=poll,
             keep_kv=kv is Kv.keep,
             token=token,
-            extra=[*names, *length, "--logprobs-mode", logprobs_mode.value, *ctx.args],
+            extra=[*length, "--logprobs-mode", logprobs_mode.value, *ctx.args],
         )
     from ..engines.server import Connections, Limits, Options, RolloutServer
 

@@ -46,6 +46,7 @@ DeltawireError
 ├── Unguarded                a server that others could reach and stop, without a token
 ├── CannotListen             a port that is in use, or an address that is not this machine's
 ├── UntrustedCode            a checkpoint that asks for code of its own to be run; never done
+├── Misconfigured            settings of a server that are wrong or do not fit together
 └── MissingExtra             an optional dependency is not installed
 
 `exit_code` is what the command line returns for an error of that class.
@@ -263,6 +264,10 @@ class CannotListen(DeltawireError):
 
 class UntrustedCode(DeltawireError):
     exit_code = 3
+
+
+class Misconfigured(DeltawireError):
+    exit_code = 2
 
 
 class MissingExtra(DeltawireError):

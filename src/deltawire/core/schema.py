@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from blake3 import blake3
@@ -91,6 +91,20 @@ class Schema(msgspec.Struct, frozen=True):
     def by_name(self) -> dict[str, TensorSpec]:
         return {t.name: t for t in self.tensors}
 
+    def differences(self, other: Schema, *, ours: str, theirs: str) -> list[str]:
+        """How names and shapes differ, for a message; empty if they do not. dtypes and the names of ties may differ."""
+        mine, yours = self.by_name(), other.by_name()
+        tied = {*self.ties, *self.ties.values(), *other.ties, *other.ties.values()}
+        found = []
+        for names, others, where in ((mine, yours, ours), (yours, mine, theirs)):
+            if only := [name for name in names if name not in others and name not in tied]:
+                found.append(f"only {where} has {listed(only)}")
+        odd = [name for name in mine if name in yours and mine[name].shape != yours[name].shape]
+        if odd:
+            here, there = mine[odd[0]], yours[odd[0]]
+            found.append(f"{listed(odd)}: {list(here.shape)} in {ours}, {list(there.shape)} in {theirs}")
+        return found
+
     def require_equal(self, other: Schema, *, ours: str, theirs: str) -> None:
         """SchemaMismatch that names the first difference."""
         if self == other:
@@ -106,6 +120,12 @@ class Schema(msgspec.Struct, frozen=True):
                 )
         if self.ties != other.ties:
             raise SchemaMismatch(f"tied tensors differ: {self.ties} in {ours}, {other.ties} in {theirs}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message: the first three, and how many more."""
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def is_shape(shape: tuple[int, ...]) -> bool:

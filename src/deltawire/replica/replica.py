@@ -122,6 +122,9 @@ class Replica:
         want = run.newest() if version is None else resolve(run, version)
         if want is None:
             raise RunNotFound(f"the run at {self._store.url} has no version yet")
+        if version is not None:
+            # before anything is changed: a version that does not exist must not become the newest one known
+            run.manifest(want)
         self.newest = want if version is None else max(want, self.newest or 0)
         target = self._bind(model, run, want)
         self.timings = {}
@@ -162,8 +165,9 @@ class Replica:
                 self.trouble = ""
                 self._beat()
             except RunNotFound as error:
+                if str(error) != self.trouble:
+                    log.info("waiting for a run at %s", self._store.url)
                 self.trouble = str(error)
-                log.info("waiting for a run at %s", self._store.url)
             except RunReplaced as error:
                 self.trouble = str(error)
                 log.error("%s stays at version %s: %s", self.id, self.version, error)
@@ -171,8 +175,9 @@ class Replica:
             except DeltawireError as error:
                 if isinstance(error, SchemaError) and (self._target is None or self._target.model is not model):
                     raise  # another model: no later version will fit either
+                if str(error) != self.trouble:
+                    log.warning("%s stays at version %s: %s", self.id, self.version, error)
                 self.trouble = str(error)
-                log.warning("%s stays at version %s: %s", self.id, self.version, error)
                 if every and want is not None and isinstance(error, _BAD_LINK):
                     self._note_failure(want)
                 watcher.forget()

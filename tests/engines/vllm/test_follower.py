@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_fused import Fused  # noqa: E402
 
+from deltawire.core.errors import SchemaMismatch, VersionNotFound  # noqa: E402
 from deltawire.core.full import write_checkpoint  # noqa: E402
 from deltawire.engines.vllm import shard  # noqa: E402
 from deltawire.engines.vllm.follower import Follower  # noqa: E402
@@ -97,6 +100,9 @@ class Client:
     async def reset_mm_cache(self) -> None: ...
 
     async def reset_encoder_cache(self) -> None: ...
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.paused = True
 
     async def update_weight_version(self, version: str) -> None:
         self.weight_version = version
@@ -271,8 +277,61 @@ def test_going_back_and_staying_there(world: World) -> None:
     world.sync()
     assert world.sync(1) == 1
     world.holds(1)
-    world.follower.pin = 1
+    world.follower.command(1, pin=True)
     assert world.follower._next(world.workers) is None
+
+
+@pytest.fixture
+def followed(world: World) -> Iterator[World]:
+    """A world whose follower is at work."""
+    world.sync()
+    thread = threading.Thread(target=world.follower.loop, args=(0.01,), daemon=True)
+    thread.start()
+    yield world
+    world.follower.stop()
+    thread.join()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("pin", (True, False), ids=("pin", "sync"))
+def test_a_mistyped_version_is_refused_and_changes_nothing(followed: World, pin: bool) -> None:
+    follower = followed.follower
+    for wrong in (77, -1):
+        with pytest.raises(VersionNotFound):
+            follower.command(wrong, pin=pin)
+        assert (follower.pin, follower.newest, follower.lag, follower.failures) == (None, 0, 0, 0)
+        assert (follower.state, follower.reason) == ("healthy", "")
+    followed.publish()
+    until(lambda: follower.version == 1)
+    followed.holds(1)
+    # a pin that cannot be replaced stays as well
+    follower.command(0, pin=True)
+    with pytest.raises(VersionNotFound):
+        follower.command(77, pin=pin)
+    assert (follower.pin, follower.version, follower.state) == (0, 0, "healthy")
+    follower.command(None, pin=True)
+    until(lambda: follower.version == 1)
+
+
+def test_a_pin_that_could_not_be_reached_leaves_the_server_following(followed: World) -> None:
+    follower = followed.follower
+    followed.publish()
+    until(lambda: follower.version == 1)
+    followed.client.fail[0, "apply"] = 1
+    with pytest.raises(WorkerError, match="rank 0"):
+        follower.command(0, pin=True)
+    assert (follower.pin, follower.failures) == (None, 1)
+    # it serves what it should, so nothing is wrong with it
+    until(lambda: follower.state == "healthy")
+    followed.publish()
+    until(lambda: follower.version == 2)
+    followed.holds(2)
 
 
 def test_a_trainer_that_paused_the_server_finds_it_paused(world: World) -> None:
@@ -324,6 +383,51 @@ def test_where_a_reload_is_seen_to_do_no_harm_it_is_used(
     assert world.publish() == world.sync()
     world.holds(1)
     world.publisher.close()
+
+
+def other_run(store: str, names: Callable[[str], str], rows: int = 0) -> None:
+    """A run whose first version has other names than this server's checkpoint, or more rows."""
+    bag = random_bag(Fused(world=1, **SIZES).schema(), 1)
+    weights = {
+        names(name): np.pad(bits, [(0, rows), *[(0, 0)] * (bits.ndim - 1)]) for name, bits in as_model(bag).items()
+    }
+    with Publisher(store) as publisher:
+        publisher.publish(weights).result(60)
+
+
+@pytest.mark.parametrize(
+    "names, rows, said",
+    [
+        (lambda name: name.replace("gate.", "gate_up."), 0, "only the run has '0.gate_up.weight'"),
+        (lambda name: f"base.{name}", 0, "only the run has 'base.0.down.weight', .* and 9 more"),
+        (lambda name: name, 8, r"'0.down.weight', .*: \[256, 512\] in .*, \[264, 512\] in the run"),
+    ],
+    ids=("fused", "prefixed", "larger"),
+)
+def test_a_run_of_other_names_or_shapes_is_refused_before_anything_is_touched(
+    world: World, tmp_path: Path, names: Callable[[str], str], rows: int, said: str
+) -> None:
+    before = world.client.bytes()
+    store = str(tmp_path / "other")
+    other_run(store, names, rows)
+    ended: list[bool] = []
+    follower = Follower(store, world.workers, heartbeat=0, on_failure=lambda: ended.append(True))
+    follower.loop(0.01)
+    assert (follower.state, ended, world.client.paused) == ("failed", [True], True)
+    assert re.search(said, follower.reason)
+    assert world.client.bytes() == before
+
+
+def test_a_loader_that_ignores_names_is_found_out(world: World, tmp_path: Path) -> None:
+    """It raises nothing, and leaves weights as they are: those of another version, or random ones."""
+    for model in world.client.models:
+        load = model.load_weights
+        known = {t.name for t in model.schema().tensors}
+        model.load_weights = lambda weights, load=load, known=known: load((n, t) for n, t in weights if n in known)  # type: ignore[method-assign]
+    store = str(tmp_path / "other")
+    other_run(store, lambda name: f"base.{name}")
+    with pytest.raises(SchemaMismatch, match=r"only .* has '0.down.weight'"):
+        Follower(store, world.workers, heartbeat=0).sync(world.workers)
 
 
 def test_a_rank_whose_loader_drops_tensors_is_not_patched(world: World) -> None:

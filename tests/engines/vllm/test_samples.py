@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from deltawire.engines.vllm.samples import HEADER, VersionMiddleware, observe
+from deltawire.engines.names import VERSION_HEADER
+from deltawire.engines.vllm.samples import VersionMiddleware, observe
 
 
 def span(version: str, start: int, end: int) -> SimpleNamespace:
@@ -71,7 +72,7 @@ def plain(engine: Any, prompts: int = 1, content: Any = None) -> Any:
 def test_a_completion_names_its_versions_token_by_token() -> None:
     engine = Engine([output(0, None, finished=False), output(0, [span("3", 0, 5), span("4", 5, 9)])])
     headers, body = call(engine, plain(engine))
-    assert headers[HEADER] == b"3,4"
+    assert headers[VERSION_HEADER.encode()] == b"3,4"
     expected = [{"version": 3, "start": 0, "end": 5}, {"version": 4, "start": 5, "end": 9}]
     assert json.loads(body)["choices"] == [{"index": 0, "text": "ä", "weight_versions": expected}]
 
@@ -79,7 +80,7 @@ def test_a_completion_names_its_versions_token_by_token() -> None:
 def test_each_prompt_of_a_batch_has_its_own() -> None:
     engine = Engine([output(0, [span("9", 0, 2)])], [output(0, [span("10", 0, 2)])])
     headers, body = call(engine, plain(engine, prompts=2))
-    assert headers[HEADER] == b"9,10"
+    assert headers[VERSION_HEADER.encode()] == b"9,10"
     assert [c["weight_versions"][0]["version"] for c in json.loads(body)["choices"]] == [9, 10]
 
 
@@ -88,19 +89,19 @@ def test_an_engine_that_names_no_versions_is_named_by_what_it_began_and_ended_wi
     versions = iter((5, 6, 6))
     headers, body = call(engine, plain(engine), present=lambda: next(versions))
     assert json.loads(body)["choices"][0]["weight_versions"] == [{"version": 5}, {"version": 6}]
-    assert headers[HEADER] == b"5,6"
+    assert headers[VERSION_HEADER.encode()] == b"5,6"
 
 
 def test_an_error_passes_with_the_present_version() -> None:
     engine = Engine([])
     headers, body = call(engine, plain(engine, prompts=0, content={"error": "no"}))
-    assert (headers[HEADER], json.loads(body)) == (b"7", {"error": "no"})
+    assert (headers[VERSION_HEADER.encode()], json.loads(body)) == (b"7", {"error": "no"})
 
 
 def test_other_routes_are_left_alone() -> None:
     engine = Engine([output(0, [span("3", 0, 1)])])
     headers, body = call(engine, plain(engine), path="/v1/models")
-    assert HEADER not in headers
+    assert VERSION_HEADER.encode() not in headers
     assert "weight_versions" not in body.decode()
 
 
@@ -125,7 +126,7 @@ def test_the_last_event_of_a_stream_has_the_versions(cut: int) -> None:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     headers, body = call(engine, app)
-    assert headers[HEADER] == b"7"
+    assert headers[VERSION_HEADER.encode()] == b"7"
     first, last, usage, done, end = body.decode().split("\n\n")
     assert json.loads(first.removeprefix("data: ")) == events[0]
     expected = [{"version": 3, "start": 0, "end": 2}]

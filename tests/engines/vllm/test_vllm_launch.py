@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.core.errors import RunNotFound, SchemaMismatch
+from deltawire.core.errors import Misconfigured, RunNotFound, SchemaMismatch
 from deltawire.core.full import Checkpoint, digest_of
 from deltawire.engines.vllm import settings
 from deltawire.engines.vllm.launch import prepare, write_version
@@ -58,6 +58,7 @@ def test_the_server_is_told_what_to_follow() -> None:
     assert command[:3] == ["vllm", "serve", "/models/chat"]
     assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "deltawire"}
     assert command[-2:] == ["--max-model-len", "64"]
+    assert command[command.index("--served-model-name") + 1] == "chat"
     # the token is not on the command line, where every process could read it
     assert "t" not in command
     assert environment["VLLM_PLUGINS"] == "mine,deltawire"
@@ -71,5 +72,5 @@ def test_settings_have_defaults_and_refuse_nonsense() -> None:
     read = settings.read({})
     assert (read.run, read.poll, read.follow, read.pin, read.policy.clear_cache) == ("", 1.0, True, None, True)
     for name in ("DELTAWIRE_POLL", "DELTAWIRE_PAUSE", "DELTAWIRE_KV", "DELTAWIRE_PIN", "DELTAWIRE_FOLLOW"):
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(Misconfigured, match=name):
             settings.read({name: "nonsense"})

@@ -15,14 +15,26 @@ launch      `deltawire serve --engine vllm`
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
 from typing import Any
 
 NAME = "deltawire"
 
+log = logging.getLogger("deltawire")
+
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: called in every process of a server, perhaps more than once."""
+    log_to_vllm()
+    if named():
+        from . import settings
+
+        # what is wrong in the environment is said now, and not after the model was loaded
+        settings.read()
+    elif os.environ.get("DELTAWIRE_RUN") and multiprocessing.parent_process() is None:
+        log.warning("DELTAWIRE_RUN is set, but nothing here follows it: %s", NEXT_STEP)
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -30,15 +42,45 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(NAME, "deltawire.engines.vllm.worker", "DeltawireEngine")
     WorkerBase.deltawire = _call
     # other servers on this machine keep their packed weights: only those that were told to follow give them up
-    if NAME in os.environ.get("VLLM_PLUGINS", "").split(","):
+    if named():
         _keep_weights_plain()
+
+
+NEXT_STEP = (
+    "start the server with VLLM_PLUGINS=deltawire in its environment (vLLM loads routes of plugins only by name), or "
+    "with `deltawire serve --engine vllm RUN`, which sets all of it"
+)
+
+
+BACKEND_FLAG = '--weight-transfer-config \'{"backend": "deltawire"}\''
+
+
+def named() -> bool:
+    """Whether vLLM was told to load the endpoint plugin too, without which nobody follows a run."""
+    return NAME in os.environ.get("VLLM_PLUGINS", "").split(",")
+
+
+def log_to_vllm() -> None:
+    """Have what deltawire logs in this process written by vLLM's own log handlers, unless somebody configured it."""
+    if not log.hasHandlers():
+        log.addHandler(_ToVllm())
+        log.setLevel(logging.getLogger("vllm").getEffectiveLevel())
+        # a handler that the root logger gets later would write every line again
+        log.propagate = False
+
+
+class _ToVllm(logging.Handler):
+    """Passes records on to whatever handlers vLLM has at the moment: it configures its logging more than once."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger("vllm").handle(record)
 
 
 def _call(worker: Any, operation: str, **arguments: Any) -> dict[str, Any]:
     """The method that the endpoint plugin reaches through `collective_rpc("deltawire", …)`."""
     rank = getattr(worker.weight_transfer_engine, "rank", None)
     if rank is None:
-        return {"error": 'start the server with --weight-transfer-config \'{"backend": "deltawire"}\''}
+        return {"error": f"start the server with {BACKEND_FLAG}"}
     return rank.call(operation, **arguments)  # type: ignore[no-any-return]
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import logging
+import os
+import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Body, HTTPException, Request
 
-from ...core.errors import DeltawireError
-from . import NAME, settings
+from ...core.errors import DeltawireError, Misconfigured
+from .. import names
+from . import BACKEND_FLAG, NAME, settings
 from .follower import Follower
 from .metrics import Metrics
 from .samples import VersionMiddleware, observe
@@ -30,6 +35,8 @@ class Plugin:
         self._follower: Follower | None = None
         self._workers: Workers | None = None
         self._host: str | None = None
+        self._model = ""
+        # what clients call it
         self._metrics = Metrics(lambda: self._follower)
 
     # ── what vLLM calls ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -43,14 +50,24 @@ class Plugin:
         router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
         app.include_router(router)
         app.add_middleware(VersionMiddleware, present=self._version)
-        app.add_middleware(HealthMiddleware, reason=self._unfit)
+        app.add_middleware(HealthMiddleware, health=self._health)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         if engine_client is None:
             return
         if getattr(args, "api_server_count", None) not in (None, 0, 1):
-            raise ValueError("deltawire follows from one API server: start vllm serve with --api-server-count 1")
+            raise Misconfigured("deltawire follows from one API server: start vllm serve with --api-server-count 1")
+        backend = getattr(engine_client.vllm_config.weight_transfer_config, "backend", None)
+        if backend != NAME and self._settings.run:
+            raise Misconfigured(f"this server cannot follow {self._settings.run}: start it with {BACKEND_FLAG}")
+        if backend != NAME:
+            log.warning("this server can follow no run: start it with %s", BACKEND_FLAG)
+        elif not self._settings.run:
+            log.info("no run to follow yet: set DELTAWIRE_RUN, or name one to POST /update_weights")
         self._host = getattr(args, "host", None)
+        self._model = (args.served_model_name or [args.model])[0]
+        if not self._settings.token and not _is_loopback(self._host):
+            log.warning("nobody can pin or sync this server: set DELTAWIRE_TOKEN, or start it with --host 127.0.0.1")
         self._workers = Workers(engine_client, asyncio.get_running_loop(), self._settings.policy)
         observe(engine_client, self._version)
         if self._settings.run:
@@ -70,6 +87,7 @@ class Plugin:
             held=bool(config.run),
             reference=config.reference,
             heartbeat=config.heartbeat,
+            on_failure=_end,
         )
         if config.run:
             loop = self._follower.loop
@@ -80,11 +98,12 @@ class Plugin:
 
     async def status(self) -> dict[str, Any]:
         follower = self._follower
+        state, reason = self._health()
+        said = {"engine": "vllm", "model": self._model, "state": state, "reason": reason}
         if follower is None:
-            return {"state": "idle", "run": None, "version": None, "reason": "no run: set DELTAWIRE_RUN"}
+            return {**said, "run": None, "version": None}
         return {
-            "state": follower.state,
-            "reason": follower.reason,
+            **said,
             "run": follower.url,
             "version": follower.version,
             "newest": follower.newest,
@@ -109,14 +128,12 @@ class Plugin:
     async def sync(self, request: Request, version: int | None = Body(None, embed=True)) -> dict[str, Any]:
         """Go to a version now (the newest by default), without pinning it."""
         self._authorize(request)
-        return await self._go(self._followed(), version)
+        return await self._command(self._followed(), version)
 
     async def pin(self, request: Request, version: int | None = Body(None, embed=True)) -> dict[str, Any]:
         """Go to a version and stay there, older ones included; null follows again."""
         self._authorize(request)
-        follower = self._followed()
-        follower.pin = version
-        return await self.status() if version is None else await self._go(follower, version)
+        return await self._command(self._followed(), version, pin=True)
 
     async def update_weights(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
         """A trainer that drives: {"run": …, "version": …}, plain or as vLLM's `update_info`."""
@@ -132,13 +149,13 @@ class Plugin:
                 raise HTTPException(400, "this server follows no run yet: name one")
             if self._workers is None:
                 raise HTTPException(503, "the engine is not ready")
-            self._begin(run)
-        elif run is not None and run.rstrip("/") not in (
+            return await self._first(run, version)
+        if run is not None and run.rstrip("/") not in (
             self._settings.run.rstrip("/"),
             self._follower.url.rstrip("/"),
         ):
             raise HTTPException(409, f"this server follows {self._follower.url}; another run needs another server")
-        return await self._go(self._followed(), version)
+        return await self._command(self._followed(), version)
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -147,12 +164,25 @@ class Plugin:
             raise HTTPException(409, "this server follows no run: set DELTAWIRE_RUN, or name one to /update_weights")
         return self._follower
 
-    async def _go(self, follower: Follower, version: int | None) -> dict[str, Any]:
+    async def _first(self, run: str, version: int | None) -> dict[str, Any]:
+        """Follow a run that a trainer named. A run that cannot be followed leaves the server free for another."""
         try:
-            await asyncio.to_thread(follower.sync, follower.workers, version)
+            follower = self._begin(run)
         except DeltawireError as error:
-            status = 404 if error.exit_code == 4 else 503 if error.exit_code == 5 else 409
-            raise HTTPException(status, f"{type(error).__name__}: {error}") from error
+            raise _refusal(error) from error
+        try:
+            return await self._command(follower, version)
+        except HTTPException:
+            if follower.state == "starting":
+                self._follower = None
+            raise
+
+    async def _command(self, follower: Follower, version: int | None, pin: bool = False) -> dict[str, Any]:
+        try:
+            await asyncio.to_thread(follower.command, version, pin=pin)
+        except DeltawireError as error:
+            log.warning("did not go to the version that was asked for: %s", error)
+            raise _refusal(error) from error
         return await self.status()
 
     def _authorize(self, request: Request) -> None:
@@ -168,28 +198,50 @@ class Plugin:
     def _version(self) -> Any:
         return self._follower.version if self._follower is not None else None
 
-    def _unfit(self) -> str:
-        """Why /health is not 200: weights without a name are not served."""
+    def _health(self) -> tuple[str, str]:
+        """State and reason."""
         follower = self._follower
-        if follower is None or follower.state in ("healthy", "degraded"):
-            return ""
-        return f"{follower.state}: {follower.reason or 'catching up'}"
+        if follower is None:
+            return "idle", "no run: set DELTAWIRE_RUN, or name one to POST /update_weights"
+        state = follower.state
+        return state, follower.reason or ("catching up with the run" if state == "starting" else "")
 
 
 class HealthMiddleware:
-    """GET /health is 503 until the weights have a name, and whenever they have lost it."""
+    """GET /health is 503 until the weights have a name, and whenever they have lost it; else what vLLM says."""
 
-    def __init__(self, app: Any, reason: Any) -> None:
-        self._app, self._reason = app, reason
+    def __init__(self, app: Any, health: Callable[[], tuple[str, str]]) -> None:
+        self._app, self._health = app, health
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["path"] == "/health" and (why := self._reason()):
-            body = f"{why}\n".encode()
-            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 503, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+        if scope["type"] != "http" or scope["path"] != "/health":
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        answer: list[Any] = []
+        state, reason = self._health()
+        if state in (*names.SERVING, "idle"):
+
+            async def keep(message: Any) -> None:
+                answer.append(message)
+
+            await self._app(scope, receive, keep)
+        if answer and answer[0]["status"] != 200:
+            for message in answer:
+                await send(message)
+            return
+        body = json.dumps(names.health(state, reason)).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200 if answer else 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _refusal(error: DeltawireError) -> HTTPException:
+    return HTTPException({2: 400, 4: 404, 5: 503}.get(error.exit_code, 409), f"{type(error).__name__}: {error}")
+
+
+def _end() -> None:
+    """End the server: it was told to follow a run that it cannot load, and would keep its clients waiting for ever."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _is_loopback(host: str | None) -> bool:

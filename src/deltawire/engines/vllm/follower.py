@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ...bucket.replay import as_anchor, as_delta, checkout, reference_source
 from ...bucket.run import Run
 from ...core import full
 from ...core.digest import StateDigest
-from ...core.errors import DeltawireError, DigestMismatch
+from ...core.errors import DeltawireError, DigestMismatch, SchemaError
 from ...core.manifest import Manifest
 from ...replica import Replica
 from .workers import NotRestored, Workers
@@ -36,6 +36,7 @@ class Follower(Replica):
     pin         stay at this version, older ones included
     following   go to every new version; else catch up once and then wait for `sync`
     held        generation is paused until the weights have a name
+    on_failure  called when the run turns out to be one that this server can never load
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Follower(Replica):
         held: bool = True,
         reference: str | None = None,
         heartbeat: float = 10.0,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(run, reference=reference, heartbeat=heartbeat, target=self._open_workers)
         self.workers = workers
@@ -62,6 +64,8 @@ class Follower(Replica):
         # seconds of the last sync that moved the weights, by phase
         self._following = following
         self._held = held
+        self._on_failure = on_failure
+        self._failed = False
         self._lost = False
         # whether weights that had a name have none any more; generation is paused then
         self._told: int | None = None
@@ -72,7 +76,10 @@ class Follower(Replica):
 
     @property
     def state(self) -> str:
-        """starting, healthy, degraded (serves a version, but not the one it should), paused (serves nothing)."""
+        """starting, healthy, degraded (serves a version, but not the one it should), paused (serves nothing) or failed
+        (the run is of another model)."""
+        if self._failed:
+            return "failed"
         if self._lost:
             return "paused"
         if self._held or self.version is None:
@@ -96,8 +103,15 @@ class Follower(Replica):
             try:
                 for _ in self.follow(self.workers, poll=poll, stop=self._stop):
                     pass
+            except SchemaError as error:
+                # another model: no later version will fit either
+                self._went_wrong(error)
+                self._failed = True
+                log.error("this server cannot follow %s: %s", self.url, error)
+                self._on_failure()
+                return
             except Exception as error:
-                log.exception("the follower stumbled")
+                log.exception("following failed, and is tried again")
                 self._went_wrong(error)
                 self._stop.wait(max(poll, 1.0))
 
@@ -106,12 +120,38 @@ class Follower(Replica):
 
     def _next(self, model: Any, *args: Any) -> int | None:
         if self.pin is not None:
-            return self.pin if self.version != self.pin else None
-        if self.version is not None and not self._following:
-            return None
-        return super()._next(model, *args)
+            want = self.pin if self.version != self.pin else None
+        elif self.version is not None and not self._following:
+            want = None
+        else:
+            want = super()._next(model, *args)
+        if want is None and self.version is not None:
+            # it serves what it should: a command that failed since has been answered
+            self.failure = ""
+        return want
+
+    def command(self, version: int | None, *, pin: bool = False) -> None:
+        """Go to a version (the newest by default); with `pin`, stay there; a pin of None follows again.
+
+        After an error the pin is what it was, and so are the weights.
+        """
+        if pin and version is None:
+            self.pin = None
+            return
+        with self._busy:
+            if version is not None:
+                # a mistyped version is the caller's mistake, not a failure of this server
+                self._open().manifest(version)
+            self._go(self.workers, version)
+            if pin:
+                self.pin = version
 
     def sync(self, model: Any, version: int | None = None, *, progress: Progress | None = None) -> int:
+        with self._busy:
+            # a pin that was set while this waited for its turn is obeyed
+            return self._go(model, version if self.pin is None else self.pin, progress)
+
+    def _go(self, model: Any, version: int | None, progress: Progress | None = None) -> int:
         with self._busy:
             clock, before = time.perf_counter(), self.version
             self.workers.timings = {}
@@ -126,6 +166,8 @@ class Follower(Replica):
             if reached != before:
                 self.syncs += 1
                 self.last = {**self.timings, **self.workers.timings, "total": time.perf_counter() - clock}
+                took = "  ".join(f"{phase} {seconds * 1e3:.0f} ms" for phase, seconds in self.last.items())
+                log.info("serving v%d  %s", reached, took)
             return reached
 
     def _went_wrong(self, error: Exception) -> None:

@@ -17,6 +17,7 @@ from ...bucket.run import Run
 from ...core import full
 from ...core.errors import MissingExtra, RunNotFound, SchemaMismatch
 from ...core.extras import install_command
+from ..names import model_name
 
 BACKEND = '{"backend": "deltawire"}'
 
@@ -28,6 +29,7 @@ def launch(
     port: int = 8000,
     version: int | None = None,
     model: str | Path | None = None,
+    name: str | None = None,
     folder_for_weights: str | Path | None = None,
     reference: str | None = None,
     poll: float = 1.0,
@@ -41,6 +43,7 @@ def launch(
 
     version               start at this one and stay there
     model                 a hub id or folder to start from, instead of the run's newest version
+    name                  what clients call the model; the name of the run by default
     folder_for_weights    where that version is written; kept, and used again where it still is the version wanted
     extra                 more of vLLM's own flags
     """
@@ -52,8 +55,8 @@ def launch(
         write_version(run, version, place, reference=reference, progress=progress)
         model = place
     command, environment = prepare(
-        run, model, vllm=vllm, host=host, port=port, version=version, reference=reference, poll=poll, follow=follow,
-        keep_kv=keep_kv, token=token, extra=extra,
+        run, model, vllm=vllm, name=name, host=host, port=port, version=version, reference=reference, poll=poll,
+        follow=follow, keep_kv=keep_kv, token=token, extra=extra,
     )  # fmt: skip
     sys.stdout.flush()
     os.execve(vllm, command, environment)
@@ -73,6 +76,7 @@ def prepare(
     model: str | Path,
     *,
     vllm: str = "vllm",
+    name: str | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     version: int | None = None,
@@ -100,7 +104,8 @@ def prepare(
     if token:
         added["DELTAWIRE_TOKEN"] = token
     command = [
-        vllm, "serve", str(model), "--host", host, "--port", str(port), "--weight-transfer-config", BACKEND, *extra,
+        vllm, "serve", str(model), "--host", host, "--port", str(port), "--served-model-name", name or model_name(run),
+        "--weight-transfer-config", BACKEND, *extra,
     ]  # fmt: skip
     return command, {**environment, **added}
 

@@ -28,6 +28,8 @@ class Layout:
     # group → ranks
     problems: tuple[str, ...]
     # why deltas cannot be applied; empty where they can
+    unused: tuple[str, ...] = ()
+    """Tensors of the run of which no rank's loader keeps anything."""
 
     def total(self, sums: Sums) -> StateDigest:
         """The digest of the whole model. SchemaMismatch where ranks that hold the same weights disagree."""
@@ -60,10 +62,12 @@ def arrange(schema: Schema, ranks: Sequence[Sequence[Rectangle]], problems: Sequ
             holders = tuple(rank for rank, other in where[piece] if other == copy)
             numbers.append(kinds.setdefault((holders, copy), len(kinds)))
         groups.append(tuple(numbers))
+    used = {piece.tensor for piece in where}
+    unused = tuple(tensor.name for tensor in schema.tensors if tensor.units and tensor.name not in used)
     found = [*problems, *_uncovered(schema, where)]
     if any(copy for _, copy in kinds):
         found.append("a rank holds the same weights twice: tied weights that are not tied in the server")
-    return Layout(tuple(groups), {group: holders for (holders, _), group in kinds.items()}, tuple(found))
+    return Layout(tuple(groups), {group: holders for (holders, _), group in kinds.items()}, tuple(found), unused)
 
 
 def _uncovered(schema: Schema, pieces: Mapping[Rectangle, object]) -> list[str]:

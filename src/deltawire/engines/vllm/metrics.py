@@ -8,9 +8,8 @@ from typing import Any
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from ..names import STATES
 from .follower import Follower
-
-_STATES = ("starting", "healthy", "degraded", "paused")
 
 
 class Metrics:
@@ -29,7 +28,7 @@ class Metrics:
         if follower.lag is not None:
             yield GaugeMetricFamily("deltawire_lag_versions", "Versions behind the newest one known", follower.lag)
         state = GaugeMetricFamily("deltawire_state", "1 for the state the server is in", labels=["state"])
-        for name in _STATES:
+        for name in STATES:
             state.add_metric([name], float(follower.state == name))
         yield state
         yield CounterMetricFamily("deltawire_syncs", "Versions reached since the start", follower.syncs)

@@ -59,15 +59,25 @@ class Placement:
 
     pieces: tuple[Piece, ...]
     problems: tuple[str, ...]
+    untouched: tuple[str, ...] = ()
+    """Parameters of the model that the loader writes nothing to."""
+    failure: str = ""
+    """What the loader raised; then nothing else is known."""
 
 
 @torch.no_grad()
 def trace(model: nn.Module, load: Loader, schema: Schema) -> Placement:
     """Run the loader without data. Nothing in the model is written."""
     tracer = _Tracer(model)
-    with tracer:
-        load(tracer.tensors(schema))
-    return Placement(tuple(tracer.pieces), tuple(tracer.problems))
+    try:
+        with tracer:
+            load(tracer.tensors(schema))
+    except Exception as error:
+        # names it does not know; or it computes with what it loads, and cannot be run without data
+        failure = f"{type(error).__name__}: {error}"
+        return Placement((), (f"the model's loader cannot be traced: {failure}",), failure=failure)
+    untouched = (name for name, tensor in model.named_parameters() if _storage(tensor) not in tracer.written)
+    return Placement(tuple(tracer.pieces), tuple(tracer.problems), tuple(untouched))
 
 
 class _Tracer(TorchDispatchMode):
@@ -75,6 +85,8 @@ class _Tracer(TorchDispatchMode):
         super().__init__()
         self.pieces: list[Piece] = []
         self.problems: list[str] = []
+        self.written: set[int] = set()
+        # storages
         self._live = {_storage(t) for t in (*model.parameters(), *model.buffers())}
         self._sources: dict[int, TensorSpec] = {}
         # a storage's address means something only while the tensor lives
@@ -91,6 +103,7 @@ class _Tracer(TorchDispatchMode):
         written = args[0] if args and isinstance(args[0], Tensor) else None
         if written is None or not _writes(func) or written.is_meta or _storage(written) not in self._live:
             return func(*args, **(kwargs or {}))
+        self.written.add(_storage(written))
         if func is _aten.copy_.default:
             self._copy(written, args[1])
         elif func not in _FILLS:
@@ -98,6 +111,8 @@ class _Tracer(TorchDispatchMode):
         return written
 
     def _copy(self, to: Tensor, source: Tensor) -> None:
+        # raises where the copy itself would
+        source.expand_as(to)
         spec = self._sources.get(_storage(source)) if source.is_meta else None
         if spec is None:
             self.problems.append(

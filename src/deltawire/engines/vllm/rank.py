@@ -30,7 +30,7 @@ from ...core.schema import Schema
 from ...core.sparse import DeltaFile, Read
 from .decode import Decoder, Lent, Rectangle, Wanted, compile_decoders, rectangle
 from .guard import fingerprint
-from .placement import Placement, trace
+from .placement import trace
 from .shard import PieceChange, Shard, Sums, open_shard
 
 log = logging.getLogger("deltawire")
@@ -74,12 +74,8 @@ class Rank:
         """Trace the loader. `schema` is a file."""
         self._schema = msgspec.json.decode(Path(schema).read_bytes(), type=Schema)
         problems = self._problems()
-        try:
-            with self._loading():
-                placement = trace(self._model, self._model.load_weights, self._schema)
-        except Exception as error:
-            # a loader that computes with what it loads cannot be run without data
-            placement = Placement((), (f"the model's loader cannot be traced: {type(error).__name__}: {error}",))
+        with self._loading():
+            placement = trace(self._model, self._model.load_weights, self._schema)
         problems += placement.problems
         try:
             self._shard = open_shard(placement.pieces)
@@ -88,6 +84,8 @@ class Rank:
         return {
             "pieces": [msgspec.structs.astuple(rectangle(piece.region)) for piece in placement.pieces],
             "problems": problems,
+            "untouched": placement.untouched,
+            "failure": placement.failure,
         }
 
     def _do_group(self, groups: list[list[int]]) -> Answer:

@@ -13,9 +13,9 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
-HEADER = b"deltawire-version"
+from ..names import VERSION_HEADER, VERSIONS_FIELD
+
 PATHS = ("/v1/completions", "/v1/chat/completions")
-_FIELD = "weight_versions"
 
 Spans = dict[int, list[dict[str, Any]]]
 """By number of the choice: from which token to which other, which version."""
@@ -124,7 +124,7 @@ class _Marked:
 
     async def _begin(self, version: str, length: int | None) -> None:
         headers = [(n, v) for n, v in self._start["headers"] if length is None or n.lower() != b"content-length"]
-        headers.append((HEADER, version.encode()))
+        headers.append((VERSION_HEADER.encode(), version.encode()))
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
         await self._send({**self._start, "headers": headers})
@@ -157,5 +157,5 @@ class _Marked:
         for choice in choices:
             spans = self._record.spans.get(choice.get("index", 0))
             if spans is not None and (not finished or choice.get("finish_reason")):
-                choice[_FIELD] = spans
+                choice[VERSIONS_FIELD] = spans
         return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...core.errors import Misconfigured
 from .workers import Policy
 
 
@@ -33,18 +34,18 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
     def one_of(name: str, choices: tuple[str, ...]) -> str:
         value = environment.get(name) or choices[0]
         if value not in choices:
-            raise ValueError(f"{name} is {value!r}; it can be {' or '.join(choices)}")
+            raise Misconfigured(f"{name} is {value!r}; it can be {' or '.join(choices)}")
         return value
 
     def number(name: str, default: float) -> float:
         try:
             return float(environment.get(name) or default)
         except ValueError:
-            raise ValueError(f"{name} is {environment[name]!r}; it is a number of seconds") from None
+            raise Misconfigured(f"{name} is {environment[name]!r}; it is a number of seconds") from None
 
     pin = environment.get("DELTAWIRE_PIN", "")
     if pin and not pin.isdecimal():
-        raise ValueError(f"DELTAWIRE_PIN is {pin!r}; it is a version, such as 41")
+        raise Misconfigured(f"DELTAWIRE_PIN is {pin!r}; it is a version, such as 41")
     return Settings(
         run=environment.get("DELTAWIRE_RUN", ""),
         poll=number("DELTAWIRE_POLL", 1.0),

@@ -12,6 +12,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from ...core.errors import Misconfigured
+from . import NEXT_STEP, named
 from .guard import problems_of
 from .rank import Rank
 
@@ -33,6 +35,11 @@ class DeltawireEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not named():
+            # without the endpoint plugin it would serve the weights it started with for ever, and look healthy
+            raise Misconfigured(
+                f"the weight-transfer back end is deltawire, but nothing here follows a run: {NEXT_STEP}"
+            )
         super().__init__(*args, **kwargs)
         self.rank = Rank(
             self.model,

@@ -19,7 +19,7 @@ from ...bucket.replay import as_run
 from ...core import full
 from ...core.digest import StateDigest
 from ...core.errors import ChainError, DeltawireError, DigestMismatch, MissingBase, SchemaMismatch
-from ...core.schema import Schema
+from ...core.schema import Schema, listed
 from .decode import Rectangle
 from .layout import Layout, arrange
 
@@ -89,7 +89,10 @@ class Workers:
     # ── binding ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind(self, schema: Schema) -> None:
-        """Find out where the weights lie, and whether they can be patched there."""
+        """Find out where the weights lie, and whether they can be patched there.
+
+        Raises SchemaMismatch if the run is not one that this server's loader takes.
+        """
         path = self._folder / "schema.json"
         path.write_bytes(msgspec.json.encode(schema))
         self.schema = schema
@@ -97,10 +100,29 @@ class Workers:
         ranks = [[Rectangle(*piece) for piece in answer["pieces"]] for answer in answers]
         problems = [problem for answer in answers for problem in answer["problems"]]
         self.layout = arrange(schema, ranks, list(dict.fromkeys(problems)))
+        self._require_names(schema, self.layout.unused, answers)
         self.refused = self.layout.problems[0] if self.layout.problems else ""
         if not self.refused:
             self._all("group", groups=[list(groups) for groups in self.layout.groups])
         self._check_layout()
+
+    def _require_names(self, schema: Schema, unused: Sequence[str], answers: list[dict[str, Any]]) -> None:
+        """Now, while nothing was touched: a loader that does not know the run's names could not load it either."""
+        failure = next((answer["failure"] for answer in answers if answer["failure"]), "")
+        missing = [name for answer in answers for name in answer["untouched"]]
+        if not failure and not (unused and missing):
+            return
+        differences: list[str] = []
+        folder = self._source_folder()
+        if folder is not None:
+            differences = full.Checkpoint(folder).schema.differences(schema, ours=self._from, theirs="the run")
+        elif not failure:
+            differences = [f"the loader does not use {listed(unused)}", f"nothing is for its {listed(missing)}"]
+        if differences:
+            raise SchemaMismatch(
+                f"the run's tensors are not those of this model: {'; '.join(differences)}. Publish under the names "
+                "that save_pretrained writes, or serve the model that the run was made from"
+            )
 
     def _check_layout(self) -> None:
         """The bytes that the map finds must be those of the checkpoint that was loaded: if not, they were repacked."""

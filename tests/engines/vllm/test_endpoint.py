@@ -1,0 +1,172 @@
+"""The plugin as vLLM calls it: what it refuses at start, its routes, and that what it logs is seen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("torch")
+
+import httpx
+from fastapi import FastAPI, Response
+from prometheus_client import REGISTRY
+from test_follower import World, loop, until
+
+from deltawire.core.errors import Misconfigured
+from deltawire.engines import vllm as plugin
+from deltawire.engines.vllm.endpoint import Plugin
+from deltawire.store import open_store
+
+__all__ = ["loop"]
+
+
+class Server:
+    """vLLM's part: an app with the plugin's routes, an engine client, arguments."""
+
+    def __init__(self, world: World, loop: asyncio.AbstractEventLoop, **args: Any) -> None:
+        self.client = world.client
+        self.client.generate = None  # type: ignore[attr-defined]
+        self.client.vllm_config.weight_transfer_config = SimpleNamespace(backend=args.pop("backend", "deltawire"))
+        self.args = SimpleNamespace(**{"host": "127.0.0.1", "served_model_name": None, "model": "a/folder", **args})
+        self.plugin, self.app, self._loop = Plugin(), FastAPI(), loop
+        self.app.add_api_route("/health", lambda: Response(status_code=200), methods=["GET"])
+        self.plugin.attach_router(self.app)
+
+    def start(self) -> Server:
+        self._run(self.plugin.init_state(self.client, None, self.args))
+        return self
+
+    def _run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+                return await http.request(method, path, **options)
+
+        return self._run(send())  # type: ignore[no-any-return]
+
+    def get(self, path: str) -> Any:
+        return self.request("GET", path).json()
+
+    def stop(self) -> None:
+        REGISTRY.unregister(self.plugin._metrics)
+        if self.plugin._follower is not None:
+            self.plugin._follower.stop()
+
+
+@pytest.fixture
+def world(tmp_path: Path, loop: asyncio.AbstractEventLoop) -> Iterator[World]:
+    (tmp_path / "model").mkdir()
+    made = World(tmp_path / "model", open_store(str(tmp_path / "run")), loop, 1)
+    yield made
+    made.publisher.close()
+
+
+@pytest.fixture
+def make(world: World, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made: list[Server] = []
+
+    def one(run: str = "", args: dict[str, Any] | None = None, **environment: str) -> Server:
+        for name, value in {"DELTAWIRE_RUN": run, "DELTAWIRE_POLL": "0.01", **environment}.items():
+            monkeypatch.setenv(name, value)
+        made.append(Server(world, loop, **(args or {})))
+        return made[-1]
+
+    yield one
+    for server in made:
+        server.stop()
+
+
+def test_names_are_those_of_all_engines(world: World, make: Any, tmp_path: Path) -> None:
+    server = make(f"{tmp_path}/run", {"served_model_name": ["chat"]}).start()
+    until(lambda: server.get("/deltawire/status")["state"] == "healthy")
+    status = server.get("/deltawire/status")
+    assert (status["engine"], status["model"], status["version"], status["guard"]) == ("vllm", "chat", 0, "patch")
+    health = server.request("GET", "/health")
+    assert (health.status_code, health.json()) == (200, {"state": "healthy"})
+    refused = server.request("POST", "/deltawire/pin", json={"version": 77})
+    assert refused.status_code == 404
+    assert server.get("/deltawire/status") == status
+    world.client.fail[0, "apply"] = world.client.fail[0, "undo"] = 1
+    world.client.fail[0, "load"] = 1000
+    world.publish()
+    until(lambda: server.get("/deltawire/status")["state"] == "paused")
+    health = server.request("GET", "/health")
+    assert (health.status_code, health.json()["state"]) == (503, "paused")
+    assert "a fault that a test asked for" in health.json()["reason"]
+
+
+def test_a_run_that_is_mistyped_leaves_the_server_free_for_the_right_one(make: Any, tmp_path: Path) -> None:
+    server = make().start()
+    assert server.get("/health")["state"] == "idle"
+    for wrong, status in ((f"{tmp_path}/rum", 404), ("s4://runs/chat", 400)):
+        assert server.request("POST", "/update_weights", json={"run": wrong}).status_code == status
+        assert server.get("/deltawire/status")["state"] == "idle"
+    answer = server.request("POST", "/update_weights", json={"run": f"{tmp_path}/run"})
+    assert (answer.status_code, answer.json()["version"]) == (200, 0)
+
+
+def test_a_server_that_cannot_follow_its_run_does_not_start(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "deltawire")
+    with pytest.raises(Misconfigured, match="--weight-transfer-config"):
+        make("s3://runs/chat", {"backend": None}).start()
+    with pytest.raises(Misconfigured, match="--api-server-count 1"):
+        make("s3://runs/chat", {"api_server_count": 2}).start()
+    make("", {"backend": None}).start()
+    assert "can follow no run: start it with --weight-transfer-config" in caplog.text
+    make("", {"host": None}).start()
+    assert "set DELTAWIRE_TOKEN" in caplog.text
+    assert "set DELTAWIRE_RUN" in caplog.text
+
+
+@contextmanager
+def fresh_logger() -> Iterator[logging.Logger]:
+    """deltawire's logger as it is in a fresh process."""
+    log, root = logging.getLogger("deltawire"), logging.getLogger()
+    before = log.handlers, log.level, log.propagate, root.handlers
+    log.handlers, log.propagate, root.handlers = [], True, []
+    try:
+        yield log
+    finally:
+        log.handlers, level, log.propagate, root.handlers = before
+        log.setLevel(level)
+
+
+def test_what_deltawire_logs_is_written_once_by_vllms_handlers() -> None:
+    class Written(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    lines: list[str] = []
+    vllm, handler = logging.getLogger("vllm"), Written()
+    vllm.setLevel(logging.INFO)
+    vllm.propagate = False
+    with fresh_logger() as log:
+        plugin.log_to_vllm()
+        plugin.log_to_vllm()
+        # vLLM configures its logging after plugins were loaded, and something gives the root logger a handler
+        vllm.addHandler(handler)
+        logging.getLogger().addHandler(handler)
+        log.warning("version %d is bad", 4)
+        log.info("serving v3")
+        log.debug("not this")
+    vllm.removeHandler(handler)
+    assert lines == ["version 4 is bad", "serving v3"]
+
+
+def test_a_logger_that_somebody_configured_is_left_alone() -> None:
+    with fresh_logger() as log:
+        log.addHandler(logging.NullHandler())
+        plugin.log_to_vllm()
+        assert len(log.handlers) == 1
+        assert log.propagate
