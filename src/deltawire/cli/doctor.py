@@ -1,12 +1,13 @@
-"""`deltawire doctor`: whether a store does what a run needs, and how fast."""
+"""`deltawire doctor`: whether a store does what a run needs, and whether a server follows its run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import JsonOption, RunArgument, clean, complain, duration, emit, ended_by_sigterm
+from .common import JsonOption, clean, complain, duration, emit, ended_by_sigterm
 
 if TYPE_CHECKING:
     from ..bucket.doctor import Finding, Report
@@ -15,7 +16,14 @@ _MARKS = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "–"}
 
 
 def command(
-    run: RunArgument,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Its address.", show_default=False)] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="URL", help="Check this rollout server instead, and that it follows RUN.")
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="File with the server's token; else DELTAWIRE_TOKEN."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Try everything a run asks of its store: create, read, list, delete, speed, clocks.
@@ -24,14 +32,27 @@ def command(
     doctor-… beside the run, one of them 32 MiB, and removes them again, also when
     it is interrupted. Each failure says what to do next.
 
-    Exit code 0 when everything a run needs works, 5 when something does not.
+    With --server it looks at a rollout server instead, built-in or vLLM, and
+    changes nothing: whether it follows a run (RUN, where that is given), which
+    version it serves, how far behind it is, whether weights are patched in place,
+    and who may control it.
+
+    Exit code 0 when everything works, 5 when the store does not do what a run
+    needs, 1 when the server does not follow.
 
     \b
     Examples
       deltawire doctor s3://runs/chat
       deltawire doctor 's3://runs/chat?endpoint=http://127.0.0.1:8333'
       deltawire doctor /mnt/shared/chat --json | jq .figures
+      deltawire doctor --server http://localhost:8000
+      deltawire doctor s3://runs/chat --server http://localhost:8000
     """
+    if server is not None:
+        _server(server, run, token_file, json)
+        return
+    if run is None:
+        raise typer.BadParameter("name a run: deltawire doctor RUN, or a server: deltawire doctor --server URL")
     from ..bucket.doctor import examine
     from ..bucket.versions import split
     from ..store import open_store
@@ -45,6 +66,19 @@ def command(
         bad = [finding.check for finding in report.findings if finding.verdict == "failed"]
         complain(f"{report.run} does not do what a run needs: {', '.join(bad)}")
         raise typer.Exit(5)
+
+
+def _server(url: str, run: str | None, token_file: Path | None, json: bool) -> None:
+    from ..bucket.versions import split
+    from ..engines.doctor import examine
+    from ..engines.server.access import read_token
+
+    report = examine(url, read_token(token_file), split(run)[0] if run else None, None if json else _say)
+    emit({"server": url, "healthy": report.healthy, "checks": report.findings}, lambda out: None, json)
+    if not report.healthy:
+        bad = [finding.check for finding in report.findings if finding.verdict == "failed"]
+        complain(f"{url} is not a server that follows a run: {', '.join(bad)}")
+        raise typer.Exit(1)
 
 
 def _say(finding: Finding) -> None:

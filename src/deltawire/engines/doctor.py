@@ -1,0 +1,182 @@
+"""Whether a rollout server follows its run, seen from outside: the checks of `deltawire doctor --server`.
+
+Reads what any engine answers under the names of names.py. Changes nothing on the server.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from ..bucket.doctor import Finding, Report, Verdict
+from ..bucket.run import Run
+from ..core.errors import BadURL, DeltawireError
+from ..store import open_store
+
+TIMEOUT_S = 10.0
+MOST = 1 << 20
+"""Bytes of an answer that are read."""
+
+_TOKEN = "put the server's token into DELTAWIRE_TOKEN here (or --token-file)"
+_PROBES = {"vllm": ("POST", "/update_weights", b'{"doctor": true}'), "builtin": ("GET", "/is_paused", None)}
+"""Per engine, a control route that changes nothing when it is asked this way."""
+
+
+class Answer(NamedTuple):
+    status: int
+    """0 where nobody answered."""
+    value: Any
+    """The JSON body; None where it is something else."""
+    why: str = ""
+
+
+class Told(NamedTuple):
+    """What one check found."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+
+
+def examine(
+    url: str, token: str | None = None, run: str | None = None, say: Callable[[Finding], None] | None = None
+) -> Report:
+    """Check a server; with `run`, also that it follows that run, and how far behind the bucket it is."""
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        raise BadURL(f"{url!r} is not the address of a server: write http://host:port")
+    findings = []
+    clock = time.perf_counter()
+    for told in _checks(url.rstrip("/"), token, run):
+        findings.append(Finding(told.check, told.verdict, time.perf_counter() - clock, told.detail))
+        if say:
+            say(findings[-1])
+        clock = time.perf_counter()
+    return Report(url, tuple(findings))
+
+
+def _checks(url: str, token: str | None, run: str | None) -> Iterator[Told]:
+    health = _ask(url, "GET", "/health", token)
+    if not health.status:
+        yield Told("answers", "failed", f"nobody does at {url} ({health.why}): is the server up, and is this its port?")
+        return
+    yield Told("answers", "ok", f"/health is {health.status}")
+    told = _ask(url, "GET", "/deltawire/status", token)
+    if told.status in (401, 403):
+        yield Told("plugin", "failed", f"it does not show its status without the right token: {_TOKEN}")
+        return
+    if told.status != 200 or not isinstance(told.value, dict) or "state" not in told.value:
+        yield Told(
+            "plugin", "failed",
+            f"no deltawire here (/deltawire/status is {told.status}): start vLLM with VLLM_PLUGINS=deltawire, or start "
+            "the server with `deltawire serve`",
+        )  # fmt: skip
+        return
+    status = told.value
+    yield Told("plugin", "ok", f"engine {status.get('engine')}, model {status.get('model')}")
+    yield from _following(status, run)
+    yield _guard(status)
+    yield _token(url, str(status.get("engine")), token)
+
+
+def _following(status: dict[str, Any], wanted: str | None) -> Iterator[Told]:
+    """The run, the state, the version and how far behind it is."""
+    run, version, newest, pin = (status.get(name) for name in ("run", "version", "newest", "pin"))
+    if not run:
+        yield Told("run", "failed", "it follows none: start it with DELTAWIRE_RUN, or name one to POST /update_weights")
+        return
+    if wanted is not None:
+        try:
+            store = open_store(wanted, retry=False)
+            newest = Run.open(store).newest()
+        except DeltawireError as error:
+            yield Told("run", "failed", f"follows {run}; the one named here cannot be read: {error}")
+            return
+        if store.url.rstrip("/") != str(run).rstrip("/"):
+            yield Told("run", "failed", f"it follows {run}, not {store.url}: start it with the other run")
+            return
+    yield Told("run", "ok", f"{run}, newest version {newest}")
+    state, reason = str(status.get("state")), str(status.get("reason") or "")
+    verdict: Verdict = "ok" if state == "healthy" else "warning" if state in ("degraded", "starting") else "failed"
+    step = {
+        "degraded": "it serves on, and tries again by itself; the server's log has more",
+        "starting": "nothing is served yet; ask again",
+        "paused": "nothing is served until a version was loaded and proven; if that stays so, restart it",
+        "failed": "it can never follow this run; the server's log has more",
+    }
+    said = f"{state}: {reason}" if reason else state
+    yield Told("state", verdict, f"{said}; {step[state]}" if state in step else said)
+    if version is None:
+        yield Told("version", "failed", "its weights are no version of the run; `state` says why")
+        return
+    yield Told("version", "ok", f"{version}" + (f", pinned at {pin}" if pin is not None else ""))
+    lag = None if newest is None else max(int(newest) - int(version), 0)
+    if lag is None:
+        yield Told("lag", "skipped", "no newest version is known")
+    elif lag and pin is None:
+        yield Told("lag", "warning", f"{lag} behind version {newest}; if it stays so, the server's log says why")
+    else:
+        yield Told("lag", "ok", f"{lag} behind" + (", as it is pinned" if lag else ""))
+
+
+def _guard(status: dict[str, Any]) -> Told:
+    guard = status.get("guard")
+    if status.get("engine") == "builtin":
+        return Told("guard", "ok", "weights are patched in place")
+    if not guard:
+        return Told("guard", "skipped", "the layout of the weights is not known yet")
+    if guard == "patch":
+        return Told("guard", "ok", "weights are patched in place")
+    return Told("guard", "warning", f"{guard}; every version costs a full load in the pause (docs/vllm.md says when)")
+
+
+def _token(url: str, engine: str, token: str | None) -> Told:
+    """Who may control the server: asked without a token, then with the one we have."""
+    if engine not in _PROBES:
+        return Told("token", "skipped", f"control routes of engine {engine!r} are unknown here")
+    open_to_all = _ask(url, *_PROBES[engine][:2], None, _PROBES[engine][2])
+    if open_to_all.status == 403:
+        return Told("token", "warning", "nobody can control it: start it with DELTAWIRE_TOKEN, or --host 127.0.0.1")
+    if open_to_all.status != 401:
+        return Told("token", "ok", "none: whoever is on its machine may control it")
+    if token is None:
+        return Told("token", "ok", f"control routes ask for one; to use them, {_TOKEN}")
+    if _ask(url, *_PROBES[engine][:2], token, _PROBES[engine][2]).status == 401:
+        return Told("token", "failed", f"the server has another token than this one: {_TOKEN}")
+    return Told("token", "ok", "control routes ask for one, and take this one")
+
+
+def _ask(url: str, method: str, path: str, token: str | None, body: bytes | None = None) -> Answer:
+    headers = {"content-type": "application/json"} if body else {}
+    if token:
+        headers["authorization"] = f"Bearer {token}"
+    request = urllib.request.Request(url + path, body, headers, method=method)
+    try:
+        with _OPENER.open(request, timeout=TIMEOUT_S) as response:
+            return Answer(response.status, _value(response.read(MOST)))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, _value(error.read(MOST)))
+    except (OSError, ValueError) as error:
+        return Answer(0, None, str(getattr(error, "reason", error)))
+
+
+def _value(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A token is for the address it was given for."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)

@@ -1,0 +1,142 @@
+"""`deltawire doctor --server`: what each mistake looks like from outside, and the next step."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from deltawire.cli import app
+from deltawire.core.errors import BadURL
+from deltawire.engines.doctor import examine
+from deltawire.trainer import Publisher
+
+GOOD = {
+    "engine": "vllm", "model": "chat", "state": "healthy", "reason": "", "run": "file:///runs/chat", "version": 4,
+    "newest": 4, "lag": 0, "pin": None, "guard": "patch",
+}  # fmt: skip
+
+
+@contextmanager
+def server(status: dict[str, Any] | None, token: str = "", control: int = 400) -> Iterator[str]:
+    """Answers as an engine would. Without `status`, as one that knows nothing of deltawire."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/health":
+                self._say(200 if status is None or status["state"] in ("healthy", "degraded") else 503, {})
+            elif self.path == "/deltawire/status" and status is not None:
+                self._say(200, status)
+            else:
+                self._say(404, {"detail": "Not Found"})
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            right = not token or self.headers.get("authorization") == f"Bearer {token}"
+            self._say(control if right else 401, {})
+
+        def _say(self, code: int, value: Any) -> None:
+            body = json.dumps(value).encode()
+            self.send_response(code)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}"
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+
+
+def findings(url: str, **options: Any) -> dict[str, tuple[str, str]]:
+    return {finding.check: (finding.verdict, finding.detail) for finding in examine(url, **options).findings}
+
+
+def test_a_server_that_follows_is_well() -> None:
+    with server(GOOD) as url:
+        found = findings(url)
+    assert [*found] == ["answers", "plugin", "run", "state", "version", "lag", "guard", "token"]
+    assert {verdict for verdict, _ in found.values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    "change, check, verdict, step",
+    [
+        ({"run": None, "state": "idle", "version": None}, "run", "failed", "DELTAWIRE_RUN"),
+        ({"state": "degraded", "reason": "HashMismatch: bad"}, "state", "warning", "HashMismatch: bad; .*log"),
+        ({"state": "paused", "reason": "NotRestored", "version": None}, "state", "failed", "restart"),
+        ({"state": "starting", "version": None}, "version", "failed", "no version"),
+        ({"newest": 9, "lag": 5}, "lag", "warning", "5 behind version 9"),
+        ({"newest": 9, "lag": 5, "pin": 4}, "lag", "ok", "pinned"),
+        ({"guard": "reload: the server quantizes"}, "guard", "warning", "quantizes; .*full load"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_next_step(change: dict[str, Any], check: str, verdict: str, step: str) -> None:
+    with server({**GOOD, **change}) as url:
+        found = findings(url)
+    assert found[check][0] == verdict
+    assert re.search(step, found[check][1])
+
+
+def test_a_server_without_the_plugin() -> None:
+    with server(None) as url:
+        found = findings(url)
+        assert found["plugin"][0] == "failed"
+        assert "VLLM_PLUGINS=deltawire" in found["plugin"][1]
+        result = CliRunner().invoke(app, ["doctor", "--server", url, "--json"])
+    assert result.exit_code == 1
+    value = json.loads(result.stdout)
+    assert (value["healthy"], [check["check"] for check in value["checks"]]) == (False, ["answers", "plugin"])
+
+
+def test_nobody_there_and_nonsense() -> None:
+    with server(GOOD) as url:
+        pass
+    found = findings(url)
+    assert found["answers"][0] == "failed"
+    assert "is this its port?" in found["answers"][1]
+    with pytest.raises(BadURL, match="http://host:port"):
+        examine("localhost:8000")
+    assert CliRunner().invoke(app, ["doctor", "--server", "ftp://x"]).exit_code == 2
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 2
+
+
+def test_the_token() -> None:
+    with server(GOOD, token="secret") as url:
+        assert "control routes ask for one" in findings(url)["token"][1]
+        assert findings(url, token="secret")["token"] == ("ok", "control routes ask for one, and take this one")
+        wrong = findings(url, token="other")["token"]
+        assert wrong[0] == "failed"
+        assert "other" not in wrong[1].replace("another", "")
+    with server(GOOD, control=403) as url:
+        assert findings(url)["token"][0] == "warning"
+
+
+def test_the_run_that_is_named(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    with Publisher(run) as publisher:
+        for step in range(3):
+            publisher.publish({"w": np.full((4, 4), step, np.uint16)}).result(60)
+    with server({**GOOD, "run": f"file://{run}", "version": 1, "newest": 1}) as url:
+        found = findings(url, run=run)
+        assert found["run"] == ("ok", f"file://{run}, newest version 2")
+        assert found["lag"][0] == "warning"  # the bucket knows better than the server
+        assert findings(url, run=str(tmp_path / "rum"))["run"][0] == "failed"
+    with server(GOOD) as url:
+        assert "it follows file:///runs/chat, not" in findings(url, run=run)["run"][1]
