@@ -23,7 +23,8 @@ from deltawire.core.full import write_checkpoint  # noqa: E402
 from deltawire.engines.vllm import shard  # noqa: E402
 from deltawire.engines.vllm.follower import Follower  # noqa: E402
 from deltawire.engines.vllm.rank import Rank  # noqa: E402
-from deltawire.engines.vllm.workers import NotRestored, Policy, WorkerError, Workers  # noqa: E402
+from deltawire.engines.vllm.settings import Policy  # noqa: E402
+from deltawire.engines.vllm.workers import NotRestored, WorkerError, Workers  # noqa: E402
 from deltawire.store import ObjectStore, Store  # noqa: E402
 from deltawire.trainer import Publisher  # noqa: E402
 from support import Bag, moved_bag, random_bag  # noqa: E402

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,9 @@ def test_settings_have_defaults_and_refuse_nonsense() -> None:
     for name in ("DELTAWIRE_POLL", "DELTAWIRE_PAUSE", "DELTAWIRE_KV", "DELTAWIRE_PIN", "DELTAWIRE_FOLLOW"):
         with pytest.raises(Misconfigured, match=name):
             settings.read({name: "nonsense"})
+
+
+def test_what_every_process_of_a_server_imports_is_light() -> None:
+    """vLLM looks through all modules when a worker starts, and fails at some of what numba brings."""
+    code = "import sys, deltawire.engines.vllm.settings; print([m for m in ('numba', 'torch') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

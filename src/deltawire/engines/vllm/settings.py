@@ -1,4 +1,8 @@
-"""How a server that follows is configured: by its environment, since vLLM's own flags are vLLM's."""
+"""How a server that follows is configured: by its environment, since vLLM's own flags are vLLM's.
+
+Read in every process of a server, some of which must not import numba before vLLM has set itself up: imports nothing
+heavy.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.errors import Misconfigured
-from .workers import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a server pauses."""
+
+    mode: str = "keep"
+    # what becomes of running requests: keep, wait or abort
+    clear_cache: bool = True
+    # whether keys and values of the old weights are dropped
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from ...core.errors import ChainError, DeltawireError, DigestMismatch, MissingBa
 from ...core.schema import Schema, listed
 from .decode import Rectangle
 from .layout import Layout, arrange
+from .settings import Policy
 
 log = logging.getLogger("deltawire")
 
@@ -40,16 +41,6 @@ class WorkerError(ChainError):
 
 class NotRestored(DeltawireError):
     """Weights were changed and could not be put back: the server stays paused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How a server pauses."""
-
-    mode: str = "keep"
-    # what becomes of running requests: keep, wait or abort
-    clear_cache: bool = True
-    # whether keys and values of the old weights are dropped
 
 
 @dataclass(slots=True)
