@@ -82,8 +82,8 @@ def checkpoint_tensors(model: Any, tensors: dict[str, Any], *, to_write: bool = 
         return {name: _cut(name, tensors[view.source], view) for name, view in conversion.views.items()}
     if to_write:
         raise SchemaMismatch(
-            f"the weights of {type(model).__name__} are rearranged when they are loaded from a checkpoint, so they cannot "
-            "be patched in place; check the version out and load that"
+            f"the weights of {type(model).__name__} are rearranged when they are loaded from a checkpoint, so they "
+            "cannot be patched in place; check the version out and load that"
         )
     return _revert(model, tensors)
 
@@ -132,8 +132,8 @@ def _revert(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         return revert_weight_conversion(model, tensors)  # type: ignore[no-any-return]
     except (RuntimeError, ValueError) as error:
         raise SchemaMismatch(
-            f"transformers cannot give the weights of this {type(model).__name__} the names of its checkpoint: {error}; "
-            "model.state_dict() can be published under the names it has"
+            f"transformers cannot give the weights of this {type(model).__name__} the names of its checkpoint: {error}"
+            "; model.state_dict() can be published under the names it has"
         ) from error
 
 

@@ -103,7 +103,9 @@ def assert_each_wrote_its_share(trained: Trained, name: str, manifests: list[Man
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return train(tmp_path_factory.mktemp("two"), "fsdp,ddp,experts,upload_fails,out_of_step,resume,refused,adamw,unequal", 2)
+    return train(
+        tmp_path_factory.mktemp("two"), "fsdp,ddp,experts,upload_fails,out_of_step,resume,refused,adamw,unequal", 2
+    )
 
 
 def test_fsdp_publishes_what_one_process_would(two: Trained) -> None:
