@@ -19,7 +19,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-all setup-vllm test-vllm release-check soak bench lint format clean
+.PHONY: help setup demo netns-demo test test-all setup-vllm test-vllm release-check soak fuzz bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,9 @@ test-all: $(READY)  ## run all tests, the slow ones too
 
 soak: $(READY)  ## one trainer, twelve replicas, a real S3 server and faults, for MINUTES=10 (SEED= repeats a run)
 	@$(BIN)/python -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+fuzz: $(READY)  ## mutated files, runs and requests against all that reads them, for MINUTES=10 (SEED= repeats a run)
+	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 setup-vllm:  ## make the environment of test-vllm (once, outside the clone)
 	@tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)

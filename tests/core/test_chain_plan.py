@@ -43,6 +43,12 @@ def chain(count: int, anchors: set[int], full: int = 1_000_000, delta: int = 10_
     }
 
 
+def test_full_weights_start_from_nothing_whatever_base_they_claim() -> None:
+    """Such a base once led round in circles for ever."""
+    versions = run(v0=[("anchor", 0, 100)], v1=[("delta", 0, 10), ("anchor", 1, 5)], v2=[("delta", 1, 10)])
+    assert path(plan(None, 2, versions)) == [(1, "anchor", None), (2, "delta", 1)]
+
+
 def test_nothing_to_do() -> None:
     assert plan(3, 3, chain(5, {0})) == []
 

@@ -87,14 +87,16 @@ def _cheapest(
         best[have] = (0, None)
     for version in sorted(versions):
         for link in versions[version].links:
+            base: int | None
             if link.kind == "delta":
                 # summaries are untrusted: a link from itself or from later would lead round in circles
                 if link.base is None or link.base >= version or link.base not in best:
                     continue
-                before = best[link.base][0]
+                before, base = best[link.base][0], link.base
             else:
-                before = 0
+                # full weights start from nothing, whatever base a summary gives them
+                before, base = 0, None
             cost = before + max(link.bytes, 0) + request_cost * max(link.objects, 1)
             if version not in best or cost < best[version][0]:
-                best[version] = (cost, Step(version, link.kind, link.base, link.bytes))
+                best[version] = (cost, Step(version, link.kind, base, link.bytes))
     return best
