@@ -14,6 +14,7 @@ one gets a 503.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
@@ -138,11 +139,17 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # nothing to wait for: they have not even asked yet
-        for connection in [*self.server_state.connections]:
-            if isinstance(connection, _Connection) and connection.phase != "answer":
-                connection.end()
+        dropping = asyncio.create_task(self._drop_slow_clients())
         await super().shutdown(sockets)
+        dropping.cancel()
+
+    async def _drop_slow_clients(self) -> None:
+        """Answers are waited for, clients are not."""
+        while True:
+            for connection in [*self.server_state.connections]:
+                if isinstance(connection, _Connection) and (connection.phase != "answer" or connection.stuck):
+                    connection.end()
+            await asyncio.sleep(0.1)
 
 
 class _Connection(H11Protocol):
@@ -161,6 +168,11 @@ class _Connection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             return "header"
         return "body" if self.cycle.more_body and not self.cycle.response_started else "answer"
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the client has stopped reading."""
+        return self._stuck_since is not None
 
     def check(self, now: float) -> None:
         """Disconnect a client that is too slow."""

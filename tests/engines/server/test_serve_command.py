@@ -45,6 +45,10 @@ def slow_clients(port: int) -> Iterator[None]:
     with ExitStack() as opened:
         for said in (b"", b"GET /hea", head, head + b'{"prompt"'):
             opened.enter_context(socket.create_connection(("127.0.0.1", port), 20)).sendall(said)
+        deaf = opened.enter_context(socket.socket())
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        deaf.connect(("127.0.0.1", port))
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 3000)
         yield
 
 
