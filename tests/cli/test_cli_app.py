@@ -16,7 +16,8 @@ from deltawire.cli import common
 from deltawire.core import errors
 
 COMMANDS = (
-    "demo", "publish", "checkout", "follow", "serve", "env", "log", "show", "tag", "verify", "prune", "plan", "doctor",
+    "demo", "publish", "checkout", "follow", "serve", "env", "log", "show", "diff", "tag", "runs", "verify", "prune",
+    "plan", "doctor",
 )  # fmt: skip
 
 

@@ -11,11 +11,13 @@ import pytest
 from cli_support import invoke, invoke_json
 
 from deltawire.bucket.run import Run
+from deltawire.bucket.versions import set_tag
 from deltawire.core import keys
 from deltawire.core.manifest import Heartbeat, dump
 from deltawire.replica import Replica
 from deltawire.store import Store
 from deltawire.testing import CountingStore
+from deltawire.trainer import Publisher
 from support import history, publish
 
 
@@ -54,7 +56,7 @@ def test_more_than_one_way_to_a_version(tmp_path: Path) -> None:
     versions = invoke_json("log", tmp_path / "run")["versions"]
     assert versions[0]["also"] == ["anchor", "skip from 2"]
     assert versions[1]["also"] == []
-    assert "delta +anchor +skip" in invoke("log", tmp_path / "run").stdout
+    assert "delta+anchor+skip" in invoke("log", tmp_path / "run").stdout
 
 
 def test_replicas(run: Path) -> None:
@@ -104,3 +106,36 @@ def test_requests_grow_with_the_logarithm(store: Store, monkeypatch: pytest.Monk
     counting.reset()
     assert len(invoke_json("log", "any")["versions"]) == 20
     assert counting.requests.total() <= everything
+
+
+def test_a_line_per_version_at_80_columns(tmp_path: Path) -> None:
+    with Publisher(tmp_path / "run", skip_every=2, anchor_every=2, anchor_ratio=100) as publisher:
+        for step, weights in enumerate(history(5)):
+            figures = {"loss": 1.5 - step / 8, "reward": step / 3, "kl": 0.01, "entropy": 2.0, "len": 512.0}
+            publisher.publish(weights, step=123456 + step, metrics=figures).result(60)
+    set_tag(Run.open(str(tmp_path / "run")), 3, "best")
+    for columns in (80, 100, 160):
+        lines = invoke("log", tmp_path / "run", columns=columns).stdout.splitlines()
+        assert all(len(line.rstrip()) <= columns for line in lines if not line.startswith("file:"))
+        versions = [line.split()[0] for line in lines if line.lstrip().startswith("v")]
+        assert versions == ["version", "v4", "v3", "v2", "v1", "v0"]
+        assert "1.125" in "\n".join(lines), "the metrics that were published"
+        assert any("v3 best" in line for line in lines)
+    newest = invoke_json("log", tmp_path / "run")["versions"][0]
+    assert newest["metrics"] == {"loss": 1.0, "reward": pytest.approx(4 / 3), "kl": 0.01, "entropy": 2.0, "len": 512.0}
+
+
+def test_metrics_with_any_name(tmp_path: Path) -> None:
+    with Publisher(tmp_path / "run") as publisher:
+        publisher.publish(history(1)[0], metrics={"bytes": 7.0, "age": 8.0, "\x1b[2J": 9.0, "": 6.0}).result(60)
+    text = invoke("log", tmp_path / "run").stdout
+    assert "\x1b" not in text
+    assert all(f" {figure}" in text for figure in "6789")
+
+
+def test_a_summary_carries_a_few_metrics(store: Store) -> None:
+    with Publisher(store) as publisher:
+        publisher.publish(history(1)[0], metrics={"x" * 50: 1.0, **{f"m{i}": float(i) for i in range(20)}}).result(60)
+    manifest = Run.open(store).manifest(0)
+    assert len(manifest.metrics) == 21
+    assert list(manifest.summary().metrics) == [f"m{i}" for i in range(6)]

@@ -212,3 +212,15 @@ def test_what_a_version_costs_to_look_at(run: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("deltawire.bucket.run.open_store", lambda _: counting)
     invoke("show", f"{run}@0")
     assert counting.bytes_in < 4000
+
+
+def test_names_keep_the_end_that_tells_them_apart(tmp_path: Path) -> None:
+    names = [f"model.language_model.layers.{layer}.self_attention.query_projection.weight" for layer in range(12)]
+    tensors = {name: Tensor("BF16", (300, 1000), bytes(600_000)) for name in names}
+    invoke("publish", write_checkpoint(tmp_path / "in", tensors), tmp_path / "run")
+    text = invoke("show", tmp_path / "run", columns=80).stdout
+    for layer in range(12):
+        assert f"layers.{layer}.self_attention.query_projection.weight" in text
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines() if "…" in line)
+    wide = invoke("show", tmp_path / "run", columns=160).stdout
+    assert all(name in wide for name in names)

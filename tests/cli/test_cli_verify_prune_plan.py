@@ -110,7 +110,18 @@ def test_prune_used_wrongly(run: Path) -> None:
 
 def test_plan_for_people() -> None:
     text = invoke(
-        "plan", "--params", "405e9", "--lr", "1e-6", "--bandwidth", "1Gbit", "--replicas", 64, "--price-egress", 0.09
+        "plan",
+        "--params",
+        "405e9",
+        "--lr",
+        "1e-6",
+        "--bandwidth",
+        "1Gbit",
+        "--replicas",
+        64,
+        "--price-egress",
+        0.09,
+        "--all",
     ).stdout
     for words in (
         "a delta",
@@ -123,6 +134,15 @@ def test_plan_for_people() -> None:
     ):
         assert words in text
     assert "benchmarks/costs_table.py" in text
+
+
+def test_plan_begins_with_what_it_comes_to() -> None:
+    text = invoke("plan", "--params", "7B", "--replicas", 8, columns=80).stdout
+    headline = " ".join(text.split("\n  ")[0].split())
+    assert headline.startswith("A version is a delta of 85.7 MB instead of 14 GB (163× smaller) and is on a replica")
+    assert len(text.splitlines()) <= 20
+    slow = invoke("plan", "--params", "7B", "--step-seconds", "100ms").stdout
+    assert "longer than the 100 ms of a step" in " ".join(slow.split())
 
 
 def test_plan_for_programs() -> None:

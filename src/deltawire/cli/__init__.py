@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import checkout, demo, doctor, env, follow, log, plan, prune, publish, serve, show, tag, verify
+from . import checkout, demo, diff, doctor, env, follow, log, plan, prune, publish, runs, serve, show, tag, verify
 from .common import complain
 
 __all__ = ["app", "main"]
@@ -119,7 +119,9 @@ for _name, _module in {
     "env": env,
     "log": log,
     "show": show,
+    "diff": diff,
     "tag": tag,
+    "runs": runs,
     "verify": verify,
     "prune": prune,
     "plan": plan,

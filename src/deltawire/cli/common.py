@@ -87,6 +87,49 @@ def table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> 
     return made
 
 
+def _cut(text: str, width: int) -> str:
+    """The end of a text that is too long."""
+    return text if len(text) <= width else "…" + text[1 - width :]
+
+
+def print_table(
+    out: Console,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    shorten: str = "",
+) -> None:
+    """A table with a line per row, whatever the width of the terminal.
+
+    Where it does not fit, the columns in `drop` are left out one after the other, and then the column `shorten` loses
+    the beginning of what is too long: tensor names differ at their ends.
+    """
+    from rich.cells import cell_len
+
+    # by place: two columns may have one name, which may be a stranger's
+    widths = {at: max([cell_len(name), *(cell_len(row[at]) for row in rows)]) for at, name in enumerate(columns)}
+
+    def missing() -> int:
+        # three spaces between columns, one before and after
+        return sum(widths.values()) + 3 * len(widths) - 1 - out.width
+
+    for name in drop:
+        for at in [at for at in widths if columns[at] == name][-1:]:
+            if missing() > 0:
+                del widths[at]
+    if shorten and missing() > 0:
+        at = columns.index(shorten)
+        widths[at] = max(widths[at] - missing(), 12)
+    made = table(*(columns[at] for at in widths), left=left)
+    for column in made.columns:
+        column.no_wrap = True
+    for row in rows:
+        made.add_row(*(_cut(row[at], widths[at]) for at in widths))
+    out.print(made)
+
+
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -15,6 +15,7 @@ from .common import (
     emit,
     open_version,
     percent,
+    print_table,
     size,
     sparkline,
     table,
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..bucket.run import Run
-    from ..core.manifest import Heartbeat, Summary
+    from ..core.manifest import Heartbeat, Summary, Tag
 
 SILENT = 60.0
 """Seconds after which a replica that says nothing is not counted as healthy; it should speak every ten."""
+
+
+_METRICS = 4
+"""Columns of metrics, where the terminal is wide enough."""
 
 
 def command(
@@ -42,15 +47,22 @@ def command(
     "bytes" is what a follower fetches to get from the base to the version, and
     "smaller" how many times less that is than the full weights. A version may have
     more ways to reach it: "+anchor" the full weights, "+skip" a delta from an
-    earlier base.
+    earlier base. Then the metrics that were published with it, as far as the
+    terminal is wide enough; `show` has all of them.
+
+    What stands under "version" can be typed: RUN@v41, and a tag as RUN@best.
 
     \b
     Examples
       deltawire log s3://runs/chat
       deltawire log s3://runs/chat -n 5
+      deltawire log s3://runs/chat@best         that version and those before it
       deltawire log s3://runs/chat --all --json | jq '.versions[].bytes'
     """
+    from ..bucket.versions import tags
+
     opened, newest = open_version(run)
+    named = tags(opened)
     since = 0 if all else max(newest - number + 1, 0)
     versions = list(reversed(opened.timeline(newest, since).values()))
     beats = sorted((b for b in opened.heartbeats() if b.run == opened.info.run), key=lambda b: b.replica)
@@ -61,13 +73,13 @@ def command(
         "tensors": len(opened.schema.tensors),
         "elements": opened.schema.elements,
         "full_bytes": opened.schema.nbytes,
-        "versions": [_version(summary, opened) for summary in versions],
+        "versions": [_version(summary, opened, named) for summary in versions],
         "replicas": [_replica(beat, newest) for beat in beats],
     }
     emit(value, lambda out: _render(out, value), json)
 
 
-def _version(summary: Summary, run: Run) -> dict[str, Any]:
+def _version(summary: Summary, run: Run, named: dict[str, Tag]) -> dict[str, Any]:
     main = next((x for x in summary.links if x.base == summary.parent and x.kind == "delta"), summary.links[0])
     return {
         "version": summary.version,
@@ -81,6 +93,8 @@ def _version(summary: Summary, run: Run) -> dict[str, Any]:
         "encoding": main.encoding,
         "why": main.why,
         "step": summary.step,
+        "metrics": summary.metrics,
+        "tags": sorted(name for name, tag in named.items() if tag.version == summary.version),
         "created": summary.created,
         "digest": summary.digest,
         "links": summary.links,
@@ -105,23 +119,17 @@ def _render(out: Console, value: dict[str, Any]) -> None:
     full, elements = value["full_bytes"], value["elements"]
     model = f"{clean(value['model'])}  " if value["model"] else ""
     out.print(f"{value['run']}  {model}{elements:,} weights, {size(full)} in full", soft_wrap=True)
-    rows = table(
-        "version", "kind", "base", "changed", "bytes", "smaller", "encoding", "step", "age", left=("kind", "encoding")
+    names = list(dict.fromkeys(name for version in value["versions"] for name in version["metrics"]))[:_METRICS]
+    columns = ["version", "kind", "changed", "bytes", "smaller", "encoding", "step", "age", *map(clean, names)]
+    print_table(
+        out,
+        columns,
+        [_row(version, names, full, elements) for version in value["versions"]],
+        left=("version", "kind", "encoding"),
+        # what can be done without first; `--json` and `show` have all of it
+        drop=("encoding", "smaller", *reversed(columns[9:]), "step", *columns[8:9]),
+        shorten="kind",
     )
-    for version in value["versions"]:
-        also = "".join(f" +{what.split()[0]}" for what in version["also"])
-        rows.add_row(
-            f"v{version['version']}",
-            version["kind"] + also,
-            "–" if version["base"] is None else f"v{version['base']}",
-            percent(version["changed"], elements),
-            size(version["bytes"]),
-            times(full, version["bytes"]) if version["kind"] == "delta" else "–",
-            clean(version["encoding"]) or "–",
-            "–" if version["step"] is None else str(version["step"]),
-            age(version["created"]),
-        )
-    out.print(rows)
     for version in value["versions"][:1]:
         if version["why"]:
             text = f"auto chose {version['encoding']} for v{version['version']}: {version['why']}"
@@ -129,6 +137,23 @@ def _render(out: Console, value: dict[str, Any]) -> None:
     _render_sizes(out, value["versions"], full)
     if value["replicas"]:
         _render_replicas(out, value["replicas"])
+
+
+def _row(version: dict[str, Any], names: list[str], full: int, elements: int) -> list[str]:
+    also = "".join(f"+{what.split()[0]}" for what in version["also"])
+    spans = version["base"] is not None and version["base"] != version["version"] - 1
+    tags = "".join(f" {tag}" for tag in version["tags"])
+    return [
+        f"v{version['version']}{tags}",
+        version["kind"] + also + (f" from v{version['base']}" if spans else ""),
+        percent(version["changed"], elements),
+        size(version["bytes"]),
+        times(full, version["bytes"]) if version["kind"] == "delta" else "–",
+        clean(version["encoding"]) or "–",
+        "–" if version["step"] is None else str(version["step"]),
+        age(version["created"]),
+        *(f"{version['metrics'][name]:.4g}" if name in version["metrics"] else "–" for name in names),
+    ]
 
 
 def _render_sizes(out: Console, versions: list[dict[str, Any]], full: int) -> None:

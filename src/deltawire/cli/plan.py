@@ -13,7 +13,7 @@ from .quantities import count, rate, seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..core.costs import Costs, Figure
+    from ..core.costs import Costs, Figure, Setup
 
 
 def command(
@@ -62,19 +62,20 @@ def command(
     price_egress: Annotated[
         float | None, typer.Option(min=0, metavar="USD", help="Per GB fetched; no default.", show_default=False)
     ] = None,
+    all: Annotated[bool, typer.Option("--all", help="Every figure, and where it comes from.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Say what a run will cost: sizes, times, storage, traffic, money.
 
-    Needs no run and no bucket. Every figure says how it is known: given by you,
-    exact, measured (by what), or extrapolated from what was measured.
+    Needs no run and no bucket. With --all, every figure says how it is known: given
+    by you, exact, measured (by what), or extrapolated from what was measured.
 
     \b
     Examples
       deltawire plan --params 7B --replicas 8
       deltawire plan --params 405e9 --lr 1e-6 --bandwidth 1Gbit --replicas 64
       deltawire plan --params 600M --step-seconds 10s --density 0.012
-      deltawire plan --params 7B --bandwidth 100Mbit --encoding auto
+      deltawire plan --params 7B --bandwidth 100Mbit --encoding auto --all
       deltawire plan --params 70B --price-storage 0.023 --price-egress 0.09
     """
     from ..core.costs import DTYPES, Setup, UnknownCost, estimate
@@ -103,10 +104,40 @@ def command(
     except UnknownCost as error:
         raise typer.BadParameter(str(error)) from None
     figures = {name: asdict(figure) for name, figure in costs.figures.items()}
-    emit({"setup": asdict(setup), "figures": figures, "notes": costs.notes}, lambda out: _render(out, costs), json)
+    emit(
+        {"setup": asdict(setup), "figures": figures, "notes": costs.notes},
+        lambda out: _render(out, setup, costs, all),
+        json,
+    )
 
 
-def _render(out: Console, costs: Costs) -> None:
+_MAIN = (
+    "density", "versions", "held", "egress", "join_bytes", "join_seconds", "usd_held", "usd_egress", "usd_full_egress",
+)  # fmt: skip
+"""The figures that most people ask for, beside those in the headline."""
+
+
+def _render(out: Console, setup: Setup, costs: Costs, all: bool) -> None:
+    figures = costs.figures
+    fits = "within" if costs["sync"] <= setup.step_seconds else "longer than"
+    out.print(
+        f"A version is a delta of {_amount(figures['delta_bytes'])} instead of {_amount(figures['anchor_bytes'])} "
+        f"({_amount(figures['smaller'])} smaller) and is on a replica {_amount(figures['sync'])} after the step, "
+        f"{fits} the {duration(setup.step_seconds)} of a step; full weights would take {_amount(figures['full_sync'])}."
+    )
+    if all:
+        _render_all(out, costs)
+        return
+    for name in _MAIN:
+        if name in figures:
+            figure = figures[name]
+            out.print(f"  {_amount(figure):>10}  {figure.section}: {figure.text}", soft_wrap=True)
+    for note in costs.notes:
+        out.print(f"note: {note}", soft_wrap=True)
+    out.print("--all has every figure and how it is known; --density takes what `log` shows of a run of yours.")
+
+
+def _render_all(out: Console, costs: Costs) -> None:
     from ..core.costs import MACHINE, SCRIPT, TIMED
 
     rows = table("", "figure", "known", "from", left=("", "known", "from"))

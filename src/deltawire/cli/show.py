@@ -18,6 +18,7 @@ from .common import (
     emit,
     open_version,
     percent,
+    print_table,
     progress,
     size,
     table,
@@ -305,9 +306,10 @@ def _render_tensors(out: Console, value: dict[str, Any]) -> None:
     sparse = value["kind"] == "delta"
     ranged = any("indices" in row for row in value["tensors"])
     columns = ["tensor", "dtype", "shape", *(["changed", "share"] if sparse else []), "bytes"]
-    rows = table(*columns, *(["indices", "values"] if ranged else []), left=("tensor", "dtype"))
+    rows = []
     for row in value["tensors"]:
-        cells = [row["name"], row["dtype"], "?" if row["shape"] is None else "×".join(map(str, row["shape"])) or "1"]
+        shape = "?" if row["shape"] is None else "×".join(map(str, row["shape"])) or "1"
+        cells = [clean(row["name"]), row["dtype"], shape]
         if sparse:
             changed, elements = row["changed"], row["elements"]
             cells += ["–" if changed is None else f"{changed:,}"]
@@ -315,8 +317,10 @@ def _render_tensors(out: Console, value: dict[str, Any]) -> None:
         cells.append("–" if row["bytes"] is None else size(row["bytes"]))
         if ranged:
             cells += _range_cells(row.get("indices"))
-        rows.add_row(*cells)
-    out.print(rows)
+        rows.append(cells)
+    if ranged:
+        columns += ["indices", "values"]
+    print_table(out, columns, rows, left=("tensor", "dtype"), drop=("values", "indices", "dtype"), shorten="tensor")
     if sparse:
         total = sum(row["changed"] or 0 for row in value["tensors"])
         out.print(f"{total:,} changed, tensors: {len(value['tensors'])}")

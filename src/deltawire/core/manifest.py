@@ -21,6 +21,9 @@ from .schema import Schema, check_name
 
 FORMAT = 1
 
+SUMMARY_METRICS = 6
+"""Metrics that `log` can show without reading the manifest."""
+
 _HEX128 = re.compile(r"[0-9a-f]{32}")
 
 Kind = Literal["anchor", "delta", "reference"]
@@ -87,6 +90,8 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
     step: int | None
     changed: int
     links: tuple[SummaryLink, ...]
+    metrics: dict[str, float] = {}
+    """The first few of the manifest's."""
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -118,7 +123,11 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def summary(self) -> Summary:
         links = tuple(SummaryLink(x.kind, x.base, x.bytes, len(x.objects), x.encoding, x.why) for x in self.links)
-        return Summary(self.version, self.parent, self.digest, self.created, self.step, self.changed, links)
+        # every summary is read again and again, so it carries a few figures and no long names
+        shown = [(name, value) for name, value in self.metrics.items() if len(name) <= 40][:SUMMARY_METRICS]
+        return Summary(
+            self.version, self.parent, self.digest, self.created, self.step, self.changed, links, dict(shown)
+        )
 
     def link(self, kind: str, base: int | None) -> Link:
         for link in self.links:

@@ -49,6 +49,10 @@ class Fetched:
     etag: str | None
 
 
+Level = tuple[list[str], list[ObjectInfo]]
+"""The folders and the objects right below a prefix."""
+
+
 @runtime_checkable
 class Store(Protocol):
     url: str
@@ -114,6 +118,18 @@ class Sweeping(Protocol):
         """Remove what was begun longer ago than this and never finished; returns how many things.
 
         `at` is the present time by the store's clock; by this machine's where it is not given.
+        """
+        ...
+
+
+@runtime_checkable
+class Browsing(Protocol):
+    """A store that can show one level at a time, without everything below it."""
+
+    def folders(self, prefix: str = "") -> Level:
+        """What lies right below `prefix`, which is empty or ends in "/": folders, as keys that end in "/", and objects.
+
+        In key order. A folder that could not be part of a key is left out.
         """
         ...
 

@@ -36,8 +36,8 @@ from deltawire.core.errors import (
     Unsupported,
 )
 from deltawire.store import hub_client, hub_errors
-from deltawire.store.base import Chunks, Fetched, ObjectInfo, check_size
-from deltawire.store.names import check_key, check_prefix
+from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_size
+from deltawire.store.names import check_key, check_prefix, is_key
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -133,6 +133,27 @@ class HubStore:
                 page, options = answer.links.get("next", {}).get("url"), {}
         # no order is promised
         return iter(sorted((info for info in found if info.key > (after or "")), key=lambda info: info.key))
+
+    def folders(self, prefix: str = "") -> Level:
+        folder = self._root + check_prefix(prefix)
+        page: str | None = "/tree" + (f"/{quote(folder[:-1], safe='')}" if folder else "")
+        names: list[str] = []
+        objects: list[ObjectInfo] = []
+        with contextlib.suppress(hub_errors.NoBucket):
+            while page is not None:
+                answer = self._hub.ask("GET", page, self.url)
+                with hub_client.understood(self.url):
+                    for item in answer.json():
+                        inside = item["path"].removeprefix(folder)
+                        # the server takes any path that begins like the folder
+                        if not item["path"].startswith(folder) or "/" in inside or not is_key(inside):
+                            continue
+                        if item["type"] == "directory":
+                            names.append(f"{item['path'][len(self._root) :]}/")
+                        else:
+                            objects.append(self._info(item))
+                page = answer.links.get("next", {}).get("url")
+        return sorted(names), sorted(objects, key=lambda info: info.key)
 
     def _resolve(self, key: str) -> _Named:
         """Which bytes a key names now. Counted apart from the API by the Hub, and five times as generously."""

@@ -36,7 +36,7 @@ from deltawire.core.errors import (
     TruncatedFile,
     UnsafeName,
 )
-from deltawire.store.base import Chunks, Fetched, ObjectInfo, check_size
+from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_size
 from deltawire.store.names import TEMP_PREFIX, check_key, check_prefix, is_addressable
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -103,6 +103,11 @@ class LocalStore:
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         return self._walk(check_prefix(prefix), prefix, after or "")
+
+    def folders(self, prefix: str = "") -> Level:
+        folder = check_prefix(prefix)
+        entries = [(folder + name, found) for name, found in self._entries(folder)]
+        return [key for key, found in entries if found is None], [_info(key, x) for key, x in entries if x is not None]
 
     def delete(self, key: str) -> None:
         path = self._path(key)

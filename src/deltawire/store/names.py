@@ -20,6 +20,10 @@ def check_key(key: str) -> str:
     return key
 
 
+def is_key(key: str) -> bool:
+    return _key_problem(key) is None
+
+
 def check_prefix(prefix: str) -> str:
     """The folder a list prefix points into: "" or ending in "/". What follows it is compared as text only."""
     folder = prefix[: prefix.rfind("/") + 1]

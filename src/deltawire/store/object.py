@@ -21,8 +21,8 @@ from obstore.store import MemoryStore
 
 from deltawire.core.errors import ObjectNotFound, PermissionDenied, StoreUnavailable, TruncatedFile, Unsupported
 from deltawire.store.address import SCHEMES, connect, parse, uploads
-from deltawire.store.base import Chunks, Fetched, ObjectInfo, check_size
-from deltawire.store.names import check_key, check_prefix
+from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_size
+from deltawire.store.names import check_key, check_prefix, is_key
 from deltawire.store.object_errors import CLIENT_ERRORS, translate
 
 if TYPE_CHECKING:
@@ -151,6 +151,14 @@ class ObjectStore:
         # Not every server lists in key order (those built on folders put 'a/x' before 'a b'), so none is trusted to.
         found.sort(key=lambda info: info.key)
         return (info for info in found if info.key.startswith(prefix) and info.key > (after or ""))
+
+    def folders(self, prefix: str = "") -> Level:
+        folder = check_prefix(prefix)
+        with _border(self.url):
+            found = obstore.list_with_delimiter(self._client, (self._root + folder) or None)
+            names = [name.rstrip("/")[len(self._root) :] for name in found["common_prefixes"]]
+            objects = [self._info(meta) for meta in found["objects"]]
+        return sorted(f"{name}/" for name in names if is_key(name)), sorted(objects, key=lambda info: info.key)
 
     def delete(self, key: str) -> None:
         path = self._path(key)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from deltawire.core.errors import AlreadyExists, ObjectNotFound, StoreUnavailable, TruncatedFile, Unsupported
-from deltawire.store.base import Announcing, Chunks, Fetched, ObjectInfo, Settling, Store, Sweeping
+from deltawire.store.base import Announcing, Browsing, Chunks, Fetched, Level, ObjectInfo, Settling, Store, Sweeping
 
 log = logging.getLogger("deltawire")
 
@@ -109,6 +109,12 @@ class Retrying:
                 return
             except StoreUnavailable as error:
                 patience.wait(error)
+
+    def folders(self, prefix: str = "") -> Level:
+        inner = self.inner
+        if not isinstance(inner, Browsing):
+            raise Unsupported(f"{self.url} cannot list one level at a time")
+        return self._retry(lambda: inner.folders(prefix))
 
     def announcements(self, stop: threading.Event) -> Iterator[str]:
         """As in `Announcing`; never repeated here, since the reader knows what it missed meanwhile."""

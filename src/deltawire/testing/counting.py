@@ -6,7 +6,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
-from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store
+from deltawire.core.errors import Unsupported
+from deltawire.store.base import Browsing, Chunks, Fetched, Level, ObjectInfo, Store
 
 
 class CountingStore:
@@ -67,6 +68,12 @@ class CountingStore:
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         self._count("list")
         return self.inner.list(prefix, after)
+
+    def folders(self, prefix: str = "") -> Level:
+        self._count("folders")
+        if not isinstance(self.inner, Browsing):
+            raise Unsupported(f"{self.url} cannot list one level at a time")
+        return self.inner.folders(prefix)
 
     def delete(self, key: str) -> None:
         self._count("delete")

@@ -1,0 +1,85 @@
+"""The runs below an address, found one level at a time: their objects are never listed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from ..core import keys
+from ..core.errors import DeltawireError, Unsupported
+from ..core.parallel import ordered_map
+from ..store import Store, open_store
+from ..store.base import Browsing
+from .run import Run
+
+_REQUESTS = 16
+MAX_FOLDERS = 10_000
+"""Folders that are looked into; what anybody may write into a bucket must not keep us for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A run as a listing shows it."""
+
+    url: str
+    newest: int | None = None
+    """Its newest version; None where there is none yet."""
+    created: float | None = None
+    """When that was published, by the trainer's clock."""
+    bytes: int = 0
+    """Size of the weights in full."""
+    elements: int = 0
+    model: str = ""
+    stored: int | None = None
+    """Bytes of all its objects, where that was asked for."""
+    error: str = ""
+    """Why it cannot be read; empty where it can."""
+
+
+def find(store: Store, depth: int) -> list[str]:
+    """Prefixes of the runs at most `depth` folders below the address; "" is the address itself. A run ends the search
+    below it."""
+    if not isinstance(store, Browsing):
+        raise Unsupported(f"{store.url} cannot list one level at a time")
+    browsing: Browsing = store
+    found: list[str] = []
+    level, looked = [""], 0
+    for left in range(depth, -1, -1):
+        level = level[: MAX_FOLDERS - looked]
+        looked += len(level)
+        below: list[str] = []
+        for prefix, (folders, objects) in zip(level, ordered_map(browsing.folders, level, _REQUESTS), strict=True):
+            if any(item.key == prefix + keys.RUN for item in objects):
+                found.append(prefix)
+            elif left:
+                below += folders
+        level = below
+    return sorted(found)
+
+
+def below(store: Store, prefix: str) -> str:
+    """The address of what lies at a prefix of a store."""
+    place, mark, query = store.url.partition("?")
+    return place.rstrip("/") + (f"/{quote(prefix.rstrip('/'))}" if prefix else "") + mark + query
+
+
+def look(url: str, *, stored: bool = False) -> Listed:
+    """What `runs` says of one run, in a handful of small requests. What is wrong with it is told, not raised."""
+    try:
+        run = Run.open(open_store(url))
+        newest = run.newest()
+        return Listed(
+            url,
+            newest,
+            run.manifest(newest).created if newest is not None else None,
+            run.schema.nbytes,
+            run.schema.elements,
+            run.info.model,
+            sum(item.size for item in run.store.list()) if stored else None,
+        )
+    except DeltawireError as error:
+        return Listed(url, error=str(error))
+
+
+def look_at_all(store: Store, depth: int, *, stored: bool = False) -> list[Listed]:
+    return [*ordered_map(lambda prefix: look(below(store, prefix), stored=stored), find(store, depth), _REQUESTS)]

@@ -1,0 +1,237 @@
+"""`deltawire diff`: how two versions differ, tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import Bar, JsonOption, ReferenceOption, clean, emit, open_version, percent, print_table, progress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..bucket.compare import TensorDifference
+    from ..bucket.replay import State
+    from ..bucket.run import Run
+    from ..core.full import Source
+
+_SIDE = "RUN[@VERSION]|FOLDER"
+
+
+def command(
+    old: Annotated[str, typer.Argument(metavar=_SIDE, help="The version to start from.", show_default=False)],
+    new: Annotated[
+        str | None,
+        typer.Argument(
+            metavar=f"[{_SIDE}]",
+            help="The version it became; @41 alone is one of the same run. Without it: the version before OLD and OLD.",
+            show_default=False,
+        ),
+    ] = None,
+    all: Annotated[bool, typer.Option("--all", help="Also tensors that did not change.")] = False,
+    reference: ReferenceOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Compare two versions tensor by tensor: what changed, how far, how much.
+
+    For each tensor: how many weights have other bits, the largest and the mean
+    step in ulps (representable values), the norm of the difference, and that norm
+    as a share of the old weights'. Either side may be a version of any run or a
+    checkpoint folder, as long as tensors have the same names and shapes.
+
+    One version is held in memory and the other in a temporary folder (TMPDIR), so
+    it takes the memory of one copy of the weights. Exit code 0, also when they
+    differ.
+
+    \b
+    Examples
+      deltawire diff s3://runs/chat@40 @41
+      deltawire diff s3://runs/chat@best s3://runs/chat@latest
+      deltawire diff s3://runs/chat@41              what version 41 changed
+      deltawire diff checkpoints/base s3://runs/chat@best
+      deltawire diff s3://runs/chat@40 @41 --json | jq '.tensors[].norm'
+    """
+    from ..bucket.compare import differences
+
+    with contextlib.ExitStack() as stack, progress() as bar:
+        first, second = _sides(old, new)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-diff-")))
+        before, after = _open(first, second, scratch, reference, bar)
+        mine, theirs = before.schema.by_name(), after.schema.by_name()
+        both = [tensor for tensor in after.schema.tensors if mine.get(tensor.name) == tensor]
+        compared = bar("compare", sum(tensor.nbytes for tensor in both))
+        found = []
+        for difference, tensor in zip(differences(before, after, both), both, strict=True):
+            found.append(difference)
+            compared(tensor.nbytes)
+    apart = {
+        "only_old": sorted(mine.keys() - theirs.keys()),
+        "only_new": sorted(theirs.keys() - mine.keys()),
+        "other_shape": sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]),
+    }
+    value = _value(first, second, found, apart)
+    emit(value, lambda out: _render(out, value, all), json)
+
+
+# ── the two sides ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Side:
+    """A version of a run, or a checkpoint folder."""
+
+    def __init__(self, text: str) -> None:
+        self.run: Run | None = None
+        self.version: int | None = None
+        self.folder = Path(text)
+        if not self.folder.is_dir() or (self.folder / "run.json").exists():
+            self.run, self.version = open_version(text)
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.store.url} v{self.version}" if self.run is not None else str(self.folder)
+
+
+def _sides(old: str, new: str | None) -> tuple[_Side, _Side]:
+    from ..bucket.versions import split
+    from ..core.errors import VersionNotFound
+
+    if new is not None:
+        return _Side(old), _Side(split(old)[0] + new if new.startswith("@") else new)
+    second = _Side(old)
+    if second.run is None or second.version is None:
+        raise typer.BadParameter("name two: a folder has no version before it")
+    parent = second.run.manifest(second.version).parent
+    if parent is None:
+        raise VersionNotFound(f"version {second.version} of {second.run.store.url} is the first: name two versions")
+    return _Side(f"{split(old)[0]}@{parent}"), second
+
+
+def _open(first: _Side, second: _Side, scratch: Path, reference: Path | None, bar: Bar) -> tuple[Source, Source]:
+    from ..core.full import Checkpoint, write_checkpoint
+
+    if first.run is None:
+        state, before = None, Checkpoint(first.folder)
+    else:
+        state = _checkout(first.run, first.version, None, reference, bar)
+        if second.run is None:
+            return state, Checkpoint(second.folder)
+        # one of the two in memory is enough
+        write_checkpoint(scratch, state, progress=bar("set aside", state.schema.nbytes))
+        before = Checkpoint(scratch)
+        if first.run.info.run != second.run.info.run:
+            state = None
+    if second.run is None:
+        return before, Checkpoint(second.folder)
+    return before, _checkout(second.run, second.version, state, reference, bar)
+
+
+def _checkout(run: Run, version: int | None, state: State | None, reference: Path | None, bar: Bar) -> State:
+    """The weights of a version, from `state` on where a path leads on from there."""
+    from ..bucket.replay import checkout, resolver
+    from ..core import chain
+
+    assert version is not None
+    steps = chain.plan(state.version if state else None, version, run.timeline(version))
+    fetched = bar(f"fetch v{version}", sum(step.bytes for step in steps))
+    return checkout(run, version, state, resolve=resolver(reference), progress=fetched, steps=steps)
+
+
+# ── what is said ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _value(first: _Side, second: _Side, found: list[TensorDifference], apart: dict[str, list[str]]) -> dict[str, Any]:
+    from ..core.steps import Histogram
+
+    total = Histogram()
+    for difference in found:
+        total.add_all(difference.histogram)
+    changed, elements = sum(d.changed for d in found), sum(d.elements for d in found)
+    old_norm = sum(d.old_norm**2 for d in found) ** 0.5
+    norm = sum(d.norm**2 for d in found) ** 0.5
+    return {
+        "old": first.name,
+        "new": second.name,
+        "same": not changed and not any(apart.values()),
+        "changed": changed,
+        "elements": elements,
+        "norm": norm,
+        "relative": norm / old_norm if old_norm else None,
+        "steps": _steps(total),
+        "tensors": [_tensor(difference) for difference in found],
+        **apart,
+    }
+
+
+def _tensor(found: TensorDifference) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "dtype": found.dtype,
+        "shape": found.shape,
+        "elements": found.elements,
+        "changed": found.changed,
+        "max_ulps": found.max_ulps,
+        "mean_ulps": found.mean_ulps,
+        "norm": found.norm,
+        "relative": found.relative,
+        "not_finite": found.not_finite,
+        "steps": _steps(found.histogram),
+    }
+
+
+def _steps(histogram: Any) -> list[dict[str, Any]]:
+    return [{"ulps": name, "up": up, "down": down} for name, up, down in histogram.rows()]
+
+
+def _lines(value: dict[str, Any]) -> Iterator[str]:
+    apart = {"only_old": "only in the old one", "only_new": "only in the new one", "other_shape": "of another shape"}
+    for key, what in apart.items():
+        if names := value[key]:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            yield f"{len(names)} tensors {what}: {', '.join(clean(name, 80) for name in names[:3])}{more}"
+    lost = sum(row["not_finite"] for row in value["tensors"])
+    if lost:
+        yield f"{lost:,} changed weights are NaN or infinite on one side and in no norm"
+
+
+def _render(out: Console, value: dict[str, Any], all: bool) -> None:
+    out.print(f"{clean(value['old'])} → {clean(value['new'])}", soft_wrap=True)
+    shown = [row for row in value["tensors"] if all or row["changed"]]
+    if shown:
+        columns = ["tensor", "changed", "share", "max ulps", "mean ulps", "‖Δ‖", "‖Δ‖/‖old‖"]
+        rows = [_cells(row) for row in shown]
+        print_table(out, columns, rows, left=("tensor",), drop=("mean ulps", "changed"), shorten="tensor")
+    for line in _lines(value):
+        out.print(line, soft_wrap=True)
+    if value["same"]:
+        out.print(f"the same, bit for bit: {value['elements']:,} weights in {len(value['tensors'])} tensors")
+        return
+    norm = f"‖Δ‖ {value['norm']:.4g}" + (f", {_share(value['relative'])} of ‖old‖" if value["relative"] else "")
+    share = percent(value["changed"], value["elements"])
+    same = sum(not row["changed"] for row in value["tensors"])
+    still = f"; {same} tensors did not change" if same and not all else ""
+    out.print(f"{value['changed']:,} of {value['elements']:,} weights changed ({share}), {norm}{still}", soft_wrap=True)
+    total = sum(row["up"] + row["down"] for row in value["steps"])
+    parts = [f"{row['ulps']}: {percent(row['up'] + row['down'], total)}" for row in value["steps"]]
+    if parts:
+        out.print(f"steps in ulps  {'  '.join(parts)}", soft_wrap=True)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        clean(row["name"]),
+        f"{row['changed']:,}",
+        percent(row["changed"], row["elements"]),
+        "–" if row["max_ulps"] is None else f"{row['max_ulps']:,}",
+        "–" if row["mean_ulps"] is None else f"{row['mean_ulps']:.3g}",
+        f"{row['norm']:.3g}",
+        "–" if row["relative"] is None else _share(row["relative"]),
+    ]
+
+
+def _share(value: float) -> str:
+    return f"{value:.2g}"

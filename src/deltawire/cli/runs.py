@@ -1,0 +1,69 @@
+"""`deltawire runs`: what runs there are in a bucket."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import JsonOption, age, clean, emit, print_table, size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..bucket.browse import Listed
+
+
+def command(
+    bucket: Annotated[
+        str, typer.Argument(metavar="BUCKET", help="A bucket, or a folder in it: what lies below.", show_default=False)
+    ],
+    depth: Annotated[int, typer.Option(min=0, max=20, help="How many folders deep to look.")] = 3,
+    stored: Annotated[bool, typer.Option("--stored", help="Also what each run stores; lists all of it.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """List the runs below an address: newest version, size of the weights, age.
+
+    Looks into one folder after the other and at a few small objects of each run; a
+    run of a million objects costs no more requests than one of ten, except with
+    --stored. A run that cannot be read is listed with the reason.
+
+    \b
+    Examples
+      deltawire runs s3://runs
+      deltawire runs hf://buckets/me/experiments
+      deltawire runs /mnt/shared/runs --depth 1
+      deltawire runs s3://runs --json | jq -r '.runs[].url'
+    """
+    from ..bucket.browse import look_at_all
+    from ..bucket.versions import address_only
+    from ..store import open_store
+
+    store = open_store(address_only(bucket))
+    found = look_at_all(store, depth, stored=stored)
+    value = {"bucket": store.url, "runs": [asdict(run) for run in found]}
+    emit(value, lambda out: _render(out, store.url, found), json)
+
+
+def _render(out: Console, url: str, found: list[Listed]) -> None:
+    if not found:
+        out.print(f"no runs below {url}; --depth looks further down", soft_wrap=True)
+        return
+    stored = any(run.stored is not None for run in found)
+    columns = ["run", "newest", "age", "weights", *(["stored"] if stored else []), "model"]
+    rows = []
+    for run in found:
+        cells = [
+            clean(run.url),
+            "–" if run.newest is None else f"v{run.newest}",
+            "–" if run.created is None else age(run.created),
+            size(run.bytes) if not run.error else "–",
+        ]
+        if stored:
+            cells.append("–" if run.stored is None else size(run.stored))
+        rows.append([*cells, "cannot be read" if run.error else clean(run.model, 100)])
+    print_table(out, columns, rows, left=("run", "model"), drop=("model",), shorten="run")
+    for run in found:
+        if run.error:
+            out.print(clean(f"{run.url}: {run.error}"), soft_wrap=True)
