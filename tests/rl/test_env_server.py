@@ -258,6 +258,19 @@ def test_bytes_that_are_no_text_end_only_their_own_session(url: str) -> None:
         assert ask(connection, {"type": "reset"})["type"] == "observation"
 
 
+def test_sessions_that_were_refused_and_stay_keep_nobody_out() -> None:
+    with wordle_server("--max-sessions", "1") as (url, _), connect_now(ws(url)) as first, ExitStack() as opened:
+        ask(first, {"type": "reset"})
+        port = int(url.rpartition(":")[2])
+        key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+        upgrade = f"GET /ws HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n{key}\r\n".encode()
+        for _ in range(80):
+            rude = opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
+            rude.sendall(upgrade)
+            assert rude.recv(12) == b"HTTP/1.1 101"
+        assert httpx.get(f"{url}/health", timeout=20).json() == {"status": "healthy"}
+
+
 def test_a_silent_session_ends_and_leaves_nothing() -> None:
     with wordle_server("--idle", "300ms", "--max-sessions", "1") as (url, _), connect_now(ws(url)) as connection:
         ask(connection, {"type": "reset"})

@@ -7,9 +7,9 @@ uvicorn parses and answers; what it lacks is here. A connection is in one of the
     answer     the application computes and answers, and has a deadline of its own; a client that does not read what it
                is sent is disconnected after `write` seconds
 
-When all connections are taken, the one that has waited longest for a request is closed for the new one. So clients that
-open connections and send nothing never keep out one that has something to ask. Where all of them have requests, the new
-one gets a 503.
+When all connections are taken, the one that has been waited for longest is closed for the new one: those without a
+header first, then those without a body. So clients that open connections and send nothing, or little, never keep out
+one that has something to ask. Where all of them are being answered, the new one gets a 503.
 """
 
 from __future__ import annotations
@@ -200,9 +200,13 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) <= self._limits.allowed:
             return
-        silent = [c for c in self.connections if isinstance(c, _Connection) and c.phase == "header" and c is not self]
-        if silent:
-            min(silent, key=lambda connection: connection.since).end()
+        closing = [c for c in self.connections if getattr(c, "close_sent", False)]
+        slow = [c for c in self.connections if isinstance(c, _Connection) and c.phase != "answer" and c is not self]
+        if closing:
+            # a WebSocket that was told goodbye and does not answer
+            closing[0].transport.abort()
+        elif slow:
+            min(slow, key=lambda connection: (connection.phase == "body", connection.since)).end()
         else:
             self.end(_REFUSAL)
 
