@@ -10,8 +10,8 @@ MINUTES ?= 10
 SEED   ?=
 VLLM   ?=
 # Files that start with an underscore are helpers, not benchmarks; pause.py wants vLLM's environment, sync.py and
-# netns_demo.py root, real_models.py a model, wordle_seeds.py half an hour.
-APART  := pause sync netns_demo real_models wordle_seeds
+# netns_demo.py root, real_models.py a model, service_proof.py a bucket, wordle_seeds.py half an hour.
+APART  := pause sync netns_demo real_models service_proof wordle_seeds
 BENCH  ?= $(filter-out $(APART:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py)))
 
 BIN    := $(VENV)/bin
@@ -19,7 +19,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-all setup-vllm test-vllm release-check soak fuzz bench lint format clean
+.PHONY: help setup demo netns-demo test test-all setup-vllm test-vllm release-check soak fuzz hub-proof bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,10 @@ test-vllm:  ## run the tests against a real vLLM on the CPU, in an environment o
 
 release-check: $(READY)  ## build sdist and wheel, and prove that both install and run in clean environments
 	@$(BIN)/python tests/release.py
+
+hub-proof: $(READY)  ## a run on a real service, and a report: BUCKET=hf://buckets/me/scratch (or s3://…)
+	@test -n "$(BUCKET)" || { echo "say where: make hub-proof BUCKET=hf://buckets/me/scratch"; exit 2; }
+	@$(BIN)/python benchmarks/service_proof.py "$(BUCKET)" $(ARGS)
 
 bench: $(READY)  ## run the benchmarks (one of them: make bench BENCH=benchmarks/memory.py)
 	@test -n "$(BENCH)" || { echo "no benchmarks found in benchmarks/"; exit 1; }
