@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import deltawire as dw
+from deltawire.core import full
 from deltawire.core.change import blocks
 from deltawire.core.codecs import ENCODINGS
 from deltawire.core.dtypes import of_numpy
-from deltawire.core.errors import SchemaMismatch, UnknownFormat, UnsupportedDtype
+from deltawire.core.errors import DigestMismatch, SchemaMismatch, UnknownFormat, UnsupportedDtype
 from deltawire.models import ModelView, torch_bits
 from support import column_cut, copy, densities, model, moved, same, seeds, trained
 
@@ -266,10 +267,26 @@ def test_a_file_that_somebody_else_wrote(tmp_path: Path) -> None:
 
     old = {"w": np.zeros((4, 5), np.float32), "v": np.zeros(3, np.float32)}
     blob = save({"w.indices": np.array([2, 19], np.int32), "w.values": np.array([1.5, -0.0], np.float32)})
-    result = dw.decode(blob, old)
+    with pytest.raises(UnknownFormat, match="check=False"):
+        dw.decode(blob, old)
+    result = dw.decode(blob, old, check=False)
     expected = copy(old)
     expected["w"].reshape(-1)[[2, 19]] = 1.5, -0.0
     assert same(result, expected)
+
+
+@every_encoding
+def test_decode_says_which_weights_do_not_fit(encoding: str) -> None:
+    old = model()
+    new, other = trained(old, 1), trained(old, 2)
+    blob = dw.encode(old, new, encoding, metadata={"base_version": "7", "model_version": "8", "digest": "mine"})
+    with pytest.raises(DigestMismatch, match=r"version 7 .*`old` is not what it was made from") as wrong:
+        dw.decode(blob, other)
+    assert wrong.value.expected == str(full.digest_of(ModelView(old)))
+    digest = str(full.digest_of(ModelView(new))).encode()
+    with pytest.raises(DigestMismatch, match=r"version 8 .*the delta is damaged"):
+        dw.decode(blob.replace(digest, digest[::-1]), old)
+    assert same(dw.decode(blob, old), new)
 
 
 def test_sparsity_of_8_byte_elements_is_never_negative(tmp_path: Path) -> None:

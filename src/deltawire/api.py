@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .core.change import blocks, compare
-from .core.errors import UnknownFormat
+from .core import full
+from .core.change import Region, blocks, compare
+from .core.digest import StateDigest
+from .core.dtypes import Bits
+from .core.errors import DigestMismatch, UnknownFormat
 from .core.parallel import ordered_map
-from .core.sparse import DeltaFile, write_delta
+from .core.schema import Schema
+from .core.sparse import BASE_DIGEST, DIGEST, DeltaFile, write_delta
 from .models import ModelView, like, require_schema, tensors_of
 
 
@@ -35,12 +39,16 @@ def encode(
 
     found = list(ordered_map(changed, blocks(schema), threads))
     count = sum(change.elements for block in found for change in block)
+    digest = full.digest_of(before, threads)
+    moved = sum((change.digest() for block in found for change in block), StateDigest())
     described = {
         "base_version": "0",
         "model_version": "1",
         "total_params": str(schema.elements),
         "sparsity": f"{1 - count / max(schema.elements, 1):.6f}",
         **(metadata or {}),
+        BASE_DIGEST: str(digest),
+        DIGEST: str(digest + moved),
     }
     writer, file = write_delta(found, encoding, before.region, described, threads)
     try:
@@ -49,15 +57,45 @@ def encode(
         writer.close()
 
 
-def decode(blob: bytes, old: Any, *, threads: int | None = None) -> dict[str, Any]:
-    """`old` with the delta applied, as new arrays; `old` itself is not touched. Tied names share their array again."""
+def decode(blob: bytes, old: Any, *, check: bool = True, threads: int | None = None) -> dict[str, Any]:
+    """`old` with the delta applied, as new arrays; `old` itself is not touched. Tied names share their array again.
+
+    DigestMismatch if `old` is not what the delta was made from, or the result not what it leads to. A file that names
+    no digests, as others write them, is refused unless `check` is False; then nothing tells if the result is right.
+    """
     base = ModelView(old)
     file = DeltaFile(lambda start, length: blob[start : start + length], len(blob), base.schema)
     if file.metadata.get("sparse", "true") != "true":
         raise UnknownFormat("this file is no delta: it holds full weights")
+    if check:
+        _require(file, BASE_DIGEST, "base_version", full.digest_of(base, threads), "`old` is not what it was made from")
     result = {name: bits.copy() for name, bits in base}
     for _ in file.patches(result.__getitem__, threads):
         pass
+    if check:
+        found = full.digest_of(_Result(base.schema, result), threads)
+        hint = "the delta is damaged, or one of several objects of its version: check that out from its run"
+        _require(file, DIGEST, "model_version", found, hint)
     templates = tensors_of(old)
     shaped = {name: like(templates[name], bits) for name, bits in result.items()}
     return {name: shaped[base.schema.ties.get(name, name)] for name in templates}
+
+
+class _Result:
+    """Patched bits as a source."""
+
+    def __init__(self, schema: Schema, tensors: Mapping[str, Bits]) -> None:
+        self.schema, self._tensors = schema, tensors
+
+    def region(self, region: Region) -> Bits:
+        return region.cut(self._tensors[region.tensor.name])
+
+
+def _require(file: DeltaFile, key: str, version: str, found: StateDigest, hint: str) -> None:
+    wanted, number = file.metadata.get(key), file.metadata.get(version, "")
+    if wanted is None:
+        raise UnknownFormat(
+            f"this delta has no {key!r} to check weights by; decode(…, check=False) applies it unchecked"
+        )
+    if wanted != str(found):
+        raise DigestMismatch(int(number) if number.isdecimal() else 0, wanted[:32], str(found), hint)

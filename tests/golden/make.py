@@ -24,7 +24,7 @@ from deltawire.core.digest import StateDigest
 from deltawire.core.dtypes import Bits, lookup
 from deltawire.core.manifest import Blob, Link, Manifest, RunInfo, dump
 from deltawire.core.schema import Schema, TensorSpec
-from deltawire.core.sparse import DataFile, write_delta
+from deltawire.core.sparse import BASE_DIGEST, DIGEST, DataFile, write_delta
 
 FOLDER = Path(__file__).parent
 RUN = "00c0ffee00c0ffee"
@@ -111,6 +111,8 @@ def delta(encoding: str, pair: tuple[Weights, Weights] | None = None) -> tuple[b
         "run": RUN,
         "model_version": "1",
         "base_version": "0",
+        BASE_DIGEST: str(full.digest_of(before)),
+        DIGEST: str(full.digest_of(after)),
         "total_params": str(schema.elements),
         "sparsity": f"{1 - changed / schema.elements:.6f}",
     }

@@ -152,6 +152,7 @@ def test_metadata_of_a_delta(encoding: str) -> None:
     )
     assert {k: v for k, v in file.metadata.items() if k != "index_size"} == {
         "format": "deltawire", "version": "1", "sparse": "true", "encoding": encoding, "changed_params": str(changed),
+        "base_digest": str(full.digest_of(make.old())), "digest": str(full.digest_of(make.new())),
         "run": make.RUN, "model_version": "1", "base_version": "0", "total_params": str(make.SCHEMA.elements),
         "sparsity": f"{1 - changed / make.SCHEMA.elements:.6f}",
     }  # fmt: skip

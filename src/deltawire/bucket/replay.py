@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core import chain, full
+from ..core import chain, full, keys
 from ..core.change import Region, blocks
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
@@ -27,10 +27,10 @@ from ..core.errors import (
     ReferenceUnavailable,
 )
 from ..core.extras import install_command
-from ..core.manifest import Link, Summary
+from ..core.manifest import Link, Manifest, Summary
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
-from ..core.sparse import DeltaFile
+from ..core.sparse import BASE_DIGEST, DIGEST, DeltaFile
 from .ahead import Parcel, arrivals
 from .fetch import Fetched, Progress
 from .run import Run
@@ -70,14 +70,20 @@ class State:
         self.digest = full.digest_of(self, threads)
 
 
-def as_delta(run: Run, version: int, base: int | None, data: Fetched) -> DeltaFile:
-    """A fetched object as the delta its manifest says it is."""
+def as_delta(run: Run, manifest: Manifest, link: Link, data: Fetched, present: StateDigest | None = None) -> DeltaFile:
+    """A fetched object as the delta its manifest says it is. `present` is the digest of what it is to be applied to."""
     file = DeltaFile(data.read, data.size, run.schema)
-    claim = (file.metadata.get("run"), file.metadata.get("base_version"), file.metadata.get("model_version"))
-    if claim != (run.info.run, str(base), str(version)):
+    said, version = file.metadata, manifest.version
+    claim = (said.get("run"), said.get("base_version"), said.get("model_version"))
+    if claim != (run.info.run, str(link.base), str(version)):
         raise ForeignObject(
-            f"a delta of version {version} says it is run {claim[0]}, {claim[1]} → {claim[2]}, not {base} → {version}"
+            f"a delta of version {version} says it is run {claim[0]}, {claim[1]} → {claim[2]}, "
+            f"not {link.base} → {version}"
         )
+    if (digest := said.get(DIGEST, manifest.digest)) != manifest.digest:
+        raise DigestMismatch(version, manifest.digest, digest[:32], f"says the delta; or {keys.manifest(version)} lies")
+    if present is not None and (base := said.get(BASE_DIGEST, str(present))) != str(present):
+        raise DigestMismatch(link.base or 0, base[:32], str(present), "the delta was made from other weights")
     return file
 
 
@@ -151,7 +157,7 @@ def take(run: Run, state: State, parcel: Parcel, resolve: Resolve) -> None:
         moved = StateDigest()
         for data in parcel.objects:
             # blocks cover disjoint regions, so each may be written while others are still being decoded
-            for changes in as_delta(run, manifest.version, link.base, data).patches(state.bits):
+            for changes in as_delta(run, manifest, link, data, state.digest).patches(state.bits):
                 moved += sum((change.digest() for change in changes), StateDigest())
         state.digest += moved
     elif link.kind == "anchor":

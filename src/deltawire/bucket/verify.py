@@ -191,10 +191,13 @@ class _Walk:
             if not visit.hash_only:
                 self._full(manifest, weights)
             return visit.hash_only
-        files = [as_delta(self.run, manifest.version, link.base, data) for data in parcel.objects]
         if visit.hash_only:
+            for data in parcel.objects:
+                as_delta(self.run, manifest, link, data)
             return visit.hash_only
         state = self._stand_at(visit.at)
+        present = state.digest if state else None
+        files = [as_delta(self.run, manifest, link, data, present) for data in parcel.objects]
         if state is None:
             return _NO_REFERENCE
         self._delta(state, manifest, files, visit.go_on)

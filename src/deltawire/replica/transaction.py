@@ -37,7 +37,7 @@ def stage(run: Run, parcel: Parcel, target: Target, present: StateDigest) -> Sta
     clock = time.perf_counter()
     decoded: list[Any] = []
     for data in parcel.objects:
-        decoded.extend(target.decode(as_delta(run, manifest.version, link.base, data)))
+        decoded.extend(target.decode(as_delta(run, manifest, link, data, present)))
     timings = {"decode": time.perf_counter() - clock}
     clock = time.perf_counter()
     patch = target.stage(decoded)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..core.digest import StateDigest
 from ..core.errors import OutOfStep, RankLost
 from .team import Team
 
@@ -26,6 +27,8 @@ class Standing:
     publishes: int
     changed: int
     # weights that the version to be would change here
+    digest: StateDigest
+    # this rank's share of the version's digest
     closed: bool
 
 
@@ -36,10 +39,12 @@ class Pace:
         self._team = team
         self._waits_since: float | None = None
 
-    def meet(self, publishes: int, changed: int = 0, *, closed: bool = False) -> list[Standing]:
+    def meet(
+        self, publishes: int, changed: int = 0, digest: StateDigest | None = None, *, closed: bool = False
+    ) -> list[Standing]:
         """Hear where everybody is. OutOfStep on all ranks if some are closed and others are not."""
         self._waits_since = time.monotonic()
-        heard = self._team.exchange(Standing(publishes, changed, closed))
+        heard = self._team.exchange(Standing(publishes, changed, digest or StateDigest(), closed))
         self._waits_since = None
         if len({rank.closed for rank in heard}) > 1:
             counts = (f"rank {n} {rank.publishes}{' and closed' * rank.closed}" for n, rank in enumerate(heard))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ..core.errors import DivergedRun, RunNotFound, SchemaMismatch
 from ..core.manifest import Blob, Link, Manifest
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
-from ..core.sparse import DataFile, DeltaWriter, encode_block
+from ..core.sparse import DataFile, DeltaWriter, EncodedBlock, encode_block
 from ..models import ModelView
 from ..store import Store
 from .auto import Choice, EncodingChooser
@@ -78,6 +78,10 @@ class _Terms:
     choice: Choice
     committed: int | None
     # the version of an earlier job, which is in the bucket after all
+    bases: dict[int, str]
+    # digests of the versions that deltas may start from
+    digest: StateDigest
+    # of the version to be
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +106,6 @@ class _Put:
     skip: Blob | None
     skipped: int
     # elements that its skip delta changes
-    digest: StateDigest
-    # its share
     timings: dict[str, float]
 
 
@@ -270,8 +272,8 @@ class ShardedPublisher:
         assert self._mirror is not None
         assert self._run is not None
         crew, mirror = self._crew, self._mirror
-        count = self._agree(job)
-        terms = crew.first(lambda: self._terms(count))
+        count, digest = self._agree(job)
+        terms = crew.first(lambda: self._terms(count, digest))
         self._background.take_over(job, terms.committed, mirror, self._skips)
         capture, version, choice = job.capture, terms.version, terms.choice
         since = self._skips.since(capture)
@@ -292,18 +294,18 @@ class ShardedPublisher:
         self._skips.settle(mirror, capture, version, since)
         return Published.of(manifest, self._run.schema.elements, len(job.handles))
 
-    def _agree(self, job: Job) -> int:
-        """Make the job end with the same publish on all ranks; returns how many weights changed in all.
+    def _agree(self, job: Job) -> tuple[int, StateDigest]:
+        """Make the job end with the same publish on all ranks; returns how many weights changed in all, and the digest.
 
         Ranks come here at their own time, and the trainer goes on meanwhile. Nobody can give back what was merged, so
         those behind catch up with the one farthest ahead.
         """
         assert self._mirror is not None
         while True:
-            heard = self._pace.meet(job.last, job.capture.count)
+            heard = self._pace.meet(job.last, job.capture.count, self._mirror.digest_at(job.capture))
             latest = max(rank.publishes for rank in heard)
             if all(rank.publishes == latest for rank in heard):
-                return sum(rank.changed for rank in heard)
+                return sum(rank.changed for rank in heard), sum((rank.digest for rank in heard), StateDigest())
             while job.last < latest:
                 more = self._background.next()
                 if more is None:
@@ -314,13 +316,15 @@ class ShardedPublisher:
                 job.handles += more.handles
                 job.step, job.metrics, job.held, job.last = more.step, more.metrics, job.held + more.held, more.last
 
-    def _terms(self, count: int) -> _Terms:
+    def _terms(self, count: int, digest: StateDigest) -> _Terms:
         committer = self._committer
         assert committer is not None
         caught_up = committer.catch_up()
         choice = self._settings.chooser.choose(committer.run.schema.elements, count)
         committed = caught_up.version if caught_up else None
-        return _Terms(committer.next_version, committer.writer, choice, committed)
+        before = (committer.next_version - 1, self._skips.base)
+        bases = {v: committer.versions[v].digest for v in before if v in committer.versions}
+        return _Terms(committer.next_version, committer.writer, choice, committed, bases, digest)
 
     def _code(self, delta: DeltaWriter, terms: _Terms, capture: Capture, files: list[DataFile]) -> _Coded:
         assert self._mirror is not None
@@ -328,8 +332,13 @@ class ShardedPublisher:
         clock, before = time.perf_counter(), self._mirror.before(capture)
         changed = capture.blocks if terms.version else ()
         blocks = ordered_map(lambda changes: encode_block(changes, terms.choice.encoding, before), changed)
-        files.append(delta_file(self._run, delta, blocks, terms.version - 1, terms.version))
+        files.append(self._delta_file(delta, blocks, terms.version - 1, terms))
         return _Coded(files[0].size, files[0].changed, time.perf_counter() - clock)
+
+    def _delta_file(self, writer: DeltaWriter, blocks: Iterable[EncodedBlock], base: int, terms: _Terms) -> DataFile:
+        assert self._run is not None
+        before = terms.bases.get(base, "")
+        return delta_file(self._run, writer, blocks, base, terms.version, before, lambda: terms.digest)
 
     def _wanted(self, version: int, size: int) -> _Wanted:
         assert self._committer is not None
@@ -357,13 +366,13 @@ class ShardedPublisher:
         if skip is not None:
             writer = DeltaWriter(terms.choice.encoding)
             try:
-                spanning = delta_file(self._run, writer, skip.blocks(), skip.base, version)
+                spanning = self._delta_file(writer, skip.blocks(), skip.base, terms)
                 key = keys.delta(skip.base, version, terms.writer, self._shard)
                 skipped, changed = put_object(self._store, key, spanning), spanning.changed
             finally:
                 writer.close()
         timings = {"held": job.held, "delta": uploaded, "put": time.perf_counter() - clock}
-        return _Put(delta, anchor, skipped, changed, self._mirror.digest_at(job.capture), timings)
+        return _Put(delta, anchor, skipped, changed, timings)
 
     def _commit(self, job: Job, terms: _Terms, coded: list[_Coded], put: list[_Put], skip: Skip | None) -> Manifest:
         committer, choice = self._committer, terms.choice
@@ -383,7 +392,7 @@ class ShardedPublisher:
             links.append(Link("delta", skip.base, spanning, choice.encoding, choice.why, skipped))
         manifest = committer.commit(
             tuple(links),
-            digest=str(sum((part.digest for part in put), StateDigest())),
+            digest=str(terms.digest),
             changed=changed if terms.version else elements,
             step=job.step,
             metrics=job.metrics,

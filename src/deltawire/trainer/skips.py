@@ -14,6 +14,11 @@ class Skips:
         self._base: tuple[int, Capture] | None = None
         # the last base version, and what changed since
 
+    @property
+    def base(self) -> int | None:
+        """The version that the next skip delta starts from."""
+        return self._base[0] if self._base else None
+
     def forget(self) -> None:
         self._base = None
 

@@ -13,7 +13,7 @@ from ..core.change import Region
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.manifest import Link, Manifest
-from ..core.sparse import DataFile, DeltaWriter, EncodedBlock
+from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter, EncodedBlock
 from .auto import Choice, EncodingChooser
 from .commit import Committer, put_object
 from .policy import AnchorPolicy
@@ -106,6 +106,7 @@ class VersionWriter:
     def write(self, draft: Draft) -> Published:
         committer, schema = self.committer, self.committer.run.schema
         version = committer.next_version
+        before = committer.newest.digest if committer.newest else ""
         size = 0
 
         def put(n: int) -> None:
@@ -117,7 +118,7 @@ class VersionWriter:
         delta = DeltaWriter(choice.encoding)
         links: list[Link] = []
         try:
-            file = delta_file(committer.run, delta, draft.blocks, version - 1, version)
+            file = delta_file(committer.run, delta, draft.blocks, version - 1, version, before, draft.digest)
             draft.timings["encode"] = time.perf_counter() - clock
             clock = time.perf_counter()
             delta_bytes = file.size if version else 0
@@ -134,7 +135,7 @@ class VersionWriter:
         finally:
             delta.close()
         if draft.skip is not None:
-            links.append(self._skip(draft.skip, choice, version))
+            links.append(self._skip(draft.skip, choice, version, draft.digest))
         files = committer.put_files(self.files)
         draft.timings["put"] = time.perf_counter() - clock
         manifest = committer.commit(
@@ -150,17 +151,27 @@ class VersionWriter:
         say(manifest, schema.elements, draft.publishes)
         return Published.of(manifest, schema.elements, draft.publishes)
 
-    def _skip(self, skip: Skip, choice: Choice, version: int) -> Link:
+    def _skip(self, skip: Skip, choice: Choice, version: int, digest: Callable[[], StateDigest]) -> Link:
         writer = DeltaWriter(choice.encoding)
         try:
-            file = delta_file(self.committer.run, writer, skip.blocks(), skip.base, version)
+            before = self.committer.versions[skip.base].digest
+            file = delta_file(self.committer.run, writer, skip.blocks(), skip.base, version, before, digest)
             blob = put_object(self.committer.run.store, keys.delta(skip.base, version, self.committer.writer), file)
             return Link("delta", skip.base, (blob,), choice.encoding, choice.why, file.changed)
         finally:
             writer.close()
 
 
-def delta_file(run: Run, writer: DeltaWriter, blocks: Iterable[EncodedBlock], base: int, version: int) -> DataFile:
+def delta_file(
+    run: Run,
+    writer: DeltaWriter,
+    blocks: Iterable[EncodedBlock],
+    base: int,
+    version: int,
+    base_digest: str,
+    digest: Callable[[], StateDigest],
+) -> DataFile:
+    """`digest` is asked for after the last block: that of the whole version, also where this is a part of it."""
     for block in blocks:
         writer.add(block)
     total = max(run.schema.elements, 1)
@@ -169,6 +180,8 @@ def delta_file(run: Run, writer: DeltaWriter, blocks: Iterable[EncodedBlock], ba
             "run": run.info.run,
             "model_version": str(version),
             "base_version": str(base),
+            BASE_DIGEST: base_digest,
+            DIGEST: str(digest()),
             "total_params": str(total),
             "sparsity": f"{1 - writer.changed / total:.6f}",
         }

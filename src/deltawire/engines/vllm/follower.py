@@ -212,7 +212,7 @@ class Follower(Replica):
         elif link.kind == "delta":
             for data in parcel.objects:
                 # opened here too: what is wrong with it is then wrong before a worker hears of it
-                as_delta(run, manifest.version, link.base, data)
+                as_delta(run, manifest, link, data)
             with ExitStack() as spooled:
                 paths = [
                     spooled.enter_context(self._spooled(f"{manifest.version}.{number}.delta", _chunks(data)))

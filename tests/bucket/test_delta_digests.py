@@ -1,0 +1,80 @@
+"""Deltas of a run name the digests they start from and lead to, and a reader holds them to it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+
+import pytest
+from blake3 import blake3
+
+import deltawire as dw
+from deltawire.bucket.replay import checkout
+from deltawire.bucket.run import Run
+from deltawire.bucket.verify import verify
+from deltawire.core import full, keys
+from deltawire.core.errors import DigestMismatch
+from deltawire.core.manifest import dump
+from deltawire.models import ModelView
+from deltawire.replica import Replica
+from deltawire.store import ObjectStore, Store
+from support import Model, copy, history, opened, publish, same
+
+
+@pytest.fixture(scope="module")
+def models() -> list[Model]:
+    return history(9)
+
+
+@pytest.fixture
+def store(models: list[Model]) -> Store:
+    store = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+    publish(store, models, skip_every=4, anchor_ratio=1e6)
+    return store
+
+
+def test_every_delta_of_a_run_decodes_alone(store: Store, models: list[Model]) -> None:
+    """Ordinary ones and those over several versions: `decode` takes them for what their digests say."""
+    run, seen = Run.open(store), []
+    for version in range(1, 9):
+        for link in run.manifest(version).links:
+            if link.kind == "delta":
+                assert link.base is not None
+                blob = store.get(link.objects[0].key).data
+                assert same(dw.decode(blob, models[link.base]), models[version])
+                with pytest.raises(DigestMismatch):
+                    dw.decode(blob, models[version])
+                seen.append((link.base, version))
+    assert {(0, 4), (4, 8), (7, 8)} <= {*seen}
+
+
+def forge(store: Store, version: int, change: Callable[[bytes], bytes]) -> None:
+    """Another delta under the same manifest, which names its hash."""
+    run = Run.open(store)
+    manifest = run.manifest(version)
+    blob = manifest.links[0].objects[0]
+    data = change(store.get(blob.key).data)
+    store.put(blob.key, data)
+    hashes = [blake3(part).hexdigest(length=16).encode() for part in (data, data[: blob.head_size])]
+    text = dump(manifest).replace(blob.hash.encode(), hashes[0]).replace(blob.head_hash.encode(), hashes[1])
+    store.put(keys.manifest(version), text)
+
+
+@pytest.mark.parametrize("which", [4, 5])
+def test_a_delta_that_contradicts_the_manifests(store: Store, models: list[Model], which: int) -> None:
+    """The changes are right and so is the hash, but one of the digests in the file is another one's."""
+    digest = str(full.digest_of(ModelView(models[which]))).encode()
+    forge(store, 5, lambda data: data.replace(digest, digest[::-1]))
+    assert (
+        str(digest[::-1], "ascii")
+        in opened(store.get(Run.open(store).manifest(5).links[0].objects[0].key).data).metadata.values()
+    )
+    weights = copy(models[4])
+    with pytest.raises(DigestMismatch):
+        Replica(store, heartbeat=0).sync(weights, 5)
+    assert same(weights, models[4])
+    with pytest.raises(DigestMismatch):
+        checkout(Run.open(store), 5)
+    failure = verify(Run.open(store)).failure
+    assert failure is not None
+    assert (failure.version, failure.error) == (5, "DigestMismatch")
