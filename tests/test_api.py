@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from deltawire.core import full
 from deltawire.core.change import blocks
 from deltawire.core.codecs import ENCODINGS
 from deltawire.core.dtypes import of_numpy
-from deltawire.core.errors import DigestMismatch, SchemaMismatch, UnknownFormat, UnsupportedDtype
+from deltawire.core.errors import (
+    DigestMismatch,
+    SchemaMismatch,
+    UnknownFormat,
+    UnsafeName,
+    UnsupportedDtype,
+    UnsupportedTensor,
+)
 from deltawire.models import ModelView, torch_bits
 from support import column_cut, copy, densities, model, moved, same, seeds, trained
 
@@ -293,3 +301,46 @@ def test_sparsity_of_8_byte_elements_is_never_negative(tmp_path: Path) -> None:
     old, new = {"w": np.zeros(8, np.int64)}, {"w": np.full(8, -1)}
     _, metadata = opened(tmp_path / "raw.safetensors", dw.encode(old, new, "raw"))
     assert (metadata["changed_params"], float(metadata["sparsity"])) == ("8", 0.0)
+
+
+# ── what has no bits to read ─────────────────────────────────────────────────────────────────────────────────────────
+
+UNREADABLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (lambda: torch.ones(2, 2).to_sparse(), "to_dense"),
+    "sparse_csr": (lambda: torch.ones(2, 2).to_sparse_csr(), "to_dense"),
+    "meta": (lambda: torch.ones(2, 2, device="meta"), "load the checkpoint"),
+    "conj": (lambda: torch.ones(2, 2, dtype=torch.complex64).conj(), "resolve_conj"),
+    "neg": (lambda: torch.ones(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "dequantize"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "to_dense"),
+    "list": (lambda: [1.0, 2.0], "numpy.asarray"),
+    "number": (lambda: 1.0, "numpy.asarray"),
+    "nothing": (lambda: None, "numpy.asarray"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_has_no_bits_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    make, advice = UNREADABLE[kind]
+    bad = {"fine": np.zeros(3, np.float32), "odd.weight": make()}
+    with pytest.raises(UnsupportedTensor, match=f"'odd.weight' is .*{advice}"):
+        dw.encode(bad, bad)
+    with dw.Publisher(tmp_path) as publisher, pytest.raises(UnsupportedTensor, match=advice):
+        publisher.publish(bad)
+    with dw.Publisher(tmp_path) as publisher:
+        publisher.publish({"fine": np.zeros(3, np.float32)})
+    with pytest.raises(UnsupportedTensor, match=advice):
+        dw.Replica(tmp_path).sync(bad)
+
+
+def test_names_that_are_not_strings() -> None:
+    bad = {0: np.zeros(3, np.float32)}
+    with pytest.raises(UnsafeName, match="this mapping has 0, a int"):
+        dw.encode(bad, bad)
+
+
+def test_a_dtype_that_cannot_travel_is_told_with_its_tensor() -> None:
+    for value in (torch.zeros(2, dtype=torch.complex128), np.zeros(2, "c16"), np.zeros(2, object)):
+        with pytest.raises(UnsupportedDtype, match=r"'odd\.weight'.* cannot travel"):
+            dw.encode({"odd.weight": value}, {"odd.weight": value})

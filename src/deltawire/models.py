@@ -16,7 +16,7 @@ import numpy as np
 from .core import dtypes
 from .core.change import Region
 from .core.dtypes import Bits
-from .core.errors import SchemaMismatch, UnsupportedDtype
+from .core.errors import SchemaMismatch, UnsafeName, UnsupportedDtype, UnsupportedTensor
 from .core.schema import Schema, TensorSpec
 from .huggingface import checkpoint_tensors, kept_in_fp32
 
@@ -146,6 +146,7 @@ class ModelView:
             self._kept = kept_in_fp32(checkpoint_of(owner))
         self._wire = _WIRE_DTYPES[wire_dtype] if wire_dtype else None
         tensors = tensors_of(model, buffers=buffers)
+        _check(tensors)
         where = _whereabouts(tensors)
         if known is not None and (known.where, known.wire) == (where, self._wire):
             self.known: Known | None = known
@@ -217,10 +218,15 @@ class ModelView:
 
     def _dtype(self, name: str, tensor: Any) -> str:
         if not is_torch(tensor):
-            return dtypes.of_numpy(np.asarray(tensor))
+            try:
+                return dtypes.of_numpy(np.asarray(tensor))
+            except UnsupportedDtype as error:
+                raise UnsupportedDtype(f"{name[:80]!r}: {error}") from None
         dtype = f"torch.{self._wire}" if self._casts(name, tensor) else str(tensor.dtype)
         if dtype not in _TORCH_DTYPES:
-            raise UnsupportedDtype(f"{dtype} cannot travel; known: {', '.join(sorted(_TORCH_DTYPES))}")
+            raise UnsupportedDtype(
+                f"{name[:80]!r} is {dtype}, which cannot travel; known: {', '.join(sorted(_TORCH_DTYPES))}"
+            )
         return _TORCH_DTYPES[dtype]
 
 
@@ -254,6 +260,34 @@ def require_schema(view: ModelView, schema: Schema, what: str) -> None:
     if view.schema != schema:
         schema.require_equal(view.schema, ours="the run", theirs=what)
         raise SchemaMismatch(f"{what} differs from the run's schema")
+
+
+def _check(tensors: Mapping[Any, Any]) -> None:
+    """UnsafeName or UnsupportedTensor for what is not a named piece of memory."""
+    for name, value in tensors.items():
+        if not isinstance(name, str):
+            raise UnsafeName(f"tensors are named by strings; this mapping has {name!r:.80}, a {type(name).__name__}")
+        if is_torch(value):
+            why = _unreadable(value)
+        elif hasattr(value, "shape") and hasattr(value, "dtype"):
+            continue
+        else:
+            why = f"is a {type(value).__name__}: pass a numpy array or a torch tensor, as numpy.asarray makes one"
+        if why:
+            raise UnsupportedTensor(f"{name[:80]!r} {why}")
+
+
+def _unreadable(tensor: Any) -> str:
+    """Why the memory of a torch tensor is not its values, and what to do; empty where it is."""
+    if tensor.is_meta:
+        return "is on the meta device and has no weights: load the checkpoint before"
+    if tensor.is_quantized:
+        return "is quantized, its scales are not in its bits: pass dequantize(), or int_repr() and the scales by names"
+    if tensor.is_nested or str(tensor.layout) != "torch.strided":
+        return f"is {'nested' if tensor.is_nested else 'sparse'}, not one array: pass to_dense()"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a lazily conjugated or negated view: pass resolve_conj().resolve_neg()"
+    return ""
 
 
 def _whereabouts(tensors: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from deltawire.bucket.fetch import fetch
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import keys
-from deltawire.core.errors import HashMismatch, StoreUnavailable
+from deltawire.core.errors import HashMismatch, Misconfigured, StoreUnavailable
 from deltawire.core.manifest import Blob
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, ObjectStore, Store
@@ -138,8 +138,10 @@ def test_what_is_larger_than_the_cache_goes_round_it(
 @pytest.mark.parametrize("text", ["much", "0", "-1", "nan", "inf"])
 def test_a_bound_that_is_none(store: Store, cache: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("DELTAWIRE_CACHE_GB", text)
-    with pytest.raises(ValueError, match="DELTAWIRE_CACHE_GB is"):
+    with pytest.raises(Misconfigured, match="DELTAWIRE_CACHE_GB is"):
         fetch(store, stored(store, b"x" * 100))
+    with pytest.raises(Misconfigured):
+        Replica(store)
 
 
 def test_a_full_disk(

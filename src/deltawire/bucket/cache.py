@@ -25,6 +25,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from ..core.errors import Misconfigured
 from ..core.manifest import Blob
 from ..store import Store
 
@@ -201,7 +202,7 @@ def _limit() -> int:
     except (ValueError, OverflowError):
         limit = 0
     if limit <= 0:
-        raise ValueError(f"DELTAWIRE_CACHE_GB is {text!r}; it is a number of gigabytes, such as 20 or 0.5")
+        raise Misconfigured(f"DELTAWIRE_CACHE_GB is {text!r}; it is a number of gigabytes, such as 20 or 0.5")
     return limit
 
 

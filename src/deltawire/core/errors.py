@@ -13,7 +13,8 @@ DeltawireError
 ├── SchemaError
 │   ├── SchemaMismatch       names, shapes or dtypes differ from the run's schema
 │   ├── UnsafeName           a tensor, file or object name that could escape its folder
-│   └── UnsupportedDtype     a dtype with no integer view
+│   ├── UnsupportedDtype     a dtype with no integer view
+│   └── UnsupportedTensor    something without bits to read: sparse, on the meta device, lazily conjugated, a list
 ├── ChainError
 │   ├── RunNotFound          no run.json at this address
 │   ├── RunReplaced          another run lies at this address now
@@ -46,7 +47,7 @@ DeltawireError
 ├── Unguarded                a server that others could reach and stop, without a token
 ├── CannotListen             a port that is in use, or an address that is not this machine's
 ├── UntrustedCode            a checkpoint that asks for code of its own to be run; never done
-├── Misconfigured            settings of a server that are wrong or do not fit together
+├── Misconfigured            settings that are wrong or do not fit together
 └── MissingExtra             an optional dependency is not installed
 
 `exit_code` is what the command line returns for an error of that class.
@@ -114,6 +115,10 @@ class UnsafeName(SchemaError):
 
 
 class UnsupportedDtype(SchemaError):
+    pass
+
+
+class UnsupportedTensor(SchemaError):
     pass
 
 

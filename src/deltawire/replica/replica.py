@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ..bucket.ahead import Parcel, arrivals
+from ..bucket.cache import Cache
 from ..bucket.fetch import Progress
 from ..bucket.replay import State, as_anchor, reference_source, resolver, take
 from ..bucket.run import Run
@@ -89,6 +90,8 @@ class Replica:
         self.trouble: str = ""
         # why `follow` does not get on at the moment; empty when all is well
         self._store = open_store(address_only(run))
+        # a setting that is wrong is told now, and not as trouble with every version
+        Cache.of_this_host(self._store)
         self._run: Run | None = None
         self._prove = prove
         self._strict = strict
