@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -366,3 +367,15 @@ def test_a_bad_encoding_names_those_that_can_be_chosen(run: Path, checkpoints: l
     said = invoke("publish", checkpoints[0], run, "--encoding", "morse", code=2).stderr
     assert "packed, context, auto or raw" in " ".join(said.split())
     assert "planes" not in said
+
+
+def test_code_does_not_travel_and_is_said(tmp_path: Path, checkpoints: list[Path]) -> None:
+    folder, run = tmp_path / "step", tmp_path / "run"
+    shutil.copytree(checkpoints[0], folder)
+    (folder / "modeling_own.py").write_text("import os")
+    assert "left out: modeling_own.py (code never travels)" in invoke("publish", folder, run).stdout
+    assert invoke_json("publish", folder, run)["left_out"] == {"modeling_own.py": "code never travels"}
+    secret = tmp_path / "secret.json"
+    secret.write_text("{}")
+    (folder / "notes.json").symlink_to(secret)
+    assert "outside the folder" in invoke("publish", folder, run, code=3).stderr

@@ -180,3 +180,76 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         file.truncate(path.stat().st_size - 100)
     with pytest.raises(TruncatedFile):
         full.digest_of(checkpoint)
+
+
+# ── what of a folder is published ────────────────────────────────────────────────────────────────────────────────────
+
+
+def folder_of(place: Path) -> Path:
+    """A checkpoint folder with all that may lie in one."""
+    place.mkdir(parents=True)
+    save_file({"w": np.zeros(3, np.float32)}, place / "model.safetensors")
+    (place / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoModel": "modeling_own.Own"}}')
+    (place / "tokenizer.json").write_text('{"text": "auto_map"}')
+    (place / "modeling_own.py").write_text("import os")
+    (place / "optimizer.pt").write_bytes(b"pickle")
+    (place / ".gitattributes").write_text("")
+    (place / "runs").mkdir()
+    return place
+
+
+def test_what_is_left_out_of_a_folder_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path / "step-1")
+    (folder / "vocab.txt").write_bytes(b"x" * 101)
+    (folder / "lost.json").symlink_to("nowhere.json")
+    monkeypatch.setattr(full, "MAX_COMPANION", 100)
+    files = full.companion_files(folder)
+    assert sorted(files) == ["config.json", "tokenizer.json"]
+    assert full.asks_for_code(files) == ["config.json"]
+    assert full.left_out(folder) == {
+        "lost.json": "not a file",
+        "modeling_own.py": "code never travels",
+        "optimizer.pt": "neither safetensors nor a config or tokenizer file",
+        "runs": "a folder",
+        "vocab.txt": "more than 0 MiB",
+    }
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "config.json", "model.safetensors", full.INDEX_NAME])
+def test_a_symlink_out_of_the_folder_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    folder = folder_of(tmp_path / "step-1")
+    secret = tmp_path / "secret"
+    secret.write_text('{"weight_map": {"w": "model.safetensors"}}')
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(UnsafeName, match=f"{name} is a symlink to .*secret"):
+        full.companion_files(folder)
+
+
+def test_a_shard_behind_a_symlinked_folder_is_refused(tmp_path: Path) -> None:
+    folder, away = folder_of(tmp_path / "step-1"), folder_of(tmp_path / "away")
+    (folder / "model.safetensors").unlink()
+    (folder / "part").symlink_to(away)
+    (folder / full.INDEX_NAME).write_text('{"weight_map": {"w": "part/model.safetensors"}}')
+    with pytest.raises(UnsafeName):
+        full.companion_files(folder)
+
+
+def test_links_within_a_folder_and_into_the_hub_cache_are_followed(tmp_path: Path) -> None:
+    """The cache keeps each file once, in `blobs`, and makes a snapshot of links to them."""
+    folder = folder_of(tmp_path / "models--me--own" / "snapshots" / "0123")
+    blobs = tmp_path / "models--me--own" / "blobs"
+    blobs.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).rename(blobs / name[:6])
+        (folder / name).symlink_to(f"../../blobs/{name[:6]}")
+    (folder / "again.json").symlink_to("tokenizer.json")
+    # and the folder itself may be named by a link
+    (tmp_path / "latest").symlink_to(folder)
+    assert sorted(full.companion_files(tmp_path / "latest")) == ["again.json", "config.json", "tokenizer.json"]
+    assert full.Checkpoint(tmp_path / "latest").schema.elements == 3
+    (folder / "config.json").unlink()
+    (tmp_path / "other.json").write_text("{}")
+    (folder / "config.json").symlink_to("../../../other.json")
+    with pytest.raises(UnsafeName):
+        full.companion_files(folder)

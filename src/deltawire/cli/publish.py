@@ -73,7 +73,9 @@ def command(
 
     Only what changed since the run's newest version is uploaded. The first
     version, and now and then a later one, is an anchor with the full weights.
-    config.json, tokenizer and template files travel along.
+    config.json, tokenizer and template files travel along; code never does, and
+    what is left out is said. Symlinks out of the folder are refused, but for those
+    of the Hugging Face cache.
 
     To find what changed, the newest version is needed here. It is taken from the
     folder published last, or from --base, if the digest of all its weights is that
@@ -95,6 +97,7 @@ def command(
     from ..bucket.run import Run
     from ..bucket.versions import address_only
     from ..core.errors import RunExists
+    from ..core.full import left_out
     from ..store import open_store
     from ..trainer import Publisher
 
@@ -117,7 +120,7 @@ def command(
             bars = _Bars(bar)
             handle = publisher.publish(source, step=step, metrics=metrics, wait=True, progress=bars)
     _remember(url, checkpoint)
-    _report(Run.open(run), handle.result(), bars.fetched, json)
+    _report(Run.open(run), handle.result(), bars.fetched, left_out(checkpoint), json)
 
 
 def _newest(run: str) -> str | None:
@@ -222,8 +225,8 @@ def _remember(url: str, checkpoint: Path) -> None:
 # ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _report(opened: Run, published: Published, fetched: int, json: bool) -> None:
-    value = {**_value(opened, published), "fetched_bytes": fetched}
+def _report(opened: Run, published: Published, fetched: int, left_out: dict[str, str], json: bool) -> None:
+    value = {**_value(opened, published), "fetched_bytes": fetched, "left_out": left_out}
 
     def render(out: Console) -> None:
         before = opened.manifest(value["parent"]) if value["parent"] is not None else None
@@ -236,6 +239,8 @@ def _report(opened: Run, published: Published, fetched: int, json: bool) -> None
             out.print(f"  the delta is {smaller} smaller than the full {size(opened.schema.nbytes)}")
         if fetched and not opened.store.url.startswith("file:"):
             out.print(f"  fetched {size(fetched)} to compare with; --base DIR names a folder that has a version")
+        if left_out:
+            out.print("  left out: " + ", ".join(f"{name} ({why})" for name, why in left_out.items()), markup=False)
         out.print("  " + "  ".join(f"{name} {duration(seconds)}" for name, seconds in published.timings.items()))
 
     emit(value, render, json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +26,7 @@ INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 SHARD_BYTES = 5 << 30
 COMPANION_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
+CODE_SUFFIXES = (".py", ".ipynb", ".sh", ".so")
 MAX_COMPANION = 64 << 20
 REGIONS = "regions"
 _READ_UNITS = BLOCK_UNITS >> 2
@@ -237,12 +239,63 @@ def check_companion(name: str) -> None:
 
 
 def companion_files(folder: Path) -> dict[str, bytes]:
-    """The small files that belong to a checkpoint."""
+    """The small files that belong to a checkpoint. `left_out` tells of the others, `check_links` of what is refused."""
+    check_links(folder)
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
         if is_companion(path.name) and path.is_file() and path.stat().st_size <= MAX_COMPANION
     }
+
+
+def left_out(folder: Path) -> dict[str, str]:
+    """Files of a checkpoint folder that do not travel, and why. Hidden ones are not looked at."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        if name.startswith(".") or name.endswith((".safetensors", ".index.json")):
+            continue
+        if path.is_dir():
+            found[name] = "a folder"
+        elif name.endswith(CODE_SUFFIXES):
+            found[name] = "code never travels"
+        elif not path.is_file():
+            found[name] = "not a file"
+        elif not is_companion(name):
+            found[name] = "neither safetensors nor a config or tokenizer file"
+        elif path.stat().st_size > MAX_COMPANION:
+            found[name] = f"more than {MAX_COMPANION >> 20} MiB"
+    return found
+
+
+def asks_for_code(files: Mapping[str, bytes]) -> list[str]:
+    """Config files that name Python code to be run when they are loaded (`auto_map`), as custom models have."""
+    found = []
+    for name, data in files.items():
+        if name.endswith(".json") and b"auto_map" in data:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                content = msgspec.json.decode(data)
+                if isinstance(content, dict) and "auto_map" in content:
+                    found.append(name)
+    return found
+
+
+def check_links(folder: Path) -> None:
+    """UnsafeName for a file to publish that is a symlink out of the folder: nobody would see from its name what it is.
+
+    A snapshot in the cache of the Hugging Face Hub is made of links to the `blobs` beside it, which belong to it.
+    """
+    root = folder.resolve()
+    allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
+    paths = [path for path in folder.iterdir() if is_companion(path.name) or path.name == INDEX_NAME]
+    with suppress(SchemaMismatch):  # a folder without weights may still have files
+        paths += weight_files(folder)
+    for path in sorted(paths):
+        if not any(path.resolve().is_relative_to(place) for place in allowed):
+            raise UnsafeName(
+                f"{path} is a symlink to {path.resolve()}, outside the folder; "
+                "copy or hard-link the file there, or publish the folder it lies in"
+            )
 
 
 class _ShardIndex(msgspec.Struct):

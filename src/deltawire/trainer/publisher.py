@@ -66,7 +66,9 @@ class Publisher:
     anchor_ratio   an anchor once the deltas since the last one cost more than this many times its bytes
     skip_every     also publish a delta over this many versions at a time, so that late joiners fetch fewer objects
     reference      a checkpoint folder or hub id that version 0 points to, instead of an upload of the full weights
-    files          names and contents, or a checkpoint folder, of config and tokenizer files that go with the weights
+    files          names and contents, or a checkpoint folder, of config and tokenizer files that go with the weights.
+                   Code never does; what of a folder is left out stands in the log. A symlink out of the folder raises
+                   UnsafeName, but for those into the cache of the Hugging Face Hub that the folder is part of.
     group          "auto" (default): where torch.distributed runs several processes, they publish their model together
                    (trainer/sharded.py), so every rank must call `publish`. A process group, or None: this one alone.
     max_pending    bytes that one capture may hold while it waits (default: half the model); a denser change is
@@ -106,7 +108,7 @@ class Publisher:
         self._known: Known | None = None
         # about the model published last, which is usually the next one too
         self._reference = str(reference) if reference is not None else None
-        self._files = full.companion_files(Path(files)) if isinstance(files, (str, Path)) else files
+        self._files = _files_of(Path(files)) if isinstance(files, (str, Path)) else files
         self._model_name = model_name
         self._max_pending = max_pending
         self._base, self._continues = base, continues
@@ -303,6 +305,8 @@ class Publisher:
         return self._writer
 
     def _source(self, model: Any) -> full.Source:
+        if isinstance(model, full.Checkpoint):
+            full.check_links(model.folder)
         if hasattr(model, "schema") and hasattr(model, "region"):
             return model  # type: ignore[no-any-return]
         view = ModelView(model, self._wire_dtype, buffers=self._buffers, known=self._known)
@@ -474,3 +478,18 @@ class Publisher:
         published = self._writer.write(draft)
         self._skips.settle(mirror, capture, version, since)
         return published
+
+
+def _files_of(folder: Path) -> dict[str, bytes]:
+    """The small files of a checkpoint folder. What does not travel is said in the log."""
+    files = full.companion_files(folder)
+    for name in full.asks_for_code(files):
+        log.warning(
+            "%s asks for code of its own (auto_map): code never travels, and no follower runs any", folder / name
+        )
+    left_out = full.left_out(folder)
+    if left_out:
+        code = any(name.endswith(full.CODE_SUFFIXES) for name in left_out)
+        listed = ", ".join(f"{name} ({why})" for name, why in left_out.items())
+        log.log(logging.WARNING if code else logging.INFO, "not published from %s: %s", folder, listed)
+    return files
