@@ -13,7 +13,7 @@ import pytest
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import keys
-from deltawire.core.errors import OutOfStep, PublisherClosed
+from deltawire.core.errors import OutOfStep, PublisherClosed, PublishFailed
 from deltawire.models import ModelView
 from deltawire.store import ObjectStore, Store
 from deltawire.trainer import Publisher
@@ -135,6 +135,7 @@ def test_flush_returns_while_others_go_on_publishing(store: Store) -> None:
     with Publisher(HookedStore(store, gates)) as publisher:
         publisher.publish(versions[0]).result(WAIT)
         publisher.publish(versions[1])
+        assert gates.reached[keys.manifest(1)].wait(WAIT)
         waits = threading.Event()
         flushing = in_thread(lambda: publisher._background.flush(WAIT, waits.set))
         assert waits.wait(WAIT)
@@ -143,6 +144,24 @@ def test_flush_returns_while_others_go_on_publishing(store: Store) -> None:
         flushing.result(WAIT)
         assert not last.done()
         gates.open[keys.manifest(2)].set()
+
+
+def test_the_thread_that_publishes_cannot_wait_for_itself(store: Store) -> None:
+    """As a callback would that is called when a version is committed."""
+    first, second = history(2)
+    refused: list[str] = []
+
+    def hook(moment: str, verb: str, key: str) -> None:
+        if (moment, key) == ("after", keys.manifest(0)):
+            for call in (publisher.flush, publisher.close, lambda: publisher.publish(second)):
+                with pytest.raises(PublishFailed, match="would wait for itself"):
+                    call()
+                refused.append(key)
+
+    with Publisher(HookedStore(store, hook)) as publisher:
+        publisher.publish(first).result(WAIT)
+        assert publisher.publish(second).result(WAIT).version == 1
+    assert len(refused) == 3
 
 
 def test_ranks_that_publish_together_refuse_a_second_thread(store: Store) -> None:
@@ -159,6 +178,9 @@ def test_ranks_that_publish_together_refuse_a_second_thread(store: Store) -> Non
             assert self.go.wait(WAIT)
 
         def close(self, *_: Any) -> None:
+            pass
+
+        def refuse_own_thread(self) -> None:
             pass
 
     publisher = Publisher(store)

@@ -146,6 +146,7 @@ class Background:
 
     def flush(self, timeout: float | None = None, overdue: Callable[[], None] | None = None) -> None:
         """Wait until all that was submitted before is committed; raise what went wrong, or what `overdue` raises."""
+        self.refuse_own_thread()
         deadline = time.monotonic() + timeout if timeout is not None else None
         with self._work:
             todo = self._unfinished.copy()
@@ -175,6 +176,14 @@ class Background:
             self._raise_failure()
         finally:
             self._closed = True
+
+    def refuse_own_thread(self) -> None:
+        """What a user's callback calls on this thread would wait for the callback."""
+        if threading.current_thread() is self._thread:
+            raise PublishFailed(
+                "the thread that publishes cannot publish, flush or close: it would wait for itself; "
+                "do that in the training loop"
+            )
 
     def check(self) -> None:
         """Before a publish: raise what went wrong, if that must be known."""

@@ -184,6 +184,7 @@ class Publisher:
 
         A publish that another thread has begun ends first; a later one raises PublisherClosed.
         """
+        (self._sharded or self._background).refuse_own_thread()
         if not self._turn.acquire(timeout=-1 if timeout is None else timeout):
             raise TimeoutError(f"another thread has not ended its publish to {self._store.url} within {timeout} s")
         try:
@@ -224,6 +225,7 @@ class Publisher:
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
         """One thread at a time. OutOfStep for a second one where ranks publish together."""
+        (self._sharded or self._background).refuse_own_thread()
         overlaps = not self._turn.acquire(blocking=False)
         if overlaps:
             self._turn.acquire()

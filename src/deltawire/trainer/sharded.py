@@ -174,6 +174,9 @@ class ShardedPublisher:
             if self._mirror is not None:
                 self._mirror.detector.close()
 
+    def refuse_own_thread(self) -> None:
+        self._background.refuse_own_thread()
+
     @property
     def depth(self) -> int:
         return self._background.depth
