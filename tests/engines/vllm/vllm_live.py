@@ -40,6 +40,8 @@ def make_model(folder: Path, kind: str, **sizes: int) -> Path:
     }  # fmt: skip
     if family == "qwen3_moe":
         shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    if family == "mixtral":
+        shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
     # larger than a usual start, so that greedy tokens differ between versions
@@ -94,9 +96,9 @@ def _python_path() -> list[str]:
     return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
-def environment(tp: int, **more: str) -> dict[str, str]:
-    """What the processes of a server under test see."""
-    return {
+def environment(tp: int, **more: str | None) -> dict[str, str]:
+    """What the processes of a server under test see; None leaves a variable out."""
+    made = {
         **{k: v for k, v in os.environ.items() if not k.startswith("DELTAWIRE_")},
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
@@ -106,6 +108,7 @@ def environment(tp: int, **more: str) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp))) if tp > 1 else "auto",
         "VLLM_PLUGINS": "deltawire,vllm_test_plugin", "DELTAWIRE_POLL": "0.1", "DELTAWIRE_HEARTBEAT": "1", **more,
     }  # fmt: skip
+    return {name: value for name, value in made.items() if value is not None}
 
 
 class Server:
@@ -119,15 +122,17 @@ class Server:
         tp: int = 1,
         run: Path | None = None,
         flags: Sequence[str] = (),
-        **more: str,
+        **more: str | None,
     ) -> None:
         self.port = free_port()
         self.log = log
+        # `deltawire serve` has clients call the model by the name of its run
+        self.name = "m" if run is None or model is not None else run.name
         env = environment(tp, **({"DELTAWIRE_RUN": str(run)} if run else {}), **more)
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]
         options = [
             "--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "8",
-            "--served-model-name", "m", "--tensor-parallel-size", str(tp), *flags,
+            "--tensor-parallel-size", str(tp), *flags,
         ]  # fmt: skip
         if model is None:
             weights = ["--folder", str(log.with_suffix(".weights"))]
@@ -135,7 +140,8 @@ class Server:
             self.command = [*ours, "--", *options]
         else:
             backend = ["--weight-transfer-config", '{"backend": "deltawire"}']
-            self.command = [str(BIN / "vllm"), "serve", str(model), *listen, *backend, *options]
+            named = ["--served-model-name", self.name]
+            self.command = [str(BIN / "vllm"), "serve", str(model), *listen, *backend, *named, *options]
         with open(log, "wb") as out:
             self.process = subprocess.Popen(
                 self.command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -171,13 +177,18 @@ class Server:
 
     def complete(self, prompt: list[int], tokens: int = 24, **more: Any) -> httpx.Response:
         body = {
-            "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            "model": self.name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True, **more,
         }  # fmt: skip
         return self.http.post("/v1/completions", json=body).raise_for_status()
 
     def greedy(self, prompt: list[int], tokens: int = 24) -> list[int]:
         return self.complete(prompt, tokens).json()["choices"][0]["token_ids"]  # type: ignore[no-any-return]
+
+    def ended(self, limit: float = START_S) -> str:
+        """Wait until the server has ended by itself; what it said."""
+        assert self.process.wait(limit) != 0
+        return self.log.read_text(errors="replace")
 
     def kill(self) -> None:
         """All of it at once, as the machine's power supply would."""
@@ -240,7 +251,7 @@ class Streams:
 
     def _one(self, http: httpx.Client, prompt: list[int], length: int) -> dict[str, Any]:
         body = {
-            "model": "m", "prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True,
+            "model": self._server.name, "prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True,
             "stream": True, "return_token_ids": True,
         }  # fmt: skip
         tokens: list[int] = []

@@ -43,6 +43,15 @@ def _closes_over(function: Any) -> bool:
     return bool(getattr(function, "__closure__", None))
 
 
+def pack_again(model: nn.Module) -> None:
+    """Have experts packed for their kernel by the next reload. On a CPU, vLLM 0.32 packs them only when it makes the
+    kernel, and a reload would put plain weights in the place of packed ones."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if type(method).__name__ == "UnquantizedFusedMoEMethod" and next(module.parameters()).device.type == "cpu":
+            method.moe_kernel = None
+
+
 def fingerprint(model: nn.Module) -> str:
     """A hash of every parameter, persistent buffer and tensor that layers keep for their kernels."""
     whole = hashlib.sha256()

@@ -29,7 +29,7 @@ from ...core.parallel import default_threads
 from ...core.schema import Schema
 from ...core.sparse import DeltaFile, Read
 from .decode import Decoder, Lent, Rectangle, Wanted, compile_decoders, rectangle
-from .guard import fingerprint
+from .guard import fingerprint, pack_again
 from .placement import trace
 from .shard import PieceChange, Shard, Sums, open_shard
 
@@ -154,6 +154,11 @@ class Rank:
         self._synchronize()
         written = time.perf_counter()
         return {"sums": _as_text(self._sums()), "apply": written - clock, "prove": time.perf_counter() - written}
+
+    def _do_reloading(self) -> Answer:
+        """In the pause, before vLLM reloads weights by itself."""
+        pack_again(self._model)
+        return {}
 
     def _do_fingerprint(self) -> Answer:
         """A hash of everything the model computes with: parameters, and what kernels made of them."""

@@ -74,8 +74,8 @@ class Workers:
         self._from = str(client.vllm_config.model_config.model)
         # where the server started from; a reload makes vLLM forget it
         self._source_unknown = False
-        self._reloads = False
-        # whether vLLM's own reload was seen to do no harm here
+        self._reloads: bool | None = None
+        # whether vLLM's own reload was seen to do no harm here; None until it was tried
 
     # ── binding ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -243,8 +243,14 @@ class Workers:
 
     async def _reload(self, folder: Path, version: int, digest: StateDigest) -> None:
         clock = time.perf_counter()
-        if not self._reloads:
+        if self._reloads is None:
             await self._prove_reload()
+        if not self._reloads:
+            # for good: what a harmful reload left behind, a second one may well leave as it is
+            raise NotRestored(
+                "this server can follow no run: its layout cannot be patched "
+                f"({self.refused}), and vLLM's own reload of the same weights gave other ones; restart it"
+            )
         await self._reload_from(folder)
         assert self.layout is not None
         if not self.layout.problems and self._source_unknown:
@@ -257,19 +263,21 @@ class Workers:
 
     async def _prove_reload(self) -> None:
         """Loading what is loaded already must change nothing: a loader that repacks weights may not survive it."""
-        if not self._source_unknown:
-            before = _fingerprints(await self._call("fingerprint"))
-            folder = self._source_folder()
-            assert folder is not None
-            await self._reload_from(folder)
-            if _fingerprints(await self._call("fingerprint")) != before:
-                raise NotRestored(
-                    "this server can follow no run: its layout cannot be patched "
-                    f"({self.refused}), and vLLM's own reload of the same weights gave other ones; restart it"
-                )
-        self._reloads = True
+        if self._source_unknown:
+            self._reloads = True
+            return
+        before = _fingerprints(await self._call("fingerprint"))
+        folder = self._source_folder()
+        assert folder is not None
+        self._reloads = False
+        await self._reload_from(folder)
+        self._reloads = _fingerprints(await self._call("fingerprint")) == before
 
     async def _reload_from(self, folder: Path) -> None:
+        if (error := _first_error(await self._call("reloading"))) is not None:
+            raise error
+        # until it is known that all went well, nobody can say what the weights are
+        self._loaded = None
         try:
             await self._client.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         except Exception as error:
