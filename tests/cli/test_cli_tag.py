@@ -48,3 +48,16 @@ def test_an_unknown_version_names_the_range(run: Path, tmp_path: Path) -> None:
     for version in ("9", "v9", "-7", "worst"):
         result = invoke("checkout", f"{run}@{version}", "-o", tmp_path / "out", code=4)
         assert "it has versions 0 to 3 and the tags best" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [("", None), ("@latest", None), ("@v2", 2), ("@77", 77), ("@-2", 2), ("@best", 1)],
+)
+def test_what_serve_stays_at(run: Path, text: str, expected: int | None) -> None:
+    from deltawire.cli.serve import _pin
+
+    invoke("tag", f"{run}@1", "best")
+    assert _pin(f"{run}{text}") == (str(run), expected)
+    # a number needs no run yet: the server waits for it
+    assert _pin("/nowhere@v3") == ("/nowhere", 3)

@@ -94,8 +94,9 @@ def options(
 ) -> None:
     """Move the weights of a model in training to the servers that sample from it, through nothing but a bucket.
 
-    A RUN is an address: s3://bucket/run, gs://bucket/run, az://container/run,
-    file:///path or a plain path.
+    A RUN is an address: s3://bucket/run, hf://buckets/me/name/run, gs://bucket/run,
+    az://container/run, file:///path or a plain path. A version of it is RUN@41,
+    RUN@v41, RUN@latest, RUN@-2 (the last but one), or a tag as in RUN@best.
 
     \b
     Examples
@@ -103,6 +104,7 @@ def options(
       deltawire publish step-100 s3://runs/chat       the next version
       deltawire follow s3://runs/chat --dir models/chat
       deltawire log s3://runs/chat             what there is, who follows
+      deltawire runs s3://runs                 which runs there are
     """
     logger = logging.getLogger("deltawire")
     logger.setLevel({0: logging.WARNING, 1: logging.INFO}.get(verbose, logging.DEBUG))
