@@ -26,7 +26,7 @@ import numpy as np
 
 from deltawire.bucket.run import Run
 from deltawire.core import change
-from deltawire.replica import Replica
+from deltawire.replica import Replica, target
 from deltawire.replica.target import Target
 from deltawire.store import LocalStore
 from deltawire.trainer import Publisher
@@ -105,7 +105,7 @@ def apply(task: dict[str, Any], death: Death) -> None:
             scatter(region, positions[i : i + 1], values[i : i + 1], bits)
             death("weight", region.tensor.name)
 
-    change.scatter = slowly
+    change.scatter = target.scatter = slowly
     around(death, Target, "write")
     around(death, Target, "load")
     live = mapped(Path(task["weights"]))

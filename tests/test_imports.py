@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "huggingface": {"core"},
     "models": {"core", "huggingface"},
     "api": {"core", "models"},
+    "metrics": {"core"},
     "kernels": {"core", "models"},
     "testing": {"core", "store"},
     "trainer": {*BASE, "kernels"},

@@ -24,10 +24,14 @@ def encode(
     metadata: Mapping[str, str] | None = None,
     threads: int | None = None,
 ) -> bytes:
-    """What turns `old` into `new`, bit for bit, as a sparse safetensors file.
+    """Encode what turns `old` into `new`, bit for bit, as a sparse safetensors file.
+
+        blob = dw.encode(old, new)
+        assert dw.decode(blob, old) == new      # for mappings, array by array
 
     Both are `{name: array}` mappings (numpy, a uint16 array being the bits of a bfloat16, or torch) or torch modules,
-    with the same names, shapes and dtypes. `metadata` goes into the file; unless it names a `model_version` and
+    with the same names, shapes and dtypes; SchemaMismatch if not. `encoding` is "packed", "context" (smaller, slower)
+    or "raw". `threads` bounds the threads it uses. `metadata` goes into the file; unless it names a `model_version` and
     `base_version`, the delta is from 0 to 1.
     """
     before, after = ModelView(old), ModelView(new)
@@ -58,10 +62,11 @@ def encode(
 
 
 def decode(blob: bytes, old: Any, *, check: bool = True, threads: int | None = None) -> dict[str, Any]:
-    """`old` with the delta applied, as new arrays; `old` itself is not touched. Tied names share their array again.
+    """Apply a delta made by `encode`: returns what `old` becomes, as new arrays of the same kind, by name.
 
-    DigestMismatch if `old` is not what the delta was made from, or the result not what it leads to. A file that names
-    no digests, as others write them, is refused unless `check` is False; then nothing tells if the result is right.
+    `old` itself is not touched. Tied names share their array again. FormatError for damaged bytes. DigestMismatch if
+    `old` is not what the delta was made from, or the result not what it leads to. A file that names no digests, as
+    others write them, is refused unless `check` is False; then nothing tells if the result is right.
     """
     base = ModelView(old)
     file = DeltaFile(lambda start, length: blob[start : start + length], len(blob), base.schema)

@@ -9,14 +9,21 @@ torch and transformers are only used where the caller already has, by way of the
 
 from __future__ import annotations
 
+import copy
+import logging
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from .core import full
 from .core.errors import SchemaMismatch
+
+log = logging.getLogger("deltawire")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,30 @@ def kept_in_fp32(model: Any) -> re.Pattern[str] | None:
     if not is_pretrained(model) or not model._keep_in_fp32_modules_strict:
         return None
     return re.compile(rf"(?<!\w)({'|'.join(map(re.escape, sorted(model._keep_in_fp32_modules_strict)))})(?!\w)")
+
+
+def pretrained_files(model: Any, dtype: str) -> dict[str, bytes]:
+    """config.json and generation_config.json as `save_pretrained` would write them beside weights of a dtype."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = copy.deepcopy(model.config)
+        config.dtype = dtype
+        # fully_shard puts its own class before the model's
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.save_pretrained(folder)
+        if model.can_generate():
+            try:
+                model.generation_config.save_pretrained(folder)
+            except ValueError as error:
+                # transformers refuses to write one that contradicts itself, and loads models without
+                log.warning("generation_config.json does not travel: %s", error)
+        return full.companion_files(Path(folder))
+
+
+def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+    """The files of a tokenizer or processor, its chat template among them."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return full.companion_files(Path(folder))
 
 
 def _conversion(model: Any, tensors: Mapping[str, Any]) -> _Conversion | None:

@@ -18,7 +18,7 @@ from .core.change import Region
 from .core.dtypes import Bits
 from .core.errors import SchemaMismatch, UnsafeName, UnsupportedDtype, UnsupportedTensor
 from .core.schema import Schema, TensorSpec
-from .huggingface import checkpoint_tensors, kept_in_fp32
+from .huggingface import checkpoint_tensors, is_pretrained, kept_in_fp32, pretrained_files
 
 _TORCH_DTYPES = {
     "torch.bool": "BOOL",
@@ -61,6 +61,11 @@ def is_module(model: Any) -> bool:
     return not isinstance(model, Mapping) and hasattr(model, "state_dict")
 
 
+def is_state_dict(model: Any) -> bool:
+    """Whether it comes from `state_dict()` of a torch module, which notes the modules' versions in it."""
+    return isinstance(model, Mapping) and hasattr(model, "_metadata")
+
+
 def is_peft(model: Any) -> bool:
     """A model that PEFT has wrapped: its weights have other names than the base checkpoint's, and an adapter beside."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
@@ -77,10 +82,11 @@ def tensors_of(model: Any, *, buffers: bool = True, to_write: bool = False) -> d
     """The named tensors of a module or mapping, tied ones included.
 
     Those of a module are named and cut as in its checkpoint, whatever it is wrapped in, and share its memory wherever
-    that is possible; SchemaMismatch where it is not and they are meant `to_write`. A mapping's names are its own.
+    that is possible; SchemaMismatch where it is not and they are meant `to_write`. A state dict has the names of its
+    module, without what wraps it; any other mapping its own.
     """
     if isinstance(model, Mapping):
-        return dict(model)
+        return {_plain(name): tensor for name, tensor in model.items()} if is_state_dict(model) else dict(model)
     if not is_module(model):
         raise TypeError(f"cannot read weights from a {type(model).__name__}: pass a module, a state dict or a mapping")
     model = unwrapped(model)
@@ -100,6 +106,17 @@ def checkpoint_of(model: Any) -> Any:
     """The module whose checkpoint a model's tensors belong to: itself, unless it is a view of another."""
     model = unwrapped(model)
     return getattr(model, "checkpoint_of", model)
+
+
+def files_of(model: Any, wire_dtype: str | None) -> dict[str, bytes]:
+    """The files that go with a model of transformers whose weights travel in a wire dtype; none for others."""
+    owner = checkpoint_of(model)
+    if not is_pretrained(owner):
+        return {}
+    dtype = owner.dtype
+    widest = 2 if wire_dtype == AUTO else 1
+    wire = "bfloat16" if wire_dtype == AUTO else _WIRE_DTYPES.get(wire_dtype or "")
+    return pretrained_files(owner, wire if wire and dtype.itemsize > widest else str(dtype).removeprefix("torch."))
 
 
 def _plain(name: str) -> str:
@@ -136,13 +153,13 @@ class ModelView:
         if wire_dtype not in (None, AUTO, *_WIRE_DTYPES):
             known = ", ".join([AUTO, *sorted(_WIRE_DTYPES)])
             raise UnsupportedDtype(f"wire dtype {wire_dtype!r} is unknown; known: {known}")
-        # a module has one dtype by habit; who passes a mapping has chosen what is in it
+        # a module has one dtype by habit; who passes a mapping of their own has chosen what is in it
         self._widest = 2 if wire_dtype == AUTO else 1
         # bytes of a float that travels as it is
         self._kept: re.Pattern[str] | None = None
         # names of what travels as it is in any case
         if wire_dtype == AUTO:
-            wire_dtype = "bf16" if is_module(owner) else None
+            wire_dtype = "bf16" if is_module(owner) or is_state_dict(owner) else None
             self._kept = kept_in_fp32(checkpoint_of(owner))
         self._wire = _WIRE_DTYPES[wire_dtype] if wire_dtype else None
         tensors = tensors_of(model, buffers=buffers)
@@ -241,6 +258,17 @@ def torch_bits(tensor: Any) -> Bits:
     # torch knows few unsigned dtypes: go through the signed one of the same width
     signed = flat.view(getattr(torch, _UNIT_NAMES[dtype.unit_size]))
     return signed.numpy().view(dtype.unit)  # type: ignore[no-any-return]
+
+
+def dtype_of(tensor: Any) -> str:
+    """The dtype of an array or tensor as it is, by the name it travels under."""
+    return _TORCH_DTYPES[str(tensor.dtype)] if is_torch(tensor) else dtypes.of_numpy(np.asarray(tensor))
+
+
+def torch_dtype(name: str) -> Any:
+    """The torch dtype that travels under a name."""
+    found = next(torch_name for torch_name, known in _TORCH_DTYPES.items() if known == name)
+    return getattr(sys.modules["torch"], found.removeprefix("torch."))
 
 
 def like(template: Any, bits: Bits) -> Any:

@@ -28,7 +28,7 @@ def training(stage: Stage) -> Mapping[str, Any]:
 
 @scene
 def follower(stage: Stage) -> Mapping[str, Any]:
-    """A model with other weights, in a process that follows the run above; the trainer goes on meanwhile."""
+    """A model in fp32 with other weights, in a process that follows the run above; the trainer goes on meanwhile."""
     from tests.engines.server.serving import nudge, tiny_model
 
     learned = stage.names["model"]
@@ -41,7 +41,7 @@ def follower(stage: Stage) -> Mapping[str, Any]:
             publisher.publish(learned)
 
     stage.meanwhile(train)
-    return {"model": tiny_model(seed=1).bfloat16()}
+    return {"model": tiny_model(seed=1)}
 
 
 @scene

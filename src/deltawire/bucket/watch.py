@@ -57,7 +57,10 @@ def watch(
     every: bool = False,
     stop: threading.Event | None = None,
 ) -> Iterator[int]:
-    """Yield versions as they come, for ever or until `stop` is set.
+    """Yield versions of a run as they come, for ever or until `stop` is set. Fetches no weights.
+
+        for version in dw.watch("s3://runs/wordle"):
+            print("version", version, "is there")
 
     Begins with the newest one there is, or after `since`. Several that came together are one event, the newest, or with
     `every` one by one. Waits for a run that is not there yet and for a store that is away; RunReplaced when another

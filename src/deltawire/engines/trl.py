@@ -18,8 +18,9 @@ from __future__ import annotations
 import bisect
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import DeltawireError, MissingExtra, PublishFailed, WriterConflict
@@ -48,18 +49,24 @@ class BucketTransfer:
     """The `weight_transfer` of TRL's AsyncGRPOTrainer: every sync becomes a version of a run.
 
     `options` are those of `Publisher`. Weights travel as bf16 unless `wire_dtype` says otherwise.
+
+    Call `attach(trainer)` before `train`: it publishes the first version, with the model's config and tokenizer, so
+    that a server can start from the run.
     """
 
-    def __init__(self, run: str, *, wire_dtype: str = "bf16", **options: Any) -> None:
-        # one process hands over full tensors, whatever the others hold
-        self._open = lambda: Publisher(run, wire_dtype=wire_dtype, group=None, **options)
+    def __init__(self, run: str, **options: Any) -> None:
+        self._run, self._options = run, options
         self._publisher: Publisher | None = None
+        self._model: Any = None
+        # the trainer's, once it is attached
         self._syncs = Syncs()
 
     # ── what the trainer calls ───────────────────────────────────────────────────────────────────────────────────────
 
     def init_weight_transfer(self) -> None:
-        self._publisher = self._publisher or self._open()
+        if self._publisher is None:
+            # one process hands over full tensors, whatever the others hold
+            self._publisher = Publisher(self._run, **{"group": None, **self._options})
 
     def pause(self) -> None:
         """Nothing: a replica pauses itself, for the milliseconds in which it patches its weights."""
@@ -89,11 +96,18 @@ class BucketTransfer:
         trainer waits for its servers before the first sync, while they wait for a first version: it goes out here.
         Call it on every process, before `train`.
         """
-        from .trl_worker import TrueVersions
+        from .trl_worker import TrueVersions, wait_for_server
 
         if trainer.rollout_worker is not None:  # on the main process alone
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            self._model = model.get_base_model() if is_peft(model) else model
+            self._options.setdefault("tokenizer", trainer.processing_class)
             trainer.rollout_queue = TrueVersions.over(trainer.rollout_worker, self._syncs)
             self._publish(trainer._streaming_iter(), step=0)
+            assert self._publisher is not None
+            trainer.vllm_client.wait_for_server_ready = partial(
+                wait_for_server, trainer.vllm_client.server_url, trainer.vllm_client.server_timeout, self._publisher
+            )
         trainer.callback_handler.callbacks.insert(0, MetricsCallback(self.metrics))
 
     def metrics(self) -> dict[str, float]:
@@ -101,17 +115,47 @@ class BucketTransfer:
         return self._syncs.metrics()
 
     def _publish(self, named: Iterable[tuple[str, torch.Tensor]], step: int) -> PublishHandle | None:
-        weights = {name: tensor.detach() for name, tensor in named}
+        sent = Sent({name: tensor.detach() for name, tensor in named}, self._model)
         self.init_weight_transfer()
         assert self._publisher is not None
-        return publish(self._publisher, weights, step)
+        return publish(self._publisher, sent, step)
+
+
+class Sent:
+    """What TRL sends of a model, as a module: parameters that are trained, without buffers and frozen weights.
+
+    Of a model that is known, those are added, and the names are its checkpoint's.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], model: Any = None) -> None:
+        self._tensors = tensors
+        if model is not None:
+            self.checkpoint_of = model
+            tensors.update((name, tensor) for name, tensor in _unsent(model) if name not in tensors)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self._tensors
+
+    def named_buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.checkpoint_of.named_buffers() if hasattr(self, "checkpoint_of") else ()
+
+
+def _unsent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What TRL may leave out. Distributed tensors it does not: to gather one takes all ranks."""
+    adapted = hasattr(model, "peft_config")
+    buffers = {name for name, _ in model.named_buffers()}
+    for name, tensor in model.state_dict().items():
+        # under PEFT every base weight is sent
+        if not hasattr(tensor, "to_local") and (name in buffers or not adapted):
+            yield name.replace(".base_layer.", "."), tensor
 
 
 class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
     """Publishes the model of any transformers or TRL trainer: at the start, then after every `every` optimizer steps.
 
     Of a PEFT model it publishes the merged weights, which every server can follow; `peft="adapter"` the adapter alone.
-    `options` are those of `Publisher`.
+    The model's config and the trainer's tokenizer (`processing_class`) go with them. `options` are those of
+    `Publisher`.
 
     `attach(trainer)` in place of `callbacks=[…]` puts our metrics before the reporters', so that they see them too.
     """
@@ -121,7 +165,7 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError(f"every must be at least 1, got {every}")
         if peft not in _OF_PEFT:
             raise ValueError(f"of a PEFT model either {' or '.join(map(repr, _OF_PEFT))} is published, not {peft!r}")
-        self._open = lambda: Publisher(run, **options)
+        self._open = lambda tokenizer: Publisher(run, **{"tokenizer": tokenizer, **options})
         self._every, self._of_peft = every, _OF_PEFT[peft]
         self._publisher: Publisher | None = None
         self._syncs = Syncs()
@@ -131,7 +175,7 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **around: Any) -> None:
         # on every process: a model that several of them train is published by all of them together
-        self._publisher = self._open()
+        self._publisher = self._open(around.get("processing_class"))
         self._publish(around["model"], state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **around: Any) -> None:
@@ -198,14 +242,7 @@ class Syncs:
             newest = self._newest
             if newest is None:
                 return {}
-            times = {f"deltawire/{name}_ms": 1e3 * seconds for name, seconds in newest.timings.items()}
-            return {
-                "deltawire/version": float(newest.version),
-                "deltawire/changed": float(newest.changed),
-                "deltawire/bytes": float(newest.bytes),
-                "deltawire/waiting": float(len(self._handles)),
-                **times,
-            }
+            return {**newest.report(), "deltawire/waiting": float(len(self._handles))}
 
     def _settle(self) -> None:
         for sync in [sync for sync, handle in self._handles.items() if handle.done()]:

@@ -7,12 +7,21 @@ and the queue translates to the trainer's count, which is what its staleness lim
 
 from __future__ import annotations
 
+import logging
+import time
 from contextvars import ContextVar
 from typing import Any
 
+import requests
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
+from ..trainer import Publisher
 from .trl import Syncs, versions_in
+
+log = logging.getLogger("deltawire")
+
+SAY_EVERY = 10.0
+"""Seconds between two lines about a server that is not there yet."""
 
 _oldest: ContextVar[list[int] | None] = ContextVar("deltawire_oldest", default=None)
 
@@ -71,3 +80,34 @@ class TrueVersions:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
+
+
+def wait_for_server(url: str, timeout: float, publisher: Publisher, poll_interval_s: float = 2.0) -> None:
+    """What TRL's client does before it asks a server for anything, with a word on what is missing."""
+    began, said = time.monotonic(), -SAY_EVERY
+    while True:
+        missing = _missing(url)
+        waited = time.monotonic() - began
+        if missing is None:
+            if said >= 0:
+                log.warning("the server at %s is ready after %.0f s", url, waited)
+            return
+        state = f"it {missing}; {publisher.url} is at version {publisher.version}"
+        if waited >= timeout:
+            raise TimeoutError(
+                f"no server at {url} within {timeout:.0f} s: {state}. Start one with "
+                f"`deltawire serve {publisher.url}`, or give it longer by vllm_server_timeout"
+            )
+        if waited - said >= SAY_EVERY:
+            log.warning("waiting for the server at %s, %.0f s of %.0f: %s", url, waited, timeout, state)
+            said = waited
+        time.sleep(poll_interval_s)
+
+
+def _missing(url: str) -> str | None:
+    """What a server lacks to be asked; None if nothing."""
+    try:
+        answer = requests.get(f"{url}/health", timeout=5)
+    except requests.RequestException as error:
+        return f"does not answer ({type(error).__name__})"
+    return None if answer.ok else f"answers {answer.status_code} to /health: {answer.text[:300]}"

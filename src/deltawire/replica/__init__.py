@@ -1,5 +1,5 @@
 """The rollout side: stage, apply with undo, prove, follow."""
 
-from .replica import Replica
+from .replica import Replica, Synced
 
-__all__ = ["Replica"]
+__all__ = ["Replica", "Synced"]

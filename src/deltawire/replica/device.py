@@ -34,7 +34,7 @@ class DeviceTarget(Target):
         self.model = model
         self.schema = schema
         tensors = tensors_of(model, to_write=True)
-        require(model, tensors, schema, strict)
+        require(tensors, schema, strict, may_be_wider=False)
         seen: dict[tuple[int, str], str] = {}
         self._names: dict[str, list[str]] = {}
         # the run's name → the model's names with memory of their own: an alias may be tied in the run and not here

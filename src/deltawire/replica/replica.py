@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,55 @@ _BAD_LINK = (FormatError, SchemaError, ChainError, ObjectNotFound)
 """What makes a replica try another way to the same version."""
 
 
-class Replica:
-    """Follows a run. One per set of live weights.
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """A version that a replica's weights have become, as `on_version` gets it."""
 
+    version: int
+    previous: int | None
+    """The version before; None where the weights were none."""
+    lag: int
+    """Versions behind the newest that is known."""
+    bytes: int
+    """Bytes fetched to get here."""
+    changed: int
+    """Number of weights that differ between this version and the one published before it."""
+    elements: int
+    """Number of weights of the model."""
+    timings: dict[str, float]
+    """Seconds by phase: fetch, verify, decode, stage, apply, prove."""
+
+    @property
+    def density(self) -> float:
+        """Share of the weights that differ from the version published before, 0 to 1."""
+        return self.changed / max(self.elements, 1)
+
+    def report(self) -> dict[str, float]:
+        """Figures under the names `deltawire/…`, as `wandb.log` and `log` of a trackio run take them."""
+        return {
+            "deltawire/version": float(self.version),
+            "deltawire/lag": float(self.lag),
+            "deltawire/density": self.density,
+            "deltawire/bytes": float(self.bytes),
+            **{f"deltawire/{name}_ms": 1e3 * seconds for name, seconds in self.timings.items()},
+        }
+
+
+class Replica:
+    """Keeps live weights at a version of a run. One per set of live weights, used by one thread at a time.
+
+        with dw.Replica("s3://runs/wordle") as replica:
+            replica.sync(model)                        # the newest version, verified
+            for version in replica.follow(model):      # and then every new one
+                ...
+
+    `model` is a torch module, a state dict or a mapping of writable numpy arrays, with the names and shapes of the run.
+    Floats may be wider than the run's: fp32 weights take the values of a bf16 run and are proven on its bits. On any
+    error the weights are those of `replica.version`, as before.
+
+    id          name of this replica in heartbeats, as `deltawire log` shows it
+    strict      whether weights that the run does not carry are an error (default) or left alone
+    on_version  called with a `Synced` after each version that was reached, outside the pause; what it raises is logged
     prove       recompute the digest of all live weights after every apply (default). Without it the digest is still
                 checked before the write, from the delta and the weights it meets.
     heartbeat   seconds between heartbeat objects in the bucket; 0 writes none
@@ -79,16 +126,18 @@ class Replica:
         strict: bool = True,
         pause: Callable[[], AbstractContextManager[Any]] = nullcontext,
         target: Callable[..., Target] = open_target,
+        on_version: Callable[[Synced], object] | None = None,
     ) -> None:
         self.id = id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         keys.replica(self.id)
         self.version: int | None = None
-        # the version whose digest the weights matched
+        """The version that the weights are, by their digest; None if they are none."""
         self.newest: int | None = None
+        """The newest version that this replica knows of."""
         self.timings: dict[str, float] = {}
-        # seconds of the last sync, by phase
+        """Seconds of the last sync, by phase."""
         self.trouble: str = ""
-        # why `follow` does not get on at the moment; empty when all is well
+        """Why `follow` does not get on at the moment; empty when all is well."""
         self._store = open_store(address_only(run))
         # a setting that is wrong is told now, and not as trouble with every version
         Cache.of_this_host(self._store)
@@ -109,6 +158,10 @@ class Replica:
         # with `every`: the version that could not be reached, how often, and the last one given up
         self._away: dict[tuple[int, str, int | None], int] = {}
         # a link whose objects the store could not give, and how often in a row
+        self._on_version = on_version
+        self._fetched = 0
+        # bytes, in this sync
+        self._closed = threading.Event()
         self._beating = threading.Lock()
         self._reading: tuple[tuple[int, int], ...] = ()
         # ranges of versions that prune must leave for us
@@ -130,7 +183,7 @@ class Replica:
             run.manifest(want)
         self.newest = want if version is None else max(want, self.newest or 0)
         target = self._bind(model, run, want)
-        self.timings = {}
+        self.timings, self._fetched, previous = {}, 0, self.version
         try:
             self._reach(run, target, want, progress)
         except DeltawireError as error:
@@ -139,14 +192,28 @@ class Replica:
             raise
         self._reading = ()
         self._beat(force=True)
+        if want != previous:
+            self._tell(run, want, previous)
         return want
+
+    def _tell(self, run: Run, version: int, previous: int | None) -> None:
+        if self._on_version is None:
+            return
+        try:
+            changed, elements = run.manifest(version).changed, run.schema.elements
+            timings = dict(self.timings)
+            self._on_version(Synced(version, previous, self.lag or 0, self._fetched, changed, elements, timings))
+        except Exception:
+            log.exception("on_version failed for version %d, which is in place all the same", version)
 
     def follow(
         self, model: Any, *, poll: float = 1.0, every: bool = False, stop: threading.Event | None = None
     ) -> Iterator[int]:
-        """Yield each version reached, for ever or until `stop` is set. Trouble is logged, noted in the heartbeat and
-        outlived: the model keeps the version it has. With `every`, no version is skipped over that can be reached.
-        Looks when the store announces something, else when a version is due, and at least every `poll` seconds.
+        """Yield each version reached, until `stop` is set or the replica is closed.
+
+        Trouble is logged, noted in the heartbeat and outlived: the model keeps the version it has. With `every`, no
+        version is skipped over that can be reached. Looks when the store announces something, else when a version is
+        due, and at least every `poll` seconds.
 
         RunReplaced when another run takes the address: the model keeps its weights, and following the new run is for
         a new Replica.
@@ -156,7 +223,7 @@ class Replica:
             yield from self._follow(model, every, stop, watcher)
 
     def _follow(self, model: Any, every: bool, stop: threading.Event, watcher: Watcher) -> Iterator[int]:
-        while not stop.is_set():
+        while not stop.is_set() and not self._closed.is_set():
             want = None
             try:
                 want = self._next(model, every, watcher)
@@ -194,6 +261,20 @@ class Replica:
         if self._failed[1] >= TRIES:
             log.warning("%s passes over version %d, which cannot be reached", self.id, want)
             self._passed = want
+
+    def close(self) -> None:
+        """End `follow`, at its next look. The weights stay as they are."""
+        self._closed.set()
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        version = "no version yet" if self.version is None else f"at version {self.version}"
+        return f"<Replica of {self._store.url}, {version}>"
 
     @property
     def url(self) -> str:
@@ -375,6 +456,7 @@ class Replica:
     def _take(self, run: Run, target: Target, parcel: Parcel) -> None:
         clock = time.perf_counter()
         manifest, link = parcel.manifest, parcel.link
+        self._fetched += link.bytes
         if link.kind == "delta":
             staged = stage(run, parcel, target, self._digest)
             with self._pause():

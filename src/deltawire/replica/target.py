@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
+from numba import njit
 
 from ..bucket.replay import State
 from ..core import full
-from ..core.change import Change, Region, regions
+from ..core.change import Change, Region, no_change, regions, scatter
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
@@ -17,7 +19,7 @@ from ..core.full import Source
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
 from ..core.sparse import DeltaFile
-from ..models import ModelView, is_torch, like, tensors_of, torch_bits
+from ..models import ModelView, dtype_of, is_torch, like, tensors_of, torch_bits, torch_dtype
 
 WORTH_THREADS = 1 << 20
 """Changes that are worth starting threads for: some milliseconds of work."""
@@ -37,36 +39,53 @@ class Patch(Protocol):
 
 
 class Target:
-    """The weights of a model, by the names of the run's schema. Reads and writes go straight to the live memory."""
+    """The weights of a model, by the names of the run's schema. Reads and writes go straight to the live memory.
+
+    Floats may be wider in the model than in the run. Every bf16 is exactly a float32, so such weights can hold a
+    version: writing widens, reading narrows, and a weight that is not exactly representable in the run's dtype makes
+    the digest one that no version has.
+    """
 
     def __init__(self, model: Any, schema: Schema, *, strict: bool = True) -> None:
         self.model = model
         self.schema = schema
+        self._inexact = False
         if isinstance(model, State):
             # bits already, of dtypes that numpy may have no name for
             model.schema.require_equal(schema, ours="this state", theirs="the run")
-            self._cells: dict[str, list[_Live | _Copied]] = {n: [_Live(bits)] for n, bits in model.tensors.items()}
+            self._cells: dict[str, list[_Cell]] = {n: [_Cell(bits)] for n, bits in model.tensors.items()}
             return
         tensors = tensors_of(model, to_write=True)
-        require(model, tensors, schema, strict)
-        # an alias that does not share storage with its tensor here is written beside it
-        names: dict[str, list[str]] = {t.name: [t.name] for t in schema.tensors}
-        for alias, name in schema.ties.items():
-            if alias in tensors:
-                names[name].append(alias)
-        self._cells = {name: [_cell(tensors[n], n) for n in aliases if n in tensors] for name, aliases in names.items()}
+        names = require(tensors, schema, strict)
+        self._cells = {
+            tensor.name: [_cell(tensors[name], name, tensor.dtype) for name in names[tensor.name]]
+            for tensor in schema.tensors
+        }
+        if self.in_place:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Now, not in the first pause."""
+        for tensor in self.schema.tensors:
+            for region in islice(regions(tensor), 1):
+                nothing = no_change(region)
+                self._cells[tensor.name][0].scatter(nothing, nothing.new)
 
     @property
     def in_place(self) -> bool:
         """Whether writes go straight to the weights, so that several may go on at once."""
-        return all(isinstance(cell, _Live) for cells in self._cells.values() for cell in cells)
+        return not any(isinstance(cell, _Copied) for cells in self._cells.values() for cell in cells)
 
     def bits(self, name: str) -> Bits:
-        """The tensor's present bits: a live view for weights on the CPU, a copy for others. Not to be written to."""
-        return self._cells[name][0].bits()
+        """The tensor's present bits: a live view for weights in host memory, else a copy. Not to be written to."""
+        return self._cells[name][0].read(None)[0]
 
     def region(self, region: Region) -> Bits:
-        return region.cut(self.bits(region.tensor.name))
+        bits, exact = self._cells[region.tensor.name][0].read(region)
+        if not exact:
+            # only ever set here, by whichever thread sees it
+            self._inexact = True
+        return bits
 
     def decode(self, file: DeltaFile) -> Sequence[Any]:
         """What a delta changes, checked: as `stage` takes it."""
@@ -78,45 +97,41 @@ class Target:
 
     def write(self, change: Change) -> None:
         for cell in self._cells[change.region.tensor.name]:
-            bits = cell.bits()
-            change.write(bits)
-            cell.put(bits)
+            cell.scatter(change, change.new)
 
     def undo(self, change: Change) -> None:
         for cell in self._cells[change.region.tensor.name]:
-            bits = cell.bits()
-            change.undo(bits)
-            cell.put(bits)
+            cell.scatter(change, change.old)
 
     def load(self, source: Source) -> None:
         """Overwrite everything with a verified source, tensor by tensor."""
         for tensor in self.schema.tensors:
-            cells = [(cell, cell.bits()) for cell in self._cells[tensor.name]]
-            for region in regions(tensor):
-                new = source.region(region).reshape(region.rows, region.columns)
-                for _, bits in cells:
-                    region.matrix(bits)[:] = new
-            for cell, bits in cells:
-                cell.put(bits)
+            for cell in self._cells[tensor.name]:
+                cell.fill((region, source.region(region)) for region in regions(tensor))
 
     def digest(self) -> StateDigest:
         """The state digest, recomputed. Names that the run ties and this model does not must agree as well: weights of
         which one was changed alone are no version, and get a digest that no version has."""
+        self._inexact = False
         total = full.digest_of(self)
         for cells in self._cells.values():
-            first = cells[0].bits()
-            for other in (cell.bits() for cell in cells[1:]):
-                if not np.may_share_memory(first, other) and not np.array_equal(first, other):
+            for other in cells[1:]:
+                bits, exact = other.read(None)
+                if not exact or not np.array_equal(cells[0].read(None)[0], bits):
                     total += StateDigest(1, 1)
-        return total
+        # weights that no version can hold must not pass for the nearest one
+        return total + StateDigest(1, 1) if self._inexact else total
 
 
 def open_target(model: Any, schema: Schema, *, strict: bool = True) -> Target:
-    """The target that suits a model: on its GPU where it lies there in one piece."""
-    if not isinstance(model, State) and ModelView(model).device() is not None:
-        from .device import DeviceTarget
+    """The target that suits a model: on its GPU where it lies there in one piece, in the run's dtypes."""
+    if not isinstance(model, State):
+        view = ModelView(model)
+        wanted = {tensor.name: tensor.dtype for tensor in schema.tensors}
+        if view.device() is not None and not any(wanted.get(t.name, t.dtype) != t.dtype for t in view.schema.tensors):
+            from .device import DeviceTarget
 
-        return DeviceTarget(model, schema, strict=strict)
+            return DeviceTarget(model, schema, strict=strict)
     return Target(model, schema, strict=strict)
 
 
@@ -137,63 +152,165 @@ class _HostPatch:
             self._target.undo(change)
 
 
-class _Live:
-    """Weights in host memory: the view is the weight."""
+class _Cell:
+    """Live weights in host memory, in the run's own dtype."""
 
-    def __init__(self, bits: Bits) -> None:
-        self._bits = bits
+    def __init__(self, live: Bits) -> None:
+        self._live = live
 
-    def bits(self) -> Bits:
-        return self._bits
+    def read(self, region: Region | None) -> tuple[Bits, bool]:
+        """The run's bits, of a region or of all, and whether they are all there is to the live weights."""
+        return (self._live if region is None else region.cut(self._live)), True
 
-    def put(self, bits: Bits) -> None:
-        pass
+    def widen(self, bits: Bits) -> Bits:
+        return bits
 
+    def scatter(self, change: Change, values: Bits) -> None:
+        scatter(change.region, change.positions, self.widen(values), self._live)
 
-class _Copied:
-    """Weights on a device, or not contiguous: read as a copy, written back whole."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-
-    def bits(self) -> Bits:
-        bits = torch_bits(self._tensor)
-        return bits.copy() if self._tensor.device.type == "cpu" else bits
-
-    def put(self, bits: Bits) -> None:
-        self._tensor.copy_(like(self._tensor, bits))
+    def fill(self, parts: Iterable[tuple[Region, Bits]]) -> None:
+        for region, bits in parts:
+            region.matrix(self._live)[:] = self.widen(bits).reshape(region.rows, region.columns)
 
 
-def _cell(tensor: Any, name: str) -> _Live | _Copied:
+class _Bfloat16(_Cell):
+    """float32 that is bfloat16: its upper half is the run's bits, its lower half is zero."""
+
+    def read(self, region: Region | None) -> tuple[Bits, bool]:
+        wide, _ = super().read(region)
+        narrow = np.empty(wide.size, np.uint16)
+        return narrow, _upper_halves(wide, narrow) == 0
+
+    def widen(self, bits: Bits) -> Bits:
+        return bits.astype(np.uint32) << np.uint32(16)
+
+
+class _Float16(_Cell):
+    """float32 that is float16."""
+
+    def read(self, region: Region | None) -> tuple[Bits, bool]:
+        wide, _ = super().read(region)
+        with np.errstate(over="ignore"):
+            narrow = wide.view(np.float32).astype(np.float16).view(np.uint16)
+        return narrow, np.array_equal(self.widen(narrow), wide)
+
+    def widen(self, bits: Bits) -> Bits:
+        return bits.view(np.float16).astype(np.float32).view(np.uint32)
+
+
+class _Copied(_Cell):
+    """Torch weights on a device, not contiguous, or wider in another way: read as a copy, written back whole."""
+
+    def __init__(self, tensor: Any, dtype: Any) -> None:
+        self._tensor, self._dtype = tensor, dtype
+
+    def read(self, region: Region | None) -> tuple[Bits, bool]:
+        narrow = self._tensor.to(self._dtype)
+        exact = narrow.dtype == self._tensor.dtype or _same_bits(narrow.to(self._tensor.dtype), self._tensor)
+        bits = torch_bits(narrow)
+        if region is not None:
+            return region.cut(bits), exact
+        return (bits.copy() if narrow is self._tensor else bits), exact
+
+    def scatter(self, change: Change, values: Bits) -> None:
+        bits, _ = self.read(None)
+        scatter(change.region, change.positions, values, bits)
+        self._put(bits)
+
+    def fill(self, parts: Iterable[tuple[Region, Bits]]) -> None:
+        bits, _ = self.read(None)
+        for region, new in parts:
+            region.matrix(bits)[:] = new.reshape(region.rows, region.columns)
+        self._put(bits)
+
+    def _put(self, bits: Bits) -> None:
+        # of the run's dtype, without memory of its own
+        template = self._tensor.new_empty((), dtype=self._dtype).expand(self._tensor.shape)
+        self._tensor.copy_(like(template, bits))
+
+
+@njit(cache=True, nogil=True)
+def _upper_halves(wide: Any, narrow: Any) -> Any:
+    rest = np.uint32(0)
+    for i in range(wide.size):
+        rest |= wide[i]
+        narrow[i] = np.uint16(wide[i] >> np.uint32(16))
+    return rest & np.uint32(0xFFFF)
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    return bool(np.array_equal(torch_bits(a), torch_bits(b)))
+
+
+_WIDE = {("BF16", "F32"): _Bfloat16, ("F16", "F32"): _Float16}
+_WIDER = {"BF16": {"F32", "F64"}, "F16": {"F32", "F64"}, "F32": {"F64"}}
+"""The dtypes that hold every value of another one."""
+
+
+def _cell(tensor: Any, name: str, wanted: str) -> _Cell:
+    found = dtype_of(tensor)
+    kind = _Cell if found == wanted else _WIDE.get((wanted, found))
     if is_torch(tensor):
         tensor = tensor.detach()
-        live = tensor.device.type == "cpu" and tensor.is_contiguous()
-        return _Live(torch_bits(tensor)) if live else _Copied(tensor)
-    if not isinstance(tensor, np.ndarray) or not tensor.flags.c_contiguous or not tensor.flags.writeable:
-        raise SchemaMismatch(f"{name!r} must be a writable, contiguous array to be patched in place")
-    return _Live(tensor.reshape(-1).view(f"u{min(tensor.itemsize, 4)}"))
+        if kind is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return _Copied(tensor, torch_dtype(wanted))
+        return kind(torch_bits(tensor))
+    if (
+        kind is None
+        or not isinstance(tensor, np.ndarray)
+        or not tensor.flags.c_contiguous
+        or not tensor.flags.writeable
+    ):
+        raise SchemaMismatch(
+            f"{name!r} must be a writable, contiguous array of {wanted} or float32 to be patched in place"
+        )
+    return kind(tensor.reshape(-1).view(f"u{min(tensor.itemsize, 4)}"))
 
 
-def require(model: Any, tensors: dict[str, Any], schema: Schema, strict: bool) -> None:
-    """Every tensor of the run must be there as the run has it; with `strict`, nothing else may be."""
-    found = ModelView(model).schema
+def require(
+    tensors: Mapping[str, Any], schema: Schema, strict: bool, *, may_be_wider: bool = True
+) -> dict[str, list[str]]:
+    """Every tensor of the run must be there, in its shape and at least its dtype; with `strict`, nothing else may be.
+
+    Returns the names that each tensor of the run has in the model, one for each piece of memory: what the run ties may
+    be apart here.
+    """
+    found = ModelView(tensors).schema
     specs = found.by_name()
     specs.update((alias, specs[name]) for alias, name in found.ties.items())
+    # two names of one memory, by the model's own account
+    home = {**{name: name for name in tensors}, **found.ties}
+    names: dict[str, list[str]] = {}
     for tensor in schema.tensors:
-        names = [tensor.name, *(alias for alias, name in schema.ties.items() if name == tensor.name)]
-        present = [specs[n] for n in names if n in specs]
+        run_names = [tensor.name, *(alias for alias, name in schema.ties.items() if name == tensor.name)]
+        present = [name for name in run_names if name in tensors]
         if not present:
-            raise SchemaMismatch(f"the run has {tensor.name!r}, this model does not")
-        for spec in present:
-            if (spec.dtype, spec.shape) != (tensor.dtype, tensor.shape):
+            raise SchemaMismatch(f"the run has {tensor.name!r}, this model does not" + _hint(tensors))
+        for spec in (specs[name] for name in present):
+            if spec.shape != tensor.shape:
                 raise SchemaMismatch(
-                    f"{tensor.name!r} is {tensor.dtype} {list(tensor.shape)} in the run but {spec.dtype} "
-                    f"{list(spec.shape)} in this model; load the model in the run's dtype"
+                    f"{tensor.name!r} is {list(tensor.shape)} in the run but {list(spec.shape)} in this model: "
+                    "another model, or another configuration of it"
                 )
-    if strict:
-        extra = tensors.keys() - {t.name for t in schema.tensors} - schema.ties.keys()
-        if extra:
-            raise SchemaMismatch(
-                f"this model has {sorted(extra)[0]!r}, which the run does not carry; "
-                "pass strict=False to leave it alone"
-            )
+            wider = may_be_wider and spec.dtype in _WIDER.get(tensor.dtype, ())
+            if spec.dtype != tensor.dtype and not wider:
+                raise SchemaMismatch(
+                    f"{tensor.name!r} is {tensor.dtype} in the run but {spec.dtype} in this model; load the model in "
+                    f"the run's dtype{' or a wider one' if may_be_wider else ''}"
+                )
+        once: dict[str, str] = {}
+        for name in present:
+            once.setdefault(home[name], name)
+        names[tensor.name] = list(once.values())
+    carried = {home[name] for of in names.values() for name in of}
+    extra = {name for name in tensors if home[name] not in carried}
+    if strict and extra:
+        raise SchemaMismatch(
+            f"this model has {min(extra)!r}, which the run does not carry; pass strict=False to leave it alone"
+        )
+    return names
+
+
+def _hint(tensors: Mapping[str, Any]) -> str:
+    fused = any(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in tensors)
+    return "; a state dict has its experts fused, so pass the module it is from" if fused else ""

@@ -6,6 +6,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from blake3 import blake3
 
@@ -31,6 +32,16 @@ def put_object(store: Store, key: str, file: DataFile, progress: Callable[[int],
     return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
 
 
+@dataclass(slots=True)
+class Companions:
+    """Files that go with the weights."""
+
+    given: Mapping[str, bytes] | None = None
+    """The user's. They take the place of all that the version before has; None keeps those."""
+    found: Mapping[str, bytes] = field(default_factory=dict)
+    """The model's own. They take the place of those with the same names, unless the user gave one."""
+
+
 class Committer:
     """Knows the versions of a run and appends to them. One per live publisher."""
 
@@ -51,21 +62,19 @@ class Committer:
     def next_version(self) -> int:
         return 0 if self.newest is None else self.newest.version + 1
 
-    def put_files(self, files: Mapping[str, bytes] | None) -> tuple[File, ...]:
-        """Config and tokenizer files: uploaded once, named by every later manifest. None keeps the parent's."""
-        inherited = self.newest.files if self.newest else ()
-        if files is None:
-            return inherited
-        known = {file.key for file in inherited}
-        result = []
-        for name, data in sorted(files.items()):
+    def put_files(self, companions: Companions) -> tuple[File, ...]:
+        """Config and tokenizer files: uploaded once, named by every later manifest."""
+        inherited = {file.name: file for file in (self.newest.files if self.newest else ())}
+        known = {file.key for file in inherited.values()}
+        result = inherited if companions.given is None else {}
+        for name, data in sorted({**companions.found, **(companions.given or {})}.items()):
             full.check_companion(name)
             hash = blake3(data).hexdigest(length=16)
             key = keys.file(hash)
             if key not in known:
                 self.run.store.put(key, data)
-            result.append(File(name, key, len(data), hash))
-        return tuple(result)
+            result[name] = File(name, key, len(data), hash)
+        return tuple(result[name] for name in sorted(result))
 
     def commit(
         self,

@@ -11,7 +11,7 @@ from ..bucket.run import Run
 from ..core import chain, full
 from ..core.errors import ChainError, DeltawireError, FormatError, ObjectNotFound, ReferenceUnavailable
 from ..core.manifest import Link, Manifest, Summary
-from .commit import Committer
+from .commit import Committer, Companions
 
 log = logging.getLogger("deltawire")
 
@@ -66,7 +66,7 @@ def open_reference(run: Run, reference: str, resolve: Resolve) -> tuple[Link, We
     return link, reference_source(run, link, resolve)
 
 
-def commit_reference(committer: Committer, link: Link, digest: str, files: dict[str, bytes] | None) -> Manifest:
+def commit_reference(committer: Committer, link: Link, digest: str, files: Companions) -> Manifest:
     """Version 0 is a checkpoint that everybody can get: its name and digest travel, its weights do not."""
     return committer.commit(
         (link,), digest=digest, changed=0, step=None, metrics={}, timings={}, files=committer.put_files(files)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,13 @@ from ..core import full
 from ..core.errors import DeltawireError, DivergedRun, OutOfStep, RunNotFound, SchemaMismatch
 from ..core.parallel import ordered_map
 from ..core.sparse import EncodedBlock, encode_block
-from ..models import AUTO, Known, ModelView
+from ..huggingface import tokenizer_files
+from ..models import AUTO, Known, ModelView, files_of
 from ..store import Store, open_store
 from .adapters import Adapter
 from .auto import EncodingChooser
 from .background import Background, Job, PublishHandle
-from .commit import Committer
+from .commit import Committer, Companions
 from .detectors import Detector, HostDetector, LostTrack, TooLarge, as_detector, default_detector
 from .mirror import Mirror
 from .opening import commit_reference, load_base, open_reference, rebuild
@@ -34,7 +35,7 @@ from .policy import AnchorPolicy
 from .skips import Skips
 from .stream import Stream
 from .team import group_of, may_share
-from .writer import Draft, Progress, Published, VersionWriter, say
+from .writer import Draft, Progress, Published, VersionWriter, say, tell
 
 if TYPE_CHECKING:
     from .sharded import ShardedPublisher
@@ -48,16 +49,24 @@ HURRY = 5.0
 class Publisher:
     """Publishes versions of a model to a run. One live publisher per run; a second one loses cleanly.
 
+        with dw.Publisher("s3://runs/wordle", tokenizer=tokenizer) as publisher:
+            for batch in batches:
+                train_step(model, batch)
+                publisher.publish(model)      # returns once it is known what changed; upload goes on behind
+
+    `run` is a bucket address (s3://, hf://buckets/, gs://, az://, a folder). The run is made by the first publish and
+    continued by a later publisher. `close`, or the end of the `with`, waits until everything is in the bucket.
+
     Threads may share a publisher: `publish`, `resume` and `close` take turns, and each publish becomes a version of its
     own or part of a later one, in the order in which the calls got their turn. Keep other threads from changing a model
     while it is being published. Where several ranks publish together, the calls of a rank must have an order that all
     ranks share, so a `publish` that overlaps another one of its rank raises OutOfStep.
 
     encoding       "packed" (default), "context" (smaller, slower), "auto" (whichever gets there sooner) or "raw"
-    wire_dtype     "auto" (default): the fp32 and fp64 weights of a torch module travel as bf16, everything else (other
-                   dtypes, state dicts, numpy, checkpoint folders) as it is. "bf16" or "fp16": what all floating-point
-                   torch weights are cast to before they are compared. None sends them as they are. A NaN gets the bits
-                   that the cast on the model's own device gives it.
+    wire_dtype     "auto" (default): the fp32 and fp64 weights of a torch module, or of its `state_dict()`, travel as
+                   bf16, everything else (other dtypes, mappings, checkpoint folders) as it is. "bf16" or "fp16": what
+                   all floating-point torch weights are cast to before they are compared. None sends them as they are. A
+                   NaN gets the bits that the cast on the model's own device gives it.
     buffers        whether the buffers of a torch module travel (default), as they do in its checkpoint
     detector       how changes are found (trainer/detectors.py): by default with a copy on the model's own GPU, or in
                    host memory for everything else. SnapshotDetector, FusedDetector, or the model's DeltaAdamW.
@@ -69,6 +78,11 @@ class Publisher:
     files          names and contents, or a checkpoint folder, of config and tokenizer files that go with the weights.
                    Code never does; what of a folder is left out stands in the log. A symlink out of the folder raises
                    UnsafeName, but for those into the cache of the Hugging Face Hub that the folder is part of.
+                   A model of transformers brings config.json and generation_config.json by itself; what is given here
+                   goes before.
+    tokenizer      a tokenizer or processor of transformers, whose files go with the weights
+    on_version     called with a `Published` after each version is committed, on the publisher's own thread; what it
+                   raises is logged. `lambda version: wandb.log(version.report())` is enough for wandb.
     group          "auto" (default): where torch.distributed runs several processes, they publish their model together
                    (trainer/sharded.py), so every rank must call `publish`. A process group, or None: this one alone.
     max_pending    bytes that one capture may hold while it waits (default: half the model); a denser change is
@@ -92,11 +106,13 @@ class Publisher:
         skip_every: int | None = None,
         reference: str | Path | None = None,
         files: Mapping[str, bytes] | str | Path | None = None,
+        tokenizer: Any = None,
         model_name: str = "",
         group: Any = AUTO,
         max_pending: int | None = None,
         base: str | Path | None = None,
         continues: bool = False,
+        on_version: Callable[[Published], object] | None = None,
     ) -> None:
         self._chooser = EncodingChooser(encoding)
         self._policy = AnchorPolicy(anchor_every, anchor_ratio)
@@ -108,7 +124,10 @@ class Publisher:
         self._known: Known | None = None
         # about the model published last, which is usually the next one too
         self._reference = str(reference) if reference is not None else None
-        self._files = _files_of(Path(files)) if isinstance(files, (str, Path)) else files
+        self._files = Companions(_files_of(Path(files)) if isinstance(files, (str, Path)) else files)
+        self._tokenizer = tokenizer
+        self._took_files = False
+        self._on_version = on_version
         self._model_name = model_name
         self._max_pending = max_pending
         self._base, self._continues = base, continues
@@ -209,6 +228,15 @@ class Publisher:
             if kind is None:
                 raise
 
+    def __repr__(self) -> str:
+        version = "no version yet" if self.version is None else f"at version {self.version}"
+        return f"<Publisher of {self._store.url}, {version}>"
+
+    @property
+    def url(self) -> str:
+        """Where the run is, fit to be shown."""
+        return self._store.url
+
     @property
     def version(self) -> int | None:
         """The newest committed version."""
@@ -285,16 +313,19 @@ class Publisher:
                 self._files,
                 self._model_name,
                 self._detector,
+                self._on_version,
             )
             self._sharded, self._writer = ShardedPublisher(self._store, group, settings), None
         return self._sharded
 
     def _take_files(self, model: Any) -> None:
-        """An adapter brings the file that says what it is; what the user gave goes before."""
-        if self._files is None and isinstance(model, Adapter):
-            self._files = model.files
-            if self._writer is not None:
-                self._writer.files = self._files
+        """At the first publish: the files that the model and its tokenizer bring along."""
+        if self._took_files:
+            return
+        found = model.files if isinstance(model, Adapter) else files_of(model, self._wire_dtype)
+        if self._tokenizer is not None:
+            found = {**found, **tokenizer_files(self._tokenizer)}
+        self._files.found, self._took_files = found, True
 
     def _look(self) -> None:
         """Take up the run if it is there. Else it is made by the first publish, which knows the schema."""
@@ -448,6 +479,7 @@ class Publisher:
         self._mirror = None if mirror.detector.writes_parts and self._lives_elsewhere(source) else mirror
         published.timings["held"] = time.perf_counter() - began
         handle.succeed(published)
+        tell(self._on_version, published)
 
     # ── the background ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -479,6 +511,7 @@ class Publisher:
         )
         published = self._writer.write(draft)
         self._skips.settle(mirror, capture, version, since)
+        tell(self._on_version, published)
         return published
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from ..models import ModelView
 from ..store import Store
 from .auto import Choice, EncodingChooser
 from .background import Background, Job, PublishHandle
-from .commit import Committer, put_object
+from .commit import Committer, Companions, put_object
 from .detectors import Detector, Found, LostTrack
 from .mirror import Capture, Mirror
 from .opening import commit_reference, open_reference, rebuild
@@ -42,7 +42,7 @@ from .policy import AnchorPolicy
 from .shards import Reader, ShardDetector, Sides, share_out
 from .skips import Skips
 from .team import Team
-from .writer import Published, Skip, anchor_metadata, delta_file, say
+from .writer import Published, Skip, anchor_metadata, delta_file, say, tell
 
 log = logging.getLogger("deltawire")
 
@@ -57,10 +57,11 @@ class Settings:
     buffers: bool
     skip_every: int | None
     reference: str | None
-    files: Mapping[str, bytes] | None
+    files: Companions
     model_name: str
     detector: Detector | None
     # for the tensors of a rank
+    on_version: Callable[[Published], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +296,9 @@ class ShardedPublisher:
         manifest = crew.first(lambda: self._commit(job, terms, coded, put, skip))
         self._start_over, self.version = False, version
         self._skips.settle(mirror, capture, version, since)
-        return Published.of(manifest, self._run.schema.elements, len(job.handles))
+        published = Published.of(manifest, self._run.schema.elements, len(job.handles))
+        tell(self._settings.on_version, published)
+        return published
 
     def _agree(self, job: Job) -> tuple[int, StateDigest]:
         """Make the job end with the same publish on all ranks; returns how many weights changed in all, and the digest.

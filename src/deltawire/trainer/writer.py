@@ -15,7 +15,7 @@ from ..core.dtypes import Bits
 from ..core.manifest import Link, Manifest
 from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter, EncodedBlock
 from .auto import Choice, EncodingChooser
-from .commit import Committer, put_object
+from .commit import Committer, Companions, put_object
 from .policy import AnchorPolicy
 
 log = logging.getLogger("deltawire")
@@ -27,22 +27,23 @@ against), "detect" and "put"."""
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A committed version, as `PublishHandle.result` returns it."""
+    """A committed version, as `PublishHandle.result` returns it and `on_version` gets it."""
 
     version: int
     digest: str
+    """State digest of all its weights."""
     changed: int
-    # elements that differ from the version before
+    """Number of weights that differ from the version before."""
     bytes: int
-    # uploaded for this version
+    """Bytes uploaded for this version."""
     kinds: tuple[str, ...]
-    # "delta", "anchor", "reference"
+    """What was uploaded: "delta", "anchor", "reference"."""
     timings: dict[str, float]
-    # seconds: held (the trainer's thread), encode, put
+    """Seconds: held (the training loop was blocked), encode, put."""
     elements: int = 0
-    # of the whole model
+    """Number of weights of the model."""
     publishes: int = 1
-    # calls of `publish` that this version carries: more than one where the bucket was slower than the trainer
+    """Calls of `publish` that this version carries: more than one where the bucket was slower than the trainer."""
 
     @classmethod
     def of(cls, manifest: Manifest, elements: int, publishes: int) -> Published:
@@ -63,8 +64,23 @@ class Published:
         return {
             **{f"{name}_ms": 1e3 * seconds for name, seconds in self.timings.items()},
             "bytes": self.bytes,
-            "changed_percent": 100 * self.changed / max(self.elements, 1),
+            "changed_percent": 100 * self.density,
             "publishes": self.publishes,
+        }
+
+    @property
+    def density(self) -> float:
+        """Share of the weights that differ from the version before, 0 to 1."""
+        return self.changed / max(self.elements, 1)
+
+    def report(self) -> dict[str, float]:
+        """Figures under the names `deltawire/…`, as `wandb.log` and `log` of a trackio run take them."""
+        return {
+            "deltawire/version": float(self.version),
+            "deltawire/changed": float(self.changed),
+            "deltawire/density": self.density,
+            "deltawire/bytes": float(self.bytes),
+            **{f"deltawire/{name}_ms": 1e3 * seconds for name, seconds in self.timings.items()},
         }
 
 
@@ -96,9 +112,7 @@ class Draft:
 
 
 class VersionWriter:
-    def __init__(
-        self, committer: Committer, chooser: EncodingChooser, policy: AnchorPolicy, files: Mapping[str, bytes] | None
-    ) -> None:
+    def __init__(self, committer: Committer, chooser: EncodingChooser, policy: AnchorPolicy, files: Companions) -> None:
         self.committer, self.chooser, self.policy, self.files = committer, chooser, policy, files
         self.start_over = False
         # nobody can read the version before: the next one stands alone, as an anchor
@@ -190,6 +204,16 @@ def delta_file(
 
 def anchor_metadata(run: Run, version: int) -> dict[str, str]:
     return {"run": run.info.run, "model_version": str(version), "total_params": str(run.schema.elements)}
+
+
+def tell(listener: Callable[[Published], object] | None, published: Published) -> None:
+    """Call a user's `on_version`. What it does wrong must not harm publishing."""
+    if listener is None:
+        return
+    try:
+        listener(published)
+    except Exception:
+        log.exception("on_version failed for version %d, which is published all the same", published.version)
 
 
 def say(manifest: Manifest, elements: int, publishes: int = 1) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from ...core.errors import DeltawireError
 from ...replica import Replica
 from ...store import Store
-from .weights import WideTarget
 
 log = logging.getLogger("deltawire")
 
@@ -51,14 +50,7 @@ class Follower:
         on_sync: Callable[[Sync], None] = lambda sync: None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        on_cpu = next(model.parameters()).device.type == "cpu"
-        self.replica = Replica(
-            run,
-            id=id,
-            reference=reference,
-            pause=self._pause,
-            **({"target": WideTarget} if on_cpu else {}),
-        )
+        self.replica = Replica(run, id=id, reference=reference, pause=self._pause)
         self.last: Sync | None = None
         self.caught_up = threading.Event()
         # set once the newest version of the time (or the pinned one) was reached

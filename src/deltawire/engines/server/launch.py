@@ -181,7 +181,7 @@ def _load(options: Options) -> Loaded:
 
 
 def _dtype(options: Options, run: Callable[[], Run]) -> torch.dtype:
-    """On a CPU, which has no fast 16-bit product, the weights may be wider than the run's (weights.py)."""
+    """On a CPU, which has no fast 16-bit product, the weights may be wider than the run's (replica/target.py)."""
     if options.dtype != "auto":
         return getattr(torch, options.dtype)  # type: ignore[no-any-return]
     if torch.device(options.device).type == "cpu":

@@ -1,0 +1,220 @@
+"""float32 weights that are a version: written wide, read narrow, proven bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import deltawire as dw  # noqa: E402
+from deltawire.core.change import compare, regions  # noqa: E402
+from deltawire.core.errors import SchemaMismatch  # noqa: E402
+from deltawire.models import ModelView  # noqa: E402
+from deltawire.replica.target import Target  # noqa: E402
+from deltawire.store import Store  # noqa: E402
+from support import specials  # noqa: E402
+
+TORCH = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class Tiny(torch.nn.Module):
+    """An embedding that may be tied to the head, a layer, and a norm."""
+
+    def __init__(self, tied: bool = True, hidden: int = 8, layers: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(24, hidden)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(hidden, hidden) for _ in range(layers))
+        self.norm = torch.nn.LayerNorm(hidden)
+        self.head = torch.nn.Linear(hidden, 24, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def nudge(model: torch.nn.Module, seed: int) -> None:
+    """A training step: some weights move, by enough to be seen in bf16."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            moved = torch.rand(parameter.shape, generator=rng) < 0.1
+            parameter.add_(moved * torch.randn(parameter.shape, generator=rng) * 0.1)
+
+
+def rounded(model: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    return model
+
+
+def narrow_copy(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in model.state_dict().items() if name != "head.weight"}
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_the_digest_is_that_of_the_narrow_weights(dtype: str) -> None:
+    model = Tiny()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(TORCH[dtype]).float())
+    narrow = narrow_copy(model, TORCH[dtype])
+    schema = ModelView(narrow).schema
+    assert Target(model, schema).digest() == Target(narrow, schema).digest()
+
+
+def test_every_bfloat16_survives_and_changes_can_be_undone() -> None:
+    every = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    wide = {"w": torch.from_numpy((every.astype(np.uint32) << 16).view(np.float32).copy())}
+    narrow = {"w": every.copy()}
+    schema = ModelView(narrow).schema
+    target = Target(wide, schema)
+    assert np.array_equal(target.bits("w"), every)
+    new = np.roll(every, 7)
+    region = next(regions(schema.tensors[0]))
+    change = compare(region, every, new)
+    target.write(change)
+    assert np.array_equal(target.bits("w"), new)
+    assert target.digest() == Target({"w": new}, schema).digest()
+    target.undo(change)
+    assert target.digest() == Target(narrow, schema).digest()
+
+
+def test_every_float16_survives_but_signalling_nans_which_hardware_quiets() -> None:
+    bits = specials("F16")
+    is_nan = (bits & 0x7C00 == 0x7C00) & (bits & 0x3FF != 0)
+    quiet = bits[~is_nan | (bits & 0x200 != 0)]
+    narrow = {"w": quiet.view(np.float16)}
+    schema = ModelView(narrow).schema
+    target = Target({"w": torch.zeros(quiet.size)}, schema)
+    target.load(Target({"w": quiet.view(np.float16).copy()}, schema))
+    assert np.array_equal(target.bits("w"), quiet)
+    assert target.digest() == Target({"w": quiet.view(np.float16).copy()}, schema).digest()
+
+
+def test_a_weight_between_two_bfloat16_is_no_version() -> None:
+    model = rounded(Tiny())
+    narrow = narrow_copy(model, torch.bfloat16)
+    schema = ModelView(narrow).schema
+    target = Target(model, schema)
+    exact = target.digest()
+    with torch.no_grad():
+        # the upper half, which is the bfloat16, stays as it is
+        model.norm.weight.view(torch.int32)[3] += 1
+    assert np.array_equal(target.bits("norm.weight"), Target(narrow, schema).bits("norm.weight"))
+    assert target.digest() != exact
+
+
+def test_loading_overwrites_everything() -> None:
+    model, other = Tiny(), Tiny()
+    nudge(other, 1)
+    narrow = {name: tensor.contiguous() for name, tensor in narrow_copy(other, torch.bfloat16).items()}
+    schema = ModelView(narrow).schema
+    source = Target(narrow, schema)
+    target = Target(model, schema)
+    target.load(source)
+    assert target.digest() == source.digest()
+    for name, tensor in narrow.items():
+        assert torch.equal(model.state_dict()[name], tensor.float())
+
+
+def test_a_tie_that_this_model_does_not_have_is_written_twice() -> None:
+    tied, untied = Tiny(), Tiny(tied=False)
+    nudge(tied, 3)
+    schema = ModelView(tied, "bf16").schema
+    assert schema.ties
+    source = ModelView(tied, "bf16")
+    target = Target(untied, schema)
+    target.load(source)
+    assert torch.equal(untied.head.weight, tied.head.weight.bfloat16().float())
+    proven = target.digest()
+    with torch.no_grad():
+        untied.head.weight[0, 0] = 0.5
+    assert target.digest() != proven
+
+
+def test_another_model_is_refused_before_anything_is_written() -> None:
+    model = Tiny()
+    schema = ModelView(model, "bf16").schema
+    with pytest.raises(SchemaMismatch, match="in the run but") as wrong:
+        Target(model, ModelView(Tiny(hidden=4), "bf16").schema)
+    assert "dtype" not in str(wrong.value), "advice about dtypes helps nobody whose shapes are wrong"
+    with pytest.raises(SchemaMismatch, match="this model does not"):
+        Target(model, ModelView(Tiny(layers=3), "bf16").schema)
+    with pytest.raises(SchemaMismatch, match="does not carry"):
+        Target(Tiny(layers=3), schema)
+    with pytest.raises(SchemaMismatch, match="load the model in the run's dtype or a wider one"):
+        Target(Tiny().bfloat16(), ModelView(Tiny()).schema)
+    with pytest.raises(SchemaMismatch, match="wider one"):
+        Target(Tiny().half(), schema)
+
+
+def strided(model: torch.nn.Module) -> Any:
+    """The same weights where they are not contiguous, so that they are read and written as copies."""
+    tensors = {n: torch.zeros(*t.shape, 2)[..., 0] for n, t in model.state_dict().items() if n != "head.weight"}
+    for name, tensor in tensors.items():
+        tensor.copy_(model.state_dict()[name])
+    return tensors
+
+
+KINDS = {
+    "module": lambda: Tiny(),
+    "untied module": lambda: Tiny(tied=False),
+    "state dict": lambda: Tiny().state_dict(),
+    "fp64": lambda: Tiny().double(),
+    "not contiguous": lambda: strided(Tiny()),
+    "numpy": lambda: {n: t.numpy().copy() for n, t in Tiny().state_dict().items()},
+}
+
+
+def values(model: Any) -> dict[str, Any]:
+    tensors = model if isinstance(model, dict) else model.state_dict()
+    return {name: torch.as_tensor(tensor).double().clone() for name, tensor in tensors.items() if name != "head.weight"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wider_model_follows_what_an_fp32_trainer_publishes(store: Store, kind: str) -> None:
+    """The two snippets of README, with one kind of model."""
+    trained, served = Tiny(), KINDS[kind]()
+    nudge(trained, 9)
+    replica = dw.Replica(store, heartbeat=0)
+    with dw.Publisher(store) as publisher:
+        for step in range(3):
+            publisher.publish(trained).result(60)
+            assert replica.sync(served) == step
+            expected = {n: t.bfloat16().double() for n, t in trained.state_dict().items() if n != "head.weight"}
+            found = values(served)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            nudge(trained, step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_no_version_can_hold_are_repaired_by_full_ones(store: Store, kind: str) -> None:
+    trained, served = Tiny(), KINDS[kind]()
+    with dw.Publisher(store, anchor_every=1) as publisher:
+        publisher.publish(trained).result(60)
+        replica = dw.Replica(store, heartbeat=0)
+        replica.sync(served)
+        before = values(served)
+        tensors = served if isinstance(served, dict) else served.state_dict()
+        tensors["norm.weight"][3] += 1e-6
+        nudge(trained, 1)
+        publisher.publish(trained).result(60)
+        replica.sync(served)
+    assert any(not torch.equal(values(served)[name], before[name]) for name in before)
+    assert torch.equal(values(served)["norm.weight"], trained.norm.weight.bfloat16().double())
+
+
+def test_a_state_dict_and_its_module_are_the_same_model(store: Store) -> None:
+    trained, served = Tiny(), rounded(Tiny())
+    with dw.Publisher(store) as publisher:
+        publisher.publish(trained).result(60)
+        nudge(trained, 1)
+        publisher.publish(torch.compile(trained).state_dict()).result(60)
+    replica = dw.Replica(store, heartbeat=0)
+    replica.sync(torch.compile(served).state_dict())
+    assert torch.equal(served.head.weight, trained.head.weight.bfloat16().float()), "the module's own memory"
+    assert dw.Replica(store, heartbeat=0).sync(served) == 1
