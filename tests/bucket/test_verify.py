@@ -297,7 +297,7 @@ RECORDS: dict[str, tuple[int | None, str, str, Callable[[Store], None]]] = {
         20,
         keys.history(32),
         "other links of version 20",
-        lambda s: edit(s, keys.history(32), lambda p: of(p, 20)[-1].pop()),
+        lambda s: edit(s, keys.history(32), lambda p: of(p, 20)[6].pop()),
     ),
     "a page that leaves out a version": (
         20,
