@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
+from deltawire.core import keys
 from deltawire.core.errors import HashMismatch, StoreUnavailable
+from deltawire.core.full import write_checkpoint
+from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import Store
 from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
-from support import blank, copy, held, history, publish, same
+from support import blank, copy, held, history, publish, same, trained
 
 COUNT = 12
 
@@ -110,3 +116,36 @@ def test_an_object_that_the_store_cannot_give_is_gone_round(store: Store) -> Non
     assert replica.sync(weights, 4) == 4
     assert same(weights, models[4])
     assert len(asked) == 2
+
+
+def test_a_checkout_with_manifests_of_versions_that_were_replaced(store: Store) -> None:
+    """Possible where a store cannot create exclusively: whoever has read the replaced manifest reads it anew."""
+    models = history(3)
+    publish(store, models[:2], anchor_ratio=1e9)
+    run = Run.open(store)
+    run.manifest(1)
+    for key in [item.key for item in store.list() if "000001" in item.key or item.key == "head.json"]:
+        store.delete(key)
+    with Publisher(store, anchor_ratio=1e9) as publisher:
+        for weights in (trained(models[0], 50), models[2]):
+            publisher.publish(weights).result(60)
+    assert same(held(checkout(run, 2), models[2]), models[2])
+
+
+def test_a_checkout_goes_round_a_reference_that_is_another_model(store: Store, tmp_path: Path) -> None:
+    models = history(4)
+    publish(store, models, anchor_ratio=1e9, anchor_every=3)
+    run = json.loads(store.get("versions/000000.json").data)
+    run["links"] = [{"kind": "reference", "source": str(tmp_path), "nbytes": 1}]
+    store.put("versions/000000.json", json.dumps(run).encode())
+    for version in (1, 2, 3):
+        manifest = json.loads(store.get(keys.manifest(version)).data)
+        manifest["recent"][0][6] = [["reference", None, 1, 0, ""]]
+        store.put(keys.manifest(version), json.dumps(manifest).encode())
+    # not a checkpoint folder, then one of another model, then one with an index of nonsense; all look cheaper
+    for spoil in (lambda: None, lambda: write_checkpoint(tmp_path, ModelView({"x": np.zeros(3, np.float32)}))):
+        spoil()
+        assert same(held(checkout(Run.open(store), 3), models[3]), models[3])
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_bytes(b'{"weight_map": {"x": "\xff\xfe"}}')
+    assert same(held(checkout(Run.open(store), 3), models[3]), models[3])

@@ -13,19 +13,20 @@ import pytest
 from blake3 import blake3
 from forge import ForgedRun, with_metadata
 
+from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.bucket.watch import watch
 from deltawire.core import keys
-from deltawire.core.errors import ObjectNotFound, RunNotFound, VersionNotFound
+from deltawire.core.errors import ManifestError, ObjectNotFound, ObjectTooLarge, RunNotFound, VersionNotFound
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Store, open_store
 from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
 from support import blank, copy, history, publish, same, trained
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 FAR = 1 << 40
 
@@ -98,6 +99,38 @@ def test_a_head_from_before_what_was_pruned(store: Store) -> None:
     # and marks that cannot be true do not make a version up
     store.put(keys.PRUNED, json.dumps({"run": name, "versions": [[1, 10**17]]}).encode())
     assert Run.open(store).newest() == 5
+
+
+def test_a_listing_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltawire.store.base.LISTED", 50)
+    for store in (LocalStore(tmp_path), open_store("memory://a-listing-that-is-too-long")):
+        for number in range(60):
+            store.put(keys.replica(f"r{number}"), b"{}")
+        with pytest.raises(ObjectTooLarge, match="more than 50 objects"):
+            list(store.list())
+
+
+def test_heartbeats_without_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`log` shows the latest ones; prune, which must believe all of them, refuses."""
+    monkeypatch.setattr("deltawire.bucket.run.HEARTBEATS", 5)
+    monkeypatch.setattr("deltawire.bucket.prune._READERS", 5)
+    run = Run.open(ForgedRun(store).store)
+    beat = {"run": run.info.run, "version": 1, "newest": 2, "healthy": True, "at": 0}
+    for number in range(8):
+        store.put(keys.replica(f"r{number}"), json.dumps({**beat, "replica": str(number)}).encode())
+    assert len(run.heartbeats()) == 5
+    with pytest.raises(ManifestError, match="8 heartbeats"):
+        prune(run, Retention(last=1))
+    assert run.listed() == [0, 1, 2]
+
+
+def test_more_manifests_than_fit_into_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.open(ForgedRun(store).store)
+    assert verify(run).ok
+    monkeypatch.setattr("deltawire.bucket.records._ALL_MANIFESTS", 1000)
+    for work in (lambda: verify(run), lambda: prune(run, Retention(last=1))):
+        with pytest.raises(ObjectTooLarge, match="1,000 bytes"):
+            work()
 
 
 # ── head ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

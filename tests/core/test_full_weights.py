@@ -202,7 +202,7 @@ def test_what_is_left_out_of_a_folder_and_why(tmp_path: Path, monkeypatch: pytes
     folder = folder_of(tmp_path / "step-1")
     (folder / "vocab.txt").write_bytes(b"x" * 101)
     (folder / "lost.json").symlink_to("nowhere.json")
-    monkeypatch.setattr(full, "MAX_COMPANION", 100)
+    monkeypatch.setattr(full, "MAX_FILE", 100)
     files = full.companion_files(folder)
     assert sorted(files) == ["config.json", "tokenizer.json"]
     assert full.asks_for_code(files) == ["config.json"]

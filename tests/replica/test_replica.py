@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from deltawire.core.errors import (
 from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
 from deltawire.replica.target import Target
-from deltawire.store import Retrying, Store
+from deltawire.store import Retrying, Store, open_store
 from deltawire.testing import FlakyStore
 from deltawire.trainer import Publisher
 from support import HookedStore, Model, blank, copy, history, model, publish, same, trained
@@ -870,3 +871,54 @@ def test_ids_that_are_no_names(store: Store, id: str) -> None:
 def test_two_replicas_have_two_names(store: Store) -> None:
     make: Callable[[], str] = lambda: Replica(store).id  # noqa: E731
     assert make() != make()
+
+
+# ── versions that are replaced ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def replaced_run(store: Store) -> tuple[list[Model], dict[str, bytes]]:
+    """A run of four versions, and all objects of another trainer's versions 2 and 3 of the same run."""
+    models = history(4)
+    publish(store, models[:2], anchor_ratio=1e9)
+    before = {item.key: store.get(item.key).data for item in store.list()}
+    other = open_store(f"memory://{uuid.uuid4()}")
+    for key, data in before.items():
+        other.put(key, data)
+    theirs = [trained(models[1], 90), trained(models[1], 91)]
+    with Publisher(other, anchor_ratio=1e9) as publisher:
+        for weights in theirs:
+            publisher.publish(weights).result(30)
+    publish_more(store, models[2:])
+    found = {item.key: other.get(item.key).data for item in other.list()}
+    return [*models[:2], *theirs], {key: data for key, data in found.items() if before.get(key) != data}
+
+
+def publish_more(store: Store, models: list[Model]) -> None:
+    with Publisher(store, anchor_ratio=1e9) as publisher:
+        for weights in models:
+            publisher.publish(weights).result(30)
+
+
+@pytest.mark.parametrize("reached", [1, 2, 3])
+def test_a_version_that_is_replaced_under_a_replica(store: Store, reached: int) -> None:
+    """Possible where a store cannot create exclusively. The replica had read, or even applied, the replaced ones."""
+    theirs, objects = replaced_run(store)
+    live = blank(theirs[0])
+    replica = Replica(store, heartbeat=0)
+    replica.sync(live, reached)
+    run = replica._open()
+    for version in (2, 3):
+        run.manifest(version)
+    for link in run.manifest(3).links:
+        for blob in link.objects:
+            store.delete(blob.key)
+    for key, data in objects.items():
+        store.put(key, data)
+    # the next version makes it look: it is built on what the bucket has now
+    newest = trained(theirs[3], 92)
+    publish_more(store, [newest])
+    assert replica.sync(live) == 4
+    assert same(live, newest)
+    # and back to the version before
+    assert replica.sync(live, 3) == 3
+    assert same(live, theirs[3])

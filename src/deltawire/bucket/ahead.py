@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..core.chain import Step
+from ..core.errors import ManifestError
 from ..core.manifest import Link, Manifest
 from ..core.parallel import ordered_map
 from .fetch import CONNECTIONS, Fetched, Progress, fetch
@@ -70,11 +71,20 @@ def arrivals(
 def _collect(run: Run, step: Step, progress: Progress | None, shared: bool) -> Parcel:
     manifest = run.manifest(step.version)
     link = manifest.link(step.kind, step.base)
+    if link.bytes != step.bytes:
+        # how much is fetched ahead was decided by what history says
+        raise ManifestError(
+            f"history says that the {step.kind} to version {step.version} has {step.bytes:,} bytes, its manifest says "
+            f"{link.bytes:,}"
+        )
     parcel = Parcel(manifest, link, [])
     try:
         # one object, or the small ones of many writers
         threads = min(len(link.objects), CONNECTIONS)
-        for data in ordered_map(lambda blob: fetch(run.store, blob, progress, shared=shared), link.objects, threads):
+        many = len(link.objects)
+        for data in ordered_map(
+            lambda blob: fetch(run.store, blob, progress, shared=shared, one_of=many), link.objects, threads
+        ):
             parcel.objects.append(data)
     except BaseException:
         parcel.close()

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from ..core.errors import Misconfigured
 from ..core.manifest import Blob
+from ..core.settings import gigabytes
 from ..store import Store
 
 log = logging.getLogger("deltawire")
@@ -54,7 +54,7 @@ class Cache:
         folder = os.environ.get("DELTAWIRE_CACHE")
         if not folder or store.url.startswith("file:"):
             return None
-        return cls(Path(folder).expanduser(), _limit())
+        return cls(Path(folder).expanduser(), gigabytes("DELTAWIRE_CACHE_GB", DEFAULT_GB))
 
     def obtain(self, blob: Blob, download: Callable[[int], None]) -> int | None:
         """An open file with exactly this object, fetched by `download(descriptor)` where no other process has done so.
@@ -193,17 +193,6 @@ def _swept(path: str) -> bool:
         return True
     finally:
         os.close(handle)
-
-
-def _limit() -> int:
-    text = os.environ.get("DELTAWIRE_CACHE_GB") or str(DEFAULT_GB)
-    try:
-        limit = int(float(text) * 1e9)
-    except (ValueError, OverflowError):
-        limit = 0
-    if limit <= 0:
-        raise Misconfigured(f"DELTAWIRE_CACHE_GB is {text!r}; it is a number of gigabytes, such as 20 or 0.5")
-    return limit
 
 
 def _say_once(what: str, message: str) -> None:

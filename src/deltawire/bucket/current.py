@@ -23,9 +23,10 @@ class CurrentFolder:
     def __init__(self, link: Path) -> None:
         self.link = Path(os.path.abspath(link))
         self._versions = self.link.parent / f".{self.link.name}.versions"
-        self._check_place()
-        self._versions.mkdir(parents=True, exist_ok=True)
-        held = folder.lock(self._versions)
+        with folder.writing(self.link):
+            self._check_place()
+            self._versions.mkdir(parents=True, exist_ok=True)
+            held = folder.lock(self._versions)
         if held is None:
             raise BlockingIOError(f"another process keeps {link} current; a folder follows one run at a time")
         self._lock = held
@@ -45,7 +46,14 @@ class CurrentFolder:
         return self.folder is not None and self.folder.name.partition(".")[0] == f"{version:06d}"
 
     def put(self, version: int, fill: Callable[[Path], None]) -> Path:
-        """Make the folder of a version by `fill`, then let DIR be it. A reader sees the old one or the new one."""
+        """Make the folder of a version by `fill`, then let DIR be it. A reader sees the old one or the new one.
+
+        FolderError where that fails: DIR is what it was.
+        """
+        with folder.writing(self.link):
+            return self._put(version, fill)
+
+    def _put(self, version: int, fill: Callable[[Path], None]) -> Path:
         made = self._versions / f".making-{secrets.token_hex(4)}"
         made.mkdir()
         try:

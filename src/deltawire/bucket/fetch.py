@@ -33,14 +33,16 @@ Progress = Callable[[int], None]
 class Fetched:
     """The verified bytes of an object: in memory, in a file that has no name, or in one that the host shares."""
 
-    def __init__(self, data: bytes | None, descriptor: int, size: int, hashing: float = 0.0) -> None:
+    def __init__(self, data: bytes | bytearray | None, descriptor: int, size: int, hashing: float = 0.0) -> None:
         self._data, self._descriptor, self.size = data, descriptor, size
         self.hashing = hashing
         # seconds of the fetch that went into the hash; none where another process of this host did it
 
     def read(self, start: int, length: int) -> bytes:
-        if self._data is not None:
+        if isinstance(self._data, bytes):
             return self._data[start : start + length]
+        if self._data is not None:
+            return bytes(memoryview(self._data)[start : start + length])
         parts = []
         # one call gives at most 2 GB, and may give less
         while length > 0 and (data := os.pread(self._descriptor, length, start)):
@@ -60,10 +62,13 @@ class Fetched:
         self.close()
 
 
-def fetch(store: Store, blob: Blob, progress: Progress | None = None, *, shared: bool = True) -> Fetched:
+def fetch(
+    store: Store, blob: Blob, progress: Progress | None = None, *, shared: bool = True, one_of: int = 1
+) -> Fetched:
     """The object a manifest names, or HashMismatch. A bad transfer is tried once more before the object is blamed.
 
-    `shared` lets it come from the cache of this host, if there is one (see cache.py).
+    `shared` lets it come from the cache of this host, if there is one (see cache.py). `one_of` is how many objects are
+    fetched at the same time and stay open: they share the memory and the connections that one would have.
     """
     cache = Cache.of_this_host(store) if shared else None
     if cache is not None:
@@ -72,7 +77,7 @@ def fetch(store: Store, blob: Blob, progress: Progress | None = None, *, shared:
         def download(handle: int) -> None:
             nonlocal moved
             moved = True
-            _twice(store, lambda again: _into_file(store, blob, handle, None if again else progress))
+            _twice(store, lambda again: _into_file(store, blob, handle, None if again else progress, one_of))
 
         handle = cache.obtain(blob, download)
         if handle is not None:
@@ -82,7 +87,7 @@ def fetch(store: Store, blob: Blob, progress: Progress | None = None, *, shared:
         if moved:
             # it is only told once
             progress = None
-    return _twice(store, lambda again: _fetch(store, blob, None if again else progress))
+    return _twice(store, lambda again: _fetch(store, blob, None if again else progress, one_of))
 
 
 def _twice(store: Store, work: Callable[[bool], T]) -> T:
@@ -106,15 +111,15 @@ def _when_there(store: Store, work: Callable[[], T]) -> T:
         pause *= 2
 
 
-def _fetch(store: Store, blob: Blob, progress: Progress | None) -> Fetched:
-    if blob.size <= IN_MEMORY:
+def _fetch(store: Store, blob: Blob, progress: Progress | None, one_of: int) -> Fetched:
+    if blob.size <= IN_MEMORY // one_of:
         _check_size(store, blob)
-        data = _in_memory(store, blob, progress)
+        data = _in_memory(store, blob, progress, one_of)
         return Fetched(data, -1, blob.size, _check(blob, lambda: blake3(data).hexdigest(length=16)))
     try:
         # it has no name: nothing is left of it, however we end
         with tempfile.TemporaryFile(prefix="deltawire-") as file:
-            hashing = _into_file(store, blob, file.fileno(), progress)
+            hashing = _into_file(store, blob, file.fileno(), progress, one_of)
             return Fetched(None, os.dup(file.fileno()), blob.size, hashing)
     except OSError as error:
         raise StoreFull(
@@ -122,11 +127,11 @@ def _fetch(store: Store, blob: Blob, progress: Progress | None) -> Fetched:
         ) from error
 
 
-def _into_file(store: Store, blob: Blob, handle: int, progress: Progress | None) -> float:
+def _into_file(store: Store, blob: Blob, handle: int, progress: Progress | None, one_of: int) -> float:
     _check_size(store, blob)
     if os.fstat(handle).st_size != blob.size:
         os.truncate(handle, blob.size)
-    _parts(store, blob, lambda start, data: _write(handle, data, start), progress)
+    _parts(store, blob, lambda start, data: _write(handle, data, start), progress, one_of)
     return _check(blob, lambda: hash_of(handle))
 
 
@@ -143,7 +148,7 @@ def _check_size(store: Store, blob: Blob) -> None:
         raise HashMismatch(f"{blob.key} has {size:,} bytes, its manifest says {blob.size:,}")
 
 
-def _in_memory(store: Store, blob: Blob, progress: Progress | None) -> bytes:
+def _in_memory(store: Store, blob: Blob, progress: Progress | None, one_of: int) -> bytes | bytearray:
     if blob.size <= PART:
         data = store.get_range(blob.key, 0, blob.size)
         if progress:
@@ -154,18 +159,20 @@ def _in_memory(store: Store, blob: Blob, progress: Progress | None) -> bytes:
     def keep(start: int, data: bytes) -> None:
         whole[start : start + len(data)] = data
 
-    _parts(store, blob, keep, progress)
-    return bytes(whole)
+    _parts(store, blob, keep, progress, one_of)
+    return whole
 
 
-def _parts(store: Store, blob: Blob, keep: Callable[[int, bytes], object], progress: Progress | None) -> None:
+def _parts(
+    store: Store, blob: Blob, keep: Callable[[int, bytes], object], progress: Progress | None, one_of: int
+) -> None:
     def one(start: int) -> None:
         data = store.get_range(blob.key, start, min(PART, blob.size - start))
         keep(start, data)
         if progress:
             progress(len(data))
 
-    with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="deltawire-fetch") as pool:
+    with ThreadPoolExecutor(max(1, CONNECTIONS // one_of), thread_name_prefix="deltawire-fetch") as pool:
         for _ in pool.map(one, range(0, blob.size, PART)):
             pass
 

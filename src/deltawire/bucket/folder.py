@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from blake3 import blake3
-
 from ..core import full
+from ..core.errors import FolderError
 from ..core.manifest import Blob, File, Manifest
 from ..store.local import sync_folder
-from .fetch import Progress, fetch
+from .cache import hash_of
+from .fetch import PART, Progress, fetch
 from .run import Run
 
 _EXCHANGE = 2
@@ -44,20 +44,41 @@ def fill(
     full.write_checkpoint(folder, source, stem="adapter_model" if is_adapter else "model", progress=progress)
     for file in manifest.files:
         with open(folder / file.name, "wb") as out:
-            out.write(_content(run, file, before))
+            for chunk in _content(run, file, before):
+                out.write(chunk)
             out.flush()
             os.fsync(out.fileno())
     sync_folder(folder)
 
 
-def _content(run: Run, file: File, before: Path | None) -> bytes:
-    if before is not None:
-        with suppress(OSError):
-            known = (before / file.name).read_bytes()
-            if blake3(known).hexdigest(length=16) == file.hash:
-                return known
+def _content(run: Run, file: File, before: Path | None) -> Iterator[bytes]:
+    if before is not None and _holds(before / file.name, file):
+        with open(before / file.name, "rb") as known:
+            while chunk := known.read(PART):
+                yield chunk
+        return
     with fetch(run.store, Blob(file.key, file.size, file.hash)) as data:
-        return data.read(0, file.size)
+        for start in range(0, file.size, PART):
+            yield data.read(start, min(PART, file.size - start))
+
+
+def _holds(path: Path, file: File) -> bool:
+    with suppress(OSError), open(path, "rb") as known:
+        return os.fstat(known.fileno()).st_size == file.size and hash_of(known.fileno()) == file.hash
+    return False
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Files that cannot be read or written inside are FolderError, which names the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise  # one of ours, which says what is wrong
+        raise FolderError(
+            f"cannot write {str(place)[:1000]}: {error.strerror or error}; choose another folder, or make room there"
+        ) from error
 
 
 @contextmanager
@@ -66,14 +87,15 @@ def scratch(place: Path) -> Iterator[Path]:
 
     Its owner holds a lock on it, so what a killed process left behind can be told from what is in use, and is swept.
     """
-    place.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(place)
-    folder, held = _locked_folder(place)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
+    with writing(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(place)
+        folder, held = _locked_folder(place)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)
 
 
 def move_into(folder: Path, place: Path, *, replace: bool) -> None:

@@ -25,17 +25,20 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..core import chain, keys
-from ..core.errors import ObjectNotFound, VersionNotFound
+from ..core.errors import ManifestError, ObjectNotFound, VersionNotFound
 from ..core.manifest import Head, Manifest, Pruned, dump, now
 from ..core.parallel import ordered_map
 from ..store import ObjectInfo
 from ..store.base import Sweeping
-from .records import blobs
+from .records import Room, blobs
 from .run import Run
 from .versions import tags
 
 _REQUESTS = 16
 """Small requests at a time: all they cost is the round trip."""
+
+_READERS = 10_000
+"""Replicas that may say what they read. All of them are asked, since what one reads must stay; so more are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,20 +229,29 @@ def _plan(run: Run, rule: Retention, listing: list[ObjectInfo], at: float, marke
 
     found = (keys.version_of(item.key) for item in listing)
     versions = sorted({v for v in found if v is not None})
-    manifests = dict(zip(versions, ordered_map(read, versions, _REQUESTS), strict=True))
-    there = {v: m for v, m in manifests.items() if m is not None}
+    room = Room()
+    manifests = zip(versions, ordered_map(read, versions, _REQUESTS), strict=True)
+    there = {v: room.keep(m) for v, m in manifests if m is not None}
     tagged: dict[int, str] = {}
     for name, tag in tags(run, strict=True).items():
         tagged[tag.version] = f"{tagged[tag.version]}, {name}" if tag.version in tagged else name
     return plan_prune(there, listing, rule, at, pruned, _reading(run, listing, at - rule.lease, there), tagged)
 
 
-def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Iterable[int]) -> set[int]:
+def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Collection[int]) -> set[int]:
     """The versions that replicas fetch, by heartbeats not older than `since`."""
     fresh = [item for item in listing if item.key.startswith(keys.REPLICAS) and item.modified > since]
-    beats = [run.heartbeat(item.key) for item in fresh]
-    leases = [Pruned(run.info.run, beat.reading) for beat in beats if beat is not None]
-    return {v for v in versions if any(v in lease for lease in leases)}
+    if len(fresh) > _READERS:
+        raise ManifestError(
+            f"{len(fresh):,} heartbeats in {run.store.url} are fresh, and at most {_READERS:,} are read: delete those "
+            f"of replicas that do not exist ({fresh[0].key}, …)"
+        )
+    reading: set[int] = set()
+    for beat in ordered_map(lambda item: run.heartbeat(item.key), fresh, _REQUESTS):
+        if beat is not None and beat.reading:
+            lease = Pruned(run.info.run, beat.reading)
+            reading |= {v for v in versions if v in lease}
+    return reading
 
 
 def apply_prune(run: Run, plan: PrunePlan, progress: Callable[[ObjectInfo], None] | None = None) -> None:

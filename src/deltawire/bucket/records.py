@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,16 +17,20 @@ from ..core.errors import (
     FormatError,
     ManifestError,
     ObjectNotFound,
+    ObjectTooLarge,
     ReferenceUnavailable,
     SchemaError,
 )
-from ..core.manifest import Blob, File, Link, Manifest, Pruned, Summary, spans
+from ..core.manifest import Blob, File, Link, Manifest, Pruned, Summary, dump, spans
 from ..core.parallel import ordered_map
 from .run import Run
 from .versions import tags
 
 _READERS = 16
 """Small records are read this many at a time: all they cost is the round trip."""
+
+_ALL_MANIFESTS = 256 << 20
+"""Bytes, as JSON and without what `Room` leaves out; some 400,000 versions. In memory they take three times as much."""
 
 _BAD = (FormatError, SchemaError, ChainError, ObjectNotFound)
 """What is the run's own fault. A store that cannot be reached proves nothing, so its errors go to the caller."""
@@ -69,6 +73,24 @@ def blame(version: int | None, key: str, advice: Callable[[], str]) -> Iterator[
         raise Found(Problem(version, key, type(error).__name__, str(error), advice())) from error
 
 
+class Room:
+    """How much of all manifests of a run may be in memory at once, counted as JSON."""
+
+    def __init__(self) -> None:
+        self._left = _ALL_MANIFESTS
+
+    def keep(self, manifest: Manifest) -> Manifest:
+        """A manifest without what only people look at. ObjectTooLarge where there is no room for it."""
+        lean = msgspec.structs.replace(manifest, recent=(), metrics={}, timings={})
+        self._left -= len(dump(lean))
+        if self._left < 0:
+            raise ObjectTooLarge(
+                f"the manifests up to version {manifest.version} take more than {_ALL_MANIFESTS:,} bytes, all that is "
+                "read at once: remove versions that nobody needs"
+            )
+        return lean
+
+
 class Records:
     """Read and compared by `check`, which raises Found at the first contradiction."""
 
@@ -81,6 +103,7 @@ class Records:
         self.manifests: dict[int, Manifest] = {}
         # of every version that is not pruned, ascending
         self.summaries: dict[int, Summary] = {}
+        self._recent: dict[int, tuple[Summary, ...]] = {}
 
     def check(self) -> None:
         with blame(None, keys.PRUNED, lambda: _RESTORE):
@@ -116,13 +139,18 @@ class Records:
             except _BAD as error:
                 return error
 
+        room = Room()
         kept = [v for v in self.listed if v not in self.pruned]
         for version, found in zip(kept, ordered_map(read, kept, _READERS), strict=True):
             with blame(version, keys.manifest(version), lambda: _RESTORE):
                 if isinstance(found, DeltawireError):
                     raise found
-            self.manifests[version] = found
-        self.summaries = {v: m.summary() for v, m in self.manifests.items()}
+            self.manifests[version] = room.keep(found)
+            self.summaries[version] = found.summary()
+            # as a rule they are what the manifests before it said: then they take no memory of their own
+            self._recent[version] = tuple(
+                known if (known := self.summaries.get(told.version)) == told else told for told in found.recent
+            )
 
     def _check_paths(self) -> None:
         stranded = sorted(self.manifests.keys() - chain.reachable(self.summaries))
@@ -132,16 +160,19 @@ class Records:
 
     def _check_history(self) -> None:
         """What readers see of a version without reading its manifest must be what the manifest says."""
-        told: dict[int, dict[str, Summary]] = defaultdict(dict)
+        tellers: Counter[int] = Counter()
+        wrong: dict[int, list[tuple[str, Summary]]] = defaultdict(list)
         for key, summaries, covered in self._tellers():
             found = {s.version: s for s in summaries if s.version not in self.pruned}
             for version in sorted({v for v in covered if v in self.manifests} ^ found.keys()):
                 what = "tells of a version that does not belong there:" if version in found else "leaves out version"
                 _fail(version, key, f"it {what} {version}", _RESTORE)
             for version, summary in found.items():
-                told[version][key] = summary
-        for version in sorted(told):
-            self._compare(version, told[version])
+                tellers[version] += 1
+                if summary != self.summaries[version]:
+                    wrong[version].append((key, summary))
+        for version in sorted(wrong):
+            self._contradict(version, wrong[version], tellers[version])
 
     def _tellers(self) -> Iterator[tuple[str, Iterable[Summary], range]]:
         """(key, what it tells, which versions it must tell of), for every record that tells of versions."""
@@ -151,20 +182,17 @@ class Records:
                 if isinstance(found, DeltawireError):
                     raise found
             yield keys.history(end), found.versions, range(end - history.span(end), end)
-        for version, manifest in self.manifests.items():
-            yield keys.manifest(version), manifest.recent, range(history.recent_start(version), version)
+        for version in self.manifests:
+            yield keys.manifest(version), self._recent[version], range(history.recent_start(version), version)
 
-    def _compare(self, version: int, told: dict[str, Summary]) -> None:
+    def _contradict(self, version: int, wrong: list[tuple[str, Summary]], tellers: int) -> NoReturn:
         """Where records contradict each other, several that agree are believed rather than one."""
         truth, key = self.summaries[version], keys.manifest(version)
-        wrong = [teller for teller, summary in told.items() if summary != truth]
-        if not wrong:
-            return
-        other = told[wrong[0]]
+        teller, other = wrong[0]
         what = next(name for name in truth.__struct_fields__ if getattr(truth, name) != getattr(other, name))
-        if len(wrong) == len(told) > 1:
-            _fail(version, key, f"{len(wrong)} records, such as {wrong[0]}, tell other {what} of it", _RESTORE)
-        _fail(version, wrong[0], f"it tells other {what} of version {version} than {key}", _RESTORE)
+        if len(wrong) == tellers > 1:
+            _fail(version, key, f"{tellers} records, such as {teller}, tell other {what} of it", _RESTORE)
+        _fail(version, teller, f"it tells other {what} of version {version} than {key}", _RESTORE)
 
     def _read_page(self, end: int) -> history.Page | DeltawireError:
         try:

@@ -7,6 +7,7 @@ Live weights are patched by `replica/`, which can undo.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -23,8 +24,10 @@ from ..core.errors import (
     ForeignObject,
     FormatError,
     MissingBase,
+    ModelTooLarge,
     ObjectNotFound,
     ReferenceUnavailable,
+    SchemaError,
 )
 from ..core.extras import install_command
 from ..core.manifest import Link, Manifest, Summary
@@ -45,6 +48,13 @@ class State:
     """A private copy of the weights of one version."""
 
     def __init__(self, schema: Schema) -> None:
+        """ModelTooLarge where this machine has less memory than the model takes."""
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if schema.nbytes > memory:
+            raise ModelTooLarge(
+                f"the model has {schema.nbytes / 1e9:,.1f} GB, this machine {memory / 1e9:,.1f} GB of memory: take one "
+                "with more"
+            )
         self.schema = schema
         self.version: int | None = None
         self.digest = StateDigest()
@@ -140,7 +150,15 @@ def hub_folder(source: str) -> Path:
 
 def reference_source(run: Run, link: Link, resolve: Resolve) -> Weights:
     """The checkpoint a run starts from."""
-    return as_run(full.Checkpoint(resolve(link.source)), run.schema, f"the reference {link.source!r}")
+    folder = resolve(link.source)
+    try:
+        checkpoint = full.Checkpoint(folder)
+    except OSError as error:
+        raise ReferenceUnavailable(
+            f"the run starts from {link.source!r}, which cannot be read here: {error}; pass a folder that has it with "
+            "--reference"
+        ) from error
+    return as_run(checkpoint, run.schema, f"the reference {link.source!r}")
 
 
 def as_run(checkpoint: full.Checkpoint, schema: Schema, what: str) -> Weights:
@@ -184,6 +202,8 @@ def checkout(
     """
     versions: Mapping[int, Summary] = {}
     failure: DeltawireError | None = None
+    renewed: set[int] = set()
+    # versions whose manifest was replaced since it was read
     while True:
         if steps is None:
             versions = versions or run.timeline(version)
@@ -195,9 +215,16 @@ def checkout(
         for arrival in arrivals(run, steps, progress):
             try:
                 take(run, state, arrival.parcel(), resolve)
-            except (FormatError, ChainError, ObjectNotFound) as error:
-                log.warning("cannot use the %s to version %d: %s", arrival.step.kind, arrival.step.version, error)
-                versions = chain.without(arrival.step, versions or run.timeline(version))
+            except (FormatError, SchemaError, ChainError, ObjectNotFound) as error:
+                step = arrival.step
+                log.warning("cannot use the %s to version %d: %s", step.kind, step.version, error)
+                # where the weights do not fit, it may be the base that was another
+                replaced = {v for v in (step.version, step.base) if v is not None and run.renew(v)}
+                if replaced - renewed:
+                    renewed |= replaced
+                    versions = {}
+                else:
+                    versions = chain.without(step, versions or run.timeline(version))
                 failure, steps, state = error, None, None
                 break
         else:

@@ -39,6 +39,7 @@ from ..core.manifest import (
     parse_run,
 )
 from ..core.schema import Schema
+from ..core.settings import gigabytes
 from ..store import Store, open_store
 
 log = logging.getLogger("deltawire")
@@ -61,6 +62,9 @@ PRUNED = 4 << 20
 HISTORY = 32 << 20
 """All pages of history that one answer is made from, the newest first; that is 100,000 versions and more."""
 
+MAX_MODEL_GB = 4000.0
+"""What a run's model may have where nothing else is said: 10¹² weights of four bytes."""
+
 KEPT_MANIFESTS = 16 << 20
 """Bytes of manifests that stay in memory: they hardly ever change, so the latest are kept."""
 
@@ -81,6 +85,8 @@ class Run:
         # of run.json, where it was read
         self._manifests: dict[int, tuple[Manifest, int]] = {}
         # and how many bytes it was read from
+        self._newest = -1
+        # as `newest` found it the last time
         self._lock = threading.Lock()
 
     @property
@@ -88,11 +94,13 @@ class Run:
         return self.info.schema
 
     @classmethod
-    def open(cls, where: str | Store) -> Run:
+    def open(cls, where: str | Store, *, max_model_gb: float | None = None) -> Run:
+        """ModelTooLarge where the run declares a larger model than this; by default DELTAWIRE_MAX_MODEL_GB, or 4000."""
         store = open_store(where)
+        limit = gigabytes("DELTAWIRE_MAX_MODEL_GB", MAX_MODEL_GB) if max_model_gb is None else int(max_model_gb * 1e9)
         try:
             found = store.get(keys.RUN, limit=RUN)
-            return cls(store, parse_run(found.data), found.etag)
+            return cls(store, parse_run(found.data, limit), found.etag)
         except ObjectNotFound:
             raise RunNotFound(f"there is no run at {store.url}: publish to it first, or check the address") from None
 
@@ -139,14 +147,14 @@ class Run:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def newest(self) -> int | None:
-        """The newest committed version, in O(log n) requests whatever head says; four where head is right.
+        """The newest committed version, in O(log n) requests whatever head says; three or four where head is right.
 
         Versions are committed one after the other, prune marks a version in pruned.json before its manifest goes, and
-        no mark is ever taken back. So a version up to the newest has a manifest, or is marked for those who look after
-        they missed it; one above the newest has neither. Hence "is there or was pruned" holds up to the newest version
-        and nowhere above it: a search that doubles its stride and then halves the gap finds the last version for which
-        it holds. Prune never takes the newest one, so that version has a manifest. Where it has none, pruned.json says
-        nonsense, and the manifests are listed.
+        no mark is taken back once that is gone. So a version up to the newest has a manifest, or is marked for those
+        who look after they missed it; one above the newest has neither. Hence "is there or was pruned" holds up to the
+        newest version and nowhere above it: a search that doubles its stride and then halves the gap finds the last
+        version for which it holds. Prune never takes the newest one, so that version has a manifest. Where it has none,
+        pruned.json says nonsense, and the manifests are listed.
         """
         hint = self.head_hint()
         if hint is None or not self.exists(hint):
@@ -154,16 +162,20 @@ class Run:
             if hint is None:
                 return None
         low, stride = hint, 1
-        while self._was_committed(low + stride):
-            low, stride = low + stride, 2 * stride
+        # a head that did not fall behind what was found before is right or a little late: nobody prunes in between
+        follows = 0 <= self._newest <= hint
+        while self.exists(low + stride) or (not follows and low + stride in self.pruned()):
+            low, stride, follows = low + stride, 2 * stride, False
         high = low + stride
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._was_committed(middle) else (low, middle)
-        return low if self.exists(low) else max(self.listed(), default=None)
+        found = low if self.exists(low) else max(self.listed(), default=None)
+        self._newest = -1 if found is None else found
+        return found
 
     def _was_committed(self, version: int) -> bool:
-        return version <= keys.MAX_VERSION and (self.exists(version) or version in self.pruned())
+        return self.exists(version) or version in self.pruned()
 
     def head_hint(self) -> int | None:
         """The version that head.json names; None where it is missing, cannot be read or says nonsense."""
@@ -194,6 +206,8 @@ class Run:
     def exists(self, version: int) -> bool:
         if version in self._manifests:
             return True
+        if version > keys.MAX_VERSION:
+            return False
         try:
             self.manifest(version)
         except VersionNotFound:

@@ -21,6 +21,7 @@ log = logging.getLogger("deltawire")
 
 NEWEST = ("latest", "newest")
 _REQUESTS = 16
+_MOST = 10_000
 _COUNTED = re.compile(r"v?([0-9]{1,18})|(-[1-9][0-9]{0,17})", re.ASCII)
 _MARKED = re.compile(r"(.+)@([^/@?]+)", re.DOTALL)
 
@@ -135,6 +136,8 @@ def tags(run: Run, *, strict: bool = False) -> dict[str, Tag]:
     """Every tag of the run by name. One that makes no sense is left out with a warning, or with `strict` an error;
     those of a run that was at this address before are none of this one's."""
     names = [name for item in run.store.list(keys.TAGS) if (name := keys.tag_name(item.key)) is not None]
+    if len(names) > _MOST:
+        raise ManifestError(f"{run.store.url} has {len(names):,} tags, and at most {_MOST:,} are read: delete some")
 
     def read(name: str) -> Tag | None:
         try:

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from . import checkout, demo, diff, doctor, env, follow, log, plan, prune, publish, runs, serve, show, tag, verify
-from .common import complain
+from .common import clean, complain
 
 __all__ = ["app", "main"]
 
@@ -72,7 +72,9 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        print(f"{clock} {record.levelname.lower()} {record.getMessage()}", file=sys.stderr, flush=True)
+        # one line, and nothing in it that a terminal would obey: messages quote buckets
+        text = clean(" ".join(record.getMessage().splitlines()), 2000)
+        print(f"{clock} {record.levelname.lower()} {text}", file=sys.stderr, flush=True)
 
 
 def _version(wanted: bool) -> None:

@@ -36,7 +36,8 @@ def command(
     from ..bucket.replay import checkout, resolver
     from ..core import chain
 
-    _check_place(output, force)
+    with folder.writing(output):
+        _check_place(output, force)
     opened, version = open_version(run)
     steps = chain.plan(None, version, opened.timeline(version))
     with folder.scratch(output) as made, progress() as bar:

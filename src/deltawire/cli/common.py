@@ -42,10 +42,18 @@ _PIPE_WIDTH = 160
 def console() -> Console:
     """Standard output. Into a pipe it is wide: nobody wants a table cut to 80 columns by what is not a terminal."""
     from rich.console import Console
+    from rich.segment import Segment
+
+    class CleanConsole(Console):
+        """Shows text from files and buckets as text: whatever a command prints goes through `clean` here."""
+
+        def render(self, *arguments: Any, **options: Any) -> Iterator[Segment]:
+            for text, style, control in super().render(*arguments, **options):
+                yield Segment(text if control else clean_lines(text), style, control)
 
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     # no markup: names come from files and buckets, and may hold brackets
-    return Console(highlight=False, markup=False, width=_PIPE_WIDTH if piped else None)
+    return CleanConsole(highlight=False, markup=False, width=_PIPE_WIDTH if piped else None)
 
 
 def emit(value: Any, render: Callable[[Console], None], as_json: bool) -> None:
@@ -55,20 +63,37 @@ def emit(value: Any, render: Callable[[Console], None], as_json: bool) -> None:
         return
     import msgspec
 
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    typer.echo(_escaped(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
 
 
 def emit_line(value: Any, text: str, as_json: bool) -> None:
     """One event of a command that goes on: a JSON object on a line, or `text`. Out at once, also into a pipe."""
     import msgspec
 
-    print(msgspec.json.encode(value).decode() if as_json else text, flush=True)
+    print(_escaped(msgspec.json.encode(value).decode()) if as_json else clean_lines(text), flush=True)
+
+
+def _escaped(json: str) -> str:
+    """JSON without characters that a terminal would obey. JSON has them in strings only, where they can be escaped."""
+    return "".join(char if char.isprintable() or char == "\n" else _escape(char) for char in json)
+
+
+def _escape(char: str) -> str:
+    encoded = char.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{encoded[at : at + 4]}" for at in range(0, len(encoded), 4))
 
 
 def clean(text: str, limit: int = 500) -> str:
     """Text from a file or bucket, safe to print: no control characters that a terminal would obey, and not endless."""
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:limit])
     return shown if len(text) <= limit else shown + " …"
+
+
+def clean_lines(text: str) -> str:
+    """As `clean`, for text of any length in which lines may end."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def complain(text: str) -> None:

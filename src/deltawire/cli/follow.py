@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from ..bucket.run import Run
     from ..replica import Replica
 
+RETRY_S = 5.0
+"""Seconds between attempts to write a folder."""
+
 
 def command(
     run: RunArgument,
@@ -80,7 +83,7 @@ def command(
         reached = _once(replica, keeper.state) if once else replica.follow(keeper.state, poll=poll, every=every)
         code = 0
         for version in reached:
-            keeper.keep(version)
+            _keep(keeper, version, wait=not once)
             code = _exec(exec, keeper, version) if exec else 0
             _say(replica, version, current, code, json)
     if once and code:
@@ -102,6 +105,23 @@ def _open(where: str, poll: float, *, wait: bool) -> Run:
                 complain(f"{error}; waiting for it")
             told = True
         time.sleep(poll)
+
+
+def _keep(keeper: _Keeper, version: int, *, wait: bool) -> None:
+    """Put a version on disk. A disk that is full does not end a follower: it tries again, and then catches up."""
+    from ..core.errors import FolderError
+
+    told = False
+    while True:
+        try:
+            return keeper.keep(version)
+        except FolderError as error:
+            if not wait:
+                raise
+            if not told:
+                complain(f"version {version}: {error}; trying again every {RETRY_S:.0f} s")
+            told = True
+        time.sleep(RETRY_S)
 
 
 def _once(replica: Replica, state: State) -> Iterator[int]:

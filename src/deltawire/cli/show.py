@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from ..core.schema import TensorSpec
     from ..core.steps import Histogram
 
+SHOWN = 2000
+"""Tensors in a table for people: laying out a million rows would take minutes."""
+
 
 def command(
     what: Annotated[
@@ -307,7 +310,7 @@ def _render_tensors(out: Console, value: dict[str, Any]) -> None:
     ranged = any("indices" in row for row in value["tensors"])
     columns = ["tensor", "dtype", "shape", *(["changed", "share"] if sparse else []), "bytes"]
     rows = []
-    for row in value["tensors"]:
+    for row in value["tensors"][:SHOWN]:
         shape = "?" if row["shape"] is None else "×".join(map(str, row["shape"])) or "1"
         cells = [clean(row["name"]), row["dtype"], shape]
         if sparse:
@@ -321,6 +324,8 @@ def _render_tensors(out: Console, value: dict[str, Any]) -> None:
     if ranged:
         columns += ["indices", "values"]
     print_table(out, columns, rows, left=("tensor", "dtype"), drop=("values", "indices", "dtype"), shorten="tensor")
+    if len(value["tensors"]) > SHOWN:
+        out.print(f"… and {len(value['tensors']) - SHOWN:,} more; --json has all of them")
     if sparse:
         total = sum(row["changed"] or 0 for row in value["tensors"])
         out.print(f"{total:,} changed, tensors: {len(value['tensors'])}")

@@ -20,7 +20,9 @@ from .decoding import decode
 from .errors import HeaderError, TruncatedFile
 from .schema import check_name, is_shape
 
-MAX_HEADER = 100_000_000
+MAX_HEADER = 48 << 20
+"""Half of what safetensors allows. Decoded, a header takes eleven times as much memory."""
+
 PREFIX = 8
 
 
@@ -58,7 +60,7 @@ def header_size(prefix: bytes, file_size: int) -> int:
         raise TruncatedFile(f"a safetensors file has at least 8 bytes, this one {file_size}")
     claimed = int.from_bytes(prefix[:PREFIX], "little")
     if claimed > MAX_HEADER:
-        raise HeaderError(f"the header claims {claimed:,} bytes; safetensors allows {MAX_HEADER:,}")
+        raise HeaderError(f"the header claims {claimed:,} bytes; at most {MAX_HEADER:,} are read")
     if PREFIX + claimed > file_size:
         raise TruncatedFile(f"the header claims {claimed:,} bytes, the file has {file_size:,} in all")
     return PREFIX + claimed
@@ -105,5 +107,5 @@ def build(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping
     # data aligned to 8 bytes, so that a memory map gives aligned tensors
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
-        raise HeaderError(f"a header of {len(text):,} bytes is more than safetensors allows; use fewer tensors")
+        raise HeaderError(f"a header of {len(text):,} bytes is more than a reader accepts; use fewer tensors")
     return len(text).to_bytes(PREFIX, "little") + text

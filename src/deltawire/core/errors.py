@@ -12,7 +12,8 @@ DeltawireError
 │   └── ObjectTooLarge       an object larger than anything it could honestly be; not read
 ├── SchemaError
 │   ├── SchemaMismatch       names, shapes or dtypes differ from the run's schema
-│   ├── UnsafeName           a tensor, file or object name that could escape its folder
+│   ├── UnsafeName           a tensor, file or object name that could escape its folder, or that no folder can hold
+│   ├── ModelTooLarge        a run that declares a larger model than is allowed or fits into memory
 │   ├── UnsupportedDtype     a dtype with no integer view
 │   └── UnsupportedTensor    something without bits to read: sparse, on the meta device, lazily conjugated, a list
 ├── ChainError
@@ -44,6 +45,7 @@ DeltawireError
 │   ├── IllegalMove          a step without a game, or after its end
 │   ├── ServerRefused        an environment or rollout server answered that it will not
 │   └── ServerUnavailable    an environment or rollout server does not answer; worth a retry
+├── FolderError              a folder on this machine that cannot be written: full, protected, a name too long
 ├── Unguarded                a server that others could reach and stop, without a token
 ├── CannotListen             a port that is in use, or an address that is not this machine's
 ├── UntrustedCode            a checkpoint that asks for code of its own to be run; never done
@@ -111,6 +113,10 @@ class SchemaMismatch(SchemaError):
 
 
 class UnsafeName(SchemaError):
+    pass
+
+
+class ModelTooLarge(SchemaError):
     pass
 
 
@@ -256,6 +262,10 @@ class ServerRefused(RLError):
 
 
 class ServerUnavailable(RLError):
+    pass
+
+
+class FolderError(DeltawireError):
     pass
 
 

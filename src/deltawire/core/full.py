@@ -18,8 +18,9 @@ from . import container, digest
 from .change import BLOCK_UNITS, Region, blocks, pieces, tile, whole
 from .dtypes import Bits, lookup
 from .errors import FormatError, ManifestError, SchemaMismatch, TruncatedFile, UnknownFormat, UnsafeName
+from .manifest import MAX_FILE, parse
 from .parallel import ordered_map
-from .schema import Schema, TensorSpec, check_name
+from .schema import Schema, TensorSpec, check_file_name
 from .sparse import FORMAT, FORMAT_VERSION, DataFile, Read
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -27,7 +28,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 SHARD_BYTES = 5 << 30
 COMPANION_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
 CODE_SUFFIXES = (".py", ".ipynb", ".sh", ".so")
-MAX_COMPANION = 64 << 20
 REGIONS = "regions"
 _READ_UNITS = BLOCK_UNITS >> 2
 
@@ -179,7 +179,7 @@ class Anchor:
 def _regions(text: str) -> dict[str, tuple[str, int, int, int, int]]:
     try:
         return msgspec.json.decode(text, type=dict[str, tuple[str, int, int, int, int]])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise SchemaMismatch(f"the regions of an anchor do not parse: {error}") from None
 
 
@@ -207,12 +207,11 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder, as its index names them where it has one."""
     index = folder / INDEX_NAME
     if index.is_file():
-        try:
-            names = set(msgspec.json.decode(index.read_bytes(), type=_ShardIndex).weight_map.values())
-        except msgspec.DecodeError as error:
-            raise ManifestError(f"{index} does not parse: {error}") from None
+        if index.stat().st_size > MAX_FILE:
+            raise ManifestError(f"{index} has more than {MAX_FILE:,} bytes: it is no index")
+        names = set(parse(index.read_bytes(), _ShardIndex, str(index)).weight_map.values())
         for name in names:
-            check_name(name)
+            check_file_name(name)
         files = [folder / name for name in sorted(names)]
     elif (folder / "model.safetensors").is_file():
         files = [folder / "model.safetensors"]
@@ -234,6 +233,7 @@ def is_companion(name: str) -> bool:
 
 
 def check_companion(name: str) -> None:
+    check_file_name(name)
     if not is_companion(name):
         raise UnsafeName(f"{name[:80]!r} cannot go with the weights; what can ends in {', '.join(COMPANION_SUFFIXES)}")
 
@@ -244,7 +244,7 @@ def companion_files(folder: Path) -> dict[str, bytes]:
     return {
         path.name: path.read_bytes()
         for path in sorted(folder.iterdir())
-        if is_companion(path.name) and path.is_file() and path.stat().st_size <= MAX_COMPANION
+        if is_companion(path.name) and path.is_file() and path.stat().st_size <= MAX_FILE
     }
 
 
@@ -263,8 +263,8 @@ def left_out(folder: Path) -> dict[str, str]:
             found[name] = "not a file"
         elif not is_companion(name):
             found[name] = "neither safetensors nor a config or tokenizer file"
-        elif path.stat().st_size > MAX_COMPANION:
-            found[name] = f"more than {MAX_COMPANION >> 20} MiB"
+        elif path.stat().st_size > MAX_FILE:
+            found[name] = f"more than {MAX_FILE >> 20} MiB"
     return found
 
 

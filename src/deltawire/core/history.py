@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from .manifest import Summary
+from .manifest import RECENT, Summary
 
-STRIDE = 16
+STRIDE = RECENT
 
 
 class Page(msgspec.Struct, frozen=True):

@@ -10,19 +10,38 @@ import re
 import time
 from bisect import bisect_right
 from collections.abc import Iterable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from . import keys
 from .decoding import decode
-from .errors import ForeignObject, ManifestError, UnknownFormat
-from .schema import Schema, check_name
+from .errors import ForeignObject, ManifestError, ModelTooLarge, UnknownFormat
+from .schema import Schema, check_file_name
 
 FORMAT = 1
 
 SUMMARY_METRICS = 6
 """Metrics that `log` can show without reading the manifest."""
+
+RECENT = 16
+"""Summaries that a manifest may carry (history.STRIDE)."""
+
+MAX_LINKS = 64
+"""Ways to reach one version; a publisher makes three at most."""
+
+MAX_METRICS = 1000
+"""Figures that may go with a version, and as many timings."""
+
+MAX_FILES = 1000
+MAX_FILE = 64 << 20
+"""Bytes of one companion file: a config, a tokenizer."""
+
+MAX_ALL_FILES = 1 << 30
+"""Bytes of all companion files of a version."""
+
+MAX_HEAD = 128 << 20
+"""Bytes of the header and index of a data object."""
 
 _HEX128 = re.compile(r"[0-9a-f]{32}")
 
@@ -235,10 +254,16 @@ def parse(data: bytes, kind: type[T], what: str) -> T:
         raise ManifestError(f"{what} does not parse: {error}") from None
 
 
-def parse_run(data: bytes) -> RunInfo:
+def parse_run(data: bytes, max_model: int | None = None) -> RunInfo:
+    """What a run is. ModelTooLarge where it declares more than `max_model` bytes of weights."""
     _check_format(data, keys.RUN)
     info = parse(data, RunInfo, keys.RUN)
     info.schema.check()
+    if max_model is not None and info.schema.nbytes > max_model:
+        raise ModelTooLarge(
+            f"the run declares a model of {info.schema.nbytes / 1e9:,.1f} GB, and {max_model / 1e9:,.1f} GB are "
+            "allowed here: set DELTAWIRE_MAX_MODEL_GB if the run is to be trusted with more"
+        )
     if info.schema.hash != info.schema_hash:
         raise ManifestError(f"the schema in {keys.RUN} does not have the hash it states")
     return info
@@ -259,19 +284,46 @@ def parse_manifest(data: bytes, version: int, run: RunInfo) -> Manifest:
         raise ManifestError(f"{what} cannot have the parent {manifest.parent}")
     if not _HEX128.fullmatch(manifest.digest):
         raise ManifestError(f"{what} has no state digest")
-    if not manifest.links:
-        raise ManifestError(f"{what} names no way to reach its version")
+    if len(manifest.recent) > RECENT or any(len(summary.links) > MAX_LINKS for summary in manifest.recent):
+        raise ManifestError(f"{what} tells of more than {RECENT} versions, or too much of one")
+    if not 0 < len(manifest.links) <= MAX_LINKS:
+        raise ManifestError(f"{what} names {len(manifest.links) or 'no'} ways to reach its version")
+    if max(len(manifest.metrics), len(manifest.timings)) > MAX_METRICS:
+        raise ManifestError(f"{what} has more than {MAX_METRICS:,} metrics or timings")
     for link in manifest.links:
-        _check_link(link, manifest)
-    for file in manifest.files:
-        check_name(file.name)
-        if "/" in file.name or "\\" in file.name:
-            raise ManifestError(f"{what} names the file {file.name[:80]!r}, which is not a plain name")
-        keys.check_file(file.key)
+        _check_link(link, manifest, run.schema)
+    _check_distinct(what, "a link", [(link.kind, link.base) for link in manifest.links])
+    # an object that is named forty times would be fetched forty times
+    _check_distinct(what, "an object", [blob.key for link in manifest.links for blob in link.objects])
+    _check_files(manifest.files, what)
     return manifest
 
 
-def _check_link(link: Link, manifest: Manifest) -> None:
+def _check_distinct(what: str, thing: str, names: list[Any]) -> None:
+    if len(set(names)) != len(names):
+        raise ManifestError(f"{what} names {thing} twice")
+
+
+def _check_files(files: tuple[File, ...], what: str) -> None:
+    for file in files:
+        check_file_name(file.name)
+        keys.check_file(file.key)
+        if file.key != keys.file(file.hash) or not 0 <= file.size <= MAX_FILE:
+            raise ManifestError(
+                f"{what} names the file {file.name[:80]!r} of {file.size:,} bytes; at most {MAX_FILE:,} may go with "
+                "the weights, under a key that is their hash"
+            )
+    _check_distinct(what, "a file", [file.name for file in files])
+    if len(files) > MAX_FILES or sum(file.size for file in files) > MAX_ALL_FILES:
+        raise ManifestError(f"{what} names more than {MAX_FILES:,} files or {MAX_ALL_FILES:,} bytes of files")
+
+
+def most_bytes(schema: Schema) -> int:
+    """How large the objects of a link may be together: a delta is smaller than the full weights, or not published."""
+    return 2 * schema.nbytes + (64 << 20)
+
+
+def _check_link(link: Link, manifest: Manifest, schema: Schema) -> None:
     what = keys.manifest(manifest.version)
     if (link.base is not None) != (link.kind == "delta"):
         raise ManifestError(f"{what} has a {link.kind} link with base {link.base}")
@@ -283,6 +335,12 @@ def _check_link(link: Link, manifest: Manifest) -> None:
         keys.check_data(blob.key)
         if blob.size < 8 or not _HEX128.fullmatch(blob.hash):
             raise ManifestError(f"{what} names {blob.key!r} without a size and hash")
+        if not 0 <= blob.head_size <= MAX_HEAD:
+            raise ManifestError(f"{what} names {blob.key!r} with a header of {blob.head_size:,} bytes")
+    if not 0 <= link.nbytes <= most_bytes(schema) or link.bytes > most_bytes(schema):
+        raise ManifestError(
+            f"{what} has a {link.kind} of {link.bytes:,} bytes; for a model of {schema.nbytes:,} bytes that cannot be"
+        )
 
 
 class _Format(msgspec.Struct):

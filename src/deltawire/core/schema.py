@@ -12,6 +12,12 @@ from . import dtypes
 from .errors import SchemaMismatch, UnsafeName
 
 MAX_NAME = 1024
+MAX_FILE_NAME = 255
+"""Bytes; what file systems allow."""
+
+MAX_TENSORS = 1 << 18
+"""Twice what the largest mixtures of experts have with every expert's matrices stored apart."""
+
 MAX_DIMENSIONS = 64
 """As many as numpy has; a hostile shape of millions would take for ever to multiply out."""
 
@@ -62,6 +68,8 @@ class Schema(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Refuse what could not have come from a publisher. A schema read from a bucket is untrusted input."""
+        if len(self.tensors) > MAX_TENSORS or len(self.ties) > MAX_TENSORS:
+            raise SchemaMismatch(f"the schema has more than {MAX_TENSORS:,} tensors")
         names = [t.name for t in self.tensors]
         if names != sorted(set(names)):
             raise SchemaMismatch("the schema's tensors are not sorted by name, or a name stands twice")
@@ -144,3 +152,12 @@ def check_name(name: str) -> None:
         or not name.isprintable()
     ):
         raise UnsafeName(f"refused the name {name[:80]!r}: empty, reserved, unprintable or leading out of its folder")
+
+
+def check_file_name(name: str) -> None:
+    """A plain name that a file in any folder can have."""
+    check_name(name)
+    if "/" in name or "\\" in name:
+        raise UnsafeName(f"refused the file name {name[:80]!r}: it is not a plain name")
+    if len(name.encode()) > MAX_FILE_NAME:
+        raise UnsafeName(f"refused the file name {name[:80]!r} …: it is longer than {MAX_FILE_NAME} bytes")

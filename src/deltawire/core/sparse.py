@@ -41,7 +41,7 @@ INDEX = "index"
 BASE_DIGEST = "base_digest"
 DIGEST = "digest"
 """Metadata of a delta: the state digests of the version it starts from and of the version it leads to."""
-MAX_INDEX = 64 << 20
+MAX_INDEX = 48 << 20
 MAX_BLOCK_UNITS = 1 << 26
 """Four times what a publisher puts into a block: bounds what decoding one can cost, however well its zeros compress."""
 SPOOL_LIMIT = 16 << 20

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,7 @@ class Replica:
                 checked before the write, from the delta and the weights it meets.
     heartbeat   seconds between heartbeat objects in the bucket; 0 writes none
     reference   the folder of the checkpoint that version 0 refers to, when the run's own name for it does not work here
+    max_model_gb  the largest model that the run may declare; DELTAWIRE_MAX_MODEL_GB, or 4000, by default
     pause       entered exactly for as long as live weights are written and proven, so that nobody computes with them;
                 `version` names them again when it is left, or is None when they have no name
     target      how live weights are read and written, for engines that keep them in another form than the run's
@@ -123,6 +124,7 @@ class Replica:
         prove: bool = True,
         heartbeat: float = 10.0,
         reference: str | Path | None = None,
+        max_model_gb: float | None = None,
         strict: bool = True,
         pause: Callable[[], AbstractContextManager[Any]] = nullcontext,
         target: Callable[..., Target] = open_target,
@@ -142,6 +144,7 @@ class Replica:
         # a setting that is wrong is told now, and not as trouble with every version
         Cache.of_this_host(self._store)
         self._run: Run | None = None
+        self._max_model_gb = max_model_gb
         self._prove = prove
         self._strict = strict
         self._pause = pause
@@ -150,6 +153,8 @@ class Replica:
         self._target: Target | None = None
         self._digest = StateDigest()
         self._bad: set[tuple[int, str, int | None]] = set()
+        self._replaced: set[int] = set()
+        # versions that were found replaced in the bucket in this sync
         self._strayed = False
         # these weights were found changed by somebody else in this sync
         self._heartbeat = heartbeat
@@ -292,7 +297,7 @@ class Replica:
 
     def _open(self) -> Run:
         if self._run is None:
-            self._run = Run.open(self._store)
+            self._run = Run.open(self._store, max_model_gb=self._max_model_gb)
         return self._run
 
     def _next(self, model: Any, every: bool, watcher: Watcher) -> int | None:
@@ -337,6 +342,7 @@ class Replica:
         failure: DeltawireError | None = None
         # what was bad the last time may have been a bad transfer, or repaired since
         self._bad.clear()
+        self._replaced.clear()
         self._strayed = False
         while self.version != want:
             try:
@@ -402,9 +408,8 @@ class Replica:
                 if copy is None and isinstance(error, DigestMismatch) and self._has_strayed(target):
                     return error
                 log.warning("%s: cannot use the %s to version %d: %s", self.id, step.kind, step.version, error)
-                if isinstance(error, ObjectNotFound):
-                    run.forget(step.version)
-                self._bad.add((step.version, step.kind, step.base))
+                if not self._was_replaced(run, step):
+                    self._bad.add((step.version, step.kind, step.base))
                 return error
         if copy is not None:
             manifest = run.manifest(steps[-1].version)
@@ -425,6 +430,21 @@ class Replica:
         log.warning("%s: these weights are no longer what they were: somebody changed them", self.id)
         self._strayed, self.version, self._digest = True, None, found
         return True
+
+    def _was_replaced(self, run: Run, step: chain.Step) -> bool:
+        """Whether a version of this step was replaced in the bucket since its manifest was read, once per version.
+
+        Weights that are a replaced version have no name any more: only full weights lead on from them.
+        """
+        replaced = {v for v in (step.version, step.base) if v is not None and run.renew(v)} - self._replaced
+        if self.version is not None and self.version == step.base:
+            with suppress(*_BAD_LINK):
+                if run.manifest(self.version).digest != str(self._digest):
+                    log.warning("%s: version %d was replaced in %s", self.id, self.version, self._store.url)
+                    replaced.add(self.version)
+                    self.version = None
+        self._replaced |= replaced
+        return bool(replaced)
 
     def _plan(self, run: Run, want: int) -> list[chain.Step]:
         """Ask for as little history as the plan needs: the manifest's own, then back to here, then all of it."""

@@ -23,6 +23,16 @@ def check_size(where: str, size: int, limit: int | None) -> None:
         )
 
 
+LISTED = 1_000_000
+"""Objects that a listing may have: they are held in memory, some 300 bytes each."""
+
+
+def check_listing(where: str, count: int) -> None:
+    """Before more than LISTED objects are held: whoever can write to a bucket must not fill a reader's memory."""
+    if count > LISTED:
+        raise ObjectTooLarge(f"{where} has more than {LISTED:,} objects, all that a listing may have: delete some")
+
+
 Chunks = Callable[[], Iterable[bytes | memoryview]]
 """What `put` streams: called once per attempt, so that a retry starts from the first byte again.
 

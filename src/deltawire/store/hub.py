@@ -36,7 +36,7 @@ from deltawire.core.errors import (
     Unsupported,
 )
 from deltawire.store import hub_client, hub_errors
-from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_size
+from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_listing, check_size
 from deltawire.store.names import check_key, check_prefix, is_key
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ class HubStore:
                     # the server takes any path that begins like the folder
                     files = (item for item in answer.json() if item["type"] == "file")
                     found += [self._info(item) for item in files if item["path"].startswith(wanted)]
+                check_listing(self.url, len(found))
                 page, options = answer.links.get("next", {}).get("url"), {}
         # no order is promised
         return iter(sorted((info for info in found if info.key > (after or "")), key=lambda info: info.key))

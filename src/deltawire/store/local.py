@@ -36,7 +36,7 @@ from deltawire.core.errors import (
     TruncatedFile,
     UnsafeName,
 )
-from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_size
+from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_listing, check_size
 from deltawire.store.names import TEMP_PREFIX, check_key, check_prefix, is_addressable
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -225,6 +225,7 @@ class LocalStore:
             for entry in entries:
                 if not is_addressable(entry.name):
                     continue
+                check_listing(self._where(folder), len(found))
                 try:
                     if entry.is_dir(follow_symlinks=False):
                         found[entry.name + "/"] = None

@@ -21,7 +21,7 @@ from obstore.store import MemoryStore
 
 from deltawire.core.errors import ObjectNotFound, PermissionDenied, StoreUnavailable, TruncatedFile, Unsupported
 from deltawire.store.address import SCHEMES, connect, parse, uploads
-from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_size
+from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_listing, check_size
 from deltawire.store.names import check_key, check_prefix, is_key
 from deltawire.store.object_errors import CLIENT_ERRORS, translate
 
@@ -147,7 +147,10 @@ class ObjectStore:
                 offset=self._root + offset if offset else None,
                 chunk_size=1000,
             )
-            found = [self._info(meta) for meta in itertools.chain.from_iterable(pages)]
+            found: list[ObjectInfo] = []
+            for page in pages:
+                found += map(self._info, page)
+                check_listing(self.url, len(found))
         # Not every server lists in key order (those built on folders put 'a/x' before 'a b'), so none is trusted to.
         found.sort(key=lambda info: info.key)
         return (info for info in found if info.key.startswith(prefix) and info.key > (after or ""))

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
-from ..bucket.run import Run
+from ..bucket.run import MANIFEST, Run
 from ..core import full, history, keys
-from ..core.errors import AlreadyExists, StoreError, VersionNotFound, WriterConflict
-from ..core.manifest import Blob, File, Head, Link, Manifest, Summary, dump, now
+from ..core.errors import AlreadyExists, ObjectTooLarge, StoreError, VersionNotFound, WriterConflict
+from ..core.manifest import MAX_FILE, Blob, File, Head, Link, Manifest, Summary, dump, most_bytes, now, parse_manifest
 from ..core.sparse import DataFile
 from ..store import Store
+from ..store.base import check_size
 from .claim import Claim
 
 log = logging.getLogger("deltawire")
@@ -69,6 +70,10 @@ class Committer:
         result = inherited if companions.given is None else {}
         for name, data in sorted({**companions.found, **(companions.given or {})}.items()):
             full.check_companion(name)
+            if len(data) > MAX_FILE:
+                raise ObjectTooLarge(
+                    f"{name!r} has {len(data):,} bytes; what goes with the weights has at most {MAX_FILE:,}"
+                )
             hash = blake3(data).hexdigest(length=16)
             key = keys.file(hash)
             if key not in known:
@@ -92,6 +97,8 @@ class Committer:
         WriterConflict if somebody else has it already; RunNotFound or RunReplaced if the run was deleted meanwhile.
         """
         version = self.next_version
+        # a skip delta that is larger than any reader accepts is left for prune: the way around it is shorter
+        links = tuple(link for link in links if link.bytes <= most_bytes(self.run.schema))
         if history.needs_page(version):
             self._put_page(version)
         start = history.recent_start(version)
@@ -112,6 +119,9 @@ class Committer:
             recent=self._summaries(start, version),
         )
         key, data = keys.manifest(version), dump(manifest)
+        # a publisher commits nothing that a reader would refuse
+        check_size(key, len(data), MANIFEST)
+        parse_manifest(data, version, self.run.info)
         self.check_run()
         try:
             # created, never overwritten: two trainers must not share a version
