@@ -175,7 +175,8 @@ class Environments:
     )
 
     def __init__(self) -> None:
-        from deltawire.rl.env_server import create_app, listen, serve
+        from deltawire.engines.http import listen
+        from deltawire.rl.env_server import create_app, serve
         from deltawire.rl.wordle import Rules
         from deltawire.rl.wordlists import load
 
@@ -183,7 +184,7 @@ class Environments:
         self._port = listener.getsockname()[1]
         up = threading.Event()
         app = create_app(Rules(load("toy"), 5), max_sessions=8, idle=5.0)
-        threading.Thread(target=serve, args=(app, listener, up.set), daemon=True).start()
+        threading.Thread(target=serve, args=(app, listener, 8, up.set), daemon=True).start()
         if not up.wait(PATIENCE):
             raise RuntimeError("the environment server did not start")
 
