@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from obstore.store import from_url
 
 from deltawire.core.errors import BadURL, UnsafeName
-from deltawire.store import aws
+from deltawire.store import aws, clouds
 from deltawire.store.names import check_key
 from deltawire.store.uploads import Uploads
 
@@ -98,7 +98,12 @@ def connect(address: Address, environ: Mapping[str, str], retries: int) -> Clien
         _check_agreement(address, chosen.endpoint)
         if bundle := environ.get("AWS_CA_BUNDLE"):
             options["root_certificate"] = _read_bundle(bundle)
-    _allow_http(address.scheme, config.get("endpoint"), environ, options)
+    elif address.scheme == "az":
+        config = clouds.azure(environ)
+    else:
+        config = clouds.google(environ)
+    endpoint = clouds.google_endpoint(environ) if address.scheme == "gs" else config.get("endpoint")
+    _allow_http(address.scheme, endpoint, options)
     arguments: Any = {
         "config": config or None,
         "client_options": options,
@@ -123,10 +128,8 @@ def _client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
     return _TIMEOUTS | {name: value for name in _CLIENT_VARIABLES if (value := environ.get(f"{family}_{name.upper()}"))}
 
 
-def _allow_http(scheme: str, endpoint: str | None, environ: Mapping[str, str], options: dict[str, Any]) -> None:
+def _allow_http(scheme: str, endpoint: str | None, options: dict[str, Any]) -> None:
     """http:// to a server close by is a decision the user has already taken; across the internet it is a mistake."""
-    if scheme == "az":
-        endpoint = environ.get("AZURE_STORAGE_ENDPOINT") or environ.get("AZURE_ENDPOINT")
     if not (endpoint or "").startswith("http://") or "allow_http" in options:
         return
     if endpoint and not aws.is_near(endpoint):

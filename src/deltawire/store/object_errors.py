@@ -52,7 +52,7 @@ _LOGIN_SERVICE = re.compile(r"Error performing \w+ http://(169\.254\.|metadata\.
 
 _LOGIN_HINT = (
     "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; on other clouds "
-    "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+    "GOOGLE_APPLICATION_CREDENTIALS (for an emulator STORAGE_EMULATOR_HOST), or AZURE_STORAGE_CONNECTION_STRING"
 )
 
 # What the server says is wrong → what to do about it.
@@ -91,7 +91,7 @@ def translate(error: Exception, where: str) -> DeltawireError:
 
     if code in _NO_BUCKET:
         return BadURL(f"{where}: no such bucket; create it first, or check its name and the endpoint")
-    if _LOGIN_SERVICE.search(text):
+    if _LOGIN_SERVICE.search(text) or "Account must be specified" in text:
         return PermissionDenied(f"{where}: {_LOGIN_HINT}")
     if _ASKED_US in text:
         # our own words come back with the name of their class in front
@@ -113,6 +113,8 @@ def translate(error: Exception, where: str) -> DeltawireError:
         return TruncatedFile(f"{where}: {reason}")
     if isinstance(error, InvalidPathError) or text.startswith("Could not parse path"):
         return UnsafeName(f"{where}: {reason}")
+    if "ETag Header missing" in text:
+        return StoreError(f"{where}: {reason}; a run needs etags, and not every emulator sends them")
     if text.endswith("HTTP error: builder error"):
         return BadURL(f"{where}: the endpoint is not a URL this client may use: {reason}")
     if not answer and (trouble := re.search(r"error: (InvalidCertificate|InvalidMessage)\(\s*(\w+)", debug)):
