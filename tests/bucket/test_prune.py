@@ -280,6 +280,23 @@ def test_silent_replicas_are_forgotten(run: Store) -> None:
     assert Run.open(run).heartbeats() == []
 
 
+@pytest.mark.parametrize("version", [0, COUNT - 1, 10**15, None])
+@pytest.mark.parametrize("at", [0.0, 4e12, float("-inf")])
+def test_a_heartbeat_may_keep_things_and_never_takes_any(run: Store, version: int | None, at: float) -> None:
+    """Whoever can write heartbeats could claim that everybody is far ahead, or read everything."""
+    alone = later(run)
+    info = Run.open(run).info
+    for number, reading in enumerate(((), ((0, COUNT),), ((3, 3), (10**15, 10**16)))):
+        run.put(
+            keys.replica(f"r{number}"),
+            dump(Heartbeat(info.run, f"r{number}", version, version, True, at, reading=reading)),
+        )
+    plan = later(run)
+    assert {*plan.going, *plan.marked} <= {*alone.going, *alone.marked}
+    assert {item.key for item in plan.objects} <= {item.key for item in alone.objects}
+    assert plan.kept.keys() >= alone.kept.keys()
+
+
 def test_a_head_left_behind_is_moved_before_what_follows_it_goes(run: Store) -> None:
     run.put(keys.HEAD, dump(Head(Run.open(run).info.run, 20)))
     prune(run)

@@ -46,6 +46,9 @@ class Child:
 
     def __init__(self, family: str) -> None:
         self.family = family
+        # what is tested syncs its files to disk; in memory that costs nothing
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        self._folder = tempfile.TemporaryDirectory(prefix="deltawire-fuzz-", dir=memory)
         environment = {
             **os.environ,
             "DELTAWIRE_MAX_MODEL_GB": str(DECLARED / 1e9),
@@ -53,8 +56,7 @@ class Child:
             "HF_HUB_OFFLINE": "1",
             "MALLOC_ARENA_MAX": "2",
             "OMP_NUM_THREADS": "1",
-            # files are synced to disk by what is tested; in memory that costs nothing
-            **({"TMPDIR": "/dev/shm"} if os.path.isdir("/dev/shm") else {}),
+            "TMPDIR": self._folder.name,
         }
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
@@ -106,6 +108,7 @@ class Child:
         self._process.wait()
         self._selector.close()
         self._said.close()
+        self._folder.cleanup()
 
 
 class Tally:

@@ -34,6 +34,3 @@ class Broken:
             case "hang":
                 while True:
                     pass
-
-    def close(self) -> None:
-        pass

@@ -157,9 +157,6 @@ class Rollouts:
         status, answer = request(self._port, "POST", "/v1/completions", body, {})
         return status, [choice["text"] for choice in json.loads(answer).get("choices", ())]
 
-    def close(self) -> None:
-        self._stack.close()
-
 
 class Environments:
     """The Wordle server: its HTTP routes and its WebSocket."""
@@ -233,9 +230,6 @@ class Environments:
                 raise Wrong(f"the session was closed with {code}") from None
         if refused:
             raise Answered(400)
-
-    def close(self) -> None:
-        pass
 
 
 def _text(message: bytes) -> str | None:

@@ -89,8 +89,6 @@ class Target(Protocol):
 
     def run(self, case: Case) -> None: ...
 
-    def close(self) -> None: ...
-
 
 @contextmanager
 def fixed_marks() -> Iterator[None]:
@@ -140,9 +138,6 @@ class Deltas:
             contents.steps()
         if failure is not None:
             raise failure
-
-    def close(self) -> None:
-        pass
 
 
 def _wide(step: int) -> Model:
@@ -366,9 +361,6 @@ class Runs:
             shutil.rmtree(place, ignore_errors=True)
             shutil.rmtree(out, ignore_errors=True)
 
-    def close(self) -> None:
-        shutil.rmtree(self._home, ignore_errors=True)
-
 
 @cache
 def _commands() -> Any:
@@ -464,9 +456,6 @@ class Folders:
         finally:
             for each in (place, run, out):
                 shutil.rmtree(each, ignore_errors=True)
-
-    def close(self) -> None:
-        shutil.rmtree(self._home, ignore_errors=True)
 
 
 def _loaded(folder: Path) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from deltawire.core.errors import BadURL, DeltawireError, PermissionDenied, StoreUnavailable
+from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store, open_store
 from deltawire.testing import StoreTests
 from deltawire.testing.seaweed import SeaweedFS
+from support import blank, history, publish, same
 
 
 class TestS3Store(StoreTests):
@@ -170,7 +173,7 @@ def test_no_such_bucket(seaweed: SeaweedFS) -> None:
         list(as_other(seaweed, f"no-{uuid.uuid4()}/run").list())
 
 
-def test_a_key_that_may_only_read(tmp_path: Path) -> None:
+def test_a_key_that_may_only_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     identities = [
         {"name": "owner", "credentials": [{"accessKey": "owner", "secretKey": "o"}], "actions": ["Admin"]},
         {"name": "reader", "credentials": [{"accessKey": "reader", "secretKey": "r"}], "actions": ["Read", "List"]},
@@ -190,6 +193,17 @@ def test_a_key_that_may_only_read(tmp_path: Path) -> None:
             with pytest.raises(PermissionDenied, match="may not do that here"):
                 write()
         assert [info.key for info in reader.list()] == ["key"]
+        # all that a replica needs
+        versions = history(3)
+        publish(server.store("some-bucket/other"), versions)
+        live = blank(versions[0])
+        place = as_other(server, "some-bucket/other", AWS_ACCESS_KEY_ID="reader", AWS_SECRET_ACCESS_KEY="r")
+        replica = Replica(place, heartbeat=0.001, id="reader")
+        with caplog.at_level(logging.WARNING, "deltawire"):
+            assert next(replica.follow(live, poll=0.1)) == 2
+            assert replica.sync(live, 1) == 1
+        assert same(live, versions[1])
+        assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["reader sends no heartbeats"]
 
 
 # ── what writers leave behind ────────────────────────────────────────────────────────────────────────────────────────

@@ -32,6 +32,7 @@ from ..core.errors import (
     FormatError,
     MissingBase,
     ObjectNotFound,
+    PermissionDenied,
     RunNotFound,
     RunReplaced,
     SchemaError,
@@ -168,6 +169,7 @@ class Replica:
         # bytes, in this sync
         self._closed = threading.Event()
         self._beating = threading.Lock()
+        self._unseen = False
         self._reading: tuple[tuple[int, int], ...] = ()
         # ranges of versions that prune must leave for us
 
@@ -540,6 +542,11 @@ class Replica:
                 self._reading,
             )  # fmt: skip
             self._store.put(keys.replica(self.id), dump(beat))
+        except PermissionDenied as trouble:
+            # reading is all a replica needs; said once
+            level = logging.DEBUG if self._unseen else logging.WARNING
+            log.log(level, "%s sends no heartbeats, so prune and log do not see it: %s", self.id, trouble)
+            self._unseen = True
         except StoreError as trouble:
             log.debug("no heartbeat: %s", trouble)
         finally:

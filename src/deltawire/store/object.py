@@ -220,8 +220,10 @@ class ObjectStore:
         return Fetched(data, meta["e_tag"])
 
     def _info(self, meta: ObjectMeta) -> ObjectInfo:
-        key = meta["path"][len(self._root) :]
-        return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), meta["e_tag"])
+        key, etag = meta["path"][len(self._root) :], meta["e_tag"]
+        if etag and not etag.endswith('"') and self.url.startswith("az:"):
+            etag = f'"{etag}"'  # Azure leaves the quotes out of listings
+        return ObjectInfo(key, meta["size"], meta["last_modified"].timestamp(), etag)
 
     # ── names and errors ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -55,6 +55,11 @@ _LOGIN_HINT = (
     "GOOGLE_APPLICATION_CREDENTIALS (for an emulator STORAGE_EMULATOR_HOST), or AZURE_STORAGE_CONNECTION_STRING"
 )
 
+# How the client itself says that a range begins behind the end; the last is Azurite's answer for an empty object.
+_PAST_THE_END = re.compile(
+    r"^Generic \w+ error: (Invalid range|Wanted range starting at|Failed to parse .*CONTENT_RANGE.* \"bytes 0--1/0)"
+)
+
 # What the server says is wrong → what to do about it.
 _NEXT = {
     "AccessDenied": "this key may not do that here; allow it to get, put, list and delete objects under this prefix",
@@ -109,7 +114,7 @@ def translate(error: Exception, where: str) -> DeltawireError:
         return StoreFull(f"{where}: {reason}; {_NO_SPACE_HINT}")
     if isinstance(error, _DENIED) or status in (401, 403) or code in _BAD_LOGIN or code == "AccessDenied":
         return PermissionDenied(f"{where}: {reason}")
-    if status == 416 or text.startswith("Generic InMemory error: Invalid range"):
+    if status == 416 or _PAST_THE_END.search(text):
         return TruncatedFile(f"{where}: {reason}")
     if isinstance(error, InvalidPathError) or text.startswith("Could not parse path"):
         return UnsafeName(f"{where}: {reason}")
