@@ -3,6 +3,7 @@
     python benchmarks/codec.py                     # trains its own deltas first (cached), a few minutes on two cores
     python benchmarks/codec.py --quick             # one delta of each model
     python benchmarks/codec.py --ours              # without the formats of others
+    python benchmarks/codec.py --why-not           # what people would try instead, on one step of stories15M
     python benchmarks/codec.py --device cuda --full  # the full Qwen3-0.6B shape, trained on a GPU
 
 Speeds are per core (one thread), the fastest of several runs; memcpy of the same weights is timed in the same run. So
@@ -15,7 +16,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from numba import njit
 from _deltas import Delta, cached
 from _formats import FORMATS, floors
 from _report import about, best, print_about, write_json
+from _rivals import Tried, rivals, write_pair
 from _shapes import QWEN3_06B, SMALL
 from deltawire.core.change import Change, blocks, compare, gather
 from deltawire.core.codecs import ENCODINGS, packed, planes
@@ -34,6 +38,7 @@ from deltawire.core.sparse import DeltaFile, write_delta
 from deltawire.models import ModelView
 
 Row = dict[str, Any]
+WAYS = ("packed", "context")
 
 
 def measure(delta: Delta, others: bool) -> Row:
@@ -242,6 +247,35 @@ def deltas(options: argparse.Namespace) -> list[Delta]:
     return found + [d for lr in rates for d in cached("stories", lr, (24,), options.device)]
 
 
+def why_not(device: str) -> Row:
+    """Other ways to move the same step, as bytes and seconds; one thread where the tool lets us choose."""
+    (delta,) = cached("stories", 3e-6, (24,), device)
+    formats = {format.name: format for format in FORMATS}
+    with TemporaryDirectory(prefix="deltawire-why-not-") as folder:
+        pair = write_pair(delta.old, delta.new, Path(folder))
+        full = pair.new.stat().st_size
+        tried = [Tried("full weights", full, 0.0, None), *rivals(pair)]
+    row = _theirs(delta, formats["dense XOR, zstd-1"], delta.changed, delta.elements)
+    tried.append(_tried(row, "XOR + zstd-1 (our own)", delta))
+    tried += [_tried(_ours(delta, name, delta.changed, delta.elements), f"**`{name}`**", delta) for name in WAYS]
+    print(f"{delta.name}: {delta.elements / 1e6:.1f} M weights, {100 * delta.changed / delta.elements:.2f} % changed\n")
+    print("| | kB | of full | encode | decode and apply |\n|---|---|---|---|---|")
+    for one in tried:
+        if one.size is None:
+            print(f"| {one.name} | {one.remark} | | | |")
+            continue
+        decode = "" if one.decode_s is None else f"{1e3 * one.decode_s:,.0f} ms"
+        encode = f"{1e3 * one.encode_s:,.0f} ms" if one.encode_s else ""
+        print(f"| {one.name} | {one.size / 1e3:,.0f} | {100 * one.size / full:.2f} % | {encode} | {decode} |")
+    found = {"delta": delta.name, "elements": delta.elements, "changed": delta.changed, "full": full}
+    return {**found, "tried": [asdict(one) for one in tried]}
+
+
+def _tried(row: Row, name: str, delta: Delta) -> Tried:
+    seconds = [row[f"{way}_ns_per_weight"] * delta.elements / 1e9 for way in ("encode", "decode")]
+    return Tried(name, row["bytes"], *seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one delta of each model")
@@ -249,11 +283,15 @@ def main() -> None:
     parser.add_argument(
         "--ours", action="store_true", help="without the formats of others, which take most of the time"
     )
+    parser.add_argument("--why-not", action="store_true", help="zstd, xdelta3, bsdiff, Xet and ModelExpress instead")
     parser.add_argument("--device", default="cpu", help="where to train the deltas")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON and chart")
     options = parser.parse_args()
     facts = about()
     print_about(facts)
+    if options.why_not:
+        write_json(options.out / "codec-why-not.json", {**facts, **why_not(options.device)})
+        return
     rows = []
     for delta in deltas(options):
         rows.append(measure(delta, not options.ours))

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 from documents import ROOT, Block
 
-from deltawire.testing.seaweed import SeaweedFS
+from deltawire.testing.seaweed import SeaweedFS, _free_ports
 from tests.servers import free_port
 
 PATIENCE_S = {"everyday": 60, "slow": 600, "vllm": 600}
@@ -142,7 +142,9 @@ class Stage:
         """Ports for a SeaweedFS that a document starts; its S3 port is the printed one."""
         names = ("s3.port.grpc", "master.port", "filer.port", "volume.port", "admin.port")
         fixed = "-s3.port=8333 -s3.port.iceberg=0 -s3.port.lance=0 -webdav=false -admin.ui=false"
-        return fixed + "".join(f" -{name}={free_port()}" for name in names)
+        return fixed + "".join(
+            f" -{name}={port}" for name, port in zip(names, _free_ports("127.0.0.1", len(names)), strict=True)
+        )
 
     def _python(self, block: Block, code: str) -> None:
         """In this process, so that torch is not imported for each snippet anew."""
