@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
 
-from deltawire.core.parallel import ordered_map
+from deltawire.core.parallel import default_threads, ordered_map
+
+
+def test_where_a_system_does_not_tell_which_cores_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS."""
+    monkeypatch.delenv("DELTAWIRE_THREADS", raising=False)
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert default_threads() == os.cpu_count()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -86,3 +86,25 @@ def test_what_cannot_be_installed_is_refused(words: str, monkeypatch: pytest.Mon
 def test_installing_from_the_clone_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert pip(["install", "-e", ".[torch,hub]", "vllm==0.32.0"]) is None
+
+
+# ── the table of compatibility ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_every_cell_of_the_compatibility_tables_names_a_test_that_exists() -> None:
+    tables, _, tests = (ROOT / "docs/compatibility.md").read_text().partition("## The tests")
+    named = dict(re.findall(r"^(\d+)\. `(.+)`$", tests, re.M))
+    for name in named.values():
+        assert_test_exists(name, "docs/compatibility.md")
+    assert set(re.findall(r"\[(\d+)\]", tables)) == set(named)
+
+
+def test_no_cell_of_the_compatibility_tables_is_left_open() -> None:
+    """Tested, should work, or no."""
+    said = re.compile(r"\[\d+\]|should work|\bno\b|as dense|reloaded whole|not tried|what all tests run on")
+    for line in (ROOT / "docs/compatibility.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("| ") else []
+        refused = any(cell.startswith("no:") for cell in cells)
+        for cell in cells[2:]:
+            header = cells[0] in ("trainer", "weights")
+            assert header or said.search(cell) or (refused and not cell), f"{cells[0]!r}: {cell!r}"

@@ -15,7 +15,10 @@ R = TypeVar("R")
 def default_threads() -> int:
     """DELTAWIRE_THREADS, or the cores this process may use."""
     configured = os.environ.get("DELTAWIRE_THREADS")
-    return max(1, int(configured)) if configured else len(os.sched_getaffinity(0))
+    if configured:
+        return max(1, int(configured))
+    # only Linux tells which cores a process may use
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int | None = None) -> Iterator[R]:
