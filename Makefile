@@ -19,7 +19,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-all setup-vllm test-vllm release-check soak fuzz hub-proof bench lint format clean
+.PHONY: help setup demo netns-demo test test-all setup-vllm test-vllm release-check walk soak fuzz hub-proof bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -53,7 +53,7 @@ test-vllm:  ## run the tests against a real vLLM on the CPU, in an environment o
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
-		tests/engines/vllm/$(if $(VLLM),older,live).py $(ARGS)
+		tests/engines/vllm/$(if $(VLLM),older,live).py $(if $(VLLM),,tests/docs/live.py) $(ARGS)
 
 release-check: $(READY)  ## build sdist and wheel, and prove that both install and run in clean environments
 	@$(BIN)/python tests/release.py
@@ -61,6 +61,9 @@ release-check: $(READY)  ## build sdist and wheel, and prove that both install a
 hub-proof: $(READY)  ## a run on a real service, and a report: BUCKET=hf://buckets/me/scratch (or s3://…)
 	@test -n "$(BUCKET)" || { echo "say where: make hub-proof BUCKET=hf://buckets/me/scratch"; exit 2; }
 	@$(BIN)/python benchmarks/service_proof.py "$(BUCKET)" $(ARGS)
+
+walk: $(READY)  ## the quick start with a model of your own, in a fresh clone and environment, timed
+	@PYTHONPATH=. $(BIN)/python tests/docs/walk.py
 
 bench: $(READY)  ## run the benchmarks (one of them: make bench BENCH=benchmarks/memory.py)
 	@test -n "$(BENCH)" || { echo "no benchmarks found in benchmarks/"; exit 1; }

@@ -6,7 +6,7 @@
     python benchmarks/density.py --model path/to/your/model   a checkpoint folder of yours
 
 Each row is a training run of its own, from the same weights with the same samples, which the model drew before: it
-continued four prompts, short sentences were rewarded, advantages are normalised per group. Their policy gradient,
+continued some prompts, short sentences were rewarded, advantages are normalised per group. Their policy gradient,
 clipped at a norm of 1, goes to the optimizer. Where a row does not say otherwise, master weights are fp32, the forward
 pass runs on their bf16 rounding, and what is compared from step to step is that rounding: what deltawire publishes.
 `start` is the first step, `steady` the median of the last third. Sizes are those of the last step; `full` is every
@@ -233,7 +233,8 @@ def main() -> None:
     parser.add_argument("--model", default="stories15m", help="stories15m, smollm2, or a checkpoint folder")
     parser.add_argument("--rows", nargs="*", default=[""], help="only rows whose names begin so")
     parser.add_argument("--steps", type=int, default=18)
-    parser.add_argument("--generations", type=int, default=6, help="samples of each of four prompts")
+    parser.add_argument("--generations", type=int, default=6, help="samples of each prompt")
+    parser.add_argument("--prompts", type=int, default=4, choices=range(1, 5))
     parser.add_argument("--tokens", type=int, default=40, help="of each sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where the figures go (results/density-MODEL.json)")
@@ -242,7 +243,7 @@ def main() -> None:
     print_about(facts)
     model, tokenizer = load(given.model)
     torch.manual_seed(given.seed)
-    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in PROMPTS]
+    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in PROMPTS[: given.prompts]]
     batches = [[play(model, tokenizer, prompt, given) for prompt in prompts] for _ in range(given.steps)]
     rows = [row for row in ROWS if any(row.name.startswith(name) for name in given.rows)]
     if find_spec("torchao") is None:

@@ -67,15 +67,23 @@ def checkpoint(stage: Stage) -> Mapping[str, Any]:
 @scene
 def chat(stage: Stage) -> Mapping[str, Any]:
     """`my-model`, and three versions of it at s3://runs/chat."""
-    from transformers import AutoModelForCausalLM
-
-    from tests.engines.server.serving import nudge
-    from tests.engines.server.serving import publisher as publisher_of
+    from safetensors.torch import load_file
 
     checkpoint(stage)
-    model = AutoModelForCausalLM.from_pretrained(stage.clone / "my-model")
-    with stage.s3(), publisher_of(stage.substituted("s3://runs/chat"), stage.clone / "my-model") as publisher:
-        for seed in range(3):
-            publisher.publish(model, wait=True)
-            nudge(model, seed)
+    weights = load_file(stage.clone / "my-model" / "model.safetensors")
+    with stage.s3(), dw.Publisher(stage.substituted("s3://runs/chat"), files=stage.clone / "my-model") as publisher:
+        for _ in range(3):
+            publisher.publish(weights, wait=True)
+            next(iter(weights.values())).view(-1)[:9] += 1
     return {}
+
+
+@scene
+def dataset(stage: Stage) -> Mapping[str, Any]:
+    """A model of transformers and eight sequences to train it on."""
+    import torch
+
+    from tests.engines.server.serving import tiny_model
+
+    tokens = [torch.arange(3, 15) + i for i in range(8)]
+    return {"model": tiny_model(), "dataset": [{"input_ids": one, "labels": one} for one in tokens]}

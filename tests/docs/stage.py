@@ -28,7 +28,7 @@ from documents import ROOT, Block
 from deltawire.testing.seaweed import SeaweedFS, _free_ports
 from tests.servers import free_port
 
-PATIENCE_S = {"everyday": 60, "slow": 600, "vllm": 600}
+PATIENCE_S = {"everyday": 240, "slow": 600, "vllm": 600}
 """How long a block of a suite may take before it is ended and fails."""
 
 SUBSTITUTIONS: tuple[tuple[str, str], ...] = (
@@ -37,8 +37,14 @@ SUBSTITUTIONS: tuple[tuple[str, str], ...] = (
     (r"s3://runs/", "{bucket}/"),
     (r"-bucket=runs\b", "-bucket={name}"),
     (r"Qwen/Qwen3-0\.6B", "my-model"),
+    # this environment, with a pip that only looks
+    (r"python3 -m venv \.venv && \. \.venv/bin/activate", "true"),
     # servers listen where nothing else does
     (r"\b(deltawire serve|deltawire env wordle|vllm serve)\b(?![^\n]*--port)", r"\1 --port 8000"),
+    # a model this small on a CPU is not worth compiling
+    (r"(--engine vllm \S+)(?= +#)", r"\1 -- --enforce-eager --max-model-len 128"),
+    # an answer with an error is an error
+    (r"\bcurl ", "curl -fsS "),
     (r"weed mini\b", "weed mini {weed}"),
     (r"--seconds 120\b", "--seconds 15"),
     (r"http://127\.0\.0\.1:8333(?=&region)", "{endpoint}"),
@@ -56,20 +62,24 @@ Scene = Callable[["Stage"], Mapping[str, Any]]
 class Stage:
     """A folder that looks like a fresh clone, and what runs in it."""
 
-    def __init__(self, folder: Path, server: SeaweedFS | None, bucket: str) -> None:
+    substitutions = SUBSTITUTIONS
+
+    def __init__(
+        self, folder: Path, server: SeaweedFS | None, bucket: str, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.folder, self.bucket = folder, bucket
         self.endpoint = server.endpoint if server else ""
         self.clone = folder / "deltawire"
         self._s3 = server.environment if server else {}
-        self.environment = {**os.environ, **self._s3}
+        self.environment = {**os.environ, **self._s3, **(environment or {})}
         self._ports: dict[str, int] = {}
         self.names: dict[str, Any] = {"__name__": "__main__"}
         self._threads: list[threading.Thread] = []
         self._left: list[subprocess.Popen[bytes]] = []
         (folder / "tmp").mkdir()
-        self._lay_out()
+        self.lay_out()
 
-    def _lay_out(self) -> None:
+    def lay_out(self) -> None:
         self.clone.mkdir()
         for entry in ROOT.iterdir():
             if entry.name not in (".git", ".venv", "models", "runs"):
@@ -89,7 +99,7 @@ class Stage:
         self.environment |= {
             "VENV": str(venv),
             "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
+            "PYTHONPATH": f"{ROOT / 'src'}:{self.environment.get('PYTHONPATH', '')}",
         }
 
     def __enter__(self) -> Stage:
@@ -106,20 +116,21 @@ class Stage:
             if block.suite == suite:
                 if block.scene:
                     self.names |= scenes[block.scene](self)
-                self._run(block, self.substituted(block.code))
+                self.run_block(block)
 
-    def _run(self, block: Block, code: str) -> None:
+    def run_block(self, block: Block) -> None:
+        code = self.substituted(block.code)
         if block.language == "python":
-            self._python(block, code)
+            self.run_python(block, code)
         elif block.until:
             first, terminals = _terminals(code)
             for command in terminals:
-                self._bash(block, f"{first}\n{command}", block.until)
+                self.run_bash(block, f"{first}\n{command}", block.until)
         else:
-            self._bash(block, code)
+            self.run_bash(block, code)
 
     def substituted(self, code: str) -> str:
-        for pattern, value in SUBSTITUTIONS:
+        for pattern, value in self.substitutions:
             if value == "{port}":
                 code = re.sub(pattern, lambda found: str(self._ports.setdefault(found[0], free_port())), code)
             else:
@@ -146,7 +157,7 @@ class Stage:
             f" -{name}={port}" for name, port in zip(names, _free_ports("127.0.0.1", len(names)), strict=True)
         )
 
-    def _python(self, block: Block, code: str) -> None:
+    def run_python(self, block: Block, code: str) -> None:
         """In this process, so that torch is not imported for each snippet anew."""
 
         def told(*words: object, **options: Any) -> None:
@@ -181,7 +192,7 @@ class Stage:
         """Runs beside the next Python block."""
         self._threads.append(threading.Thread(target=work, daemon=True))
 
-    def _bash(self, block: Block, code: str, until: str = "") -> None:
+    def run_bash(self, block: Block, code: str, until: str = "") -> None:
         kept, log = self.folder / "environment", self.folder / f"{block.line}-{len(self._left)}.log"
         script = f"set -euo pipefail\n{code}\nenv -0 > {kept}\n"
         with open(log, "wb") as out:
