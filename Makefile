@@ -10,8 +10,8 @@ MINUTES ?= 10
 SEED   ?=
 VLLM   ?=
 # Files that start with an underscore are helpers, not benchmarks; pause.py wants vLLM's environment, sync.py and
-# netns_demo.py root, real_models.py a model, service_proof.py a bucket, wordle_seeds.py half an hour.
-APART  := pause sync netns_demo real_models service_proof wordle_seeds
+# netns_demo.py root, density.py and real_models.py a model, service_proof.py a bucket, wordle_seeds.py half an hour.
+APART  := density pause sync netns_demo real_models service_proof wordle_seeds
 BENCH  ?= $(filter-out $(APART:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py)))
 
 BIN    := $(VENV)/bin
