@@ -9,9 +9,10 @@ ARGS   ?=
 MINUTES ?= 10
 SEED   ?=
 VLLM   ?=
+DEVICE ?= cpu
 # Files that start with an underscore are helpers, not benchmarks; pause.py wants vLLM's environment, sync.py and
 # netns_demo.py root, density.py and real_models.py a model, service_proof.py a bucket, wordle_seeds.py half an hour.
-APART  := density pause sync netns_demo real_models service_proof wordle_seeds
+APART  := density pause pause_server sync netns_demo real_models service_proof wordle_seeds
 BENCH  ?= $(filter-out $(APART:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py)))
 
 BIN    := $(VENV)/bin
@@ -49,11 +50,16 @@ setup-vllm:  ## make the environment of test-vllm (once, outside the clone)
 	@tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)
 
 # The codecs are compiled into a cache of that environment: its numba is another one than that of $(VENV).
-test-vllm:  ## run the tests against a real vLLM on the CPU, in an environment of its own (made once, outside the clone)
+# With DEVICE=cuda: the environment of $(PYTHON), which has the GPU build of vLLM and deltawire in it.
+test-vllm:  ## run the tests against a real vLLM, on the CPU in an environment made for it, or on a GPU (DEVICE=cuda)
+ifeq ($(DEVICE),cuda)
+	@DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider -m "" --timeout 900 tests/engines/vllm/live.py $(ARGS)
+else
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
 		tests/engines/vllm/$(if $(VLLM),older,live).py $(if $(VLLM),,tests/docs/live.py) $(ARGS)
+endif
 
 release-check: $(READY)  ## build sdist and wheel, and prove that both install and run in clean environments
 	@$(BIN)/python tests/release.py

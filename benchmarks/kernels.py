@@ -127,7 +127,7 @@ def check(model: Model) -> None:
     _same_model("apply", live, model.new)
     digest = kernels.digest(model.names, live)
     plan = kernels.flat_plan(live, unit=2)
-    if digest != kernels._state(torch_ops.digest(plan, live, kernels._keys(plan, model.names))):
+    if digest != kernels.state(torch_ops.digest(plan, live, kernels.tile_keys(plan, model.names))):
         raise SystemExit("digest differs from plain torch")
     kernels.apply(live, undo.swapped())
     _same_model("undo", live, model.old)

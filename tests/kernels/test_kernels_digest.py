@@ -15,7 +15,7 @@ def test_digest_is_the_core_s(ops: ModuleType, device: torch.device, tile: int) 
     tensors = models.odd_model(device)
     names = [f"layer.{i}" for i in range(len(tensors))]
     plan = flat_plan(tensors, tile, unit=2)
-    found = kernels._state(ops.digest(plan, tensors, kernels._keys(plan, names)))
+    found = kernels.state(ops.digest(plan, tensors, kernels.tile_keys(plan, names)))
     assert found == models.core_digest(names, tensors)
 
 
@@ -26,7 +26,7 @@ def test_digest_moves_as_the_weights_do(ops: ModuleType, device: torch.device, t
     names = [f"layer.{i}" for i in range(len(old))]
     plan = flat_plan(old, tile)
     changed = torch_ops.detect(plan, old, new)
-    moved = kernels._state(ops.digest_change(plan, changed, kernels._keys(plan, names)))
+    moved = kernels.state(ops.digest_change(plan, changed, kernels.tile_keys(plan, names))[0])
     assert models.core_digest(names, old) + moved == models.core_digest(names, new)
 
 
@@ -35,7 +35,7 @@ def test_digest_moves_the_same_whatever_the_tiles(ops: ModuleType, device: torch
     new = models.moved(old, 0.05, 6)
     plan = Plan(old, [grid(0, 0, 300, (30, 300), (3, 2))])
     changed = torch_ops.detect(plan, old, new)
-    moved = kernels._state(ops.digest_change(plan, changed, kernels._keys(plan, ["w"])))
+    moved = kernels.state(ops.digest_change(plan, changed, kernels.tile_keys(plan, ["w"]))[0])
     assert models.core_digest(["w"], old) + moved == models.core_digest(["w"], new)
 
 
@@ -46,3 +46,23 @@ def test_public_digest(device: torch.device) -> None:
     new = models.moved(tensors, 0.1, 2)
     moved = kernels.digest_change(names, tensors, kernels.detect(tensors, new))
     assert kernels.digest(names, tensors) + moved == kernels.digest(names, new)
+
+
+def test_parts_of_tensors_count_as_in_their_tensors(ops: ModuleType, device: torch.device) -> None:
+    """Pieces cut from larger tensors, by rows and by columns, each in a group of its own."""
+    rows, columns = 48, 320
+    for dtype in (torch.bfloat16, torch.float32):
+        old = models.random_tensor((rows, columns), dtype, 5).to(device)
+        new = models.moved([old], 0.05, 6)[0]
+        corners = [(0, 16, 0, columns), (16, 32, 0, 100), (16, 32, 100, 220)]
+        pieces = [
+            [t[r : r + n, c : c + m].contiguous() for r, n, c, m in corners]
+            for t in (old, new)
+        ]  # fmt: skip
+        plan = flat_plan(pieces[0], 1 << 10)
+        changed = torch_ops.detect(plan, *pieces)
+        table = [[r * columns + c, m, columns, group] for group, (r, _, c, m) in enumerate(corners)]
+        origins = kernels.Origins(torch.tensor(table, device=device)[torch.from_numpy(plan.tensor)], len(corners))
+        moved = ops.digest_change(plan, changed, kernels.tile_keys(plan, ["w"] * len(corners)), origins)
+        assert models.core_digest(["w"], [old]) + kernels.state(moved.sum(0)) == models.core_digest(["w"], [new])
+        assert [bool(lanes.any()) for lanes in moved] == [True] * len(corners)

@@ -11,6 +11,7 @@ from deltawire import kernels
 from deltawire.core.change import Change, Region, blocks, compare
 from deltawire.core.codecs.ulps import zigzags_of
 from deltawire.core.dtypes import lookup
+from deltawire.core.moves import RegionMoves
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.kernels import torch_ops
 from deltawire.models import ModelView
@@ -95,7 +96,9 @@ def test_steps_from_the_host_are_taken_where_the_weights_are(
         values = zigzags.astype(change.old.dtype)
         if number % 3 == 0:
             kind, values = kernels.NEW_BITS, change.new
-        moves.append(kernels.RegionMoves(change.region, change.positions, values, kind))
+        elif number % 3 == 1:
+            kind, values = kernels.FLIPS, change.old ^ change.new
+        moves.append(RegionMoves(change.region, change.positions, values, kind))
     before = models.clones(old)
     assert models.equal(ops.resolve(plan, old, kernels.send_moves(plan, moves)), expected)
     assert models.same(old, before)

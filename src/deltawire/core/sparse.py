@@ -22,7 +22,7 @@ from .change import Change, Region
 from .codecs import block_encoding, check_encoding, raw
 from .codecs.base import BaseBits, Before, CodedBlock, Stream, expand, squeeze
 from .decoding import decode
-from .dtypes import Bits, lookup
+from .dtypes import lookup
 from .errors import (
     CorruptStream,
     CountMismatch,
@@ -32,6 +32,7 @@ from .errors import (
     SchemaMismatch,
     UnknownFormat,
 )
+from .moves import RegionMoves
 from .parallel import default_threads, ordered_map
 from .schema import Schema, TensorSpec
 
@@ -233,12 +234,7 @@ class DeltaFile:
     def decode(self, block: BlockRef, base: BaseBits) -> list[Change]:
         """The changes of one block against the base version's bits. Touches nothing."""
         if block.record is None:
-            assert block.indices is not None
-            assert block.values is not None
-            region = block.regions[0][0]
-            indices = self._read(block.indices.start, block.indices.nbytes)
-            values = self._read(block.values.start, block.values.nbytes)
-            return raw.decode(region.tensor, block.indices.dtype, indices, values, base)
+            return raw.decode(*self._raw_parts(block), base)
         streams = self.streams(block)
         changes: list[Change] = block_encoding(block.record.encoding).decode(block.record, block.regions, streams, base)
         return changes
@@ -254,13 +250,15 @@ class DeltaFile:
             changes = at_once(block.record, block.regions, self.streams(block), bits)
         return changes
 
-    def moves(self, block: BlockRef) -> tuple[npt.NDArray[np.uint32], Bits] | None:
-        """Positions and zigzagged steps of a block, for who has the base version elsewhere; None where only the base
-        version can tell."""
-        read = getattr(block_encoding(block.record.encoding), "read", None) if block.record else None
-        if read is None or block.record is None:
+    def moves(self, block: BlockRef) -> list[RegionMoves] | None:
+        """The changes of one block without the base version, for weights that are elsewhere; None for encodings that
+        cannot be read without it."""
+        if block.record is None:
+            return raw.moves(*self._raw_parts(block))
+        read = getattr(block_encoding(block.record.encoding), "moves", None)
+        if read is None:
             return None
-        moves: tuple[npt.NDArray[np.uint32], Bits] = read(block.record, block.regions, self.streams(block))
+        moves: list[RegionMoves] = read(block.record, block.regions, self.streams(block))
         return moves
 
     def steps(self, block: BlockRef) -> npt.NDArray[np.int64] | None:
@@ -270,6 +268,14 @@ class DeltaFile:
             return None
         steps: npt.NDArray[np.int64] = read(block.record, block.regions, self.streams(block))
         return steps
+
+    def _raw_parts(self, block: BlockRef) -> tuple[TensorSpec, str, bytes, bytes]:
+        """A tensor of a `raw` file, the dtype of its indices, and the bytes of indices and values."""
+        assert block.indices is not None
+        assert block.values is not None
+        indices = self._read(block.indices.start, block.indices.nbytes)
+        values = self._read(block.values.start, block.values.nbytes)
+        return block.regions[0][0].tensor, block.indices.dtype, indices, values
 
     def streams(self, block: BlockRef) -> dict[str, bytes]:
         """The streams of a block as they are stored, checked by its hash."""

@@ -25,21 +25,35 @@ from torch import Tensor
 
 from ..core.digest import StateDigest, tensor_keys
 from . import torch_ops
-from .host import RegionMoves, from_changes, region_plan, send_moves, to_changes
+from .host import from_changes, region_plan, send_moves, to_changes
 from .plan import TILE, Plan, Segment, flat_plan, grid
-from .results import BIT_STEPS, CLASSES, NEW_BITS, NUMBER_STEPS, Changed, Moves, Ranks, Rules, TooMany, rules
+from .results import (
+    BIT_STEPS,
+    CLASSES,
+    FLIPS,
+    NEW_BITS,
+    NUMBER_STEPS,
+    Changed,
+    Moves,
+    Origins,
+    Ranks,
+    Rules,
+    TooMany,
+    rules,
+)
 
 __all__ = [
     "BIT_STEPS",
     "CLASSES",
+    "FLIPS",
     "NEW_BITS",
     "NUMBER_STEPS",
     "TILE",
     "Changed",
     "Moves",
+    "Origins",
     "Plan",
     "Ranks",
-    "RegionMoves",
     "Rules",
     "Segment",
     "TooMany",
@@ -50,6 +64,7 @@ __all__ = [
     "detect",
     "digest",
     "digest_change",
+    "digest_change_by_group",
     "digest_plan",
     "flat_plan",
     "from_changes",
@@ -60,6 +75,8 @@ __all__ = [
     "resolve",
     "rules",
     "send_moves",
+    "state",
+    "tile_keys",
     "to_changes",
 ]
 
@@ -138,7 +155,7 @@ def digest_plan(tensors: Sequence[Tensor]) -> Plan:
 def digest(names: Sequence[str], tensors: Sequence[Tensor], *, plan: Plan | None = None) -> StateDigest:
     """The state digest of a model: what `deltawire.core.digest` says of the same bits."""
     plan = plan or digest_plan(tensors)
-    return _state(_run("digest", plan, tensors, _keys(plan, names)))
+    return state(_run("digest", plan, tensors, tile_keys(plan, names)))
 
 
 def digest_change(
@@ -147,7 +164,13 @@ def digest_change(
     """How the state digest moves when the change is applied; `tensors` give the shapes alone."""
     plan = plan or flat_plan(tensors)
     _require_tiles(plan, changed)
-    return _state(_run("digest_change", plan, changed, _keys(plan, names)))
+    return state(_run("digest_change", plan, changed, tile_keys(plan, names))[0])
+
+
+def digest_change_by_group(names: Sequence[str], changed: Changed, origins: Origins, *, plan: Plan) -> Tensor:
+    """The same for tensors that are cut from those that are named: int64 [groups, 2], still on the device."""
+    _require_tiles(plan, changed)
+    return _run("digest_change", plan, changed, tile_keys(plan, names), origins)  # type: ignore[no-any-return]
 
 
 def class_counts(old: Sequence[Tensor], plan: Plan, rules: Rules) -> Tensor:
@@ -200,7 +223,7 @@ def _require_alike(
                 )
 
 
-def _keys(plan: Plan, names: Sequence[str]) -> Tensor:
+def tile_keys(plan: Plan, names: Sequence[str]) -> Tensor:
     """The digest keys of every tile, on the device."""
 
     def make() -> Tensor:
@@ -210,6 +233,7 @@ def _keys(plan: Plan, names: Sequence[str]) -> Tensor:
     return plan.remember(("keys", tuple(names)), make)
 
 
-def _state(lanes: Tensor) -> StateDigest:
+def state(lanes: Tensor) -> StateDigest:
+    """A digest from its two lanes; waits for the device."""
     lane0, lane1 = (value & (1 << 64) - 1 for value in lanes.tolist())
     return StateDigest(lane0, lane1)

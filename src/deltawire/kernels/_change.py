@@ -11,6 +11,7 @@ from ._tiles import chunk_offsets, tile_pointer, tile_shape
 
 NEW_BITS: tl.constexpr = tl.constexpr(results.NEW_BITS)
 NUMBER_STEPS: tl.constexpr = tl.constexpr(results.NUMBER_STEPS)
+FLIPS: tl.constexpr = tl.constexpr(results.FLIPS)
 
 
 @triton.jit
@@ -151,7 +152,8 @@ def resolve_kernel(
         here &= row < rows
         was = tl.load(at + row.to(tl.int64) * stride + (position - row * width), mask=here, other=0).to(tl.uint32)
         value = tl.load(values + i, mask=here, other=0).to(tl.uint32)
-        now = tl.where(kind == NEW_BITS, value, take_step(was, value, kind == NUMBER_STEPS, UNIT))
+        now = take_step(was, value, kind == NUMBER_STEPS, UNIT)
+        now = tl.where(kind == NEW_BITS, value, tl.where(kind == FLIPS, was ^ value, now))
         tl.store(out_old + i, was, mask=here)
         tl.store(out_new + i, now, mask=here)
         start += BLOCK

@@ -66,7 +66,9 @@ def digest_change_kernel(
     positions,
     old,
     new,
+    origins,
     out,
+    PLACED: tl.constexpr,
     PERIOD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -77,6 +79,12 @@ def digest_change_kernel(
     halves = tl.where(tl.load(units + tile) == 4, 2, 1)
     key0 = tl.load(keys + 2 * tile).to(tl.uint64, bitcast=True)
     key1 = tl.load(keys + 2 * tile + 1).to(tl.uint64, bitcast=True)
+    if PLACED:
+        origin = origins + tile.to(tl.int64) * 4
+        first = tl.load(origin)
+        columns = tl.load(origin + 1)
+        across = tl.load(origin + 2)
+        out += 2 * tl.load(origin + 3)
     start = tl.load(starts + tile)
     end = tl.load(starts + tile + 1)
     sum0 = tl.zeros([BLOCK], tl.uint64)
@@ -86,7 +94,11 @@ def digest_change_kernel(
         here = i < end
         position = tl.load(positions + i, mask=here, other=0).to(tl.int32)
         row = position // width
-        flat = (offset + row.to(tl.int64) * stride + (position - row * width)) * halves
+        flat = offset + row.to(tl.int64) * stride + (position - row * width)
+        if PLACED:
+            line = flat // columns
+            flat = first + line * across + (flat - line * columns)
+        flat *= halves
         was = tl.load(old + i, mask=here, other=0).to(tl.uint32)
         now = tl.load(new + i, mask=here, other=0).to(tl.uint32)
         for half in range(0, halves):

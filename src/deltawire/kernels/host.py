@@ -7,7 +7,6 @@ along memory where the region is in one piece, in bands of whole rows where it i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ from numba import njit
 from torch import Tensor
 
 from ..core.change import Change, Region
-from ..core.dtypes import Bits, lookup
+from ..core.dtypes import lookup
+from ..core.moves import RegionMoves
 from ..core.parallel import ordered_map
 from .plan import TILE, Plan, Segment
 from .results import Changed, Moves
@@ -79,18 +79,6 @@ def from_changes(plan: Plan, changes: Sequence[Change]) -> Changed:
         old.numpy()[here], new.numpy()[here] = change.old, change.new
         done = here.stop
     return Changed(*(t.to(plan.device, non_blocking=True) for t in (starts, positions, old, new)))
-
-
-@dataclass(frozen=True, slots=True)
-class RegionMoves:
-    """What changes in a region, told without its old bits."""
-
-    region: Region
-    positions: npt.NDArray[np.uint32]
-    # ascending, counted within the region, and checked
-    values: Bits
-    kind: int
-    # what these are: see `results.Moves`
 
 
 def send_moves(plan: Plan, moves: Sequence[RegionMoves]) -> Moves:

@@ -7,6 +7,7 @@ remembered, because a model rarely moves.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -106,20 +107,24 @@ def grid(tensor: int, offset: int, stride: int, shape: tuple[int, int], tiles: t
 
 
 class Remember:
-    """The last few results of something worth making once."""
+    """The last few results of something worth making once. Any thread may ask."""
 
     def __init__(self, size: int = _REMEMBERED) -> None:
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._size = size
+        self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key in self._kept:
-            self._kept.move_to_end(key)
-        else:
-            self._kept[key] = make()
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]  # type: ignore[no-any-return]
+        made = make()
+        with self._lock:
+            self._kept[key] = made
             if len(self._kept) > self._size:
                 self._kept.popitem(last=False)
-        return self._kept[key]  # type: ignore[no-any-return]
+        return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,17 +12,20 @@ import torch
 from torch import Tensor
 
 from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
+from ..core.moves import BIT_STEPS, FLIPS, NEW_BITS, NUMBER_STEPS
 from .plan import Plan
 
 __all__ = [
     "BIT_STEPS",
     "CLASSES",
     "COLUMN_NEUTRAL",
+    "FLIPS",
     "NEW_BITS",
     "NUMBER_STEPS",
     "ROW_NEUTRAL",
     "Changed",
     "Moves",
+    "Origins",
     "Ranks",
     "Rules",
     "TooMany",
@@ -65,10 +68,6 @@ class Changed:
         return Changed(self.starts, self.positions, self.new, self.old)
 
 
-NEW_BITS, NUMBER_STEPS, BIT_STEPS = range(3)
-"""What `Moves.values` are: the new bits; zigzagged steps along the numbers that bits stand for; along the bits."""
-
-
 @dataclass(frozen=True, slots=True)
 class Moves:
     """Changed units whose old bits are only where the weights are: `resolve` makes a `Changed` of them."""
@@ -80,6 +79,17 @@ class Moves:
     # as wide as the bits
     kinds: Tensor
     # int32 [tiles]
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Where the tensors of a plan lie in the tensors whose state digest is asked for, and how sums are kept apart."""
+
+    table: Tensor
+    """int64 [tiles, 4]: position of the tensor's first unit, units of its rows, units of the rows it is cut from, and
+    the group that the tile counts to."""
+    groups: int
+    """Number of groups."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,13 @@ from .plan import TILE, Plan, Segment, narrow, units, widen
 from .results import (
     CLASSES,
     COLUMN_NEUTRAL,
+    FLIPS,
     NEW_BITS,
     NUMBER_STEPS,
     ROW_NEUTRAL,
     Changed,
     Moves,
+    Origins,
     Ranks,
     Rules,
     TooMany,
@@ -102,7 +104,9 @@ def resolve(plan: Plan, tensors: Sequence[Tensor], moves: Moves) -> Changed:
         width = 8 * bits.dtype.itemsize
         old = bits[_addresses(plan, found, first, segment)].to(torch.int64) & ((1 << width) - 1)
         new, kind = widen(moves.values[here]), int(moves.kinds[first])
-        if kind != NEW_BITS:
+        if kind == FLIPS:
+            new ^= old
+        elif kind != NEW_BITS:
             new = _stepped(old, new, kind == NUMBER_STEPS, width)
         found.old[here], found.new[here] = narrow(old, found.old.dtype), narrow(new, found.new.dtype)
     return found
@@ -125,9 +129,9 @@ def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
     return out
 
 
-def digest_change(plan: Plan, changed: Changed, keys: Tensor) -> Tensor:
-    """How both lanes of the state digest move when the changes are applied."""
-    out = torch.zeros(2, dtype=torch.int64, device=plan.device)
+def digest_change(plan: Plan, changed: Changed, keys: Tensor, origins: Origins | None = None) -> Tensor:
+    """How both lanes of the state digest move when the changes are applied; int64 [groups, 2]."""
+    out = torch.zeros((origins.groups if origins else 1, 2), dtype=torch.int64, device=plan.device)
     table = torch.from_numpy(core_digest.TABLE.view("i8").copy()).to(plan.device)
     period = core_digest.BLOCK
     starts = changed.starts.tolist()
@@ -136,11 +140,15 @@ def digest_change(plan: Plan, changed: Changed, keys: Tensor) -> Tensor:
         at = _addresses(plan, changed, first, segment)
         old, new = widen(changed.old[here]), widen(changed.new[here])
         halves = 2 if plan.unit[first] == 4 else 1
+        group = 0
+        if origins is not None:
+            base, columns, across, group = origins.table[first].tolist()
+            at = base + at // columns * across + at % columns
         for half in range(halves):
             moved = ((new >> 16 * half) & 0xFFFF) - ((old >> 16 * half) & 0xFFFF)
             p = at * halves + half
             for lane in range(2):
-                out[lane] += (_mix(keys[first, lane] + p // period) * table[lane][p % period] * moved).sum()
+                out[group, lane] += (_mix(keys[first, lane] + p // period) * table[lane][p % period] * moved).sum()
     return out
 
 

@@ -13,7 +13,7 @@ from ..core import digest as core_digest
 from . import _adamw, _change, _classes, _digest, _ranks
 from .adamw import ChangeLog, Elements, Step
 from .plan import TILE, Plan
-from .results import CLASSES, Changed, Moves, Ranks, Rules, TooMany
+from .results import CLASSES, Changed, Moves, Origins, Ranks, Rules, TooMany
 
 CHUNK = 128
 """Units of a row that are read as one piece; a byte can count them."""
@@ -150,9 +150,9 @@ def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
     return out
 
 
-def digest_change(plan: Plan, changed: Changed, keys: Tensor) -> Tensor:
-    """How both lanes of the state digest move when the changes are applied."""
-    out = torch.zeros(2, dtype=torch.int64, device=plan.device)
+def digest_change(plan: Plan, changed: Changed, keys: Tensor, origins: Origins | None = None) -> Tensor:
+    """How both lanes of the state digest move when the changes are applied; int64 [groups, 2]."""
+    out = torch.zeros((origins.groups if origins else 1, 2), dtype=torch.int64, device=plan.device)
     if changed.count:
         _digest.digest_change_kernel[(plan.tiles,)](
             plan.geometry,
@@ -163,7 +163,9 @@ def digest_change(plan: Plan, changed: Changed, keys: Tensor) -> Tensor:
             changed.positions,
             changed.old,
             changed.new,
+            keys if origins is None else origins.table,
             out,
+            PLACED=origins is not None,
             PERIOD=core_digest.BLOCK,
             **DIGEST_CHANGE,
         )

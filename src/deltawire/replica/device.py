@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from ..core.codecs.base import BaseBits
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.full import Source
+from ..core.moves import RegionMoves
 from ..core.schema import Schema, TensorSpec
 from ..core.sparse import BlockRef, DeltaFile
 from ..kernels.plan import Remember, units
@@ -68,29 +68,24 @@ class DeviceTarget(Target):
             return self._read(region)
         return region.cut(self.bits(region.tensor.name))
 
-    def decode(self, file: DeltaFile) -> list[kernels.RegionMoves]:
+    def decode(self, file: DeltaFile) -> list[RegionMoves]:
         """Positions and steps, which take no weights to read; where they do, those of a block come to the host."""
 
-        def one(block: BlockRef) -> list[kernels.RegionMoves]:
+        def one(block: BlockRef) -> list[RegionMoves]:
             moves = file.moves(block)
             if moves is None:
                 changes = file.decode(block, self._base([region for region, _ in block.regions]))
-                return [kernels.RegionMoves(c.region, c.positions, c.new, kernels.NEW_BITS) for c in changes]
-            cuts = np.cumsum([0, *(count for _, count in block.regions)]).tolist()
-            parts = ([values[a:b] for values in moves] for a, b in pairwise(cuts))
-            return [
-                kernels.RegionMoves(region, positions, steps, _kind(region))
-                for (region, _), (positions, steps) in zip(block.regions, parts, strict=True)
-            ]
+                return [RegionMoves(c.region, c.positions, c.new, kernels.NEW_BITS) for c in changes]
+            return moves
 
         return [moves for found in file.each(one) for moves in found]
 
-    def stage(self, decoded: Sequence[kernels.RegionMoves]) -> DevicePatch:
+    def stage(self, decoded: Sequence[RegionMoves]) -> DevicePatch:
         most = max(map(len, self._names.values()), default=1)
         parts = (self._part(decoded, number) for number in range(most))
         return DevicePatch(self.device, [part for part in parts if part is not None])
 
-    def _part(self, decoded: Sequence[kernels.RegionMoves], number: int) -> _Part | None:
+    def _part(self, decoded: Sequence[RegionMoves], number: int) -> _Part | None:
         """What changes in the first tensor that this model has for each of the run's, or in the next ones."""
         found = {m.region: m for m in decoded if len(self._names[m.region.tensor.name]) > number}
         if not found:
@@ -107,10 +102,10 @@ class DeviceTarget(Target):
         return _Part(names, tensors, plan, kernels.resolve(tensors, kernels.send_moves(plan, moves), plan=plan))
 
     def write(self, change: Change) -> None:
-        self.stage([kernels.RegionMoves(change.region, change.positions, change.new, kernels.NEW_BITS)]).write()
+        self.stage([RegionMoves(change.region, change.positions, change.new, kernels.NEW_BITS)]).write()
 
     def undo(self, change: Change) -> None:
-        self.stage([kernels.RegionMoves(change.region, change.positions, change.old, kernels.NEW_BITS)]).write()
+        self.stage([RegionMoves(change.region, change.positions, change.old, kernels.NEW_BITS)]).write()
 
     def _base(self, wanted: Sequence[Region]) -> BaseBits:
         """Only what a block needs leaves the device; the rest of what is handed out is never touched."""
@@ -201,11 +196,6 @@ class DevicePatch:
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def _no_moves(region: Region) -> kernels.RegionMoves:
+def _no_moves(region: Region) -> RegionMoves:
     nothing = no_change(region)
-    return kernels.RegionMoves(region, nothing.positions, nothing.new, kernels.NEW_BITS)
-
-
-def _kind(region: Region) -> int:
-    """How the steps of a region are counted."""
-    return kernels.NUMBER_STEPS if lookup(region.tensor.dtype).steps_are_signed else kernels.BIT_STEPS
+    return RegionMoves(region, nothing.positions, nothing.new, kernels.NEW_BITS)

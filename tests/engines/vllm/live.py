@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm_fresh import fresh_checksums
-from vllm_live import Server, Streams, Trainer, make_model, serving
+from vllm_live import ON_GPU, Server, Streams, Trainer, make_model, ranks, serving
 
 import deltawire as dw
 from deltawire.bucket.run import Run
@@ -28,8 +28,10 @@ from deltawire.engines.vllm.launch import write_version
 
 VERSIONS = 20
 HALF_WAY = VERSIONS // 2
-CELLS = [("llama", 1), ("llama", 2), ("qwen3-tied", 1), ("qwen3-tied", 2), ("qwen3", 1), ("qwen3", 2)]
-# the last one stays, for the faults
+RANKS = ranks()
+CELLS = [(kind, tp) for kind in ("llama", "qwen3-tied", "qwen3") for tp in (1, 2) if tp <= RANKS]
+LAST = CELLS[-1]
+"""This one stays, for the faults."""
 BEARER = {"Authorization": "Bearer secret"}
 PROMPTS = ([5, 9, 11], [7], [200, 3, 4, 5, 6, 8, 9, 10])
 
@@ -164,7 +166,7 @@ def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def scene(scenes: Scenes) -> Scene:
     """The server that the faults below are aimed at."""
-    return scenes("qwen3", 2)
+    return scenes(*LAST)
 
 
 @pytest.mark.parametrize("kind, tp", CELLS)
@@ -174,7 +176,7 @@ def test_twenty_versions_under_load(scenes: Scenes, kind: str, tp: int) -> None:
     assert (status["guard"], status["syncs"], status["failures"]) == ("patch", VERSIONS, 0)
     assert sorted(scene.noted) == [*range(1, VERSIONS + 1)]
     assert [streams.failures for streams in scene.streams] == [[], []]
-    if (kind, tp) != ("qwen3", 2):
+    if (kind, tp) != LAST:
         # faults come later to that one
         scene.server.stop()
     scenes.start_after(kind, tp)
@@ -303,7 +305,7 @@ def test_a_missing_base_leaves_the_old_version_serving(scene: Scene) -> None:
     scene.server.until(version=newest, state="healthy")
 
 
-@pytest.mark.parametrize("rank", (0, 1))
+@pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_that_fails_in_the_middle_of_the_scatter_takes_all_ranks_back(scene: Scene, rank: int) -> None:
     at = scene.settle()
     before = scene.note(at)
@@ -354,12 +356,46 @@ def test_the_digest_of_the_live_weights_is_the_manifests(scene: Scene) -> None:
     assert answer == {"version": version, "digest": Run.open(str(scene.trainer.run)).manifest(version).digest}
 
 
+def test_keys_and_values_are_found_again_only_under_the_version_that_computed_them(scene: Scene) -> None:
+    def found_again(prompt: list[int], **more: str) -> float:
+        before = _prefix_hits(scene.server)
+        scene.server.complete(prompt, 2, **more)
+        return _prefix_hits(scene.server) - before
+
+    prompt = [7 + i % 200 for i in range(400)]
+    assert found_again(prompt) == 0
+    assert found_again(prompt) > 0
+    assert found_again(prompt, cache_salt="mine") == 0
+    assert found_again(prompt, cache_salt="keep:mine") == 0
+    scene.settle()
+    assert found_again(prompt) == 0
+    assert found_again(prompt) > 0
+    assert found_again(prompt, cache_salt="mine") == 0
+    assert found_again(prompt, cache_salt="keep:mine") > 0
+    # asked before a swap, computed after it
+    scene.server.http.post("/pause", params={"mode": "keep", "clear_cache": False}).raise_for_status()
+    before = _prefix_hits(scene.server)
+    with ThreadPoolExecutor(1) as beside:
+        waiting = beside.submit(scene.server.complete, prompt, 2)
+        time.sleep(1)
+        scene.settle()
+        assert not waiting.done()
+        scene.server.http.post("/resume").raise_for_status()
+        assert waiting.result(60).status_code == 200
+    assert _prefix_hits(scene.server) == before
+
+
+def _prefix_hits(server: Server) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+
 def test_a_stray_write_stops_the_server_until_it_is_mended(scene: Scene) -> None:
     """A weight that was to stay as it is changes while new ones are written: nothing is served until it is right."""
     scene.settle()
     failures = scene.server.status()["failures"]
     with Streams(scene.server) as streams:
-        (scene.faults / "stray-1").touch()
+        (scene.faults / f"stray-{RANKS - 1}").touch()
         version = scene.trainer.publish()
         # it is paused until full weights have come, which may be too short to be seen: that it failed stays
         scene.server.until(failures=failures + 1)
@@ -372,10 +408,10 @@ def test_killed_in_the_middle_of_an_apply(scene: Scene) -> None:
     at = scene.settle()
     tokens = greedy(scene.server)
     scene.note(at)
-    (scene.faults / "stall-1").touch()
+    (scene.faults / f"stall-{RANKS - 1}").touch()
     version = scene.trainer.publish()
     end = time.monotonic() + 60
-    while not (scene.faults / "stalled-1").exists():
+    while not (scene.faults / f"stalled-{RANKS - 1}").exists():
         assert time.monotonic() < end
         time.sleep(0.05)
     # half written, and paused: the version it names is still the old one
@@ -438,6 +474,7 @@ PIPELINE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
 def test_two_stages_with_a_tied_embedding_at_both_ends(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3-tied")
     trainer = Trainer(model, tmp_path / "run")
@@ -461,6 +498,25 @@ def test_two_stages_with_a_tied_embedding_at_both_ends(tmp_path: Path) -> None:
 # ── layouts that cannot be patched ───────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU vLLM packs experts: see the next test")
+def test_experts_on_a_gpu_are_patched(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3_moe")
+    trainer = Trainer(model, tmp_path / "run")
+    trainer.publish(0)
+    with serving(model, tmp_path / "log", run=trainer.run) as server:
+        assert server.status()["guard"] == "patch"
+        with Streams(server) as streams:
+            for _ in range(5):
+                version = trainer.publish()
+                server.until(version=version, state="healthy")
+        assert streams.failures == []
+        sums = server.checksums()
+    write_version(str(trainer.run), version, tmp_path / "fresh")
+    trainer.close()
+    assert sums == fresh_checksums([tmp_path / "fresh"], 1)[0]
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU experts are patched: see the test before")
 @pytest.mark.parametrize("kind", ("qwen3_moe", "mixtral"))
 def test_a_live_model_with_experts_is_followed_by_reloads(tmp_path: Path, kind: str) -> None:
     """transformers keeps experts in one tensor, a checkpoint has them one by one, and vLLM's CPU kernel packs them:

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from vllm_fused import Fused  # noqa: E402
 from deltawire.core.errors import SchemaMismatch, VersionNotFound  # noqa: E402
 from deltawire.core.full import write_checkpoint  # noqa: E402
 from deltawire.engines.vllm import shard  # noqa: E402
+from deltawire.engines.vllm.core import swap  # noqa: E402
 from deltawire.engines.vllm.follower import Follower  # noqa: E402
 from deltawire.engines.vllm.rank import Rank  # noqa: E402
 from deltawire.engines.vllm.settings import Policy  # noqa: E402
@@ -34,6 +36,44 @@ SIZES = {"hidden": 256, "ffn": 512, "heads": 4, "kv": 2, "vocab": 300, "layers":
 
 def as_model(bag: Bag) -> dict[str, np.ndarray]:
     return {t.name: bag.bits(t.name).reshape(t.shape) for t in bag.schema.tensors}
+
+
+class PauseState(Enum):
+    UNPAUSED, PAUSED_NEW, PAUSED_ALL = range(3)
+
+
+class Core:
+    """What vLLM's engine core is to a swap, and how its client reaches it."""
+
+    batch_queue = ()
+
+    def __init__(self, client: Client) -> None:
+        self._client, self.scheduler = client, self
+
+    async def call_utility_async(self, method: str, *arguments: Any) -> Any:
+        assert method == "deltawire_swap"
+        return swap(self, *arguments)
+
+    @property
+    def pause_state(self) -> PauseState:
+        return PauseState.PAUSED_ALL if self._client.paused else PauseState.UNPAUSED
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self._client.paused = state is not PauseState.UNPAUSED
+
+    def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[Any]:
+        return self._client.everywhere(method, args)
+
+    def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
+        assert self._client.paused
+        return self._client.drops_caches
+
+    def reset_mm_cache(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+    def set_weight_version(self, version: str) -> None:
+        self._client.weight_version = version
 
 
 class Client:
@@ -51,8 +91,12 @@ class Client:
         self.drops_caches = True
         self.stray: Callable[[], None] | None = None
         # done once, in the next pause, after new weights were written
+        self.engine_core = Core(self)
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None) -> list[Any]:
+        return self.everywhere(method, args, kwargs)
+
+    def everywhere(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None) -> list[Any]:
         if method == "reload_weights":
             return [self._reload(model, Path(kwargs["weights_path"])) for model in self.models]
         operation = args[0]
@@ -74,7 +118,7 @@ class Client:
     def _break(self, rank: Rank, operation: str) -> dict[str, Any]:
         """Fail in the middle: some of the weights are written, nobody takes them back."""
         if operation == "apply":
-            patch = rank._job.staged.patch
+            patch = rank._staged.patch
             rank._weights.write(patch[: len(patch) // 2])
         return {"error": "OSError: a fault that a test asked for"}
 
@@ -125,7 +169,7 @@ class World:
         for model in self.client.models:
             model.load_weights(tensors(self.bags[0]))
         self.client.paused = True
-        self.workers = Workers(self.client, loop, Policy())
+        self.workers = Workers(self.client, loop, Policy(kv="clear"))
         self.follower = Follower(store, self.workers, heartbeat=0)  # type: ignore[arg-type]
 
     def publish(self, density: float = 0.02, **options: Any) -> int:
@@ -264,7 +308,7 @@ def test_a_server_that_cannot_drop_its_caches_stays_where_it_is(world: World) ->
     world.sync()
     version = world.publish()
     world.client.drops_caches = False
-    with pytest.raises(WorkerError, match="does not pause"):
+    with pytest.raises(WorkerError, match="could not be dropped"):
         world.sync()
     world.holds(0)
     world.client.drops_caches = True

@@ -67,12 +67,12 @@ def test_the_server_is_told_what_to_follow() -> None:
     assert environment["HOME"] == "/root"
     read = settings.read(environment)
     assert (read.run, read.pin, read.follow, read.token) == ("s3://runs/chat", 41, True, "t")
-    assert (read.policy.mode, read.policy.clear_cache) == ("keep", False)
+    assert (read.policy.mode, read.policy.kv) == ("keep", "keep")
 
 
 def test_settings_have_defaults_and_refuse_nonsense() -> None:
     read = settings.read({})
-    assert (read.run, read.poll, read.follow, read.pin, read.policy.clear_cache) == ("", 1.0, True, None, True)
+    assert (read.run, read.poll, read.follow, read.pin, read.policy.kv) == ("", 1.0, True, None, "version")
     for name in ("DELTAWIRE_POLL", "DELTAWIRE_PAUSE", "DELTAWIRE_KV", "DELTAWIRE_PIN", "DELTAWIRE_FOLLOW"):
         with pytest.raises(Misconfigured, match=name):
             settings.read({name: "nonsense"})

@@ -51,8 +51,11 @@ def main() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    # where there is no accelerator, vLLM's CPU worker does without this too
-    torch.accelerator.empty_cache = lambda: None
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    else:
+        # vLLM's CPU worker does without this too
+        torch.accelerator.empty_cache = lambda: None
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -64,7 +67,7 @@ def main() -> None:
         model=folders[0], dtype="bfloat16", max_model_len=512, enforce_eager=True, tensor_parallel_size=tp
     ).create_engine_config()
     with set_current_vllm_config(made):
-        init_distributed_environment(tp, rank, "env://", rank, backend="gloo")
+        init_distributed_environment(tp, rank, "env://", rank, backend="nccl" if torch.cuda.is_available() else "gloo")
         initialize_model_parallel(tp)
     for folder in folders:
         # a copy: a model leaves its layers in it

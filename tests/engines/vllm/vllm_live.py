@@ -24,6 +24,17 @@ from deltawire.trainer import Publisher
 
 BIN = Path(sys.executable).parent
 START_S = 400
+ON_GPU = os.environ.get("DEVICE", "cpu") == "cuda"
+"""`make test-vllm DEVICE=cuda`: the GPU build of vLLM, in the environment that runs the tests."""
+
+
+def ranks() -> int:
+    """Tensor-parallel ranks that this machine has room for."""
+    if not ON_GPU:
+        return 2
+    import torch
+
+    return min(2, torch.cuda.device_count())
 
 
 def make_model(folder: Path, kind: str, **sizes: int) -> Path:
@@ -130,8 +141,10 @@ class Server:
         self.name = "m" if run is None or model is not None else run.name
         env = environment(tp, **({"DELTAWIRE_RUN": str(run)} if run else {}), **more)
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]
+        # so that the server that is compared with fits beside
+        room = ["--gpu-memory-utilization", "0.3"] if ON_GPU else []
         options = [
-            "--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "8",
+            *room, "--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "8",
             "--tensor-parallel-size", str(tp), *flags,
         ]  # fmt: skip
         if model is None:

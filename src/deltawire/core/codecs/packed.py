@@ -20,6 +20,7 @@ from numba import njit
 from ..change import Change, Region
 from ..dtypes import Bits, lookup
 from ..errors import CorruptStream, CountMismatch, PositionError
+from ..moves import RegionMoves, steps_of
 from ..simd import LANES, equal_mask, trailing_zeros
 from .base import BaseBits, Before, Coded, CodedBlock, check_names, exactly
 from .ulps import gathered, moved, zigzags_of
@@ -107,6 +108,17 @@ def read(
     positions = np.empty(total, np.uint32)
     _raise_for(_read_gaps(gaps, low, counts, sizes, shift, positions))
     return positions, zigzags
+
+
+def moves(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> list[RegionMoves]:
+    """Steps of each region, checked: what needs no weights."""
+    positions, zigzags = read(coded, regions, streams)
+    result, start = [], 0
+    for region, count in regions:
+        here = slice(start, start + count)
+        result.append(RegionMoves(region, positions[here], zigzags[here], steps_of(region)))
+        start += count
+    return result
 
 
 def steps(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> npt.NDArray[np.int64]:

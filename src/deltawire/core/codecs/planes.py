@@ -13,6 +13,7 @@ import numpy as np
 from ..change import Change, Region, gather
 from ..dtypes import lookup
 from ..errors import CountMismatch
+from ..moves import FLIPS, RegionMoves
 from .base import BaseBits, Before, Coded, CodedBlock, check_names, exactly
 
 name = "planes"
@@ -31,6 +32,15 @@ def encode(changes: Sequence[Change], before: Before) -> Coded:
 def decode(
     coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes], base: BaseBits
 ) -> list[Change]:
+    result = []
+    for found in moves(coded, regions, streams):
+        old = gather(found.region, found.positions, base(found.region.tensor.name))
+        result.append(Change(found.region, found.positions, old, old ^ found.values))
+    return result
+
+
+def moves(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> list[RegionMoves]:
+    """Flipped bits of each region, checked: what needs no weights."""
     unit = lookup(regions[0][0].tensor.dtype).unit
     units, size = sum(region.units for region, _ in regions), np.dtype(unit).itemsize
     check_names(coded, [_stream(i) for i in range(size)])
@@ -45,9 +55,7 @@ def decode(
         where = np.flatnonzero(bits)
         if where.size != count:
             raise CountMismatch(f"a region of {region.tensor.name!r} has {where.size} changes, its count is {count}")
-        positions = where.astype(np.uint32)
-        old = gather(region, positions, base(region.tensor.name))
-        result.append(Change(region, positions, old, old ^ bits[where]))
+        result.append(RegionMoves(region, where.astype(np.uint32), bits[where], FLIPS))
     return result
 
 

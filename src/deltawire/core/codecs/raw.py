@@ -14,6 +14,7 @@ from ..change import Change, gather, regions
 from ..container import Header, Item
 from ..dtypes import Bits, lookup
 from ..errors import CountMismatch, PositionError, SchemaMismatch
+from ..moves import NEW_BITS, RegionMoves
 from ..places import flatten
 from ..schema import TensorSpec
 from .base import BaseBits
@@ -67,7 +68,15 @@ def tensors(header: Header) -> dict[str, tuple[Item, Item]]:
 
 
 def decode(tensor: TensorSpec, index_dtype: str, indices: bytes, values: bytes, base: BaseBits) -> list[Change]:
-    """One change; more for a tensor so large that positions in it do not fit 32 bits."""
+    bits = base(tensor.name)
+    return [
+        Change(found.region, found.positions, gather(found.region, found.positions, bits), found.values)
+        for found in moves(tensor, index_dtype, indices, values)
+    ]
+
+
+def moves(tensor: TensorSpec, index_dtype: str, indices: bytes, values: bytes) -> list[RegionMoves]:
+    """New bits of a tensor, checked; several where it is so large that positions in it do not fit 32 bits."""
     flat = np.frombuffer(indices, {"I32": np.int32, "I64": np.int64, "U32": np.uint32}[index_dtype]).astype(np.int64)
     new: Bits = np.frombuffer(values, lookup(tensor.dtype).unit)
     if flat.size and (flat[0] < 0 or flat[-1] >= tensor.units):
@@ -75,10 +84,9 @@ def decode(tensor: TensorSpec, index_dtype: str, indices: bytes, values: bytes, 
     # compared, not subtracted: a difference of two hostile 64-bit indices may wrap around
     if np.any(flat[1:] <= flat[:-1]):
         raise PositionError(f"the indices of {tensor.name!r} are not ascending")
-    bits = base(tensor.name)
-    changes = []
+    result = []
     for region in regions(tensor, 1 << 32):
         first, last = np.searchsorted(flat, (region.base, region.base + region.units))
         positions = (flat[first:last] - region.base).astype(np.uint32)
-        changes.append(Change(region, positions, gather(region, positions, bits), new[first:last]))
-    return changes
+        result.append(RegionMoves(region, positions, new[first:last], NEW_BITS))
+    return result

@@ -2,12 +2,15 @@
 
 placement   checkpoint coordinates → views of runtime storage, traced through the model's own loader
 shard       one rank's weights through that map: read, write, take back, prove (device, _rows: on a GPU)
-decode      a delta as seen from one rank
+decode      a delta as seen from one rank in host memory
+decoder     the process that decodes a delta once, for ranks on GPUs; moves: what it cuts for each of them
 layout      all ranks together
 guard       what makes patching wrong although bytes look right
 rank        what one rank does, when told to
 worker      the weight-transfer back end: a rank in each worker
-workers     all ranks as one: stage, pause, apply, prove, or take back
+core        the swap of all ranks, between two steps of the engine; salts of its cache
+workers     all ranks as one: stage, swap, or reload
+channel     calls between these processes; arrays: files in memory that they share
 follower    the one who decides, in the API server
 endpoint    routes; metrics; samples: versions on completions; settings: the environment
 launch      `deltawire serve --engine vllm`
@@ -29,10 +32,7 @@ def register() -> None:
     """Entry point `vllm.general_plugins`: called in every process of a server, perhaps more than once."""
     log_to_vllm()
     if named():
-        from . import settings
-
-        # what is wrong in the environment is said now, and not after the model was loaded
-        settings.read()
+        _prepare_core()
     elif os.environ.get("DELTAWIRE_RUN") and multiprocessing.parent_process() is None:
         log.warning("DELTAWIRE_RUN is set, but nothing here follows it: %s", NEXT_STEP)
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -44,6 +44,16 @@ def register() -> None:
     # other servers on this machine keep their packed weights: only those that were told to follow give them up
     if named():
         _keep_weights_plain()
+
+
+def _prepare_core() -> None:
+    """Give the engine core what a swap needs. What is wrong in the environment is said now, before a model loads."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    from . import core, settings
+
+    core.attach(EngineCore, Scheduler, salts=settings.read().policy.kv == "version")
 
 
 NEXT_STEP = (

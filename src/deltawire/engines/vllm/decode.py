@@ -26,36 +26,8 @@ from ...core.parallel import ordered_map
 from ...core.schema import Schema, TensorSpec
 from ...core.sparse import BlockRef, DeltaFile
 from .placement import Piece
+from .rectangle import Rectangle, rectangle
 from .shard import PieceChange, Shard, open_shard
-
-
-class Rectangle(msgspec.Struct, frozen=True, array_like=True):
-    """Some rows and columns of a tensor, on the wire between ranks."""
-
-    tensor: str
-    row: int
-    rows: int
-    column: int
-    columns: int
-
-    def meet(self, other: Rectangle) -> Rectangle | None:
-        """What both cover."""
-        if self.tensor != other.tensor:
-            return None
-        row, column = max(self.row, other.row), max(self.column, other.column)
-        rows = min(self.row + self.rows, other.row + other.rows) - row
-        columns = min(self.column + self.columns, other.column + other.columns) - column
-        return Rectangle(self.tensor, row, rows, column, columns) if rows > 0 and columns > 0 else None
-
-    def within(self, other: Rectangle) -> tuple[slice, slice]:
-        """Where this lies in a rectangle around it."""
-        row, column = self.row - other.row, self.column - other.column
-        return slice(row, row + self.rows), slice(column, column + self.columns)
-
-
-def rectangle(region: Region) -> Rectangle:
-    return Rectangle(region.tensor.name, region.row, region.rows, region.column, region.columns)
-
 
 Lent = Mapping[Rectangle, Bits]
 """Old weights of other ranks, by where they belong."""

@@ -1,9 +1,15 @@
-"""A shard on a GPU: what changes is sent there before the pause; in the pause it takes a launch or two."""
+"""A shard on a GPU. Everything is made ready beside the model, on a stream of its own; a swap is a launch or two.
+
+No weight leaves the device. Moves and ranks come as files that the decoder's process wrote, go to the device through
+pinned memory, and become old and new bits there. Buffers in pinned memory are made once, before anything is served.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +21,33 @@ from ...core import digest
 from ...core.change import Change, Region
 from ...core.digest import StateDigest
 from ...core.dtypes import Bits
-from ...core.schema import TensorSpec
+from ...core.full import Source
 from ...kernels import torch_ops
-from ...kernels.plan import units
+from ...kernels.plan import Remember, Segment, narrow, units, widen
+from . import arrays
 from .placement import Piece
 from .shard import PieceChange, Sums
+
+_SLOT = 8 << 20
+"""Bytes of one of two pinned buffers that everything passes through."""
+
+
+_BAND = 1 << 24
+"""Units of full weights that are compared at once; a multiple of a tile."""
+
+DENSE = 4
+"""Full weights that differ in more than one of so many units are written over the old ones, not staged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Changes on the device, ready to be written and to be taken back."""
+
+    parts: list[tuple[kernels.Plan, kernels.Changed]]
+
+    @property
+    def count(self) -> int:
+        return sum(changed.count for _, changed in self.parts)
 
 
 class DeviceShard:
@@ -28,35 +56,140 @@ class DeviceShard:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
         self._views = [piece.view for piece in pieces]
-        self._names = [str(number) for number in range(len(pieces))]
         for piece in pieces:
             if not piece.view.is_contiguous():
                 raise ValueError(f"{piece.region.tensor.name!r} is not in one piece on its device")
-        self._proof: tuple[tuple[int, ...], dict[int, _Proof]] | None = None
-        locals_ = [
-            Region(TensorSpec(name, p.region.tensor.dtype, (p.region.rows, p.region.columns)), 0, p.region.rows, 0,
-                   p.region.columns)
-            for name, p in zip(self._names, pieces, strict=True)
-        ]  # fmt: skip
-        self._plan = kernels.region_plan(self._names, self._views, locals_)
+            if piece.region.units > 1 << 32:
+                raise ValueError(f"{piece.region.tensor.name!r} has more units than positions can count")
+        self._names = [piece.region.tensor.name for piece in pieces]
+        self._device = self._views[0].device if pieces else torch.device("cpu")
+        self._plan = kernels.flat_plan(self._views)
+        self._tile_plans = Remember()
+        self._proof: tuple[tuple[int, ...], _Proof] | None = None
+        cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if cuda else None
+        self._slots = [_Slot(self._device) for _ in range(2)] if cuda else []
+
+    # ── beside the model ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def read(self, piece: int) -> Bits:
-        view = self._views[piece]
-        signed = units(view).cpu().numpy()
-        return signed.view(f"u{signed.itemsize}").reshape(view.shape)
+        """A copy in host memory: for deltas whose tiles are cut by the edges of pieces, and for tests."""
+        with self._beside():
+            signed = units(self._views[piece]).cpu().numpy()
+        return signed.view(f"u{signed.itemsize}").reshape(self._views[piece].shape)
 
-    def prepare(self, changes: Sequence[PieceChange]) -> Any:
+    def prepare(self, changes: Sequence[PieceChange]) -> Patch:
         by_piece: dict[int, list[Change]] = {}
         for item in changes:
             by_piece.setdefault(item.piece, []).append(item.change)
         whole = [_joined(piece, by_piece.get(number, [])) for number, piece in enumerate(self.pieces)]
-        return kernels.from_changes(self._plan, whole)
+        with self._beside():
+            return Patch([(self._plan, kernels.from_changes(self._plan, [c for c in whole if c.region.units]))])
 
-    def write(self, patch: Any) -> None:
-        kernels.apply(self._views, patch, plan=self._plan)
+    def receive(self, moves: Path, parts: Sequence[tuple[int, int]], ranks: Path | None, sheet: Path | None) -> Patch:
+        """What the decoder wrote for this rank: moves of several kinds, and ranks of the tiles that were counted."""
+        found = arrays.open_arrays(moves)
+        with self._beside():
+            ready = []
+            for kind, count in parts:
+                if count:
+                    sent = (self._send(found[f"{name}.{kind}"]) for name in ("starts", "positions", "values"))
+                    kinds = torch.full((self._plan.tiles,), kind, dtype=torch.int32, device=self._device)
+                    sent_moves = kernels.Moves(*sent, kinds)
+                    ready.append((self._plan, kernels.resolve(self._views, sent_moves, plan=self._plan)))
+            if ranks is not None and sheet is not None:
+                plan, rules = self._tiles(arrays.open_arrays(sheet))
+                placed = (self._send(array) for array in arrays.open_arrays(ranks).values())
+                ready.append((plan, kernels.place(self._views, plan, rules, *placed)))
+        return Patch(ready)
 
-    def undo(self, patch: Any) -> None:
-        kernels.apply(self._views, patch.swapped(), plan=self._plan)
+    def compare(self, source: Source) -> Patch:
+        """What full weights change, found on the device, band by band. TooMany if most of a model is other weights."""
+        found: list[kernels.Changed] = []
+        room = sum(piece.region.units for piece in self.pieces) // DENSE
+        for piece in self.pieces:
+            for start in range(0, piece.region.units, _BAND):
+                end = min(start + _BAND, piece.region.units)
+                new = _flat(source, piece.region, start, end)
+                with self._beside():
+                    old = units(piece.view)[start:end]
+                    change = kernels.detect([old], [units(self._send(new))], most=room)
+                room -= change.count
+                found.append(change)
+        with self._beside():
+            return Patch([(self._plan, _in_turn(found, self._plan))])
+
+    def count(self, sheet: Path, out: Path) -> None:
+        """Count the classes of old weights in the tiles of a sheet."""
+        with self._beside():
+            plan, rules = self._tiles(arrays.open_arrays(sheet))
+            sizes = kernels.class_counts(self._views, plan, rules).cpu().numpy()
+        arrays.write(out, {"sizes": sizes})
+
+    def moved(self, patch: Patch, groups: Sequence[int]) -> Sums:
+        """How the digest of each group moves when a patch is written."""
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        with self._beside():
+            total = torch.zeros((len(numbers), 2), dtype=torch.int64, device=self._device)
+            for plan, changed in patch.parts:
+                origins = plan.remember(("origins", tuple(groups)), lambda p=plan: self._origins(p, groups, numbers))  # type: ignore[misc]
+                total += kernels.digest_change_by_group(self._names, changed, origins, plan=plan)
+            lanes = total.tolist()
+        return {group: _digest(lanes[number]) for group, number in numbers.items()}
+
+    def _origins(self, plan: kernels.Plan, groups: Sequence[int], numbers: Mapping[int, int]) -> kernels.Origins:
+        rows = [
+            [p.region.base, max(p.region.columns, 1), p.region.tensor.columns, numbers[group]]
+            for p, group in zip(self.pieces, groups, strict=True)
+        ]
+        table = np.array(rows, np.int64).reshape(-1, 4)[plan.tensor]
+        return kernels.Origins(torch.from_numpy(table).to(self._device), len(numbers))
+
+    def _tiles(self, sheet: Mapping[str, Any]) -> tuple[kernels.Plan, kernels.Rules]:
+        """The tiles of a sheet over the pieces' memory. Deltas of a run mostly have the same tiles."""
+        key = tuple(sheet[name].tobytes() for name in ("segments", "lengths", "row_cuts", "column_cuts"))
+        plan = self._tile_plans.get(key, lambda: kernels.Plan(self._views, _segments(sheet)))
+        levels = None
+        if sheet["segments"][:, 3].any():
+            rows, columns = (
+                np.split(sheet[f"{axis}_levels"], np.cumsum([getattr(s, f"{axis}s") for s in plan.segments])[:-1])
+                for axis in ("row", "column")
+            )
+            levels = list(zip(rows, columns, strict=True))
+        return plan, kernels.rules(plan, sheet["rules"], levels)
+
+    def _send(self, array: arrays.Array) -> Tensor:
+        """A copy on the device. Pinned memory is filled while the interpreter is free for others."""
+        flat = array.reshape(-1).view(np.uint8)
+        dtype = {"u2": torch.uint16, "u4": torch.uint32, "u1": torch.uint8, "i8": torch.int64, "i4": torch.int32}
+        out = torch.empty(array.shape, dtype=dtype[array.dtype.str[1:]], device=self._device)
+        if not self._slots:
+            out.view(torch.uint8).reshape(-1).copy_(torch.from_numpy(flat.copy()))
+            return out
+        to = out.view(torch.uint8).reshape(-1)
+        for number, start in enumerate(range(0, flat.size, _SLOT)):
+            self._slots[number % 2].send(flat[start : start + _SLOT], to[start : start + _SLOT])
+        return out
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Work on a stream of its own, and wait for that alone."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+    # ── in the swap ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def write(self, patch: Patch) -> None:
+        for plan, changed in patch.parts:
+            kernels.apply(self._views, changed, plan=plan)
+
+    def undo(self, patch: Patch) -> None:
+        for plan, changed in patch.parts:
+            kernels.apply(self._views, changed.swapped(), plan=plan)
 
     def put(self, piece: int, row: int, bits: Bits) -> None:
         view = self._views[piece]
@@ -64,17 +197,51 @@ class DeviceShard:
         units(view).reshape(view.shape)[row : row + bits.shape[0]].copy_(signed)
 
     def digests(self, groups: Sequence[int]) -> Sums:
+        """On the current stream: after what was launched there."""
         key = tuple(groups)
         if self._proof is None or self._proof[0] != key:
-            # made once: in a pause there is no time to look at every piece again
-            self._proof = key, {group: _Proof([p for p, g in zip(self.pieces, key, strict=True) if g == group])
-                                for group in dict.fromkeys(key)}  # fmt: skip
-        return {group: proof.digest() for group, proof in self._proof[1].items()}
+            # made once: in a swap there is no time to look at every piece again
+            self._proof = key, _Proof(self.pieces, key)
+        return self._proof[1].digests()
+
+    def digests_beside(self, groups: Sequence[int]) -> Sums:
+        with self._beside():
+            return self.digests(groups)
+
+
+class _Slot:
+    """Pinned memory on the way to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(_SLOT, dtype=torch.uint8, pin_memory=True)
+        self._bytes = self._memory.numpy()
+        self._sent = torch.cuda.Event()
+
+    def send(self, data: arrays.Array, to: Tensor) -> None:
+        self._sent.synchronize()
+        np.copyto(self._bytes[: data.size], data)
+        to.copy_(self._memory[: data.size], non_blocking=True)
+        self._sent.record()
 
 
 class _Proof:
-    """The digest of some pieces, in a launch for those that lie on the digest's blocks and one for all others."""
+    """The digests of groups of pieces: a launch per group for pieces on the digest's blocks, and one for others."""
 
+    def __init__(self, pieces: Sequence[Piece], groups: Sequence[int]) -> None:
+        self._groups = [
+            (group, _GroupProof([p for p, g in zip(pieces, groups, strict=True) if g == group]))
+            for group in dict.fromkeys(groups)
+        ]
+
+    def digests(self) -> Sums:
+        if not self._groups:
+            return {}
+        # one answer for all of them: each wait is a trip to the device
+        lanes = torch.stack([proof.lanes() for _, proof in self._groups]).tolist()
+        return {group: _digest(found) for (group, _), found in zip(self._groups, lanes, strict=True)}
+
+
+class _GroupProof:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         device = pieces[0].view.device
         self._operations = kernels.operations(device)
@@ -84,12 +251,12 @@ class _Proof:
         self._plan = kernels.flat_plan(self._views, unit=2) if aligned else None
         self._keys = _placed_keys(self._plan, aligned) if self._plan is not None else None
         by_kernel = self._operations is not torch_ops
-        self._wide = [piece for piece in others if by_kernel and piece.view.dtype.itemsize == 2]
-        self._bands = _bands_of(self._wide) if self._wide else None
-        self._slow = [piece for piece in others if piece not in self._wide]
+        wide = [piece for piece in others if by_kernel and piece.view.dtype.itemsize == 2]
+        self._bands = _bands_of(wide) if wide else None
+        self._slow = [piece for piece in others if piece not in wide]
         self._table = torch.from_numpy(digest.TABLE.view("i8").copy()).to(device)
 
-    def digest(self) -> StateDigest:
+    def lanes(self) -> Tensor:
         out = torch.zeros(2, dtype=torch.int64, device=self._table.device)
         with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
             if self._bands is not None:
@@ -100,8 +267,42 @@ class _Proof:
                 out += self._operations.digest(self._plan, self._views, self._keys)
             for piece in self._slow:
                 out += _rows_digest(piece, self._table)
-        lane0, lane1 = (value & (1 << 64) - 1 for value in out.tolist())
-        return StateDigest(lane0, lane1)
+        return out
+
+
+def _flat(source: Source, piece: Region, start: int, end: int) -> Bits:
+    """Units [start:end] of a piece, counted row by row, from full weights."""
+    first, last = start // piece.columns, -(-end // piece.columns)
+    rows = Region(piece.tensor, piece.row + first, last - first, piece.column, piece.columns)
+    return source.region(rows)[start - first * piece.columns : end - first * piece.columns]
+
+
+def _in_turn(found: Sequence[kernels.Changed], plan: kernels.Plan) -> kernels.Changed:
+    """Changes of bands that follow each other, as one of the whole."""
+    counts = np.cumsum([0, *(change.count for change in found)]).tolist()
+    starts = [change.starts[:-1] + done for change, done in zip(found, counts, strict=False)]
+    total = torch.tensor([counts[-1]], dtype=torch.int64, device=plan.device)
+    old, new = (
+        torch.cat([narrow(widen(getattr(change, name)), plan.value_dtype) for change in found])
+        for name in ("old", "new")
+    )
+    return kernels.Changed(torch.cat([*starts, total]), torch.cat([change.positions for change in found]), old, new)
+
+
+def _digest(lanes: Sequence[int]) -> StateDigest:
+    lane0, lane1 = (value & (1 << 64) - 1 for value in lanes)
+    return StateDigest(lane0, lane1)
+
+
+def _segments(sheet: Mapping[str, Any]) -> list[Segment]:
+    lengths = sheet["lengths"]
+    rows, columns = (
+        np.split(sheet[name], np.cumsum(lengths[:, axis])[:-1]) for axis, name in enumerate(("row_cuts", "column_cuts"))
+    )
+    return [
+        Segment(int(piece), int(offset), int(stride), rows[n].copy(), columns[n].copy())
+        for n, (piece, offset, stride, _) in enumerate(sheet["segments"])
+    ]
 
 
 def _bands_of(pieces: Sequence[Piece], height: int = 16) -> Tensor:

@@ -23,7 +23,7 @@ from ...core.digest import StateDigest
 from ...core.errors import DeltawireError, DigestMismatch, SchemaError
 from ...core.manifest import Manifest
 from ...replica import Replica
-from .workers import NotRestored, Workers
+from .workers import NotRestored, TooDense, Workers
 
 log = logging.getLogger("deltawire")
 
@@ -161,7 +161,7 @@ class Follower(Replica):
                 self._went_wrong(error)
                 raise
             finally:
-                self._tell()
+                self._tell_engine()
             self.failure = ""
             if reached != before:
                 self.syncs += 1
@@ -176,7 +176,7 @@ class Follower(Replica):
         if isinstance(error, NotRestored):
             self._lost, self.version = True, None
 
-    def _tell(self) -> None:
+    def _tell_engine(self) -> None:
         """Weights that have a name are served, whatever else went wrong; weights that have lost theirs are not."""
         if self.version is None:
             if self._told is not None and not self._lost:
@@ -190,7 +190,7 @@ class Follower(Replica):
     def _has_strayed(self, target: Any) -> bool:
         strayed = super()._has_strayed(target)
         # before the way out is looked for: these weights are being served
-        self._tell()
+        self._tell_engine()
         return strayed
 
     # ── how a replica's steps are gone here ──────────────────────────────────────────────────────────────────────────
@@ -239,10 +239,12 @@ class Follower(Replica):
         anchor = full.anchor(source.schema, source.region, {})
         with self._spooled(f"{manifest.version}.full", anchor.chunks()) as path:
             if self.version is not None:
-                self._swap("full", [path], manifest)
-            else:
-                self.workers.load(path, manifest.version, found)
-                self._reached(manifest.version, found)
+                try:
+                    return self._swap("full", [path], manifest)
+                except TooDense as error:
+                    log.info("%s", error)
+            self.workers.load(path, manifest.version, found)
+            self._reached(manifest.version, found)
 
     def _swap(self, kind: str, paths: list[Path], manifest: Manifest) -> None:
         staged = self.workers.stage(kind, paths, manifest.version, self._digest)
@@ -256,7 +258,7 @@ class Follower(Replica):
                 "it does not lead there; nothing was changed",
             )
         try:
-            self.workers.swap(staged, self._digest)
+            self.workers.swap(staged)
             self._reached(manifest.version, staged.digest)
             if staged.audited:
                 self.workers.audit(staged)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ...core.digest import StateDigest
 from ...core.errors import SchemaMismatch
 from ...core.schema import Schema
-from .decode import Rectangle
+from .rectangle import Rectangle
 
 Sums = Sequence[Mapping[int, str]]
 """Per rank: group → digest, as hexadecimal text."""

@@ -1,9 +1,8 @@
-"""What one rank does: stage, write, take back, report. Nothing here decides anything: which version comes next and
-whether all ranks agree is decided in one place (follower.py), which calls an operation on all ranks at once.
+"""What one rank does: stage, write, take back, report. Which version is next and whether all ranks agree is decided
+elsewhere (follower.py).
 
-    layout → group                      once: where the weights lie, which pieces are proven together
-    stage … done → apply → audit … done → forget    a version; what has dots works in a thread while the model generates
-                     └→ undo                        old bits back, whatever of the new ones was written
+    by the engine, between two steps     layout → group, once; apply, or undo; load
+    by a socket, beside the model        stage (count and receive on a device) → forget; lend, digest
 """
 
 from __future__ import annotations
@@ -15,28 +14,30 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 from torch import nn
 
+from ... import kernels
 from ...core.change import Change
-from ...core.digest import StateDigest
 from ...core.full import FullFile
 from ...core.parallel import default_threads
 from ...core.schema import Schema
 from ...core.sparse import DeltaFile, Read
-from .decode import Decoder, Lent, Rectangle, Wanted, compile_decoders, rectangle
+from . import arrays
+from .channel import Answer, listen
+from .decode import Decoder, Lent, Wanted, compile_decoders
 from .guard import fingerprint, pack_again
 from .placement import trace
+from .rectangle import Rectangle, rectangle
 from .shard import PieceChange, Shard, Sums, open_shard
 
-log = logging.getLogger("deltawire")
+if TYPE_CHECKING:
+    from .device import DeviceShard
 
-Answer = dict[str, Any]
-"""Plain values: it crosses processes. `error` in it says that the operation failed, and why."""
+log = logging.getLogger("deltawire")
 
 
 class Rank:
@@ -59,8 +60,7 @@ class Rank:
         self._schema: Schema | None = None
         self._shard: Shard | None = None
         self._groups: tuple[int, ...] = ()
-        self._job: _Job | None = None
-        # what is staged belongs to the job that staged it: a thread that was given up on changes nothing any more
+        self._staged: _Staged | None = None
 
     def call(self, operation: str, **arguments: Any) -> Answer:
         """Errors are answers: an exception would say nothing of the other ranks."""
@@ -70,8 +70,10 @@ class Rank:
             log.warning("rank %d: %s failed", self._number, operation, exc_info=True)
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def _do_layout(self, schema: str) -> Answer:
-        """Trace the loader. `schema` is a file."""
+    # ── by the engine ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _do_layout(self, schema: str, sockets: str) -> Answer:
+        """Trace the loader and begin to listen. `schema` is a file, `sockets` a folder."""
         self._schema = msgspec.json.decode(Path(schema).read_bytes(), type=Schema)
         problems = self._problems()
         with self._loading():
@@ -81,11 +83,17 @@ class Rank:
             self._shard = open_shard(placement.pieces)
         except ValueError as error:
             problems.append(str(error))
+        path = f"{sockets}/rank-{self._number}.sock"
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        listen(path, self.call, prepare=_use_other_cores)
         return {
             "pieces": [msgspec.structs.astuple(rectangle(piece.region)) for piece in placement.pieces],
             "problems": problems,
             "untouched": placement.untouched,
             "failure": placement.failure,
+            "device": bool(self._shard is not None and not self._shard.audited),
+            "socket": path,
         }
 
     def _do_group(self, groups: list[list[int]]) -> Answer:
@@ -94,64 +102,38 @@ class Rank:
         self._warm_up()
         return {}
 
-    def _do_digest(self) -> Answer:
-        return {"sums": _as_text(self._sums())}
-
-    def _do_stage(self, done: str, kind: str, paths: list[str], lent: list[str]) -> Answer:
-        """Begin to decode files against the live weights, in a thread: all of a delta, or full weights. What works in
-        a thread says so when it is through, by a file `done`.<rank>."""
-        self._do_forget()
-        self._require_in_place()
-        self._begin(done, lambda: self._stage(kind, paths, lent))
-        return {}
-
-    def _do_lend(self, done: str, rectangles: list[list[Any]], path: str) -> Answer:
-        """Begin to write what this rank holds of some rectangles to `path`.<rank>.npz, in a thread."""
-        self._begin(done, lambda: self._lend([Rectangle(*r) for r in rectangles], f"{path}.{self._number}"))
-        return {}
-
-    def _do_audit(self, done: str) -> Answer:
-        """Begin to compute the digest of all live weights, in a thread."""
-        self._begin(done, lambda: ({"sums": _as_text(self._sums())}, None))
-        return {}
-
-    def _do_done(self) -> Answer:
-        """How the thread is doing: {} while it works."""
-        assert self._job is not None
-        return self._job.answer or {}
-
     def _do_apply(self) -> Answer:
-        """In the pause: write, then prove. On an error the old bits are back."""
+        """Write what is staged, then prove it. On an error the old bits are back."""
         clock = time.perf_counter()
-        self._require_in_place()
-        patch, predicted = self._staged
+        if self._staged is None:
+            raise RuntimeError("nothing is staged")
+        shard, patch, predicted = self._weights, self._staged.patch, self._staged.predicted
         try:
-            self._weights.write(patch)
-            self._synchronize()
+            shard.write(patch)
             written = time.perf_counter()
-            sums = predicted if self._weights.audited else self._sums()
-            return {"sums": _as_text(sums), "apply": written - clock, "prove": time.perf_counter() - written}
+            # in host memory reading all weights takes too long here: `write` has looked at what it wrote
+            found = predicted if shard.audited else shard.digests(self._groups)
+            if found != predicted:
+                raise RuntimeError("the weights do not have the digest that was predicted for them")
+            return {"apply": written - clock, "prove": time.perf_counter() - written}
         except BaseException:
-            self._weights.undo(patch)
-            self._synchronize()
+            shard.undo(patch)
             raise
 
     def _do_undo(self) -> Answer:
-        if self._job is not None and self._job.staged is not None:
-            self._weights.undo(self._job.staged.patch)
-            self._synchronize()
-        return {"sums": _as_text(self._sums())}
-
-    def _do_forget(self) -> Answer:
-        self._job = None
+        """Put the old bits back; an error if that does not lead to the weights from before."""
+        if self._staged is not None:
+            self._weights.undo(self._staged.patch)
+            found = self._sums()
+            if found != self._staged.present:
+                raise RuntimeError("these are not the weights from before; perhaps somebody else changed them")
         return {}
 
     def _do_load(self, path: str) -> Answer:
-        """In the pause: overwrite everything with full weights, of which nothing is kept to go back to."""
+        """Overwrite everything with full weights, of which nothing is kept to go back to."""
         self._require_in_place()
         clock = time.perf_counter()
         Decoder(self._weights).load(FullFile(*_opened(path)))
-        self._synchronize()
         written = time.perf_counter()
         return {"sums": _as_text(self._sums()), "apply": written - clock, "prove": time.perf_counter() - written}
 
@@ -164,47 +146,76 @@ class Rank:
         """A hash of everything the model computes with: parameters, and what kernels made of them."""
         return {"fingerprint": fingerprint(self._model)}
 
-    def _begin(self, done: str, work: Callable[[], tuple[Answer, _Staged | None]]) -> None:
-        self._job = _Job(work, Path(f"{done}.{self._number}"))
+    # ── by the socket ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    # ── in the thread ────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _stage(self, kind: str, paths: list[str], lent: list[str]) -> tuple[Answer, _Staged | None]:
+    def _do_stage(self, kind: str, paths: list[str], lent: list[str]) -> Answer:
+        """Decode files against the live weights, here: all of a delta, or full weights. `dense` in the answer: these
+        full weights are too different to be staged."""
+        self._staged = None
+        if kind == "full" and not self._weights.audited:
+            try:
+                patch = self._on_device.compare(FullFile(*_opened(paths[0])))
+            except kernels.TooMany:
+                return {"dense": True}
+            return self._stage(patch, patch.count)
         decoder = Decoder(self._weights, threads=max(1, default_threads() // 2))
         borrowed = _borrowed(lent)
-        staged: list[PieceChange] = []
+        changes: list[PieceChange] = []
         wanted: list[Rectangle] = []
         for path in paths:
             read, size = _opened(path)
             try:
                 if kind == "delta":
-                    staged += decoder.delta(DeltaFile(read, size, self._schema), borrowed)
+                    changes += decoder.delta(DeltaFile(read, size, self._schema), borrowed)
                 else:
-                    staged += decoder.full(FullFile(read, size))
+                    changes += decoder.full(FullFile(read, size))
             except Wanted as missing:
                 wanted += missing.rectangles
         if wanted:
-            return {"wanted": [msgspec.structs.astuple(r) for r in wanted]}, None
-        moved = dict.fromkeys(self._groups, StateDigest())
-        for item in staged:
-            moved[self._groups[item.piece]] += item.change.digest()
-        patch = self._weights.prepare(staged)
-        self._synchronize()
-        answer: Answer = {"moved": _as_text(moved), "changed": sum(item.change.count for item in staged)}
-        if self._weights.audited:
-            # nobody writes to weights that are served: what they are now is what the patch will meet
-            present = self._sums()
-            answer["present"] = _as_text(present)
-            moved = {group: present[group] + value for group, value in moved.items()}
-        return answer, _Staged(patch, moved)
+            return {"wanted": [msgspec.structs.astuple(r) for r in wanted]}
+        return self._stage(self._weights.prepare(changes), sum(item.change.count for item in changes))
 
-    def _lend(self, rectangles: list[Rectangle], path: str) -> tuple[Answer, None]:
-        parts = [*Decoder(self._weights).lend(rectangles)]
-        arrays = {str(i): bits for i, (_, bits) in enumerate(parts)}
-        index = msgspec.json.encode([part for part, _ in parts])
-        with open(f"{path}.npz", "wb") as out:
-            np.savez(out, index=np.frombuffer(index, np.uint8), **arrays)  # type: ignore[arg-type]
-        return {"lent": f"{path}.npz"}, None
+    def _do_count(self, path: str) -> Answer:
+        """Count the classes of old weights in the tiles of this rank's sheet."""
+        shard, mine = self._on_device, f"{path}.{self._number}"
+        shard.count(Path(f"{mine}.tiles"), Path(f"{mine}.sizes"))
+        return {}
+
+    def _do_receive(self, path: str, parts: list[list[list[int]]], tiles: list[int]) -> Answer:
+        """Stage what the decoder wrote for this rank."""
+        self._staged = None
+        mine, counted = f"{path}.{self._number}", bool(tiles[self._number])
+        patch = self._on_device.receive(
+            Path(f"{mine}.moves"),
+            [(kind, count) for kind, count in parts[self._number]],
+            Path(f"{mine}.ranks") if counted else None,
+            Path(f"{mine}.tiles") if counted else None,
+        )
+        return self._stage(patch, patch.count)
+
+    def _stage(self, patch: Any, changed: int) -> Answer:
+        self._require_in_place()
+        shard = self._weights
+        # nobody writes to weights that are served: what they are now is what the patch will meet
+        present, moved = shard.digests_beside(self._groups), shard.moved(patch, self._groups)
+        predicted = {group: total + moved[group] for group, total in present.items()}
+        self._staged = _Staged(patch, present, predicted)
+        return {"changed": changed, "present": _as_text(present), "predicted": _as_text(predicted)}
+
+    def _do_forget(self) -> Answer:
+        self._staged = None
+        return {}
+
+    def _do_digest(self) -> Answer:
+        return {"sums": _as_text(self._weights.digests_beside(self._groups))}
+
+    def _do_lend(self, rectangles: list[list[Any]], path: str) -> Answer:
+        """Write what this rank holds of some rectangles to a file."""
+        parts = [*Decoder(self._weights).lend([Rectangle(*r) for r in rectangles])]
+        index = np.frombuffer(msgspec.json.encode([part for part, _ in parts]), np.uint8)
+        out = Path(f"{path}.{self._number}.lent")
+        arrays.write(out, {"index": index, **{str(i): bits for i, (_, bits) in enumerate(parts)}})
+        return {"lent": str(out)}
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,22 +226,26 @@ class Rank:
         return self._shard
 
     @property
-    def _staged(self) -> _Staged:
-        if self._job is None or self._job.staged is None:
-            raise RuntimeError("nothing is staged")
-        return self._job.staged
+    def _on_device(self) -> DeviceShard:
+        from .device import DeviceShard
+
+        if not isinstance(self._weights, DeviceShard):
+            raise RuntimeError("this rank's weights are in host memory")
+        return self._weights
 
     def _warm_up(self) -> None:
         """Compile all there is before anything is served, which takes seconds in which a model beside it stands still:
         write a weight of each width over itself, prove, and decode something."""
         widths: dict[int, PieceChange] = {}
         for number, piece in enumerate(self._weights.pieces):
-            if piece.view.dtype.itemsize not in widths:
+            if piece.view.dtype.itemsize not in widths and piece.region.units:
                 bit = self._weights.read(number)[0, :1].copy()
                 change = Change(piece.region, np.zeros(1, np.uint32), bit, bit)
                 change.digest()
                 widths[piece.view.dtype.itemsize] = PieceChange(number, change)
-        self._weights.write(self._weights.prepare([*widths.values()]))
+        patch = self._weights.prepare([*widths.values()])
+        self._weights.moved(patch, self._groups)
+        self._weights.write(patch)
         self._sums()
         compile_decoders()
 
@@ -244,42 +259,18 @@ class Rank:
             if piece.view.untyped_storage()._cdata not in live:
                 raise RuntimeError(f"the memory of {piece.region.tensor.name!r} is no longer the model's")
 
-    def _synchronize(self) -> None:
-        if any(piece.view.device.type != "cpu" for piece in self._weights.pieces[:1]):
-            torch.accelerator.synchronize()
-
 
 class _Staged(NamedTuple):
     """A version that is ready to be written."""
 
     patch: Any
+    present: Sums
+    """Digest of each group now."""
     predicted: Sums
-    # the digest of each group once it is written
+    """Digest of each group once the patch is written."""
 
 
-class _Job:
-    """Work that goes on while the model generates. `answer` is None until it is done."""
-
-    def __init__(self, work: Callable[[], tuple[Answer, _Staged | None]], done: Path) -> None:
-        self.answer: Answer | None = None
-        self.staged: _Staged | None = None
-        self._work, self._done = work, done
-        threading.Thread(target=self._run, name="deltawire-work", daemon=True).start()
-
-    def _run(self) -> None:
-        _step_aside()
-        try:
-            answer, self.staged = self._work()
-            self.answer = answer
-        except Exception as error:
-            log.warning("work beside the model failed", exc_info=True)
-            self.answer = {"error": f"{type(error).__name__}: {error}"}
-        with suppress(OSError):
-            # the folder may be gone with the server
-            self._done.touch()
-
-
-def _step_aside() -> None:
+def _use_other_cores() -> None:
     """vLLM ties a worker on a CPU to the cores it computes on; the others are better for what goes on beside that. A
     lower priority is not: a thread that waits for its turn may do so with the interpreter's lock, and the model too."""
     others = {*range(os.cpu_count() or 1)} - os.sched_getaffinity(0)
@@ -309,7 +300,7 @@ class _Descriptor:
 def _borrowed(paths: list[str]) -> Lent:
     lent: dict[Rectangle, Any] = {}
     for path in paths:
-        with np.load(path, allow_pickle=False) as file:
-            for i, part in enumerate(msgspec.json.decode(file["index"].tobytes(), type=list[Rectangle])):
-                lent[part] = file[str(i)]
+        file = arrays.open_arrays(Path(path))
+        for i, part in enumerate(msgspec.json.decode(file["index"].tobytes(), type=list[Rectangle])):
+            lent[part] = file[str(i)]
     return lent

@@ -18,9 +18,10 @@ class Policy:
     """How a server pauses."""
 
     mode: str = "keep"
-    # what becomes of running requests: keep, wait or abort
-    clear_cache: bool = True
-    # whether keys and values of the old weights are dropped
+    """What becomes of running requests: keep, wait or abort."""
+    kv: str = "version"
+    """What becomes of keys and values of the old weights. `version`: running requests keep theirs, nobody else finds
+    them. `clear`: all are dropped. `keep`: everybody finds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Settings:
     pin: int | None = None
     # DELTAWIRE_PIN: go to this version and stay
     policy: Policy = field(default_factory=Policy)
-    # DELTAWIRE_PAUSE: keep, wait or abort; DELTAWIRE_KV: clear or keep
+    # DELTAWIRE_PAUSE: keep, wait or abort; DELTAWIRE_KV: version, clear or keep
     token: str = ""
     # DELTAWIRE_TOKEN: what control routes ask for
     reference: str | None = None
@@ -66,7 +67,7 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
         pin=int(pin) if pin else None,
         policy=Policy(
             one_of("DELTAWIRE_PAUSE", ("keep", "wait", "abort")),
-            one_of("DELTAWIRE_KV", ("clear", "keep")) == "clear",
+            one_of("DELTAWIRE_KV", ("version", "clear", "keep")),
         ),
         token=environment.get("DELTAWIRE_TOKEN", ""),
         reference=environment.get("DELTAWIRE_REFERENCE") or None,

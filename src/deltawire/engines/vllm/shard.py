@@ -60,8 +60,16 @@ class Shard(Protocol):
         """Overwrite whole rows of a piece, from `row` on."""
         ...
 
+    def moved(self, patch: Any, groups: Sequence[int]) -> Sums:
+        """How the digest of each group moves when a patch is written; `groups` has the group of every piece."""
+        ...
+
     def digests(self, groups: Sequence[int]) -> Sums:
-        """The state digest of each group of pieces; `groups` has the group of every piece."""
+        """The state digest of each group of pieces, in the engine's own thread."""
+        ...
+
+    def digests_beside(self, groups: Sequence[int]) -> Sums:
+        """The same in another thread, while the model generates."""
         ...
 
 
@@ -107,6 +115,14 @@ class HostShard:
         order = sorted(range(len(self.pieces)), key=lambda number: -self.pieces[number].region.units)
         for number, part in zip(order, ordered_map(one, order), strict=True):
             totals[groups[number]] += part
+        return totals
+
+    digests_beside = digests
+
+    def moved(self, patch: list[PieceChange], groups: Sequence[int]) -> Sums:
+        totals = {group: StateDigest() for group in groups}
+        for item in patch:
+            totals[groups[item.piece]] += item.change.digest()
         return totals
 
     def _scatter(self, patch: list[PieceChange], *, new: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -20,16 +19,17 @@ from ...core import full
 from ...core.digest import StateDigest
 from ...core.errors import ChainError, DeltawireError, DigestMismatch, MissingBase, SchemaMismatch
 from ...core.schema import Schema, listed
-from .decode import Rectangle
+from . import arrays
+from .channel import Caller, ChannelClosed, call_all
+from .decoder import Decoder
 from .layout import Layout, arrange
+from .rectangle import Rectangle
 from .settings import Policy
 
 log = logging.getLogger("deltawire")
 
-LOOK_S, ASK_S = 0.005, 1.0
-"""Seconds between looks at what ranks do beside the model: whether they left a file, and by asking them."""
-
 STAGE_LIMIT_S = 3600.0
+"""Seconds that work beside the model may take."""
 
 OF_NO_VERSION = StateDigest(1, 1)
 """Stands for the digest of weights that have none: unknown ones, or ranks that disagree."""
@@ -37,6 +37,10 @@ OF_NO_VERSION = StateDigest(1, 1)
 
 class WorkerError(ChainError):
     """A rank could not do what it was asked to; nothing was changed. Another way to the version may still work."""
+
+
+class TooDense(ChainError):
+    """Full weights that have little in common with the present ones: they have to be written over them."""
 
 
 class NotRestored(DeltawireError):
@@ -67,8 +71,11 @@ class Workers:
         # why deltas cannot be applied here
         self.timings: dict[str, float] = {}
         self._client, self._loop, self._policy = client, loop, policy
-        self._temporary = tempfile.TemporaryDirectory(prefix="deltawire-vllm-")
+        self._temporary = arrays.folder()
         self._folder = Path(self._temporary.name)
+        self._ranks: list[Caller] = []
+        self._decoder: Decoder | None = None
+        # of weights that are not in host memory
         self._loaded: StateDigest | None = None
         # digest of the checkpoint that vLLM's own loader was given last
         self._from = str(client.vllm_config.model_config.model)
@@ -87,14 +94,22 @@ class Workers:
         path = self._folder / "schema.json"
         path.write_bytes(msgspec.json.encode(schema))
         self.schema = schema
-        answers = self._all("layout", schema=str(path))
+        answers = self._all("layout", schema=str(path), sockets=str(self._folder))
         ranks = [[Rectangle(*piece) for piece in answer["pieces"]] for answer in answers]
         problems = [problem for answer in answers for problem in answer["problems"]]
         self.layout = arrange(schema, ranks, list(dict.fromkeys(problems)))
         self._require_names(schema, self.layout.unused, answers)
         self.refused = self.layout.problems[0] if self.layout.problems else ""
+        for caller in self._ranks:
+            caller.close()
+        self._ranks = [Caller(answer["socket"]) for answer in answers]
         if not self.refused:
             self._all("group", groups=[list(groups) for groups in self.layout.groups])
+            if all(answer["device"] for answer in answers):
+                self._decoder = self._decoder or Decoder(self._folder)
+                self._decoder.call(
+                    "open", STAGE_LIMIT_S, schema=str(path), ranks=[answer["pieces"] for answer in answers]
+                )
         self._check_layout()
 
     def _require_names(self, schema: Schema, unused: Sequence[str], answers: list[dict[str, Any]]) -> None:
@@ -145,7 +160,7 @@ class Workers:
         return self._loaded if self._loaded is not None else OF_NO_VERSION
 
     def live_digest(self) -> StateDigest:
-        return self._total(self._all("digest"))
+        return self._total(self._beside("digest"))
 
     # ── before the pause ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -158,59 +173,89 @@ class Workers:
         return path
 
     def stage(self, kind: str, paths: Sequence[Path], version: int, present: StateDigest) -> Staged:
-        """Have every rank decode its part, while the model generates. Nothing is changed."""
+        """Have every rank make its part ready, while the model generates. Nothing is changed."""
         clock = time.perf_counter()
-        files, lent = [str(path) for path in paths], []
-        answers = self._background("stage", kind=kind, paths=files, lent=lent)
+        files = [str(path) for path in paths]
+        answers = self._received(files) if kind == "delta" and self._decoder is not None else None
+        if answers is None:
+            answers = self._decoded(kind, files, version)
+        if any("dense" in answer for answer in answers):
+            self.forget()
+            raise TooDense(f"the weights of version {version} are too different to be staged beside the present ones")
+        if (found := self._total(answers, "present")) != present:
+            raise DigestMismatch(version, str(present), str(found), "the weights are not those from before")
+        changed = sum(answer["changed"] for answer in answers)
+        staged = Staged(version, self._total(answers, "predicted"), changed, self._decoder is None)
+        staged.timings["decode"] = time.perf_counter() - clock
+        return staged
+
+    def _received(self, files: list[str]) -> list[dict[str, Any]] | None:
+        """Stage a delta that is decoded once, in a process of its own, for ranks that hold their weights on devices.
+        None where tiles are cut by the edges of pieces."""
+        assert self._decoder is not None
+        out = f"{files[0]}.ranks"
+        try:
+            read = self._decoder.call("read", STAGE_LIMIT_S, paths=files, out=out)
+            if read.get("cut"):
+                return None
+            if any(read["tiles"]):
+                self._beside("count", path=out)
+                self._decoder.call("ranks", STAGE_LIMIT_S, out=out)
+            return self._beside("receive", path=out, parts=read["parts"], tiles=read["tiles"])
+        finally:
+            for file in self._folder.glob(f"{Path(out).name}.*"):
+                file.unlink()
+
+    def _decoded(self, kind: str, files: list[str], version: int) -> list[dict[str, Any]]:
+        """Stage what each rank decodes from the weights it holds, and from those that others lend it."""
+        lent: list[str] = []
+        answers = self._beside("stage", kind=kind, paths=files, lent=lent)
         if any("wanted" in answer for answer in answers):
             rectangles = [r for answer in answers for r in answer.get("wanted", ())]
-            answers = self._background("lend", rectangles=rectangles, path=f"{files[0]}.lent")
-            lent = [answer["lent"] for answer in answers]
-            answers = self._background("stage", kind=kind, paths=files, lent=lent)
+            lent = [answer["lent"] for answer in self._beside("lend", rectangles=rectangles, path=files[0])]
+            answers = self._beside("stage", kind=kind, paths=files, lent=lent)
             for file in lent:
                 os.unlink(file)
         if any("wanted" in answer for answer in answers):
             raise MissingBase(f"version {version} needs old weights that no rank of this node holds")
-        assert self.layout is not None
-        audited = all("present" in answer for answer in answers)
-        if audited and (found := self._total(answers, "present")) != present:
-            raise DigestMismatch(version, str(present), str(found), "the weights are not those from before")
-        changed = sum(answer["changed"] for answer in answers)
-        staged = Staged(version, present + self._total(answers, "moved"), changed, audited)
-        staged.timings["decode"] = time.perf_counter() - clock
-        return staged
+        return answers
 
     def forget(self) -> None:
-        self._all("forget")
+        self._beside("forget")
 
     # ── the pause ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def swap(self, staged: Staged, present: StateDigest) -> None:
-        """Write what is staged and prove it; on any failure of any rank put all of them back and prove that."""
-        self.run(self._paused(lambda: self._swap(staged, present), staged.version))
+    def swap(self, staged: Staged) -> None:
+        """Write what is staged and prove it; if a rank fails, all of them are put back and that is proven."""
+        self.run(self._swap(staged))
 
-    async def _swap(self, staged: Staged, present: StateDigest) -> None:
-        answers = await self._call("apply")
-        failure = _first_error(answers)
-        if failure is None:
-            found = self._total(answers)
-            if found == staged.digest:
-                self.timings.update(_slowest(answers))
-                return
-            failure = DigestMismatch(staged.version, str(staged.digest), str(found))
-        log.warning("putting the old weights back on all ranks: %s", failure)
-        undone = await self._call("undo")
-        trouble = _first_error(undone)
-        if trouble is not None or self._total(undone) != present:
-            why = trouble or "these are not the weights from before; perhaps somebody else changed them"
-            raise NotRestored(f"{failure}; and the old weights could not be put back: {why}")
-        raise failure
+    async def _swap(self, staged: Staged) -> None:
+        """One call to the engine, which does it between two steps (core.py). Requests that are not to be kept are
+        stopped before."""
+        keep = self._policy.mode == "keep"
+        stay = keep or await self._client.is_paused()
+        try:
+            if not keep:
+                await self._client.sleep(level=0, mode=self._policy.mode)
+            answer = await self._client.engine_core.call_utility_async(
+                "deltawire_swap", str(staged.version), self._policy.kv == "clear"
+            )
+        except Exception as error:
+            raise NotRestored(f"nobody can say what the weights are: {type(error).__name__}: {error}") from error
+        if "lost" in answer:
+            raise NotRestored(f"{answer['failure']}; and the old weights could not be put back: {answer['lost']}")
+        if not stay:
+            await self._client.wake_up(["scheduling"])
+        self.timings.update({name: answer[name] for name in ("stop", "apply", "prove", "pause") if name in answer})
+        if "failure" in answer:
+            log.warning("version %d was taken back on all ranks: %s", staged.version, answer["failure"])
+            raise WorkerError(answer["failure"])
 
     def audit(self, staged: Staged) -> None:
         """After the pause: read all weights, while the model generates. What is wrong now is not served any longer."""
         clock = time.perf_counter()
         try:
-            found = str(self._total(self._background("audit")))
+            found = str(self.live_digest())
         except DeltawireError as error:
             found = str(error)
         if found != str(staged.digest):
@@ -255,7 +300,7 @@ class Workers:
         assert self.layout is not None
         if not self.layout.problems and self._source_unknown:
             # the first weights whose digest is known here: they show whether memory is laid out like a checkpoint
-            found = self._total(await self._call("digest"))
+            found = await asyncio.to_thread(self.live_digest)
             if found != digest:
                 raise NotRestored(str(DigestMismatch(version, str(digest), str(found), "restart the server")))
             self.refused = ""
@@ -324,7 +369,7 @@ class Workers:
         client = self._client
         try:
             await client.sleep(level=0, mode=mode)
-            if self._policy.clear_cache:
+            if self._policy.kv != "keep":
                 dropped, *_ = await asyncio.gather(
                     client.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
                     client.reset_mm_cache(),
@@ -353,22 +398,15 @@ class Workers:
             raise error
         return answers  # type: ignore[no-any-return]
 
-    def _background(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Start work on every rank and wait for its answers, without holding up the engine: ranks on this node say by a
-        file that they are through, those on others are asked now and then."""
-        done = self._folder / f"done-{secrets.token_hex(4)}"
-        ranks = len(self._all(operation, done=str(done), **arguments))
-        asked, limit = time.monotonic(), time.monotonic() + STAGE_LIMIT_S
-        while time.monotonic() < limit:
-            through = all(done.with_name(f"{done.name}.{rank}").exists() for rank in range(ranks))
-            if through or time.monotonic() - asked >= ASK_S:
-                asked = time.monotonic()
-                if all(answers := self._all("done")):
-                    for file in self._folder.glob(f"{done.name}.*"):
-                        file.unlink()
-                    return answers
-            time.sleep(LOOK_S)
-        raise WorkerError(f"a rank has been at {operation!r} for {STAGE_LIMIT_S:.0f} s")
+    def _beside(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Have every rank do something beside the model; the engine does not hear of it."""
+        try:
+            answers = call_all(self._ranks, operation, STAGE_LIMIT_S, **arguments)
+        except ChannelClosed as error:
+            raise WorkerError(f"a rank cannot be reached for {operation!r}: {error}") from error
+        if (failed := _first_error(answers)) is not None:
+            raise failed
+        return answers
 
     def _total(self, answers: list[dict[str, Any]], key: str = "sums") -> StateDigest:
         """The digest of the whole model from those of its parts."""

@@ -41,34 +41,38 @@ def _break_writes(folder: Path) -> None:
 
 
 def _break_shards(folder: Path) -> None:
+    from deltawire.engines.vllm.device import DeviceShard
     from deltawire.engines.vllm.shard import HostShard
 
-    write = HostShard.write
-    if write.__name__ == "broken":
-        return
+    for shard in (HostShard, DeviceShard):
+        if shard.write.__name__ != "broken":
+            shard.write = _broken(shard.write, folder)  # type: ignore[method-assign]
 
-    def broken(self: HostShard, patch: list[Any]) -> None:
+
+def _broken(write: Any, folder: Path) -> Any:
+    def broken(self: Any, patch: Any) -> None:
         rank = torch.distributed.get_rank()
         struck = [kind for kind in ("fail", "stall", "stray") if (folder / f"{kind}-{rank}").exists()]
         for kind in struck:
             (folder / f"{kind}-{rank}").unlink()
-        if not struck:
-            write(self, patch)
-        elif struck == ["stray"]:
-            write(self, patch)
+        # on a GPU all of it is one launch: it is written, and not said to be
+        write(self, patch[: len(patch) // 2] if self.audited and struck and struck != ["stray"] else patch)
+        if struck == ["stray"]:
             _stray(self, patch)
-        else:
-            write(self, patch[: len(patch) // 2])
+        elif struck:
             if struck == ["stall"]:
                 (folder / f"stalled-{rank}").touch()
                 time.sleep(3600)
             raise OSError("a fault that a test asked for")
 
-    HostShard.write = broken  # type: ignore[method-assign]
+    return broken
 
 
-def _stray(shard: Any, patch: list[Any]) -> None:
-    """Flip a bit of the first weight that the patch leaves alone."""
+def _stray(shard: Any, patch: Any) -> None:
+    """Flip a bit of a weight: in host memory of the first that the patch leaves alone, on a device of any."""
+    if not shard.audited:
+        shard.pieces[0].view.view(torch.int16)[0, 0] ^= 1
+        return
     written = set(patch[0].change.positions.tolist())
     bits = shard.read(patch[0].piece)
     position = next(p for p in range(bits.size) if p not in written)

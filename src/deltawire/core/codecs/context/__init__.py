@@ -22,7 +22,7 @@ import msgspec
 from ...change import Change, Region
 from .. import packed, planes
 from ..base import BaseBits, Before, Coded, CodedBlock, squeeze
-from .decoder import Block
+from .decoder import Block, TileSpan
 from .encoder import encode_tiles
 
 name = "context"
@@ -67,4 +67,4 @@ def open_block(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams
     return Block(coded, regions, streams)
 
 
-__all__ = ["Block", "decode", "encode", "encode_tiles", "name", "open_block"]
+__all__ = ["Block", "TileSpan", "decode", "encode", "encode_tiles", "name", "open_block"]

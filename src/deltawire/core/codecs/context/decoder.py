@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,39 @@ from .levels import unpack
 from .runs import PROBLEMS, decode_tile
 from .tiles import LevelBytes, Matrix, padded, walked, widest
 
+Ranked = tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
+"""Changes per tile and class, and of each change its rank and zigzagged step: tile after tile, class by class."""
+
 Found = tuple[npt.NDArray[np.uint32], Bits, Bits]
 """Positions, old and new bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileSpan:
+    """Whole tiles of a region, as a matrix that is walked row by row: what a device needs to count classes in them."""
+
+    region: int
+    """Number of the region in its block."""
+    rows: tuple[int, int]
+    """First tile row and the one behind the last."""
+    columns: tuple[int, int]
+    """First tile column and the one behind the last."""
+    row_cuts: npt.NDArray[np.int64]
+    """Lines between tile rows, counted from the first."""
+    column_cuts: npt.NDArray[np.int64]
+    """Lines between tile columns, counted from the first."""
+    rule: npt.NDArray[np.int64]
+    """How old units get their class, as kernels take it."""
+    row_levels: LevelBytes
+    """Level of each row; neutral where the block has none."""
+    column_levels: LevelBytes
+    """Level of each column; neutral where the block has none."""
+    leveled: bool
+    """Whether any level may differ from the neutral one."""
+
+    @property
+    def tiles(self) -> int:
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
 class Block:
@@ -106,6 +138,42 @@ class Block:
             old = np.ascontiguousarray(old).reshape(1, -1)
         return self._tiles(number, rows, columns, old)
 
+    def span(self, number: int, rows: slice, columns: slice) -> TileSpan:
+        """The tiles of a rectangle of a region, which must lie on tile lines (see `around`)."""
+        region, grid = self.regions[number][0], self._head.grids[number]
+        if self._shapes[number][1] != region.columns:
+            rows, columns = slice(0, 1), slice(rows.start * region.columns, rows.stop * region.columns)
+        row_cuts, column_cuts = grid.cuts(self._shapes[number])
+        i0, i1 = np.searchsorted(row_cuts, (rows.start, rows.stop)).tolist()
+        j0, j1 = np.searchsorted(column_cuts, (columns.start, columns.stop)).tolist()
+        row_levels, column_levels = self._levels[number]
+        return TileSpan(
+            number, (i0, i1), (j0, j1),
+            row_cuts[i0 : i1 + 1] - row_cuts[i0], column_cuts[j0 : j1 + 1] - column_cuts[j0],
+            self._head.rule.table(self._head.classes), row_levels[rows], column_levels[columns],
+            bool(grid.flags & (ROW_LEVELS | COLUMN_LEVELS)),
+        )  # fmt: skip
+
+    def ranks(self, span: TileSpan, sizes: npt.NDArray[np.int32]) -> Ranked:
+        """Entropy-decode tiles whose classes were counted where the weights are; `sizes` is [tiles, CLASSES]."""
+        head, grid = self._head, self._head.grids[span.region]
+        region, count = self.regions[span.region]
+        counts = np.zeros((span.tiles, CLASSES), np.int64)
+        ranks, steps = np.empty(count, np.uint32), np.empty(count, np.uint32)
+        kernel: Any = _decode_ranks
+        error, found = kernel(
+            self._data, self._starts[int(self._first[span.region]) :], *span.rows, *span.columns, grid.across,
+            sizes.astype(np.int64), shifted(head.rates, head.inverse, grid.offset), head.inverse, head.spread,
+            self._step_tables, self._step_coarse, head.step_table, (1 << 8 * region.tensor.unit_size) - 1, MODELS,
+            counts, ranks, steps,
+        )  # fmt: skip
+        if error:
+            kind, what = PROBLEMS[error]
+            raise kind(f"{region.tensor.name!r}: {what}")
+        if span.tiles == grid.tiles and found != count:
+            raise CountMismatch(f"a region of {region.tensor.name!r} has {found} changes, its count is {count}")
+        return counts, ranks[:found], steps[:found]
+
     def change(self, number: int, old: Bits) -> Change:
         """All changes of a region, given its matrix of old weights."""
         region, count = self.regions[number]
@@ -140,6 +208,28 @@ class Block:
         now = np.empty_like(was)
         take_steps(zigzags[:found], was, self._dtype.steps_are_signed, now)
         return positions[:found], was, now
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decode_ranks(
+    data: Any, starts: Any, i0: Any, i1: Any, j0: Any, j1: Any, across: Any, n: Any, rates: Any, inverse: Any,
+    spread: Any, step_tables: Any, step_coarse: Any, step_table: Any, step_limit: Any, models: Any, k: Any, ranks: Any,
+    steps: Any,
+) -> Any:  # fmt: skip
+    """Ranks and steps of tiles [i0:i1, j0:j1], tile after tile; returns (error, how many)."""
+    done, at = 0, 0
+    for i in range(i0, i1):
+        for j in range(j0, j1):
+            t = i * across + j
+            error, count = decode_tile(
+                data, starts[t], starts[t + 1], n[at], rates, inverse, spread, step_tables, step_coarse, step_table,
+                uint64(step_limit), models, k[at], ranks[done:], steps[done:],
+            )  # fmt: skip
+            if error:
+                return error, 0
+            done += count
+            at += 1
+    return 0, done
 
 
 def _snapped(lines: list[int], span: slice) -> slice:

@@ -1,0 +1,62 @@
+"""Arrays that one process of a node writes and another maps: a header in JSON, then the arrays as they are."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+_ALIGNED = 64
+_PREFIX = 8
+
+
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """A private folder, in memory where the system has one for that."""
+    shared = Path("/dev/shm")
+    return tempfile.TemporaryDirectory(prefix="deltawire-", dir=shared if os.access(shared, os.W_OK) else None)
+
+
+def create(path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Array]:
+    """A new file with arrays of these dtypes and shapes, mapped and ready to be filled."""
+    layout, at = [], 0
+    for name, (dtype, shape) in shapes.items():
+        layout.append((name, dtype, shape, at))
+        at += -(-np.dtype(dtype).itemsize * int(np.prod(shape)) // _ALIGNED) * _ALIGNED
+    head = json.dumps(layout).encode()
+    start = -(-(_PREFIX + len(head)) // _ALIGNED) * _ALIGNED
+    with open(path, "w+b") as file:
+        file.truncate(start + at)
+        memory = mmap.mmap(file.fileno(), start + at)
+    memory[: _PREFIX + len(head)] = len(head).to_bytes(_PREFIX, "little") + head
+    return _views(memory, layout, start)
+
+
+def open_arrays(path: Path) -> dict[str, Array]:
+    """The arrays of a file. The file may be removed while they are in use."""
+    with open(path, "rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    size = int.from_bytes(memory[:_PREFIX], "little")
+    layout = json.loads(memory[_PREFIX : _PREFIX + size])
+    return _views(memory, layout, -(-(_PREFIX + size) // _ALIGNED) * _ALIGNED)
+
+
+def write(path: Path, arrays: Mapping[str, Array]) -> None:
+    """A file with copies of arrays."""
+    made = create(path, {name: (array.dtype.str, array.shape) for name, array in arrays.items()})
+    for name, array in arrays.items():
+        made[name][...] = array
+
+
+def _views(memory: mmap.mmap, layout: Any, start: int) -> dict[str, Array]:
+    return {
+        name: np.frombuffer(memory, dtype, int(np.prod(shape)), start + at).reshape(shape)
+        for name, dtype, shape, at in layout
+    }

@@ -1,0 +1,117 @@
+"""Calls between the processes of a server, over Unix sockets: JSON both ways.
+
+Ranks and the decoder answer on threads of their own, so what goes on beside the model never passes through the
+engine's loop. Sockets lie in a folder that only this user can enter. Large arrays travel as files (arrays.py).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Answer = dict[str, Any]
+"""Plain values. `error` in it says that the operation failed, and why."""
+
+Handler = Callable[..., Answer]
+"""Called with the name of an operation and its arguments. Returns errors as answers."""
+
+
+_LENGTH = 8
+"""Bytes that say how long a message is."""
+
+
+class ChannelClosed(Exception):
+    """The other process is gone, or did not answer in time."""
+
+
+def listen(path: str, handle: Handler, *, prepare: Callable[[], None] = lambda: None) -> None:
+    """Answer calls at a socket, in a thread, one after the other. `prepare` runs first, in that thread."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(1)
+    threading.Thread(target=_serve, args=(listener, handle, prepare), name="deltawire-calls", daemon=True).start()
+
+
+def _serve(listener: socket.socket, handle: Handler, prepare: Callable[[], None]) -> None:
+    prepare()
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            try:
+                while True:
+                    operation, arguments = _receive(connection)
+                    _send(connection, handle(operation, **arguments))
+            except OSError:
+                # the caller has gone, and may come back
+                continue
+
+
+def _send(connection: socket.socket, message: Any) -> None:
+    data = json.dumps(message).encode()
+    connection.sendall(len(data).to_bytes(_LENGTH, "little") + data)
+
+
+def _receive(connection: socket.socket) -> Any:
+    size = int.from_bytes(_exactly(connection, _LENGTH), "little")
+    return json.loads(_exactly(connection, size))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(min(size - len(data), 1 << 20))
+        if not part:
+            raise ConnectionResetError("the other end is closed")
+        data += part
+    return bytes(data)
+
+
+class Caller:
+    """The calling end. Not for several threads at once."""
+
+    def __init__(self, path: str, *, patience_s: float = 60.0) -> None:
+        end = time.monotonic() + patience_s
+        while True:
+            try:
+                self._connection = socket.socket(socket.AF_UNIX)
+                self._connection.connect(path)
+                return
+            except OSError as error:
+                self._connection.close()
+                if time.monotonic() > end:
+                    raise ChannelClosed(f"nobody answers at {path}: {error}") from error
+                time.sleep(0.02)
+
+    def send(self, operation: str, **arguments: Any) -> None:
+        try:
+            _send(self._connection, [operation, arguments])
+        except OSError as error:
+            raise ChannelClosed(f"cannot ask for {operation!r}: {error}") from error
+
+    def receive(self, limit_s: float) -> Answer:
+        try:
+            self._connection.settimeout(limit_s)
+            answer: Answer = _receive(self._connection)
+            return answer
+        except TimeoutError as error:
+            raise ChannelClosed(f"no answer within {limit_s:.0f} s") from error
+        except OSError as error:
+            raise ChannelClosed(f"the other process is gone: {error}") from error
+
+    def call(self, operation: str, limit_s: float, **arguments: Any) -> Answer:
+        self.send(operation, **arguments)
+        return self.receive(limit_s)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def call_all(callers: Sequence[Caller], operation: str, limit_s: float, **arguments: Any) -> list[Answer]:
+    """Have several processes do the same at once; their answers in order."""
+    for caller in callers:
+        caller.send(operation, **arguments)
+    return [caller.receive(limit_s) for caller in callers]

@@ -1,0 +1,129 @@
+"""What runs in vLLM's engine core, between two steps of the model: the swap of all ranks, and salts of the cache.
+
+`swap` is one call: it lets the step that is running finish, writes the staged version on all ranks, and goes on. Ranks
+prove what they wrote; if one of them cannot, all are put back before another token is made. `attach` adds it to vLLM's
+`EngineCore`, which every server's core process is.
+
+With salts (DELTAWIRE_KV=version) cached keys and values are found again only by requests that began under the same
+weights. A request gets the salt of the moment when its prefill is first scheduled: one that waits during a swap is
+salted anew. Every swap makes a new salt, a swap back to an older version too: a running request goes on to fill blocks
+under its old salt, with keys and values of newer weights, which nobody else may find. A client's own salt is kept
+beside that; one that begins with `keep:` is left alone, so that the turns of a trajectory share older entries.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from typing import Any
+
+KEEP = "keep:"
+"""How a client's salt begins that stays the same across versions."""
+
+_OWN = "deltawire_own_salt"
+"""Attribute of a request: the salt its client gave it."""
+
+
+def attach(core_class: Any, scheduler_class: Any, *, salts: bool) -> None:
+    """Give vLLM's EngineCore a swap, and salts where they are wanted. May be called more than once."""
+    if hasattr(core_class, "deltawire_swap"):
+        return
+    core_class.deltawire_swap = swap
+    if salts:
+        _salt_requests(core_class, scheduler_class)
+
+
+def _salt_requests(core_class: Any, scheduler_class: Any) -> None:
+    preprocess, add = core_class.preprocess_add_request, core_class.add_request
+    name, preempt = core_class.set_weight_version, scheduler_class._preempt_request
+    swaps = count(1)
+    scheduler_class.deltawire_salt = "0"
+
+    def preprocessed(core: Any, request: Any) -> Any:
+        # in the thread that reads requests, which hashes their prompts too
+        own = request.cache_salt
+        request.cache_salt = _salted(own, core.scheduler.deltawire_salt)
+        made, wave = preprocess(core, request)
+        setattr(made, _OWN, own)
+        return made, wave
+
+    def added(core: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _salt(request, core.scheduler.deltawire_salt)
+        return add(core, request, *args, **kwargs)
+
+    def preempted(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        # what it computes now is computed anew, with the weights of now
+        answer = preempt(scheduler, request, *args, **kwargs)
+        _salt(request, scheduler.deltawire_salt)
+        return answer
+
+    def named(core: Any, version: str) -> None:
+        name(core, version)
+        core.scheduler.deltawire_salt = f"{version}.{next(swaps)}"
+        for request in _waiting(core.scheduler):
+            _salt(request, core.scheduler.deltawire_salt)
+
+    core_class.preprocess_add_request = preprocessed
+    core_class.add_request = added
+    core_class.set_weight_version = named
+    scheduler_class._preempt_request = preempted
+
+
+def swap(core: Any, version: str, clear: bool) -> dict[str, Any]:
+    """Write what ranks have staged. In the answer: `failure` if it was taken back, `lost` if that failed too.
+
+    `clear` drops all cached keys and values, those of running requests too.
+    """
+    scheduler, began = core.scheduler, time.perf_counter()
+    before = scheduler.pause_state
+    scheduler.set_pause_state(type(before).PAUSED_ALL)
+    # what is in flight was computed with the old weights, and is told apart by the version it comes out under
+    while core.batch_queue:
+        core._process_engine_step()
+    stopped = time.perf_counter()
+    answer: dict[str, Any] = {}
+    try:
+        if clear and not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            answer["failure"] = "keys and values of the old weights could not be dropped"
+        else:
+            if clear:
+                core.reset_mm_cache()
+                core.reset_encoder_cache()
+            answer = _apply(core)
+        if "failure" not in answer:
+            core.set_weight_version(version)
+    except Exception as error:
+        answer["failure"] = answer["lost"] = f"{type(error).__name__}: {error}"
+    if "lost" not in answer:
+        scheduler.set_pause_state(before)
+    answer |= {"stop": stopped - began, "pause": time.perf_counter() - began}
+    return answer
+
+
+def _apply(core: Any) -> dict[str, Any]:
+    answers = core.collective_rpc("deltawire", args=("apply",))
+    failed = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
+    if not failed:
+        return {phase: max(answer[phase] for answer in answers) for phase in ("apply", "prove")}
+    undone = core.collective_rpc("deltawire", args=("undo",))
+    lost = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(undone) if "error" in answer]
+    return {"failure": failed[0]} | ({"lost": lost[0]} if lost else {})
+
+
+def _waiting(scheduler: Any) -> list[Any]:
+    """Requests of which nothing has been computed yet."""
+    queues = (getattr(scheduler, name, ()) for name in ("waiting", "skipped_waiting", "kv_holding_waiting"))
+    return [request for queue in queues for request in queue if request.num_computed_tokens == 0]
+
+
+def _salt(request: Any, salt: str) -> None:
+    """Give a request, of which nothing is computed yet, the salt of now."""
+    salted = _salted(getattr(request, _OWN, None), salt)
+    if request.cache_salt != salted:
+        request.cache_salt = salted
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
+def _salted(own: str | None, salt: str) -> str:
+    return own if own is not None and own.startswith(KEEP) else f"{own or ''}@deltawire:{salt}"

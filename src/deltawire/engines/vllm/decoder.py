@@ -1,0 +1,225 @@
+"""Decodes deltas in a process of its own, once per node: `python -m deltawire.engines.vllm.decoder SOCKET`.
+
+It has no weights and no torch. A delta's `packed`, `raw` and `planes` blocks become moves of each rank's pieces. For
+`context` it needs to know how many old weights of each class a tile has: ranks count them on their device and get
+ranks within classes back.
+
+    read     files → per rank: moves, and sheets that say which tiles to count
+    ranks    counts of those tiles → ranks and steps
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ...core.codecs import context
+from ...core.errors import ChainError
+from ...core.parallel import default_threads, ordered_map
+from ...core.schema import Schema
+from ...core.sparse import BlockRef, DeltaFile
+from . import arrays
+from .channel import Answer, Caller, listen
+from .moves import PieceMoves, RankPieces, write_moves
+from .rectangle import Rectangle, rectangle
+
+SMALL_TILE = 1 << 16
+"""Units of a tile whose ranks fit two bytes."""
+
+
+class DecoderError(ChainError):
+    """The decoder's process could not use a delta; nothing was changed."""
+
+
+class Decoder:
+    """The calling end: starts the process, which ends with this one."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "decoder.sock"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(path)], stdin=subprocess.PIPE
+        )
+        self._caller = Caller(str(path))
+
+    def call(self, operation: str, limit_s: float, **arguments: Any) -> Answer:
+        answer = self._caller.call(operation, limit_s, **arguments)
+        if "error" in answer:
+            raise DecoderError(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        self._caller.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(10)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Tiles of a context block that lie in one piece of a rank."""
+
+    piece: int
+    offset: int
+    """Units of the piece before the first."""
+    stride: int
+    """Units from one of its rows to the next."""
+    block: context.Block
+    span: context.TileSpan
+
+
+class _CutTiles(Exception):
+    """Tiles of a context block lie across the edge of a piece: their old weights are on several ranks."""
+
+
+class _Process:
+    """What the process knows: the run's schema, the pieces of all ranks, and the tiles of the delta at hand."""
+
+    def __init__(self) -> None:
+        self._schema = Schema.build(())
+        self._ranks: list[RankPieces] = []
+        self._tiles: list[list[_Tiles]] = []
+
+    def call(self, operation: str, **arguments: Any) -> Answer:
+        try:
+            return getattr(self, f"_do_{operation}")(**arguments)  # type: ignore[no-any-return]
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def _do_open(self, schema: str, ranks: list[list[list[Any]]]) -> Answer:
+        self._schema = msgspec.json.decode(Path(schema).read_bytes(), type=Schema)
+        self._ranks = [RankPieces(self._schema, [Rectangle(*piece) for piece in pieces]) for pieces in ranks]
+        return {}
+
+    def _do_read(self, paths: list[str], out: str) -> Answer:
+        """Decode files. `cut` in the answer: some tiles cannot be decoded from the weights of one rank."""
+        files = [_opened(Path(path), self._schema) for path in paths]
+        cut: list[list[PieceMoves]] = [[] for _ in self._ranks]
+        self._tiles = [[] for _ in self._ranks]
+        try:
+            for file in files:
+                for moves, tiles in ordered_map(lambda block, f=file: self._block(f, block), file.blocks, _threads()):  # type: ignore[misc]
+                    for mine, more in zip((*cut, *self._tiles), (*moves, *tiles), strict=True):
+                        mine += more
+        except _CutTiles:
+            return {"cut": True}
+        return {
+            "changed": sum(block.changed for file in files for block in file.blocks),
+            "parts": [write_moves(Path(f"{out}.{n}.moves"), rank, cut[n]) for n, rank in enumerate(self._ranks)],
+            "tiles": [_write_sheet(Path(f"{out}.{n}.tiles"), tiles) for n, tiles in enumerate(self._tiles)],
+        }
+
+    def _block(self, file: DeltaFile, block: BlockRef) -> tuple[list[list[PieceMoves]], list[list[_Tiles]]]:
+        moves = file.moves(block)
+        if moves is not None:
+            return [[part for m in moves for part in rank.cut(m)] for rank in self._ranks], [[] for _ in self._ranks]
+        assert block.record is not None
+        coded = context.open_block(block.record, block.regions, file.streams(block))
+        return [[] for _ in self._ranks], [_tiles_of(rank, coded) for rank in self._ranks]
+
+    def _do_ranks(self, out: str) -> Answer:
+        """Entropy-decode the tiles that ranks have counted."""
+        for number, tiles in enumerate(self._tiles):
+            if tiles:
+                _write_ranks(Path(f"{out}.{number}.sizes"), Path(f"{out}.{number}.ranks"), tiles)
+        self._tiles = []
+        return {}
+
+
+def _opened(path: Path, schema: Schema) -> DeltaFile:
+    descriptor = os.open(path, os.O_RDONLY)
+    # held by what reads from it, and closed with that
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    return DeltaFile(lambda start, length: os.pread(file.fileno(), length, start), os.fstat(descriptor).st_size, schema)
+
+
+def _threads() -> int:
+    """Half of the cores: the others are the engine's."""
+    return max(1, default_threads() // 2)
+
+
+def _tiles_of(rank: RankPieces, coded: context.Block) -> list[_Tiles]:
+    found = []
+    for number, (region, _) in enumerate(coded.regions):
+        whole = rectangle(region)
+        for piece_number in rank.by_tensor.get(region.tensor.name, ()):
+            piece = rank.pieces[piece_number]
+            part = whole.meet(piece)
+            if part is None:
+                continue
+            rows, columns = part.within(whole)
+            if coded.around(number, rows, columns) != (rows, columns):
+                raise _CutTiles
+            row, column = part.row - piece.row, part.column - piece.column
+            span = coded.span(number, rows, columns)
+            if len(span.row_cuts) == 2 and span.column_cuts[-1] != part.columns and part.columns != piece.columns:
+                # a narrow region is walked as one row, which it is only in memory of the same width
+                raise _CutTiles
+            found.append(_Tiles(piece_number, row * piece.columns + column, piece.columns, coded, span))
+    return found
+
+
+def _write_sheet(path: Path, tiles: Sequence[_Tiles]) -> int:
+    """What a rank needs to count classes: geometry, rules and levels of its tiles. Returns the number of tiles."""
+    spans = [item.span for item in tiles]
+    if not spans:
+        return 0
+    arrays.write(
+        path,
+        {
+            "segments": np.array([[t.piece, t.offset, t.stride, t.span.leveled] for t in tiles], np.int64),
+            "lengths": np.array([[s.row_cuts.size, s.column_cuts.size] for s in spans], np.int64),
+            "row_cuts": np.concatenate([s.row_cuts for s in spans]),
+            "column_cuts": np.concatenate([s.column_cuts for s in spans]),
+            "rules": np.stack([s.rule for s in spans]),
+            "row_levels": np.concatenate([s.row_levels for s in spans]),
+            "column_levels": np.concatenate([s.column_levels for s in spans]),
+        },
+    )
+    return sum(s.tiles for s in spans)
+
+
+def _write_ranks(counted: Path, out: Path, tiles: Sequence[_Tiles]) -> None:
+    sizes = arrays.open_arrays(counted)["sizes"]
+    ends = np.cumsum([0, *(item.span.tiles for item in tiles)]).tolist()
+
+    def one(number: int) -> Any:
+        item = tiles[number]
+        return item.block.ranks(item.span, sizes[ends[number] : ends[number + 1]])
+
+    found = list(ordered_map(one, range(len(tiles)), _threads()))
+    small = all(_largest(item.span) <= SMALL_TILE for item in tiles)
+    width = max(item.block.regions[item.span.region][0].tensor.unit_size for item in tiles)
+    arrays.write(
+        out,
+        {
+            "counts": np.concatenate([counts for counts, _, _ in found]).astype(np.int32),
+            "ranks": np.concatenate([ranks for _, ranks, _ in found]).astype(np.uint16 if small else np.uint32),
+            "steps": np.concatenate([steps for _, _, steps in found]).astype(f"<u{width}"),
+        },
+    )
+
+
+def _largest(span: context.TileSpan) -> int:
+    return int(np.diff(span.row_cuts).max(initial=1) * np.diff(span.column_cuts).max(initial=1))
+
+
+def main() -> None:
+    """Answer calls until the process that started this one closes its end, or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # the engine and its clients come first
+    os.nice(5)
+    listen(sys.argv[1], _Process().call)
+    sys.stdin.buffer.read()
+
+
+if __name__ == "__main__":
+    main()

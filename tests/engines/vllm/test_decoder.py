@@ -1,0 +1,115 @@
+"""A delta, decoded once without weights and made ready where the weights are, gives what a fresh load gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_placement import Ranks  # noqa: E402
+
+from deltawire import kernels  # noqa: E402
+from deltawire.engines.vllm import device  # noqa: E402
+from deltawire.engines.vllm.decoder import Decoder, DecoderError, _Process  # noqa: E402
+from deltawire.engines.vllm.device import DeviceShard  # noqa: E402
+from deltawire.engines.vllm.rectangle import rectangle  # noqa: E402
+from support import diff, encoded, moved_bag, random_bag  # noqa: E402
+
+SIZES = {"hidden": 512, "ffn": 1024, "heads": 8, "kv": 4, "vocab": 512, "layers": 1}
+
+
+def opening(folder: Path, ranks: Ranks) -> dict:
+    schema = folder / "schema.json"
+    schema.write_bytes(msgspec.json.encode(ranks.schema))
+    pieces = [[msgspec.structs.astuple(rectangle(p.region)) for p in shard.pieces] for shard in ranks.shards]
+    return {"schema": str(schema), "ranks": pieces}
+
+
+@pytest.mark.parametrize("encoding, density", (("raw", 0.01), ("packed", 0.01), ("context", 0.02), ("context", 0.9)))
+@pytest.mark.parametrize("world, bias", ((1, True), (2, False)))
+def test_ranks_receive_what_a_delta_changes(
+    tmp_path: Path, world: int, bias: bool, encoding: str, density: float
+) -> None:
+    ranks, fresh = Ranks(world, DeviceShard, **SIZES, bias=bias), Ranks(world, **SIZES, bias=bias)
+    old = random_bag(ranks.schema, 3)
+    new = moved_bag(old, 4, density)
+    ranks.load(old)
+    fresh.load(new)
+    before, delta, out = ranks.bytes(), tmp_path / "delta", str(tmp_path / "out")
+    delta.write_bytes(encoded(old, diff(old, new), encoding))
+    process = _Process()
+    assert process.call("open", **opening(tmp_path, ranks)) == {}
+    read = process.call("read", paths=[str(delta)], out=out)
+    assert "error" not in read
+    assert any(read["tiles"]) == (encoding == "context" and density < 0.5)
+    patches = []
+    for number, shard in enumerate(ranks.shards):
+        if read["tiles"][number]:
+            shard.count(Path(f"{out}.{number}.tiles"), Path(f"{out}.{number}.sizes"))
+    assert process.call("ranks", out=out) == {}
+    for number, (shard, groups) in enumerate(zip(ranks.shards, ranks.layout.groups, strict=True)):
+        counted = read["tiles"][number]
+        present = shard.digests(groups)
+        patch = shard.receive(
+            Path(f"{out}.{number}.moves"),
+            read["parts"][number],
+            Path(f"{out}.{number}.ranks") if counted else None,
+            Path(f"{out}.{number}.tiles") if counted else None,
+        )
+        moved = shard.moved(patch, groups)
+        patches.append(patch)
+        assert ranks.bytes()[number] == before[number]
+        shard.write(patch)
+        assert shard.digests(groups) == {group: present[group] + moved[group] for group in present}
+    assert ranks.bytes() == fresh.bytes()
+    assert ranks.digest() == str(new.digest())
+    for shard, patch in zip(ranks.shards, patches, strict=True):
+        shard.undo(patch)
+    assert ranks.bytes() == before
+
+
+def test_tiles_on_several_ranks_are_left_to_them(tmp_path: Path) -> None:
+    """A bias is one tile, of which each rank holds a part."""
+    ranks = Ranks(2, DeviceShard, **SIZES)
+    old = random_bag(ranks.schema, 3)
+    (tmp_path / "delta").write_bytes(encoded(old, diff(old, moved_bag(old, 4, 0.02)), "context"))
+    process = _Process()
+    process.call("open", **opening(tmp_path, ranks))
+    assert process.call("read", paths=[str(tmp_path / "delta")], out=str(tmp_path / "out")) == {"cut": True}
+
+
+def test_a_process_of_its_own_says_what_is_wrong_with_a_delta(tmp_path: Path) -> None:
+    ranks = Ranks(1, DeviceShard, **SIZES)
+    (tmp_path / "delta").write_bytes(b"\0" * 100)
+    decoder = Decoder(tmp_path)
+    try:
+        decoder.call("open", 60, **opening(tmp_path, ranks))
+        with pytest.raises(DecoderError, match="HeaderError"):
+            decoder.call("read", 60, paths=[str(tmp_path / "delta")], out=str(tmp_path / "out"))
+    finally:
+        decoder.close()
+    assert decoder._process.returncode == 0
+
+
+@pytest.mark.parametrize("band", (1 << 16, 1 << 24))
+def test_full_weights_are_compared_where_the_weights_are(monkeypatch: pytest.MonkeyPatch, band: int) -> None:
+    monkeypatch.setattr(device, "_BAND", band)
+    ranks, fresh = Ranks(2, DeviceShard, **SIZES), Ranks(2, **SIZES)
+    old = random_bag(ranks.schema, 7)
+    new = moved_bag(old, 8, 0.05)
+    ranks.load(old)
+    fresh.load(new)
+    before = ranks.bytes()
+    patches = [shard.compare(new) for shard in ranks.shards]
+    assert ranks.bytes() == before
+    for shard, patch in zip(ranks.shards, patches, strict=True):
+        shard.write(patch)
+    assert ranks.bytes() == fresh.bytes()
+    for shard, patch in zip(ranks.shards, patches, strict=True):
+        shard.undo(patch)
+    assert ranks.bytes() == before
+    with pytest.raises(kernels.TooMany):
+        ranks.shards[0].compare(random_bag(ranks.schema, 9))
