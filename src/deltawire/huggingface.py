@@ -71,12 +71,12 @@ def is_pretrained(model: Any) -> bool:
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
-def checkpoint_tensors(model: Any, tensors: dict[str, Any], *, to_write: bool = False) -> dict[str, Any]:
+def checkpoint_tensors(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """The tensors of a model under the names and in the shapes that `save_pretrained` would write.
 
     `tensors` are the model's, by its own names. What comes back shares their memory. Where a conversion is more than a
-    cut, which few are, it is a copy; SchemaMismatch if it is meant `to_write`. Part of a DTensor is a `Band`. Any other
-    model than one of transformers has the names of its checkpoint already.
+    cut, which few are, it is a copy. Part of a DTensor is a `Band`. Any other model than one of transformers has the
+    names of its checkpoint already.
     """
     if not is_pretrained(model):
         return tensors
@@ -87,11 +87,6 @@ def checkpoint_tensors(model: Any, tensors: dict[str, Any], *, to_write: bool = 
         return tensors
     if conversion.views:
         return {name: _cut(name, tensors[view.source], view) for name, view in conversion.views.items()}
-    if to_write:
-        raise SchemaMismatch(
-            f"the weights of {type(model).__name__} are rearranged when they are loaded from a checkpoint, so they "
-            "cannot be patched in place; check the version out and load that"
-        )
     return _revert(model, tensors)
 
 

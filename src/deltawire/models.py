@@ -18,7 +18,7 @@ from .core.change import Region
 from .core.dtypes import Bits
 from .core.errors import SchemaMismatch, UnsafeName, UnsupportedDtype, UnsupportedTensor
 from .core.schema import Schema, TensorSpec
-from .huggingface import checkpoint_tensors, is_pretrained, kept_in_fp32, pretrained_files
+from .huggingface import Band, checkpoint_tensors, is_pretrained, kept_in_fp32, pretrained_files
 
 _TORCH_DTYPES = {
     "torch.bool": "BOOL",
@@ -78,12 +78,12 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def tensors_of(model: Any, *, buffers: bool = True, to_write: bool = False) -> dict[str, Any]:
+def tensors_of(model: Any, *, buffers: bool = True) -> dict[str, Any]:
     """The named tensors of a module or mapping, tied ones included.
 
     Those of a module are named and cut as in its checkpoint, whatever it is wrapped in, and share its memory wherever
-    that is possible; SchemaMismatch where it is not and they are meant `to_write`. A state dict has the names of its
-    module, without what wraps it; any other mapping its own.
+    that is possible; `live_tensors` are sure to. A state dict has the names of its module, without what wraps it; any
+    other mapping its own.
     """
     if isinstance(model, Mapping):
         return {_plain(name): tensor for name, tensor in model.items()} if is_state_dict(model) else dict(model)
@@ -99,7 +99,38 @@ def tensors_of(model: Any, *, buffers: bool = True, to_write: bool = False) -> d
     tensors = model.state_dict()
     left_out = set() if buffers else {name for name, _ in model.named_buffers()}
     named = {_plain(name): tensor for name, tensor in tensors.items() if name not in left_out}
-    return checkpoint_tensors(checkpoint_of(model), named, to_write=to_write)
+    return checkpoint_tensors(checkpoint_of(model), named)
+
+
+def live_tensors(model: Any) -> dict[str, Any]:
+    """The named tensors of a model as memory that can be written to.
+
+    UnsupportedTensor where some are computed for whoever asks (merged adapters, gathered shards, rearranged experts,
+    a mapping that loads its values): what is written to such a copy is lost.
+    """
+    tensors = tensors_of(model)
+    # the first ones are still held, so copies made now lie elsewhere
+    again = tensors_of(model)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Band) or hasattr(tensor, "to_local"):
+            raise UnsupportedTensor(
+                f"{name[:80]!r} is spread over several processes and cannot be patched in place: sync a model that is "
+                "whole, or check the version out and load that"
+            )
+        if name not in again or _identity(again[name]) != _identity(tensor):
+            instead = "pass the tensors it is computed from, or check the version out and load that"
+            raise UnsupportedTensor(
+                f"{name[:80]!r} of this {type(unwrapped(model)).__name__} is a copy that is made whenever it is asked "
+                f"for, so nothing written to it would stay: {getattr(model, 'to_follow', instead)}"
+            )
+    return tensors
+
+
+def whereabouts(model: Any) -> dict[str, Any] | None:
+    """Which memory a model's tensors are, by name; None for what is neither a module nor a mapping."""
+    if not isinstance(model, Mapping) and not is_module(model):
+        return None
+    return {name: _identity(tensor) for name, tensor in tensors_of(model).items()}
 
 
 def checkpoint_of(model: Any) -> Any:

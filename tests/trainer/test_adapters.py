@@ -19,7 +19,7 @@ from typer.testing import CliRunner  # noqa: E402
 from deltawire import Publisher, Replica  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.cli import app  # noqa: E402
-from deltawire.core.errors import SchemaMismatch  # noqa: E402
+from deltawire.core.errors import SchemaMismatch, UnsupportedTensor  # noqa: E402
 from deltawire.store import Store  # noqa: E402
 from deltawire.trainer import DeltaAdamW, adapter, merged  # noqa: E402
 
@@ -138,6 +138,28 @@ def test_an_adapter_follows_into_a_live_model(store: Store) -> None:
             publisher.publish(adapter(model)).result(WAIT)
             replica.sync(adapter(follower))
             assert state_of(follower) == state_of(model)
+
+
+def test_copies_that_are_for_publishing_are_not_synced(store: Store) -> None:
+    with Publisher(store) as publisher:
+        publisher.publish(merged(peft_model()))
+    follower = peft_model()
+    before = state_of(follower)
+    with pytest.raises(UnsupportedTensor, match=r"is a copy .* merged\(model\) is for publishing; sync"):
+        Replica(store, heartbeat=0).sync(merged(follower))
+    assert state_of(follower) == before
+    unloaded = follower.merge_and_unload()
+    Replica(store, heartbeat=0).sync(unloaded)
+    assert newest(store) == {n: bits(unloaded.state_dict()[n].bfloat16()) for n in newest(store)}
+
+
+def test_an_adapter_that_peft_computes_is_not_synced(store: Store) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model, follower = (peft.get_peft_model(base_model(), copy.deepcopy(config)) for _ in range(2))
+    with Publisher(store) as publisher:
+        publisher.publish(adapter(model))
+    with pytest.raises(UnsupportedTensor, match="'prompt_embeddings' of this Adapter is a copy"):
+        Replica(store, heartbeat=0).sync(adapter(follower))
 
 
 def test_an_adapter_is_small_and_the_optimizer_that_steps_it_can_tell_what_changed(store: Store) -> None:

@@ -23,7 +23,7 @@ from ..core.moves import RegionMoves
 from ..core.schema import Schema, TensorSpec
 from ..core.sparse import BlockRef, DeltaFile
 from ..kernels.plan import Remember, units
-from ..models import tensors_of
+from ..models import live_tensors
 from .target import Target, require
 
 
@@ -33,7 +33,7 @@ class DeviceTarget(Target):
     def __init__(self, model: Any, schema: Schema, *, strict: bool = True) -> None:
         self.model = model
         self.schema = schema
-        tensors = tensors_of(model, to_write=True)
+        tensors = live_tensors(model)
         require(tensors, schema, strict, may_be_wider=False)
         seen: dict[tuple[int, str], str] = {}
         self._names: dict[str, list[str]] = {}

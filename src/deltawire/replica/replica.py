@@ -41,6 +41,7 @@ from ..core.errors import (
     VersionNotFound,
 )
 from ..core.manifest import Heartbeat, Manifest, Summary, dump, now, spans
+from ..models import whereabouts
 from ..store import Store, open_store
 from .target import Target, open_target
 from .transaction import apply, stage
@@ -152,6 +153,8 @@ class Replica:
         self._make_target = target
         self._resolve = resolver(reference)
         self._target: Target | None = None
+        self._where: dict[str, Any] | None = None
+        # the memory that the target writes to
         self._digest = StateDigest()
         self._bad: set[tuple[int, str, int | None]] = set()
         self._replaced: set[int] = set()
@@ -322,8 +325,11 @@ class Replica:
 
     def _bind(self, model: Any, run: Run, want: int) -> Target:
         """Find out which version the model's weights are, if any."""
-        if self._target is None or self._target.model is not model:
-            self._target, self.version = self._make_target(model, run.schema, strict=self._strict), None
+        where = whereabouts(model)
+        if self._target is None or self._target.model is not model or where != self._where:
+            # `model.to(…)` and the like leave the module what it is and its weights elsewhere
+            self._target = self.version = None
+            self._target, self._where = self._make_target(model, run.schema, strict=self._strict), where
         if self.version is None:
             self._digest = self._target.digest()
             self.version = self._name(run, want)

@@ -19,7 +19,7 @@ from ..core.full import Source
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
 from ..core.sparse import DeltaFile
-from ..models import ModelView, dtype_of, is_torch, like, tensors_of, torch_bits, torch_dtype
+from ..models import ModelView, dtype_of, is_torch, like, live_tensors, torch_bits, torch_dtype
 
 WORTH_THREADS = 1 << 20
 """Changes that are worth starting threads for: some milliseconds of work."""
@@ -55,7 +55,7 @@ class Target:
             model.schema.require_equal(schema, ours="this state", theirs="the run")
             self._cells: dict[str, list[_Cell]] = {n: [_Cell(bits)] for n, bits in model.tensors.items()}
             return
-        tensors = tensors_of(model, to_write=True)
+        tensors = live_tensors(model)
         names = require(tensors, schema, strict)
         self._cells = {
             tensor.name: [_cell(tensors[name], name, tensor.dtype) for name in names[tensor.name]]
@@ -126,7 +126,7 @@ class Target:
 def open_target(model: Any, schema: Schema, *, strict: bool = True) -> Target:
     """The target that suits a model: on its GPU where it lies there in one piece, in the run's dtypes."""
     if not isinstance(model, State):
-        view = ModelView(model)
+        view = ModelView(live_tensors(model))
         wanted = {tensor.name: tensor.dtype for tensor in schema.tensors}
         if view.device() is not None and not any(wanted.get(t.name, t.dtype) != t.dtype for t in view.schema.tensors):
             from .device import DeviceTarget

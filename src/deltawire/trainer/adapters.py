@@ -121,6 +121,12 @@ class Adapter(_View):
 class Merged(_View):
     """The base model's tensors: live where no adapter touches them, else merged in a copy."""
 
+    to_follow = (
+        "merged(model) is for publishing; sync the model that merge_and_unload() returns or one without an adapter, or "
+        "follow a run of adapter(model)"
+    )
+    """What to give a replica instead."""
+
     @property
     def checkpoint_of(self) -> Any:
         """The model whose checkpoint has these tensors."""
