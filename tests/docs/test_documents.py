@@ -108,3 +108,28 @@ def test_no_cell_of_the_compatibility_tables_is_left_open() -> None:
         for cell in cells[2:]:
             header = cells[0] in ("trainer", "weights")
             assert header or said.search(cell) or (refused and not cell), f"{cells[0]!r}: {cell!r}"
+
+
+# ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_link_leads_somewhere(page: str) -> None:
+    """To a file, and to a heading of it; also a page, test, benchmark or result that is only named."""
+    text = (ROOT / page).read_text()
+    for path, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]+))?\)", text):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page}: there is no {path}"
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(), re.M)
+            assert heading in {_anchor(one) for one in headings}, f"{page}: {path} has no heading #{heading}"
+    for path in re.findall(
+        r"(?<![\w./-])((?:docs|tests|benchmarks|examples|src)/[\w./-]+\.(?:md|py|json|svg|sh))\b", text
+    ):
+        found = (ROOT / path).exists() or page.startswith("deploy/")
+        assert found, f"{page}: there is no {path}"
+
+
+def _anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
