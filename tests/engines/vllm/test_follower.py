@@ -481,3 +481,15 @@ def test_a_rank_whose_loader_drops_tensors_is_not_patched(world: World) -> None:
     world.client.models[0].load_weights = lambda weights: [_ for _ in weights]  # type: ignore[method-assign]
     world.sync()
     assert "does not use" in world.follower.guard or "holds" in world.follower.guard
+
+
+def test_a_draft_model_that_stays_behind_is_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.workers.has_draft = True
+    world.sync()
+    assert (world.follower.state, world.follower.reason) == ("healthy", "")
+    assert "draft model stays at version 0" in caplog.text
+    world.publish()
+    world.sync()
+    assert world.follower.state == "degraded"
+    assert world.follower.reason.startswith("draft model is at version 0")
+    world.holds(1)

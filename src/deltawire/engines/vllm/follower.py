@@ -68,6 +68,8 @@ class Follower(Replica):
         self._failed = False
         self._lost = False
         # whether weights that had a name have none any more; generation is paused then
+        self._drafted: int | None = None
+        # the version that a draft model was loaded beside
         self._told: int | None = None
         # the version that vLLM was told to put on samples
         self._busy = threading.RLock()
@@ -84,11 +86,18 @@ class Follower(Replica):
             return "paused"
         if self._held or self.version is None:
             return "starting"
-        return "degraded" if self.failure or self.trouble else "healthy"
+        return "degraded" if self.reason else "healthy"
 
     @property
     def reason(self) -> str:
-        return self.failure or self.trouble
+        return self.failure or self.trouble or self._stale_draft
+
+    @property
+    def _stale_draft(self) -> str:
+        """Not wrong, but slower with every version: fewer of the tokens that a draft proposes are taken."""
+        if not self.workers.has_draft or self.version == self._drafted:
+            return ""
+        return f"draft model is at version {self._drafted}: the run carries no weights for it"
 
     def live(self) -> tuple[int | None, StateDigest]:
         """The version, and the digest of the weights that tokens are computed with, while nobody writes them."""
@@ -186,6 +195,10 @@ class Follower(Replica):
         if self._told != self.version or self._held or self._lost:
             self.workers.name(self.version, resume=self._held or self._lost)
             self._told, self._held, self._lost = self.version, False, False
+            if self._drafted is None:
+                self._drafted = self.version
+                if self.workers.has_draft:
+                    log.warning("the draft model stays at version %d: the run carries no weights for it", self.version)
 
     def _has_strayed(self, target: Any) -> bool:
         strayed = super()._has_strayed(target)

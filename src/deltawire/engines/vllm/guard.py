@@ -38,6 +38,13 @@ def problems_of(model: nn.Module, config: Any) -> list[str]:
     return problems
 
 
+def has_draft(config: Any) -> bool:
+    """Whether the server speculates with a model of its own, whose weights no run of the main model carries."""
+    speculative = getattr(config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    return draft is not None and draft is not speculative.target_model_config
+
+
 def _closes_over(function: Any) -> bool:
     """Whether a function carries data of its own: a packed weight, or the handle of one."""
     return bool(getattr(function, "__closure__", None))

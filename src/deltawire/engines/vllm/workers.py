@@ -22,6 +22,7 @@ from ...core.schema import Schema, listed
 from . import arrays
 from .channel import Caller, ChannelClosed, call_all
 from .decoder import Decoder
+from .guard import has_draft
 from .layout import Layout, arrange
 from .rectangle import Rectangle
 from .settings import Policy
@@ -70,6 +71,8 @@ class Workers:
         self.refused = ""
         # why deltas cannot be applied here
         self.timings: dict[str, float] = {}
+        self.has_draft = has_draft(client.vllm_config)
+        # whether a draft model proposes tokens, whose weights stay what they are
         self._client, self._loop, self._policy = client, loop, policy
         self._temporary = arrays.folder()
         self._folder = Path(self._temporary.name)
