@@ -51,16 +51,19 @@ def test_a_replica_tells_of_every_version_that_it_reached(store: Store) -> None:
     assert told[2].report()["deltawire/apply_ms"] >= 0
 
 
-def test_what_it_raises_is_logged_and_harms_nothing(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit])
+def test_what_it_raises_is_logged_and_harms_nothing(
+    store: Store, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
     def broken(version: Any) -> None:
-        raise ZeroDivisionError(f"at {version.version}")
+        raise kind(f"at {version.version}")
 
     versions = history(2)
     live = blank(versions[0])
     with caplog.at_level(logging.ERROR, "deltawire"), Publisher(store, on_version=broken) as publisher:
         for weights in versions:
             publisher.publish(weights).result(WAIT)
-        assert Replica(store, heartbeat=0, on_version=broken).sync(live) == 1
+        assert Replica(store, heartbeat=0, on_version=lambda version: 1 / 0).sync(live) == 1
     assert same(live, versions[1])
     assert "published all the same" in caplog.text
     assert "in place all the same" in caplog.text

@@ -101,6 +101,18 @@ def test_a_head_from_before_what_was_pruned(store: Store) -> None:
     assert Run.open(store).newest() == 5
 
 
+@pytest.mark.parametrize("digits", [18, 4000])
+def test_marks_of_versions_that_cannot_be(store: Store, digits: int) -> None:
+    """Each would double the numbers to look at, and each look takes a request."""
+    run = ForgedRun(store, count=3)
+    store.put(keys.PRUNED, json.dumps({"run": run.manifest()["run"], "versions": [[3, 10**digits]]}).encode())
+    counting = CountingStore(store)
+    with pytest.raises(ManifestError, match="range of versions") as caught:
+        Run.open(counting).newest()
+    assert counting.requests.total() < 10
+    assert len(str(caught.value)) < 200
+
+
 def test_a_listing_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltawire.store.base.LISTED", 50)
     for store in (LocalStore(tmp_path), open_store("memory://a-listing-that-is-too-long")):

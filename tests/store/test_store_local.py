@@ -278,6 +278,21 @@ def test_list_shows_only_what_get_can_read(store: LocalStore) -> None:
         store.get(info.key)
 
 
+def test_folders_that_no_key_leads_into(store: LocalStore) -> None:
+    """More deeply nested than a key is long, or a call stack is high."""
+    store.put("versions/a/object", b"x")
+    deep = os.open(store.root / "versions", os.O_RDONLY)
+    for _ in range(2000):
+        os.mkdir("b", dir_fd=deep)
+        below = os.open("b", os.O_RDONLY, dir_fd=deep)
+        os.close(deep)
+        deep = below
+    os.close(deep)
+    assert [info.key for info in store.list("versions/")] == ["versions/a/object"]
+    assert store.sweep(0) == 0
+    subprocess.run(["rm", "-rf", str(store.root / "versions")], check=True)  # pytest's own way would not get to the end
+
+
 def test_files_are_readable_by_others(store: LocalStore) -> None:
     old = os.umask(0o022)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Callable
@@ -94,6 +95,24 @@ def test_close_lets_a_publish_end_and_refuses_the_next(store: Store) -> None:
         publisher.publish(first)
 
 
+def test_a_fork_refuses_what_only_the_first_process_can_do(store: Store) -> None:
+    """The thread that publishes is not there any more: what waits for it would wait for ever."""
+    first, second = history(2)
+    with Publisher(store) as publisher:
+        publisher.publish(first).result(WAIT)
+        child = os.fork()
+        if child == 0:
+            refused = 0
+            for call in (publisher.flush, publisher.close, lambda: publisher.publish(second)):
+                try:
+                    call()
+                except PublishFailed as error:
+                    refused += "forked" in str(error)
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert publisher.publish(second).result(WAIT).version == 1
+
+
 class Gates:
     """Holds the commits of some versions until the test lets them through."""
 
@@ -105,6 +124,23 @@ class Gates:
         if (moment, verb) == ("before", "put_if_absent") and key in self.reached:
             self.reached[key].set()
             assert self.open[key].wait(WAIT), "nobody opened the gate"
+
+
+def test_a_close_that_ran_out_of_time_can_be_repeated(store: Store) -> None:
+    first, second = history(2)
+    gates = Gates(1)
+    publisher = Publisher(HookedStore(store, gates))
+    publisher.publish(first).result(WAIT)
+    last = publisher.publish(second)
+    with pytest.raises(TimeoutError, match="not taken everything"):
+        publisher.close(0.01)
+    with pytest.raises(PublisherClosed):
+        publisher.publish(first)
+    closing = in_thread(publisher.close)
+    gates.open[keys.manifest(1)].set()
+    closing.result(WAIT)
+    assert last.done()
+    assert Run.open(store).newest() == 1
 
 
 def test_flush_waits_for_what_another_thread_adds_to(store: Store) -> None:

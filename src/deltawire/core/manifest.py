@@ -369,7 +369,7 @@ def parse_heartbeat(data: bytes, what: str) -> Heartbeat:
 
 def parse_tag(data: bytes, name: str) -> Tag:
     tag = parse(data, Tag, keys.tag(name))
-    if not 0 <= tag.version < 10**18:
+    if not 0 <= tag.version <= keys.MAX_VERSION:
         raise ManifestError(f"{keys.tag(name)} names version {tag.version}, which cannot be one")
     return tag
 
@@ -377,8 +377,9 @@ def parse_tag(data: bytes, name: str) -> Tag:
 def _check_spans(found: tuple[tuple[int, int], ...], what: str) -> None:
     end = -1
     for first, last in found:
-        if not end < first <= last:
-            raise ManifestError(f"{what} has a range of versions from {first} to {last} that cannot be one there")
+        if not end < first <= last <= keys.MAX_VERSION:
+            said = f"{first} to {last}"[:40]
+            raise ManifestError(f"{what} has a range of versions, {said}, that cannot be one there")
         end = last
 
 

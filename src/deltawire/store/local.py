@@ -37,7 +37,7 @@ from deltawire.core.errors import (
     UnsafeName,
 )
 from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_listing, check_size
-from deltawire.store.names import TEMP_PREFIX, check_key, check_prefix, is_addressable
+from deltawire.store.names import TEMP_PREFIX, check_key, check_prefix, is_addressable, is_key
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -129,7 +129,9 @@ class LocalStore:
         """
         horizon = (time.time() if at is None else at) - older_than_s
         removed = 0
-        for folder, _, names in os.walk(self.root):
+        for folder, folders, names in os.walk(self.root):
+            inside = os.path.relpath(folder, self.root)
+            folders[:] = [name for name in folders if is_key(os.path.normpath(os.path.join(inside, name)))]
             for name in names:
                 if name.startswith(TEMP_PREFIX):
                     temp = os.path.join(folder, name)
@@ -209,7 +211,8 @@ class LocalStore:
             if found is None:
                 # All keys below start with `key`, so one comparison tells whether any of them can be wanted.
                 wanted = key.startswith(prefix) or prefix.startswith(key)
-                if wanted and (key > after or after.startswith(key)):
+                # No key leads into folders that are nested more deeply than a key is long.
+                if wanted and (key > after or after.startswith(key)) and is_key(key[:-1]):
                     yield from self._walk(key, prefix, after)
             elif key.startswith(prefix) and key > after:
                 yield _info(key, found)

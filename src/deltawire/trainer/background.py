@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ..core.errors import (
+    DeltawireError,
     OutOfStep,
     PublisherClosed,
     PublishFailed,
@@ -93,6 +95,7 @@ class Background:
         # no further publish will come
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
 
     def take_over(self, job: Job, committed: int | None, mirror: Mirror, skips: Skips) -> None:
         """Let a job carry what earlier ones could not publish, less the one that was committed after all."""
@@ -159,7 +162,7 @@ class Background:
         self._raise_failure()
 
     def close(self, timeout: float | None = None, overdue: Callable[[], None] | None = None) -> None:
-        """Publish what waits, then stop. Raises a failure that nobody saw yet."""
+        """Publish what waits, then stop. Raises a failure that nobody saw yet. After a TimeoutError, call it again."""
         if self._closed:
             return
         with self._work:
@@ -174,11 +177,18 @@ class Background:
             if self._thread is not None:
                 self._thread.join(_FAREWELL)
             self._raise_failure()
-        finally:
+        except DeltawireError:
             self._closed = True
+            raise
+        self._closed = True
 
     def refuse_own_thread(self) -> None:
-        """What a user's callback calls on this thread would wait for the callback."""
+        """What a user's callback calls on this thread would wait for the callback, and a fork has no such thread."""
+        if os.getpid() != self._process:
+            raise PublishFailed(
+                f"this publisher of {self._where} was made before this process was forked, and its thread is in the "
+                "other one; make a publisher in the process that publishes"
+            )
         if threading.current_thread() is self._thread:
             raise PublishFailed(
                 "the thread that publishes cannot publish, flush or close: it would wait for itself; "
@@ -187,6 +197,8 @@ class Background:
 
     def check(self) -> None:
         """Before a publish: raise what went wrong, if that must be known."""
+        if self._ending and not self._closed:
+            raise PublisherClosed(f"this publisher of {self._where} is being closed")
         if self._closed or not self._forgiving or isinstance(self._failure, _LASTING):
             self._raise_failure()
 

@@ -60,7 +60,8 @@ class Publisher:
     Threads may share a publisher: `publish`, `resume` and `close` take turns, and each publish becomes a version of its
     own or part of a later one, in the order in which the calls got their turn. Keep other threads from changing a model
     while it is being published. Where several ranks publish together, the calls of a rank must have an order that all
-    ranks share, so a `publish` that overlaps another one of its rank raises OutOfStep.
+    ranks share, so a `publish` that overlaps another one of its rank raises OutOfStep. A process that was forked cannot
+    use the publisher of the one before it.
 
     encoding       "packed" (default), "context" (smaller, slower), "auto" (whichever gets there sooner) or "raw"
     wire_dtype     "auto" (default): the fp32 and fp64 weights of a torch module, or of its `state_dict()`, travel as
@@ -201,7 +202,8 @@ class Publisher:
     def close(self, timeout: float | None = None) -> None:
         """Publish what waits, stop the thread, and raise a background failure that nobody saw yet.
 
-        A publish that another thread has begun ends first; a later one raises PublisherClosed.
+        A publish that another thread has begun ends first; a later one raises PublisherClosed. After a TimeoutError
+        what is on its way still goes on, and another `close` waits for it again.
         """
         (self._sharded or self._background).refuse_own_thread()
         if not self._turn.acquire(timeout=-1 if timeout is None else timeout):

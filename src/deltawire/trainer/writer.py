@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -207,12 +208,17 @@ def anchor_metadata(run: Run, version: int) -> dict[str, str]:
 
 
 def tell(listener: Callable[[Published], object] | None, published: Published) -> None:
-    """Call a user's `on_version`. What it does wrong must not harm publishing."""
+    """Call a user's `on_version`. What it does wrong must not harm publishing.
+
+    On a thread of ours `sys.exit()` ends nothing, so that is logged like everything else.
+    """
     if listener is None:
         return
     try:
         listener(published)
-    except Exception:
+    except BaseException as error:
+        if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+            raise
         log.exception("on_version failed for version %d, which is published all the same", published.version)
 
 
