@@ -68,7 +68,7 @@ def of_bytes(rng: Random, data: bytes) -> bytes:
 def of_json(rng: Random, data: bytes) -> bytes:
     """Other values, keys and structure; sometimes what is no JSON at all."""
     choice = rng.random()
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         value = json.loads(data)
         if choice < 0.85:
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
