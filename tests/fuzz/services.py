@@ -46,7 +46,7 @@ def request(port: int, method: str, path: str, body: bytes, headers: dict[str, s
 def send_raw(port: int, data: bytes) -> int | None:
     """Bytes as they are; the status of the first answer, None where the server only closed the connection."""
     with socket.create_connection(("127.0.0.1", port), PATIENCE) as connection:
-        with suppress(ConnectionError):
+        with suppress(OSError):  # it may have closed the connection already
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
         got = b""
