@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -270,6 +271,7 @@ def main() -> int:
         wrong = replay(paths)
         print("\n".join([*wrong, f"{len(paths)} kept cases, {len(wrong)} findings"]))
         return 1 if wrong else 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     seed = arguments.seed if arguments.seed is not None else int(time.time())
     print(f"seed {seed}, {arguments.minutes:g} minutes", flush=True)
     result = fuzz(arguments.minutes, seed, arguments.kind, arguments.keep, arguments.most)

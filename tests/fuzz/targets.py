@@ -32,6 +32,7 @@ from safetensors.numpy import load_file
 
 import deltawire as dw
 from deltawire.bucket.run import Run
+from deltawire.bucket.versions import set_tag
 from deltawire.cli import app
 from deltawire.core import full, keys
 from deltawire.core.codecs import ENCODINGS
@@ -154,7 +155,9 @@ def _wide(step: int) -> Model:
 class Runs:
     """Whole runs with changed objects, by everything that reads one: replica, publisher and the commands."""
 
-    kinds = ("run.json", "head", "manifest", "data", "history", "pruned", "heartbeat", "records", "special files")
+    kinds = (
+        "run.json", "head", "manifest", "data", "history", "pruned", "heartbeat", "tag", "records", "special files",
+    )  # fmt: skip
 
     _KEYS: ClassVar = {
         "run.json": (keys.RUN,),
@@ -164,6 +167,7 @@ class Runs:
         "history": (keys.HISTORY,),
         "pruned": (keys.PRUNED,),
         "heartbeat": (keys.REPLICAS,),
+        "tag": (keys.TAGS,),
     }
     _COMMANDS: ClassVar = {
         "log": ["log", "RUN"],
@@ -173,7 +177,11 @@ class Runs:
         "verify": ["verify", "RUN"],
         "prune": ["prune", "RUN", "--keep-last", "2"],
         "prune apply": ["prune", "RUN", "--keep-last", "2", "--grace", "0s", "--apply"],
+        "tag": ["tag", "RUN"],
+        "diff": ["diff", "RUN@best", "@latest"],
+        "runs": ["runs", "HOME", "--json"],
         "checkout": ["checkout", "RUN", "-o", "OUT"],
+        "checkout best": ["checkout", "RUN@best", "-o", "OUT"],
         "checkout 9": ["checkout", "RUN@9", "-o", "OUT"],
     }
     _READS = ("sync", "sync", "sync 3", "sync 15", "follow", "publish") * 2
@@ -192,7 +200,9 @@ class Runs:
             for step, weights in enumerate(self.models):
                 publisher.publish(weights, step=step, metrics={"reward": 0.5}).result(60)
             Replica(store, id="a").sync(copy(self.models[0]))
-        run = Run.open(store)
+            run = Run.open(store)
+            set_tag(run, 12, "best")
+            set_tag(run, 8, "first")
         store.put(keys.PRUNED, json.dumps({"run": run.info.run, "versions": [[1, 3], [5, 7]]}).encode())
         made = {info.key: store.get(info.key).data for info in store.list()}
         for key, data in made.items():
@@ -350,7 +360,10 @@ class Runs:
                     (place / key).write_bytes(data)
             for key, lead in case.links.items():
                 _make_special(place / key, lead)
-            arguments = [{"RUN": str(place), "OUT": str(out)}.get(a, a) for a in self._COMMANDS[case.action]]
+            arguments = [
+                {"RUN": str(place), "OUT": str(out), "HOME": str(self._home)}.get(a, a)
+                for a in self._COMMANDS[case.action]
+            ]
             arguments = [a.replace("RUN@", f"{place}@") for a in arguments]
             run_command(arguments)
             if case.action.startswith("checkout"):
