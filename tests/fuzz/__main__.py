@@ -27,10 +27,8 @@ FOUND = HERE / "found"
 PATHS = [HERE, HERE.parent, HERE.parent / "abuse", HERE.parent / "engines" / "server"]
 sys.path[:0] = [str(path) for path in PATHS]
 
-from child import KINDS, case_of, serve, started  # noqa: E402
+from child import DECLARED, KINDS, case_of, serve, started  # noqa: E402
 
-DECLARED = 256 << 20
-"""Bytes of the largest model that a run may declare to the processes under test."""
 CPU_LIMIT = float(os.environ.get("FUZZ_CPU_LIMIT", 20))
 """Seconds of computing for one case."""
 WALL_LIMIT = 120.0
@@ -261,7 +259,7 @@ def main() -> int:
     parser.add_argument("--remake", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        serve(arguments.child, DECLARED)
+        serve(arguments.child)
         return 0
     if arguments.remake:
         _remake(json.loads(sys.stdin.read()))

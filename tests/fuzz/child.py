@@ -29,6 +29,8 @@ from targets import Case, Deltas, Folders, Runs, Target
 from deltawire.core.errors import DeltawireError
 
 GIGABYTE = 1 << 30
+DECLARED = 256 << 20
+"""Bytes of the largest model that a run may declare to the processes under test."""
 FAMILIES: dict[str, tuple[type[Target], ...]] = {
     "files": (Deltas, Runs, Folders),
     "rollouts": (Rollouts,),
@@ -75,22 +77,22 @@ def guarded(target: Target, case: Case, resting: int) -> dict[str, Any]:
         where = "".join(traceback.format_exception(error)[-12:])
         answer = {"found": f"{type(error).__name__}: {str(error)[:300]}", "where": where[-3000:]}
     grown = peak() - resting
-    if grown > GIGABYTE and "found" not in answer:
+    if grown > GIGABYTE + DECLARED and "found" not in answer:
         answer = {"found": f"took {grown >> 20} MB"}
     return {**answer, "cpu_s": round(time.process_time() - began, 3), "grown": max(grown, 0)}
 
 
-def serve(family: str, declared: int) -> None:
-    """Serve the parent until it closes stdin. `declared` is how large a model a hostile run may declare, in bytes."""
+def serve(family: str) -> None:
+    """Serve the parent until it closes stdin."""
     say = _speaker()
     logging.disable(logging.CRITICAL)
     made = started(family)
     gc.collect()
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     # above what is measured: an allocation of many gigabytes fails here, instead of taking the machine's memory
-    resource.setrlimit(resource.RLIMIT_AS, (size + declared + 2 * GIGABYTE, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_AS, (size + DECLARED + 2 * GIGABYTE, resource.RLIM_INFINITY))
     reset_peak()
-    resting = peak() + declared
+    resting = peak()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     say({"ready": family})
     for line in sys.stdin:
