@@ -20,7 +20,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-all setup-vllm test-vllm release-check walk soak fuzz hub-proof bench lint format clean
+.PHONY: help setup demo netns-demo test test-all test-stores setup-vllm test-vllm release-check walk soak fuzz hub-proof bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,9 @@ soak: $(READY)  ## one trainer, twelve replicas, a real S3 server and faults, fo
 
 fuzz: $(READY)  ## mutated files, runs and requests against all that reads them, for MINUTES=10 (SEED= repeats a run)
 	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+test-stores: $(READY)  ## run whole runs and the store protocol on Azurite (npm) and moto (PyPI), installed outside the clone
+	@$(BIN)/python -m pytest -p no:cacheprovider -m "" --timeout 900 tests/store/test_store_emulators.py $(ARGS)
 
 setup-vllm:  ## make the environment of test-vllm (once, outside the clone)
 	@tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)
