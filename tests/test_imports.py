@@ -196,7 +196,7 @@ def test_a_reference_on_the_hub_says_which_extra_it_needs() -> None:
 from deltawire.bucket.replay import find_reference
 from deltawire.core.errors import ReferenceUnavailable
 try:
-    find_reference("org/model")
+    find_reference("org/model", 0)
 except ReferenceUnavailable as error:
     print(error)
 """,

@@ -405,9 +405,9 @@ class Publisher:
             )
         return self._detector
 
-    def _find_reference(self, source: str) -> Path:
+    def _find_reference(self, source: str, most: int) -> Path:
         """Where this publisher was told the reference is, which may not be what the run calls it."""
-        return find_reference(self._reference or source)
+        return find_reference(self._reference or source, most)
 
     def _commit_reference(self, writer: VersionWriter) -> None:
         assert self._reference is not None

@@ -266,8 +266,8 @@ class ShardedPublisher:
             found.append(detector.since(state, view))
         return state is not None
 
-    def _find_reference(self, source: str) -> Path:
-        return find_reference(self._settings.reference or source)
+    def _find_reference(self, source: str, most: int) -> Path:
+        return find_reference(self._settings.reference or source, most)
 
     # ── the background ───────────────────────────────────────────────────────────────────────────────────────────────
 
