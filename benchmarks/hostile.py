@@ -132,10 +132,17 @@ def a_run_json_of_2_gb(run: Path) -> None:
 
 
 def records_as_large_as_allowed(run: Path) -> None:
-    """JSON that is small to read and large to hold: lists of short lists."""
-    for key, size in ((keys.RUN, 30 << 20), (keys.manifest(2), 3 << 20), (keys.PRUNED, 3 << 20)):
-        text = (run / key).read_bytes() if (run / key).exists() else b'{"run": "x", "versions": []}'
-        LocalStore(run).put(key, text[:-1] + b', "more": [' + b"[[]]," * (size // 5) + b"[]]}")
+    """200,000 tensors, 200,000 pruned ranges, a manifest that names 20,000 objects: all of it valid."""
+    tensors = [[f"layer.{n:06d}.weight", "U8", [1, 1, 1, 1]] for n in range(200_000)]
+    schema = Schema.build([TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors])
+    edit(run, keys.RUN, lambda info: info.update(schema={"tensors": tensors, "ties": {}}, schema_hash=schema.hash))
+    for version in range(3):
+        edit(run, keys.manifest(version), lambda manifest: manifest.update(schema=schema.hash))
+    objects = [{"key": keys.anchor(2, f"{n:08x}"), "size": 8, "hash": "0" * 32} for n in range(20_000)]
+    edit(run, keys.manifest(2), lambda manifest: manifest["links"].append({"kind": "anchor", "objects": objects}))
+    spans = [[number, number] for number in range(10, 400_010, 2)]
+    run_id = json.loads((run / keys.RUN).read_bytes())["run"]
+    LocalStore(run).put(keys.PRUNED, json.dumps({"run": run_id, "versions": spans}).encode())
 
 
 def an_index_that_unpacks_to_40_mb(run: Path) -> None:
