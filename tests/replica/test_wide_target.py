@@ -151,6 +151,19 @@ def test_another_model_is_refused_before_anything_is_written() -> None:
         Target(Tiny().half(), schema)
 
 
+def test_all_names_that_differ_are_named() -> None:
+    model = {f"model.layers.{i}.weight": torch.zeros(4) for i in range(5)} | {"norm": torch.zeros(3)}
+    run = {f"layers.{i}.weight": torch.zeros(4) for i in range(5)} | {"norm": torch.zeros(4)}
+    with pytest.raises(SchemaMismatch) as refused:
+        Target(model, ModelView(run).schema)
+    assert str(refused.value) == (
+        "the run has 'layers.0.weight', 'layers.1.weight', 'layers.2.weight' and 2 more, this model does not; "
+        "this model has 'model.layers.0.weight', 'model.layers.1.weight', 'model.layers.2.weight' and 2 more, which "
+        "the run does not carry; 'norm': [4] in the run but [3] in this model: another model, or another "
+        "configuration of it"
+    )
+
+
 def strided(model: torch.nn.Module) -> Any:
     """The same weights where they are not contiguous, so that they are read and written as copies."""
     tensors = {n: torch.zeros(*t.shape, 2)[..., 0] for n, t in model.state_dict().items() if n != "head.weight"}

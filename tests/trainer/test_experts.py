@@ -18,6 +18,7 @@ from typer.testing import CliRunner  # noqa: E402
 from deltawire import Publisher, Replica  # noqa: E402
 from deltawire.cli import app  # noqa: E402
 from deltawire.core.errors import UnsupportedTensor  # noqa: E402
+from deltawire.engines.trl import BucketTransfer  # noqa: E402
 from deltawire.models import tensors_of  # noqa: E402
 from deltawire.trainer import DeltaAdamW, SnapshotDetector  # noqa: E402
 
@@ -137,3 +138,17 @@ def test_a_conversion_that_rearranges_weights_is_published_and_not_patched(tmp_p
     assert same(checked_out(tmp_path / "run", tmp_path / "checkout"), expected)
     with pytest.raises(UnsupportedTensor, match=r"is a copy .* check the version out and load that"):
         Replica(tmp_path / "run", heartbeat=0).sync(model)
+
+
+@families
+def test_experts_that_trl_sends_fused_arrive_as_save_pretrained_writes_them(family: str, tmp_path: Path) -> None:
+    model = in_bf16(make(family), tmp_path / "start")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    transfer = BucketTransfer((tmp_path / "run").as_uri())
+    # what `attach` finds out from the trainer
+    transfer._model = model
+    for _ in range(2):
+        step(model, optimizer)
+        transfer.send_weights((name, parameter.detach()) for name, parameter in model.named_parameters())
+    transfer.destroy()
+    assert same(checked_out(tmp_path / "run", tmp_path / "checkout"), saved(model, tmp_path / "saved"))

@@ -17,7 +17,7 @@ from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.parallel import ordered_map
-from ..core.schema import Schema
+from ..core.schema import Schema, TensorSpec, listed
 from ..core.sparse import DeltaFile
 from ..models import ModelView, dtype_of, is_torch, like, live_tensors, torch_bits, torch_dtype
 
@@ -281,36 +281,48 @@ def require(
     # two names of one memory, by the model's own account
     home = {**{name: name for name in tensors}, **found.ties}
     names: dict[str, list[str]] = {}
+    missing, reshaped = [], []
     for tensor in schema.tensors:
         run_names = [tensor.name, *(alias for alias, name in schema.ties.items() if name == tensor.name)]
-        present = [name for name in run_names if name in tensors]
-        if not present:
-            raise SchemaMismatch(f"the run has {tensor.name!r}, this model does not" + _hint(tensors))
-        for spec in (specs[name] for name in present):
-            if spec.shape != tensor.shape:
-                raise SchemaMismatch(
-                    f"{tensor.name!r} is {list(tensor.shape)} in the run but {list(spec.shape)} in this model: "
-                    "another model, or another configuration of it"
-                )
+        once: dict[str, str] = {}
+        for name in (name for name in run_names if name in tensors):
+            once.setdefault(home[name], name)
+        names[tensor.name] = list(once.values())
+        if not once:
+            missing.append(tensor.name)
+        reshaped += [(tensor, specs[name]) for name in once.values() if specs[name].shape != tensor.shape]
+    carried = {home[name] for of in names.values() for name in of}
+    extra = sorted(name for name in tensors if home[name] not in carried) if strict else []
+    if missing or extra or reshaped:
+        raise SchemaMismatch(_differences(tensors, missing, extra, reshaped))
+    for tensor in schema.tensors:
+        for spec in (specs[name] for name in names[tensor.name]):
             wider = may_be_wider and spec.dtype in _WIDER.get(tensor.dtype, ())
             if spec.dtype != tensor.dtype and not wider:
                 raise SchemaMismatch(
                     f"{tensor.name!r} is {tensor.dtype} in the run but {spec.dtype} in this model; load the model in "
                     f"the run's dtype{' or a wider one' if may_be_wider else ''}"
                 )
-        once: dict[str, str] = {}
-        for name in present:
-            once.setdefault(home[name], name)
-        names[tensor.name] = list(once.values())
-    carried = {home[name] for of in names.values() for name in of}
-    extra = {name for name in tensors if home[name] not in carried}
-    if strict and extra:
-        raise SchemaMismatch(
-            f"this model has {min(extra)!r}, which the run does not carry; pass strict=False to leave it alone"
-        )
     return names
 
 
-def _hint(tensors: Mapping[str, Any]) -> str:
-    fused = any(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in tensors)
-    return "; a state dict has its experts fused, so pass the module it is from" if fused else ""
+def _differences(
+    tensors: Mapping[str, Any], missing: list[str], extra: list[str], reshaped: list[tuple[TensorSpec, TensorSpec]]
+) -> str:
+    """What of names and shapes differs between a run and a model, and what to do."""
+    found = []
+    if missing:
+        found.append(f"the run has {listed(missing)}, this model does not")
+    if extra:
+        found.append(f"this model has {listed(extra)}, which the run does not carry")
+    if reshaped:
+        run, model = reshaped[0]
+        odd = listed([tensor.name for tensor, _ in reshaped])
+        found.append(f"{odd}: {list(run.shape)} in the run but {list(model.shape)} in this model")
+    if not missing and not reshaped:
+        advice = "pass strict=False to leave it alone"
+    elif any(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in tensors):
+        advice = "a state dict has its experts fused, so pass the module it is from"
+    else:
+        advice = "another model, or another configuration of it"
+    return f"{'; '.join(found)}: {advice}"
