@@ -1,6 +1,6 @@
 """A language model learns Wordle with TRL's AsyncGRPOTrainer, on three machines that share a bucket and two addresses.
 
-    pip install -e '.[trl,rl,hub]' aiohttp vllm     # in a clone; TRL looks for vLLM here too, but only asks a server
+    pip install -e '.[trl,rl,hub]' vllm     # in a clone; TRL looks for vLLM here too, but only asks a server
     python wordle_trl.py --model Qwen/Qwen3-0.6B --run hf://buckets/me/wordle \
         --env-url https://me-wordle-env.hf.space --server-url https://me-rollout.hf.space
 

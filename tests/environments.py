@@ -27,11 +27,11 @@ def environment(name: str, *steps: Sequence[str]) -> Path:
     return python
 
 
-def trl() -> Path:
-    """The Python of an environment with TRL and this deltawire."""
+def trl(extras: str = "trl") -> Path:
+    """The Python of an environment with this deltawire and its extras, which bring TRL and all that it needs."""
     constraints = ["-c", str(ROOT / "constraints.txt")]
-    python = environment("trl", ["torch==2.13.0"], ["trl==1.16.0", "aiohttp", "requests"], [*constraints, "hatchling"])
-    install(python, *constraints, "--no-build-isolation", "-e", f"{ROOT}[trl,rl]")
+    python = environment(extras.replace(",", "-"), [*constraints, "torch==2.13.0"], [*constraints, "hatchling"])
+    install(python, *constraints, "--no-build-isolation", "-e", f"{ROOT}[{extras}]", "trl==1.16.0")
     return python
 
 

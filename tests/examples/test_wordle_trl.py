@@ -25,7 +25,7 @@ STEPS, GUESSES = 4, 5
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_few_steps(tmp_path: Path) -> None:
-    python = str(environments.trl())
+    python = str(environments.trl("trl,rl"))
     model, run, out = tmp_path / "player", (tmp_path / "run").as_uri(), tmp_path / "out"
     subprocess.run([python, str(PLAYER), "make", str(model)], check=True, env=QUIET, stdout=subprocess.DEVNULL)
     deltawire = [sys.executable, "-m", "deltawire.cli"]

@@ -38,15 +38,15 @@ def python() -> Path:
 
 
 @pytest.fixture(scope="module", params=["builtin", "vllm"])
-def serve(request: pytest.FixtureRequest) -> Callable[[Path, str, int, Path], Server]:
-    """Starts a rollout server for a model and a run, at a port."""
+def serve(request: pytest.FixtureRequest) -> Callable[[str, int, Path], Server]:
+    """Starts a rollout server for a run, at a port, as docs/trl.md does."""
     python, before, after = Path(sys.executable), [], []
     if request.param == "vllm":
         python, before = environments.vllm(), ["--engine", "vllm"]
         after = ["--", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"]
 
-    def start(folder: Path, run: str, port: int, log: Path) -> Server:
-        options = [*before, str(folder), "--run", run, "--port", str(port), "--poll", "0.2", *after]
+    def start(run: str, port: int, log: Path) -> Server:
+        options = [*before, run, "--port", str(port), "--poll", "0.2", *after]
         command = [str(python), "-m", "deltawire.cli", "serve", *options]
         return Server(command, port, env={**QUIET, **environments.VLLM_ON_A_CPU}, log=log)
 
@@ -71,12 +71,12 @@ def newest(run: str) -> int:
 
 @pytest.mark.parametrize("restart", [False, True], ids=["steady", "server restarted"])
 def test_completions_get_shorter(
-    python: Path, serve: Callable[[Path, str, int, Path], Server], tmp_path: Path, restart: bool
+    python: Path, serve: Callable[[str, int, Path], Server], tmp_path: Path, restart: bool
 ) -> None:
     folder, run, port = tmp_path / "model", (tmp_path / "run").as_uri(), free_port()
     subprocess.run([str(python), str(TASK), "make", str(folder)], check=True, env=QUIET)
     with ExitStack() as stack:
-        server = stack.enter_context(serve(folder, run, port, tmp_path / "server.log"))
+        server = stack.enter_context(serve(run, port, tmp_path / "server.log"))
         command = [str(python), str(TASK), "train", str(folder), run, server.url, str(STEPS)]
         trainer = stack.enter_context(training(command))
         if restart:
@@ -84,7 +84,7 @@ def test_completions_get_shorter(
                 assert trainer.poll() is None
                 time.sleep(0.2)
             server.kill()
-            server = stack.enter_context(serve(folder, run, port, tmp_path / "server.log"))
+            server = stack.enter_context(serve(run, port, tmp_path / "server.log"))
         said, _ = trainer.communicate(timeout=1500)
         assert trainer.returncode == 0
         # proven by its digest, as every version before it, or the server would not name it
