@@ -147,8 +147,8 @@ def load(name: str) -> tuple[Any, Any]:
             if not maker.exists():
                 raise SystemExit(f"{name} is neither a folder nor a model that examples/models makes")
             subprocess.run([sys.executable, str(maker), str(folder)], check=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float().eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False).float().eval()
+    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 class Rounded(torch.autograd.Function):

@@ -20,6 +20,7 @@ writer, of a replica or of the machine that prunes is compared with another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -108,7 +109,8 @@ def plan_prune(
     if not live:
         raise VersionNotFound("the run has no version yet: there is nothing to prune")
     newest = max(live)
-    before = now - rule.grace
+    # with no grace period nothing is too young, whatever two stamps within a clock's tick say of each other
+    before = now - rule.grace if rule.grace else math.inf
     written = {item.key: item.modified for item in listing}
     ripe = written.get(keys.PRUNED, before) <= before
     young = {v for v in live if written.get(keys.manifest(v), 0.0) > before}
