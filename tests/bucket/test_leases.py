@@ -154,7 +154,7 @@ def test_a_heartbeat_that_cannot_be_one_holds_nothing(run: Store, reading: Any) 
 
 def test_a_claim_on_everything_costs_nothing_to_read(run: Store) -> None:
     info = Run.open(run).info.run
-    run.put(keys.replica("greedy"), dump(Heartbeat(info, "greedy", 2, 23, True, 0.0, reading=((0, 1 << 60),))))
+    run.put(keys.replica("greedy"), dump(Heartbeat(info, "greedy", 2, 23, True, 0.0, reading=((0, keys.MAX_VERSION),))))
     assert survey(Run.open(run), NOW).marked == ()
     run.delete(keys.replica("greedy"))
     run.put(keys.PRUNED, dump(Pruned(info, ((0, 12), (14, 14)))))
