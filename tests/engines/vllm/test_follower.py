@@ -163,7 +163,7 @@ class World:
         self.store = store
         self.publisher = Publisher(store, encoding="context", anchor_ratio=100.0)
         self.bags = [random_bag(Fused(world=1, **SIZES).schema(), 1)]
-        self.publisher.publish(as_model(self.bags[0])).result(60)
+        self.publisher.publish(as_model(self.bags[0])).result()
         write_checkpoint(folder, self.bags[0])
         self.client = Client(folder, world)
         for model in self.client.models:
@@ -174,7 +174,7 @@ class World:
 
     def publish(self, density: float = 0.02, **options: Any) -> int:
         self.bags.append(moved_bag(self.bags[-1], len(self.bags), density))
-        return self.publisher.publish(as_model(self.bags[-1]), **options).result(60).version
+        return self.publisher.publish(as_model(self.bags[-1]), **options).result().version
 
     def sync(self, version: int | None = None) -> int:
         return self.follower.sync(self.workers, version)
@@ -439,7 +439,7 @@ def other_run(store: str, names: Callable[[str], str], rows: int = 0) -> None:
         names(name): np.pad(bits, [(0, rows), *[(0, 0)] * (bits.ndim - 1)]) for name, bits in as_model(bag).items()
     }
     with Publisher(store) as publisher:
-        publisher.publish(weights).result(60)
+        publisher.publish(weights).result()
 
 
 @pytest.mark.parametrize(
