@@ -517,7 +517,7 @@ def test_experts_on_a_gpu_are_patched(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a GPU experts are patched: see the test before")
-@pytest.mark.parametrize("kind", ("qwen3_moe", "mixtral"))
+@pytest.mark.parametrize("kind", ("qwen3_moe", "mixtral", "deepseek_v3"))
 def test_a_live_model_with_experts_is_followed_by_reloads(tmp_path: Path, kind: str) -> None:
     """transformers keeps experts in one tensor, a checkpoint has them one by one, and vLLM's CPU kernel packs them:
     they are not patched, its own loader packs each version anew."""

@@ -53,6 +53,15 @@ def make_model(folder: Path, kind: str, **sizes: int) -> Path:
         shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
     if family == "mixtral":
         shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    if family == "deepseek_v3":
+        # the ranks of the real one, which are the only ones that vLLM's kernels for latent attention know
+        shape |= {
+            "kv_lora_rank": 512, "q_lora_rank": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
+            "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+            "topk_method": "noaux_tc",
+        }  # fmt: skip
+        del shape["head_dim"]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
     # larger than a usual start, so that greedy tokens differ between versions
