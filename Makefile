@@ -61,7 +61,7 @@ else
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
-		tests/engines/vllm/$(if $(VLLM),older,live).py $(if $(VLLM),,tests/docs/live.py) $(ARGS)
+		tests/engines/vllm/$(if $(VLLM),older,live).py $(if $(VLLM),,tests/docs/live_documents.py) $(ARGS)
 endif
 
 release-check: $(READY)  ## build sdist and wheel, and prove that both install and run in clean environments
