@@ -18,8 +18,18 @@ from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.bucket.watch import watch
-from deltawire.core import keys
-from deltawire.core.errors import ManifestError, ObjectNotFound, ObjectTooLarge, RunNotFound, VersionNotFound
+from deltawire.core import chain, keys
+from deltawire.core.errors import (
+    ForeignObject,
+    ManifestError,
+    MissingBase,
+    ObjectNotFound,
+    ObjectTooLarge,
+    PublishError,
+    PublishFailed,
+    RunNotFound,
+    VersionNotFound,
+)
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Store, open_store
 from deltawire.testing import CountingStore
@@ -71,9 +81,56 @@ def test_a_number_without_history_costs_a_logarithm_of_requests(store: Store, ve
     counting = CountingStore(store)
     with Publisher(counting, anchor_ratio=1e9) as publisher:
         assert publisher.version == version
-        if version < 10**18 - 1:
+        if version < keys.MAX_VERSION:
             assert publisher.publish(trained(run.versions[2], 5)).result(30).version == version + 1
     assert counting.requests.total() <= 2 * most
+
+
+def test_a_run_without_room_for_another_version(store: Store) -> None:
+    """It is said before anything is uploaded."""
+    run = ForgedRun(store, last_has_anchor=True)
+    move_last(run, keys.MAX_VERSION)
+    before = {item.key for item in store.list()}
+    publisher = Publisher(store, anchor_ratio=1e9)
+    with pytest.raises(PublishError, match="no room for another version"):
+        publisher.publish(trained(run.versions[2], 5)).result(30)
+    with pytest.raises(PublishFailed):
+        publisher.close()
+    assert {item.key for item in store.list()} == before
+
+
+def test_bad_links_without_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs a plan over the whole history: after some of them readers give up."""
+    monkeypatch.setattr(chain, "MAX_PLANS", 3)
+    models = history(6)
+    publish(store, models, anchor_ratio=0.0)
+    for item in [*store.list(keys.ANCHORS), *store.list(keys.DELTAS)]:
+        store.delete(item.key)
+    with pytest.raises(MissingBase, match=r"3 ways to version 5 .* the last: "):
+        checkout(Run.open(store), 5)
+    live = blank(models[0])
+    with pytest.raises(MissingBase, match=r"3 ways to version 5 .* the last: "):
+        Replica(store, heartbeat=0).sync(live)
+    assert same(live, blank(models[0]))
+
+
+@pytest.mark.parametrize("kind", ["anchor", "delta"])
+def test_what_an_error_quotes_of_an_object_is_short(store: Store, kind: str) -> None:
+    run = ForgedRun(store, last_has_anchor=kind == "anchor")
+    run.edit_object(lambda data: with_metadata(data, run="x" * 100_000, model_version="9" * 100_000), kind)
+    if kind == "anchor":
+        run.edit_manifest(lambda m: m.update(links=[link for link in m["links"] if link["kind"] == "anchor"]))
+    with pytest.raises(ForeignObject, match="says it is run x") as caught:
+        checkout(Run.open(store), run.last)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("version", [-1, 10**18, 10**4000])
+def test_a_heartbeat_of_a_version_that_cannot_be(store: Store, version: int) -> None:
+    run = ForgedRun(store)
+    beat = {"run": run.manifest()["run"], "replica": "one", "version": version, "newest": 2, "healthy": True, "at": 0.0}
+    store.put(keys.replica("one"), json.dumps(beat).encode())
+    assert Run.open(store).heartbeats() == []
 
 
 def test_a_run_that_lost_all_its_history(store: Store) -> None:

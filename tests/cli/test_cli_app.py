@@ -201,5 +201,6 @@ def test_figures(shown: str, expected: str) -> None:
 
 def test_age() -> None:
     assert common.age(time.time() + 100) == "now"
+    assert common.age(-1e308) == "–"
     assert common.age(time.time() - 12.2) == "12 s"
     assert common.age(time.time() - 3 * 3600) == "3.0 h"

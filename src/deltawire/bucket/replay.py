@@ -88,7 +88,7 @@ def as_delta(run: Run, manifest: Manifest, link: Link, data: Fetched, present: S
     claim = (said.get("run"), said.get("base_version"), said.get("model_version"))
     if claim != (run.info.run, str(link.base), str(version)):
         raise ForeignObject(
-            f"a delta of version {version} says it is run {claim[0]}, {claim[1]} → {claim[2]}, "
+            f"a delta of version {version} says it is run {_cut(claim[0])}, {_cut(claim[1])} → {_cut(claim[2])}, "
             f"not {link.base} → {version}"
         )
     if (digest := said.get(DIGEST, manifest.digest)) != manifest.digest:
@@ -104,8 +104,15 @@ def as_anchor(run: Run, version: int, objects: Sequence[Fetched]) -> full.Anchor
     for file in files:
         claim = (file.metadata.get("run"), file.metadata.get("model_version"))
         if claim != (run.info.run, str(version)):
-            raise ForeignObject(f"an anchor of version {version} says it is run {claim[0]}, version {claim[1]}")
+            raise ForeignObject(
+                f"an anchor of version {version} says it is run {_cut(claim[0])}, version {_cut(claim[1])}"
+            )
     return full.Anchor(files, run.schema)
+
+
+def _cut(said: str | None) -> str:
+    """Metadata of an object as an error may quote it."""
+    return str(said)[:32]
 
 
 class Weights:
@@ -217,12 +224,13 @@ def checkout(
     """The bits of a version. Continues from `state` where a path leads on from there. `steps` is one planned before.
 
     Where an object on the way is damaged or gone, another way is taken, if there is one, from nothing.
+    MissingBase after chain.MAX_PLANS of them.
     """
     versions: Mapping[int, Summary] = {}
     failure: DeltawireError | None = None
     renewed: set[int] = set()
     # versions whose manifest was replaced since it was read
-    while True:
+    for _ in range(chain.MAX_PLANS):
         if steps is None:
             versions = versions or run.timeline(version)
             try:
@@ -247,3 +255,4 @@ def checkout(
                 break
         else:
             return state
+    raise chain.gave_up(version, run.store.url, failure) from failure

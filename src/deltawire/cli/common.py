@@ -187,7 +187,9 @@ def duration(seconds: float) -> str:
 
 
 def age(at: float) -> str:
-    """How long ago. A clock that runs ahead of ours is not a negative age."""
+    """How long ago. A clock that runs ahead of ours is not a negative age, and a time before 1970 is none."""
+    if at < 0:
+        return "–"
     seconds = max(time.time() - at, 0)
     return "now" if seconds < 1 else f"{seconds:.0f} s" if seconds < 60 else duration(seconds)
 

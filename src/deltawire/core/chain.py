@@ -48,6 +48,14 @@ def plan(
     return steps[::-1]
 
 
+MAX_PLANS = 64
+"""Ways that are tried to a version. Each that ends at a bad link costs a plan, and what was fetched on it."""
+
+
+def gave_up(version: int, where: str, failure: Exception | None) -> MissingBase:
+    return MissingBase(f"{MAX_PLANS} ways to version {version} in {where} cannot be used; the last: {failure}")
+
+
 def without(step: Step, versions: Mapping[int, Summary]) -> dict[int, Summary]:
     """The same versions, less a link that turned out bad."""
     summary = versions[step.version]

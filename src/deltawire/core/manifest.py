@@ -364,6 +364,8 @@ def parse_pruned(data: bytes, run: RunInfo) -> Pruned:
 def parse_heartbeat(data: bytes, what: str) -> Heartbeat:
     beat = parse(data, Heartbeat, what)
     _check_spans(beat.reading, what)
+    if not all(0 <= version <= keys.MAX_VERSION for version in (beat.version, beat.newest) if version is not None):
+        raise ManifestError(f"{what} names a version that cannot be one")
     return beat
 
 

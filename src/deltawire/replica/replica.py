@@ -352,7 +352,9 @@ class Replica:
         self._bad.clear()
         self._replaced.clear()
         self._strayed = False
-        while self.version != want:
+        for _ in range(chain.MAX_PLANS):
+            if self.version == want:
+                return
             try:
                 steps = self._plan(run, want)
             except MissingBase:
@@ -365,6 +367,8 @@ class Replica:
                 ) from failure
             if self._reserve(run, want, steps):
                 failure = self._walk(run, target, steps, progress) or failure
+        if self.version != want:
+            raise chain.gave_up(want, self._store.url, failure) from failure
 
     def _reserve(self, run: Run, want: int, steps: list[chain.Step]) -> bool:
         """Say what we are about to read, so that prune leaves it there. False if some of it is to go: plan again.

@@ -34,6 +34,11 @@ Json = dict[str, Any]
 _CONNECT_S, _ANSWER_S, _SILENCE_S = 10.0, 60.0, 90.0
 _TOKEN_MARGIN_S = 60.0
 
+# Of one answer: a thousand objects with long names take 2 MB.
+_ANSWER_BYTES, _ANSWER_IN_ALL_S = 16 << 20, 900.0
+_EVENT_BYTES = 1 << 20
+_MAX_REDIRECTS = 5
+
 # What the storage engine would do otherwise: keep 16 GB of notes on disk about what was uploaded, ask the server about
 # each upload whether it has the like already (entropy-coded bytes never repeat), report each transfer, buffer 1.5 GB of
 # a download, wait five minutes for a silent server. Its cache of downloads is off (HF_XET_CHUNK_CACHE_SIZE_BYTES).
@@ -114,13 +119,20 @@ class HubClient:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def ask(self, method: str, path: str, where: str, *, accept: int = 0, **options: Any) -> Response:
-        """A request to the bucket's API, or to a whole URL. Errors are raised, but for the status in `accept`."""
-        from huggingface_hub.utils import get_session
+        """A request to the bucket's API, or to a whole URL. Errors are raised, but for the status in `accept`.
 
-        url = path if "://" in path else self._api + path
-        with _answers(where):
-            response = get_session().request(
-                method, url, headers=self._headers(options.pop("headers", {})), timeout=_timeout(_ANSWER_S), **options
+        At most _ANSWER_BYTES are read, whatever the server sends.
+        """
+        import httpx2
+
+        headers = options.pop("headers", {})
+        with self._sent(method, path, where, _ANSWER_S, headers, **options) as stream:
+            response = httpx2.Response(
+                stream.status_code,
+                headers=stream.headers,
+                content=_content(stream, where),
+                request=stream.request,
+                extensions=stream.extensions,
             )
         if response.status_code >= 400 and response.status_code != accept:
             raise hub_errors.of_response(response, where)
@@ -128,22 +140,54 @@ class HubClient:
 
     @contextlib.contextmanager
     def listen(self, cursor: str | None, where: str) -> Iterator[Response]:
-        """The stream of the bucket's events."""
-        from huggingface_hub.utils import get_session
-
-        options: Any = {"params": {"cursor": cursor} if cursor else {}, "timeout": _timeout(_SILENCE_S)}
-        headers = self._headers({"Accept": "text/event-stream"})
-        with (
-            _answers(where),
-            get_session().stream("GET", f"{self._api}/events", headers=headers, **options) as response,
-        ):
+        """The stream of the bucket's events; read it with `event_lines`."""
+        params = {"cursor": cursor} if cursor else {}
+        headers = {"Accept": "text/event-stream"}
+        with self._sent("GET", "/events", where, _SILENCE_S, headers, params=params) as response:
             yield response
 
-    def _headers(self, more: dict[str, str]) -> dict[str, str]:
-        """Made anew each time: a token may be renewed while a run goes on."""
-        from huggingface_hub.utils import build_hf_headers
+    @contextlib.contextmanager
+    def _sent(
+        self,
+        method: str,
+        path: str,
+        where: str,
+        silence_s: float,
+        headers: dict[str, str],
+        *,
+        follow_redirects: bool = True,
+        **options: Any,
+    ) -> Iterator[Response]:
+        """An answer of which nothing but the head is read yet. Redirects are followed without reading theirs."""
+        from huggingface_hub.utils import get_session
 
-        return {**build_hf_headers(library_name="deltawire", library_version=__version__), **more}
+        url = path if "://" in path else self._api + path
+        with _answers(where):
+            session = get_session()
+            # `identity`: nobody knows what size a compressed answer unpacks to
+            headers = self._headers({"Accept-Encoding": "identity", **headers})
+            request = session.build_request(method, url, headers=headers, timeout=_timeout(silence_s), **options)
+            for _ in range(_MAX_REDIRECTS + 1):
+                response = session.send(request, stream=True, follow_redirects=False)
+                with contextlib.closing(response):
+                    if response.next_request is None or not follow_redirects:
+                        yield response
+                        return
+                request = response.next_request
+        raise StoreError(f"{where}: more than {_MAX_REDIRECTS} redirects; check HF_ENDPOINT")
+
+    def _headers(self, more: dict[str, str]) -> dict[str, str]:
+        """Made anew each time: a token may be renewed while a run goes on.
+
+        Not by `build_hf_headers`, which makes a request of its own, for which no limit can be set.
+        """
+        from huggingface_hub import constants, get_token
+
+        headers = {"User-Agent": f"deltawire/{__version__}"}
+        token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        return {**headers, **more}
 
     def batch(self, operation: Json, where: str) -> Json:
         """One operation; what the server said about it if it failed, else nothing.
@@ -192,10 +236,14 @@ class HubClient:
 
         with self._storage("read", where) as access, _engine_errors(where):
             group = self._reading(access)
-            data = b"".join(group.download_stream(hf_xet.XetFileInfo(hash, size), start, end))
+            data = bytearray()
+            for chunk in group.download_stream(hf_xet.XetFileInfo(hash, size), start, end):
+                data += chunk
+                if len(data) > end - start:
+                    break
         if len(data) != end - start:
             raise StoreUnavailable(f"{where}: {len(data)} of {end - start} bytes arrived")
-        return data
+        return bytes(data)
 
     def _reading(self, access: _Access) -> hf_xet.XetDownloadStreamGroup:
         """One for all reads while the token lasts; a forked child makes its own."""
@@ -246,12 +294,39 @@ def _timeout(silence_s: float) -> httpx2.Timeout:
     return httpx2.Timeout(silence_s, connect=_CONNECT_S)
 
 
+def _content(stream: Response, where: str) -> bytes:
+    """All of an answer, as long as it is no larger and takes no longer than one of the Hub's."""
+    content, end = bytearray(), time.monotonic() + _ANSWER_IN_ALL_S
+    compressed = stream.headers.get("Content-Encoding", "identity") != "identity"
+    for chunk in stream.iter_raw():
+        if compressed:
+            raise StoreError(f"{where}: a compressed answer, which was not asked for; check HF_ENDPOINT")
+        content += chunk
+        if len(content) > _ANSWER_BYTES:
+            raise StoreError(f"{where}: an answer of more than {_ANSWER_BYTES:,} bytes; check HF_ENDPOINT")
+        if time.monotonic() > end:
+            raise StoreUnavailable(f"{where}: an answer that took more than {_ANSWER_IN_ALL_S:.0f} s")
+    return bytes(content)
+
+
+def event_lines(stream: Response, where: str) -> Iterator[str]:
+    """Lines of a stream of events. StoreUnavailable where an event is larger than any of the Hub's."""
+    rest, size = b"", 0
+    for chunk in stream.iter_raw():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            size = size + len(line) + 1 if line.strip() else 0
+            yield line.decode(errors="replace").removesuffix("\r")
+        if size + len(rest) > _EVENT_BYTES:
+            raise StoreUnavailable(f"{where}: an event of more than {_EVENT_BYTES:,} bytes; check HF_ENDPOINT")
+
+
 @contextlib.contextmanager
 def understood(where: str) -> Iterator[None]:
     """An answer that is not what the Hub says: it has changed, or something else answers in its place."""
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+    except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError):
         raise StoreError(f"{where}: this is not how the Hub answers; check HF_ENDPOINT, or upgrade deltawire") from None
 
 
@@ -263,7 +338,7 @@ def _answers(where: str) -> Iterator[None]:
 
     try:
         yield
-    except (httpx2.HTTPError, httpx2.StreamError, OfflineModeIsEnabled) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, OfflineModeIsEnabled) as error:
         raise hub_errors.of_request(error, where) from None
 
 

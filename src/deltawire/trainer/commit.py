@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from ..bucket.run import MANIFEST, Run
 from ..core import full, history, keys
-from ..core.errors import AlreadyExists, ObjectTooLarge, StoreError, VersionNotFound, WriterConflict
+from ..core.errors import AlreadyExists, ObjectTooLarge, PublishError, StoreError, VersionNotFound, WriterConflict
 from ..core.manifest import MAX_FILE, Blob, File, Head, Link, Manifest, Summary, dump, most_bytes, now, parse_manifest
 from ..core.sparse import DataFile
 from ..store import Store
@@ -61,7 +61,15 @@ class Committer:
 
     @property
     def next_version(self) -> int:
-        return 0 if self.newest is None else self.newest.version + 1
+        """PublishError where the run has no room for another version."""
+        if self.newest is None:
+            return 0
+        if self.newest.version >= keys.MAX_VERSION:
+            raise PublishError(
+                f"{self.run.store.url} has no room for another version: its newest, {self.newest.version}, is the last "
+                "that can be; publish to another address"
+            )
+        return self.newest.version + 1
 
     def put_files(self, companions: Companions) -> tuple[File, ...]:
         """Config and tokenizer files: uploaded once, named by every later manifest."""
