@@ -158,7 +158,7 @@ class Scenes:
 @pytest.fixture(scope="module")
 def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenes]:
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    made = Scenes(tmp_path_factory, [(at["kind"], at["tp"]) for at in chosen if "kind" in at])
+    made = Scenes(tmp_path_factory, [(at["kind"], at["tp"]) for at in chosen if at.keys() >= {"kind", "tp"}])
     yield made
     made.stop()
 
