@@ -116,6 +116,11 @@ def pretrained_files(model: Any, dtype: str) -> dict[str, bytes]:
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
     """The files of a tokenizer or processor, its chat template among them."""
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(
+            f"tokenizer= takes a tokenizer or processor of transformers, not a {type(tokenizer).__name__}: "
+            "load it with AutoTokenizer.from_pretrained, or give its folder as files="
+        )
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         return full.companion_files(Path(folder))

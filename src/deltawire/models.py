@@ -183,7 +183,7 @@ class ModelView:
         owner = model if of is None else of
         if wire_dtype not in (None, AUTO, *_WIRE_DTYPES):
             known = ", ".join([AUTO, *sorted(_WIRE_DTYPES)])
-            raise UnsupportedDtype(f"wire dtype {wire_dtype!r} is unknown; known: {known}")
+            raise UnsupportedDtype(f"wire dtype {wire_dtype!r} is unknown; known: {known}, None (as they are)")
         # a module has one dtype by habit; who passes a mapping of their own has chosen what is in it
         self._widest = 2 if wire_dtype == AUTO else 1
         # bytes of a float that travels as it is

@@ -48,6 +48,7 @@ def test_an_unknown_version_names_the_range(run: Path, tmp_path: Path) -> None:
     for version in ("9", "v9", "-7", "worst"):
         result = invoke("checkout", f"{run}@{version}", "-o", tmp_path / "out", code=4)
         assert "it has versions 0 to 3 and the tags best" in result.stderr
+    assert "@-7 is before its first version" in invoke("show", f"{run}@-7", code=4).stderr
 
 
 @pytest.mark.parametrize(

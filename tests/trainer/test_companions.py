@@ -17,6 +17,7 @@ from typer.testing import CliRunner  # noqa: E402
 from deltawire import Publisher, Replica  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.cli import app  # noqa: E402
+from deltawire.core.errors import SchemaMismatch  # noqa: E402
 from deltawire.core.manifest import File  # noqa: E402
 from deltawire.store import Store  # noqa: E402
 from deltawire.testing import CountingStore  # noqa: E402
@@ -90,6 +91,18 @@ def test_the_dtype_in_the_config_is_what_travels(store: Store, wire: str | None,
         publisher.publish(model().to(dtype))
     assert content(store, "config.json")["dtype"] == expected
     assert content(store, "config.json")["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_a_tokenizer_is_no_name(store: Store) -> None:
+    with pytest.raises(TypeError, match="load it with AutoTokenizer"), Publisher(store, tokenizer="m") as publisher:
+        publisher.publish(model())
+
+
+def test_another_dtype_needs_another_address(store: Store) -> None:
+    with Publisher(store) as publisher:
+        publisher.publish(model())
+    with pytest.raises(SchemaMismatch, match="an address of its own"), Publisher(store, wire_dtype="fp16") as publisher:
+        publisher.publish(model())
 
 
 def test_files_are_uploaded_once_and_what_the_run_has_stays(store: Store) -> None:

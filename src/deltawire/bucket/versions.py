@@ -86,7 +86,10 @@ def resolve(run: Run, version: int | str | None) -> int:
         newest = run.newest()
         if newest is None:
             raise VersionNotFound(f"the run at {run.store.url} has no version yet")
-        counted = newest if counted is None else newest + 1 + counted
+        back = 0 if counted is None else -1 - counted
+        if back > newest:
+            raise VersionNotFound(f"{run.store.url}: @{counted} is before its first version; {existing(run)}")
+        counted = newest - back
     return _existing(run, counted)
 
 

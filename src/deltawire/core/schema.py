@@ -113,21 +113,22 @@ class Schema(msgspec.Struct, frozen=True):
             found.append(f"{listed(odd)}: {list(here.shape)} in {ours}, {list(there.shape)} in {theirs}")
         return found
 
-    def require_equal(self, other: Schema, *, ours: str, theirs: str) -> None:
-        """SchemaMismatch that names the first difference."""
+    def require_equal(self, other: Schema, *, ours: str, theirs: str, advice: str = "") -> None:
+        """SchemaMismatch that names the first difference, and `advice` behind it."""
         if self == other:
             return
         mine, yours = self.by_name(), other.by_name()
         for name in sorted(mine.keys() | yours.keys()):
             a, b = mine.get(name), yours.get(name)
             if a is None or b is None:
-                raise SchemaMismatch(f"tensor {name!r} is in {theirs if a is None else ours} only")
+                raise SchemaMismatch(f"tensor {name!r} is in {theirs if a is None else ours} only{advice}")
             if a != b:
                 raise SchemaMismatch(
                     f"tensor {name!r} is {a.dtype} {list(a.shape)} in {ours} but {b.dtype} {list(b.shape)} in {theirs}"
+                    f"{advice}"
                 )
         if self.ties != other.ties:
-            raise SchemaMismatch(f"tied tensors differ: {self.ties} in {ours}, {other.ties} in {theirs}")
+            raise SchemaMismatch(f"tied tensors differ: {self.ties} in {ours}, {other.ties} in {theirs}{advice}")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -204,7 +204,7 @@ class Background:
 
     def _raise_failure(self) -> None:
         if self._closed:
-            raise PublisherClosed(f"this publisher of {self._where} is closed")
+            raise PublisherClosed(f"this publisher of {self._where} is closed; make a new one to go on")
         with self._work:
             failure = self._failure
             if not isinstance(failure, _LASTING):

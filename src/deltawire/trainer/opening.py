@@ -15,6 +15,9 @@ from .commit import Committer, Companions
 
 log = logging.getLogger("deltawire")
 
+OTHER_MODEL = "; another model, or the same in another dtype, needs an address of its own"
+"""What to do when a model does not fit the run it is published to."""
+
 
 def rebuild(
     run: Run,

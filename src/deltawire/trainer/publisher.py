@@ -30,7 +30,7 @@ from .background import Background, Job, PublishHandle
 from .commit import Committer, Companions
 from .detectors import Detector, HostDetector, LostTrack, TooLarge, as_detector, default_detector
 from .mirror import Mirror
-from .opening import commit_reference, load_base, open_reference, rebuild
+from .opening import OTHER_MODEL, commit_reference, load_base, open_reference, rebuild
 from .policy import AnchorPolicy
 from .skips import Skips
 from .stream import Stream
@@ -360,7 +360,9 @@ class Publisher:
             writer.committer.check_run()
             writer.committer.catch_up()
         run, newest = writer.committer.run, writer.committer.newest
-        run.schema.require_equal(source.schema, ours=f"the run {self._store.url}", theirs="this model")
+        run.schema.require_equal(
+            source.schema, ours=f"the run {self._store.url}", theirs="this model", advice=OTHER_MODEL
+        )
         if self._mirror is not None:
             return source
         if newest is None and self._reference is not None:

@@ -36,7 +36,7 @@ from .background import Background, Job, PublishHandle
 from .commit import Committer, Companions, put_object
 from .detectors import Detector, Found, LostTrack
 from .mirror import Capture, Mirror
-from .opening import commit_reference, open_reference, rebuild
+from .opening import OTHER_MODEL, commit_reference, open_reference, rebuild
 from .pace import LAST_WAIT, Pace
 from .policy import AnchorPolicy
 from .shards import Reader, ShardDetector, Sides, share_out
@@ -243,7 +243,7 @@ class ShardedPublisher:
             run = Run.open(self._store)
         except RunNotFound:
             run = Run.create(self._store, schema, settings.model_name)
-        run.schema.require_equal(schema, ours=f"the run {self._store.url}", theirs="this model")
+        run.schema.require_equal(schema, ours=f"the run {self._store.url}", theirs="this model", advice=OTHER_MODEL)
         self._committer = Committer(run)
         newest = self._committer.newest
         if newest is None and settings.reference is not None:
@@ -255,7 +255,9 @@ class ShardedPublisher:
 
     def _take_part(self, schema: Schema) -> None:
         self._run = self._committer.run if self._committer else Run.open(self._store)
-        self._run.schema.require_equal(schema, ours=f"the run {self._store.url}", theirs="this model")
+        self._run.schema.require_equal(
+            schema, ours=f"the run {self._store.url}", theirs="this model", advice=OTHER_MODEL
+        )
 
     def _compare(self, version: int, detector: ShardDetector, view: ModelView, found: list[Found]) -> bool:
         """What leads from a version in the bucket to this rank's weights; False if nobody can read it any more."""
