@@ -69,7 +69,7 @@ def watch(
     store = open_store(address_only(run))
     stop = stop or threading.Event()
     opened: Run | None = None
-    newest, reached = since, since
+    newest, reached, waits = since, since, False
     with Watcher(store, poll=poll, stop=stop) as watcher:
         while not stop.is_set():
             try:
@@ -80,8 +80,10 @@ def watch(
                     yield reached
                     if stop.is_set():
                         return
-            except RunNotFound:
-                log.info("waiting for a run at %s", store.url)
+            except RunNotFound as error:
+                # once, where somebody who mistyped an address sees it
+                log.log(logging.INFO if waits else logging.WARNING, "%s; waiting for it", error)
+                waits = True
             except StoreUnavailable as error:
                 log.warning("watching goes on: %s", error)
             watcher.wait()
