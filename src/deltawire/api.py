@@ -103,4 +103,6 @@ def _require(file: DeltaFile, key: str, version: str, found: StateDigest, hint: 
             f"this delta has no {key!r} to check weights by; decode(…, check=False) applies it unchecked"
         )
     if wanted != str(found):
-        raise DigestMismatch(int(number) if number.isdecimal() else 0, wanted[:32], str(found), hint)
+        # Python refuses to read a number of thousands of digits
+        at = int(number) if number.isdecimal() and len(number) < 20 else 0
+        raise DigestMismatch(at, wanted[:32], str(found), hint)

@@ -367,9 +367,13 @@ def _whereabouts(tensors: Mapping[str, Any]) -> Any:
 def _identity(tensor: Any) -> tuple[Any, ...] | None:
     """Equal for two names of one piece of memory. None for what shares nothing with anybody."""
     if is_torch(tensor):
-        if tensor.numel() == 0:
+        try:
+            if tensor.numel() == 0:
+                return None
+            return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        except RuntimeError:
+            # sparse, nested and the like: refused by name where their bits are asked for
             return None
-        return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
     # a numpy scalar becomes an array only for the moment, and the next one may get the same address
     if not isinstance(tensor, np.ndarray) or tensor.size == 0:
         return None

@@ -86,7 +86,7 @@ def _wait(headers: Mapping[str, str]) -> float | None:
     from huggingface_hub.utils import parse_ratelimit_headers
 
     said = headers.get("Retry-After", "")
-    if said.isdecimal():
+    if said.isdecimal() and len(said) < 20:
         return float(said)
     limit = parse_ratelimit_headers(headers)
     return float(limit.reset_in_seconds) if limit is not None and limit.remaining == 0 else None
