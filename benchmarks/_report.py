@@ -34,9 +34,10 @@ def about() -> dict[str, Any]:
 def _arguments() -> list[str]:
     """As given, but for where the results go, which says something of this machine and nothing of them."""
     words = list(sys.argv)
-    if "--out" in words:
-        at = words.index("--out")
-        del words[at : at + 2]
+    for option in ("--out", "--log"):
+        if option in words:
+            at = words.index(option)
+            del words[at : at + 2]
     return words
 
 
