@@ -135,6 +135,20 @@ def test_a_tie_that_this_model_does_not_have_is_written_twice() -> None:
     assert target.digest() != proven
 
 
+def test_a_tie_that_the_run_does_not_have_is_refused_before_anything_is_written(store: Store) -> None:
+    trained, served = Tiny(tied=False), Tiny()
+    before = values(served)
+    with dw.Publisher(store) as publisher:
+        publisher.publish(trained).result(60)
+        with pytest.raises(SchemaMismatch, match=r"ties 'embed\.weight' and 'head\.weight', which differ in the run"):
+            dw.Replica(store, heartbeat=0).sync(served)
+        assert all(torch.equal(values(served)[name], before[name]) for name in before)
+        # a checkpoint may hold both where they are equal
+        trained.head.weight.data.copy_(trained.embed.weight.data)
+        publisher.publish(trained).result(60)
+        assert dw.Replica(store, heartbeat=0).sync(served) == 1
+
+
 def test_another_model_is_refused_before_anything_is_written() -> None:
     model = Tiny()
     schema = ModelView(model, "bf16").schema

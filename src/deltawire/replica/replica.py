@@ -520,6 +520,7 @@ class Replica:
         found = full.digest_of(source)
         if str(found) != manifest.digest:
             raise DigestMismatch(manifest.version, manifest.digest, str(found), "nothing was changed")
+        target.check(source)
         self._note({"decode": time.perf_counter() - clock})
         clock = time.perf_counter()
         with self._pause():

@@ -103,6 +103,21 @@ class Target:
         for cell in self._cells[change.region.tensor.name]:
             cell.scatter(change, change.old)
 
+    def check(self, source: Source) -> None:
+        """SchemaMismatch where weights that this model ties differ in full weights: no memory can hold both."""
+        if isinstance(self.model, State):
+            return
+        ties = ModelView(live_tensors(self.model)).schema.ties
+        seen: dict[str, TensorSpec] = {}
+        for tensor in self.schema.tensors:
+            first = seen.setdefault(ties.get(tensor.name, tensor.name), tensor)
+            pairs = () if first is tensor else zip(regions(first), regions(tensor), strict=False)
+            if any(not np.array_equal(source.region(a), source.region(b)) for a, b in pairs):
+                raise SchemaMismatch(
+                    f"this model ties {first.name!r} and {tensor.name!r}, which differ in the run: another model, or "
+                    "another configuration of it (tie_word_embeddings)"
+                )
+
     def load(self, source: Source) -> None:
         """Overwrite everything with a verified source, tensor by tensor."""
         for tensor in self.schema.tensors:
