@@ -32,7 +32,7 @@ from _shapes import QWEN3_06B, SMALL
 from deltawire.core.change import Change, blocks, compare, gather
 from deltawire.core.codecs import ENCODINGS, packed, planes
 from deltawire.core.full import digest_of
-from deltawire.core.places import place
+from deltawire.core.scatter import place
 from deltawire.core.simd import prefetch
 from deltawire.core.sparse import DeltaFile, write_delta
 from deltawire.models import ModelView

@@ -42,7 +42,13 @@ EXTRAS = {"huggingface_hub", "peft", "torch", "transformers", "triton", "trl", "
 # rooms that exist for an extra may import it at their top
 OPTIONAL_ROOMS = {"kernels", "engines", "rl"}
 # and so may modules that are loaded only for models that are torch's
-OPTIONAL_FILES = {"trainer/adamw.py", "trainer/device.py", "trainer/parts.py", "trainer/shards.py", "replica/device.py"}
+OPTIONAL_FILES = {
+    "trainer/adamw.py",
+    "trainer/device.py",
+    "trainer/gpu_snapshot.py",
+    "trainer/shards.py",
+    "replica/device.py",
+}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.core import change as changes
-from deltawire.core import places
 from deltawire.core.change import Region, blocks, compare, compose, gather, regions
 from deltawire.core.digest import StateDigest
+from deltawire.core.scatter import scatter_and_look
 from deltawire.core.schema import Schema, TensorSpec
 from support import Bag, column_cut, densities, diff, moved_bag, random_bag, schemas, seeds
 
@@ -142,8 +142,8 @@ def test_what_was_written_is_read_again(unit: type, width: int, stride: int) -> 
     positions = np.flatnonzero(rng.random(rows * width) < 0.5).astype(np.uint32)
     values = rng.integers(0, 200, positions.size).astype(unit)
     expected[positions // width, positions % width] = values
-    assert places.scatter_and_look(live, positions, values, 0, width, stride)
+    assert scatter_and_look(live, positions, values, 0, width, stride)
     assert np.array_equal(live, expected.reshape(-1))
     # memory that does not keep what it was given: the same place, written twice
     positions[-1], values[-1] = positions[-2], values[-2] ^ unit(1)
-    assert not places.scatter_and_look(live, positions, values, 0, width, stride)
+    assert not scatter_and_look(live, positions, values, 0, width, stride)

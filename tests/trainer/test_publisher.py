@@ -33,7 +33,7 @@ from deltawire.replica import Replica
 from deltawire.store import LocalStore, Retrying, Store
 from deltawire.testing import FlakyStore
 from deltawire.trainer import Publisher, SnapshotDetector, stream
-from deltawire.trainer.mirror import Mirror
+from deltawire.trainer.captures import Mirror
 from support import (
     HookedStore,
     Model,

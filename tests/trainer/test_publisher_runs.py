@@ -32,8 +32,8 @@ from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Store
 from deltawire.trainer import Publisher
+from deltawire.trainer.captures import Capture, Mirror
 from deltawire.trainer.detectors import HostDetector
-from deltawire.trainer.mirror import Capture, Mirror
 from deltawire.trainer.policy import AnchorPolicy
 from support import (
     HookedStore,

@@ -145,7 +145,7 @@ def _checkout(run: Run, version: int | None, state: State | None, reference: Pat
 
 
 def _value(first: _Side, second: _Side, found: list[TensorDifference], apart: dict[str, list[str]]) -> dict[str, Any]:
-    from ..core.steps import Histogram
+    from ..core.ulp_histogram import Histogram
 
     total = Histogram()
     for difference in found:

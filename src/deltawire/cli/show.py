@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..core.dtypes import Bits
     from ..core.manifest import Blob, Link
     from ..core.schema import TensorSpec
-    from ..core.steps import Histogram
+    from ..core.ulp_histogram import Histogram
 
 SHOWN = 2000
 """Tensors in a table for people: laying out a million rows would take minutes."""
@@ -175,7 +175,7 @@ def _spec(tensor: TensorSpec) -> dict[str, Any]:
 
 
 def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[str, Any]:
-    from ..core.steps import Histogram
+    from ..core.ulp_histogram import Histogram
 
     base = None
     readable = link.kind == "delta" and not _needs_base(link)

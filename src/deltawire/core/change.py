@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from . import digest, places
+from . import digest
 from .dtypes import Bits, lookup
 from .errors import SchemaMismatch
+from .scatter import gather as _gather
+from .scatter import scatter as _scatter
 from .schema import Schema, TensorSpec
 from .simd import LANES, difference_mask, trailing_zeros
 
@@ -111,13 +113,13 @@ class Change:
 
 def scatter(region: Region, positions: npt.NDArray[np.uint32], values: Bits, bits: Bits) -> None:
     """Write values at (already checked) positions of a region into the tensor's flat bits."""
-    places.scatter(bits, positions, values, *region.geometry)
+    _scatter(bits, positions, values, *region.geometry)
 
 
 def gather(region: Region, positions: npt.NDArray[np.uint32], bits: Bits) -> Bits:
     """The tensor's bits at (already checked) positions of a region."""
     values = np.empty(positions.size, bits.dtype)
-    places.gather(bits, positions, values, *region.geometry)
+    _gather(bits, positions, values, *region.geometry)
     return values
 
 

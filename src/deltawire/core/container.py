@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import msgspec
 
 from . import dtypes
-from .decoding import decode
 from .errors import HeaderError, TruncatedFile
 from .schema import check_name, is_shape
+from .typed_json import decode
 
 MAX_HEADER = 48 << 20
 """Half of what safetensors allows. Decoded, a header takes eleven times as much memory."""

@@ -18,7 +18,7 @@ from .dtypes import Bits, lookup
 from .errors import PositionError, SchemaMismatch
 from .schema import TensorSpec
 from .sparse import INDEX, DeltaFile, Read
-from .steps import Histogram, in_ulps
+from .ulp_histogram import Histogram, in_ulps
 
 _INDEX_TYPES = {"I32": np.int32, "I64": np.int64, "U32": np.uint32, "U64": np.uint64}
 

@@ -27,7 +27,7 @@ from blake3 import blake3
 from numba import njit
 
 from .dtypes import Bits
-from .places import place
+from .scatter import place
 
 BLOCK = 1024
 _MASK = (1 << 64) - 1

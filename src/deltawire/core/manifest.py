@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from . import keys
-from .decoding import decode
 from .errors import ForeignObject, ManifestError, ModelTooLarge, UnknownFormat
 from .schema import Schema, check_file_name
+from .typed_json import decode
 
 FORMAT = 1
 

@@ -21,7 +21,6 @@ from . import container
 from .change import Change, Region
 from .codecs import block_encoding, check_encoding, raw
 from .codecs.base import BaseBits, Before, CodedBlock, Stream, expand, squeeze
-from .decoding import decode
 from .dtypes import lookup
 from .errors import (
     CorruptStream,
@@ -35,6 +34,7 @@ from .errors import (
 from .moves import RegionMoves
 from .parallel import default_threads, ordered_map
 from .schema import Schema, TensorSpec
+from .typed_json import decode
 
 FORMAT = "deltawire"
 FORMAT_VERSION = "1"

@@ -26,7 +26,7 @@ from ..kernels.plan import TILE, units
 from ..models import ModelView
 from .detectors import Detector, LostTrack
 from .device import DeviceDetector
-from .parts import Part, fetched, regions_of, snapshot_parts
+from .gpu_snapshot import Part, fetched, regions_of, snapshot_parts
 
 _REFUSED = ("foreach", "capturable", "differentiable")
 

@@ -20,7 +20,7 @@ from ..core.errors import (
     RunReplaced,
     WriterConflict,
 )
-from .mirror import Capture, Mirror
+from .captures import Capture, Mirror
 from .skips import Skips
 from .writer import Published
 

@@ -25,7 +25,7 @@ from ..core.full import Source
 from ..core.schema import Schema
 from ..models import Known, ModelView, tensors_of
 from .detectors import Detected, Found, TooLarge, merged
-from .parts import HeldPart, Part, regions_of, snapshot_parts, undo_within
+from .gpu_snapshot import HeldPart, Part, regions_of, snapshot_parts, undo_within
 
 _CHANGE_BYTES = 8
 """What a changed unit of 16 bits takes on the host: position, old and new bits."""

@@ -27,11 +27,11 @@ from ..store import Store, open_store
 from .adapters import Adapter
 from .auto import EncodingChooser
 from .background import Background, Job, PublishHandle
+from .captures import Mirror
 from .commit import Committer, Companions
 from .detectors import Detector, HostDetector, LostTrack, TooLarge, as_detector, default_detector
-from .mirror import Mirror
-from .opening import OTHER_MODEL, commit_reference, load_base, open_reference, rebuild
 from .policy import AnchorPolicy
+from .resume import OTHER_MODEL, commit_reference, load_base, open_reference, rebuild
 from .skips import Skips
 from .stream import Stream
 from .team import group_of, may_share

@@ -33,12 +33,12 @@ from ..models import ModelView
 from ..store import Store
 from .auto import Choice, EncodingChooser
 from .background import Background, Job, PublishHandle
+from .captures import Capture, Mirror
 from .commit import Committer, Companions, put_object
 from .detectors import Detector, Found, LostTrack
-from .mirror import Capture, Mirror
-from .opening import OTHER_MODEL, commit_reference, open_reference, rebuild
 from .pace import LAST_WAIT, Pace
 from .policy import AnchorPolicy
+from .resume import OTHER_MODEL, commit_reference, open_reference, rebuild
 from .shards import Reader, ShardDetector, Sides, share_out
 from .skips import Skips
 from .team import Team

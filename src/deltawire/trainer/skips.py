@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.parallel import ordered_map
 from ..core.sparse import encode_block
-from .mirror import Capture, Mirror
+from .captures import Capture, Mirror
 from .writer import Skip
 
 

@@ -1,6 +1,6 @@
 """Publishing with one copy of the model and little more: compare, code and take over a block at a time.
 
-A capture (see mirror.py) keeps old and new bits of all that changed, which for a dense change is more than the model.
+A capture (see captures.py) keeps old and new bits of all that changed, which for a dense change is more than the model.
 Here nothing is kept but the coded bytes, which the writer spools to disk; the price is that the caller waits.
 """
 
@@ -18,7 +18,7 @@ from ..core.dtypes import Bits
 from ..core.errors import PublishFailed
 from ..core.parallel import default_threads, ordered_map
 from ..core.sparse import EncodedBlock, encode_block
-from .mirror import Mirror
+from .captures import Mirror
 
 READ_UNITS = 1 << 22
 """Weights are read and compared in parts of this size, several of which make a block."""

@@ -15,7 +15,7 @@ from ..container import Header, Item
 from ..dtypes import Bits, lookup
 from ..errors import CountMismatch, PositionError, SchemaMismatch
 from ..moves import NEW_BITS, RegionMoves
-from ..places import flatten
+from ..scatter import flatten
 from ..schema import TensorSpec
 from .base import BaseBits
 

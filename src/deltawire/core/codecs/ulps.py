@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ..places import gather, scatter
+from ..scatter import gather, scatter
 
 _PIECE = 256
 """Changes whose cache lines fit the first-level cache."""

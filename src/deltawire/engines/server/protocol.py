@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ...core.decoding import decode
+from ...core.typed_json import decode
 from .sampling import Sampling
 from .template import ChatTemplate, TemplateFailed
 

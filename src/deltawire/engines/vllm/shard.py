@@ -14,7 +14,7 @@ from ...core.change import Change, Region
 from ...core.digest import StateDigest
 from ...core.dtypes import Bits
 from ...core.parallel import ordered_map
-from ...core.places import scatter_and_look
+from ...core.scatter import scatter_and_look
 from ...core.schema import TensorSpec
 from .placement import Piece
 

@@ -9,7 +9,7 @@ import textwrap
 MANY = """
     import sys, threading
     import msgspec
-    from deltawire.core.decoding import decode
+    from deltawire.core.typed_json import decode
 
     sys.setswitchinterval(1e-6)
     for number in range(300):
