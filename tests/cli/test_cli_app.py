@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from cli_support import invoke
 
 import deltawire as dw
 from deltawire.bucket.versions import address_only, split
-from deltawire.cli import common
+from deltawire.cli import app, common
 from deltawire.core import errors
 
 COMMANDS = (
@@ -37,6 +38,13 @@ def test_help_of_a_command_teaches_by_example(command: str) -> None:
     # nothing wraps on a terminal of 80 columns: every line of an example keeps its indentation
     assert all(line.startswith("   ") for line in examples if line.strip())
     assert "--json" in text
+
+
+def test_help_has_no_line_that_a_terminal_of_80_columns_breaks() -> None:
+    for function in (app.registered_callback, *app.registered_commands):
+        lines = (inspect.getdoc(function.callback) or "").splitlines()  # type: ignore[union-attr]
+        # the first one is a paragraph of its own, which may wrap; of the others the line ends are kept
+        assert not [line for line in lines[1:] if len(line) > 78]
 
 
 def test_version() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,11 +111,32 @@ def test_nobody_there_and_nonsense() -> None:
         pass
     found = findings(url)
     assert found["answers"][0] == "failed"
-    assert "is this its port?" in found["answers"][1]
+    assert found["answers"][1] == f"nothing listens at {url}: start the server, or check host and port"
     with pytest.raises(BadURL, match="http://host:port"):
         examine("localhost:8000")
-    assert CliRunner().invoke(app, ["doctor", "--server", "ftp://x"]).exit_code == 2
+    for wrong in ("ftp://x", "http://", "http://127.0.0.1:port", "http://127.0.0.1:99999", "http://[::1"):
+        assert CliRunner().invoke(app, ["doctor", "--server", wrong]).exit_code == 2, wrong
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 2
+
+
+def test_what_listens_is_no_http_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+        def greet() -> None:
+            client, _ = listening.accept()
+            with client:
+                client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        found = findings(url)
+        thread.join()
+    assert found["answers"][0] == "failed"
+    assert "does not speak HTTP: check the port" in found["answers"][1]
+    with server(GOOD) as url:
+        assert "does not speak TLS: write http://" in findings(url.replace("http:", "https:"))["answers"][1]
+        assert "leave out /v1" in findings(f"{url}/v1")["plugin"][1]
 
 
 def test_the_token() -> None:
@@ -138,5 +160,8 @@ def test_the_run_that_is_named(tmp_path: Path) -> None:
         assert found["run"] == ("ok", f"file://{run}, newest version 2")
         assert found["lag"][0] == "warning"  # the bucket knows better than the server
         assert findings(url, run=str(tmp_path / "rum"))["run"][0] == "failed"
+        assert findings(url, run=f"{run}@-2")["version"] == ("ok", "1")
+        assert findings(url, run=f"{run}@v0")["version"] == ("failed", "1, not 0 as asked for here")
+        assert "it has versions 0 to 2" in findings(url, run=f"{run}@9")["run"][1]
     with server(GOOD) as url:
         assert "it follows file:///runs/chat, not" in findings(url, run=run)["run"][1]

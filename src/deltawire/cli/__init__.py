@@ -96,9 +96,10 @@ def options(
 ) -> None:
     """Move the weights of a model in training to the servers that sample from it, through nothing but a bucket.
 
-    A RUN is an address: s3://bucket/run, hf://buckets/me/name/run, gs://bucket/run,
-    az://container/run, file:///path or a plain path. A version of it is RUN@41,
-    RUN@v41, RUN@latest, RUN@-2 (the last but one), or a tag as in RUN@best.
+    A RUN is an address: s3://bucket/run, hf://buckets/me/name/run,
+    gs://bucket/run, az://container/run, file:///path or a plain path. A version
+    of it is RUN@41, RUN@v41, RUN@latest, RUN@-2 (the last but one), or a tag as
+    in RUN@best.
 
     \b
     Examples

@@ -16,7 +16,9 @@ _MARKS = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "–"}
 
 
 def command(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Its address.", show_default=False)] = None,
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Its address; with --server also a version.", show_default=False)
+    ] = None,
     server: Annotated[
         str | None, typer.Option(metavar="URL", help="Check this rollout server instead, and that it follows RUN.")
     ] = None,
@@ -28,14 +30,14 @@ def command(
 ) -> None:
     """Try everything a run asks of its store: create, read, list, delete, speed, clocks.
 
-    Works on any address, whether there is a run or not. Writes a few objects named
-    doctor-… beside the run, one of them 32 MiB, and removes them again, also when
-    it is interrupted. Each failure says what to do next.
+    Works on any address, whether there is a run or not. Writes a few objects
+    named doctor-… beside the run, one of them 32 MiB, and removes them again,
+    also when it is interrupted. Each failure says what to do next.
 
     With --server it looks at a rollout server instead, built-in or vLLM, and
     changes nothing: whether it follows a run (RUN, where that is given), which
-    version it serves, how far behind it is, whether weights are patched in place,
-    and who may control it.
+    version it serves (the one of RUN@VERSION, where that is given), how far
+    behind it is, whether weights are patched in place, and who may control it.
 
     Exit code 0 when everything works, 5 when the store does not do what a run
     needs, 1 when the server does not follow.
@@ -47,6 +49,7 @@ def command(
       deltawire doctor /mnt/shared/chat --json | jq .figures
       deltawire doctor --server http://localhost:8000
       deltawire doctor s3://runs/chat --server http://localhost:8000
+      deltawire doctor s3://runs/chat@best --server http://localhost:8000
     """
     if server is not None:
         _server(server, run, token_file, json)
@@ -69,15 +72,14 @@ def command(
 
 
 def _server(url: str, run: str | None, token_file: Path | None, json: bool) -> None:
-    from ..bucket.versions import split
     from ..engines.doctor import examine
     from ..engines.server.access import read_token
 
-    report = examine(url, read_token(token_file), split(run)[0] if run else None, None if json else _say)
+    report = examine(url, read_token(token_file), run, None if json else _say)
     emit({"server": url, "healthy": report.healthy, "checks": report.findings}, lambda out: None, json)
     if not report.healthy:
         bad = [finding.check for finding in report.findings if finding.verdict == "failed"]
-        complain(f"{url} is not a server that follows a run: {', '.join(bad)}")
+        complain(f"{url} does not follow a run as it should; failed: {', '.join(bad)}")
         raise typer.Exit(1)
 
 

@@ -43,9 +43,9 @@ def command(
     opens it finds one whole version. The version before stays for readers that
     are still in it. After a restart it continues from what is on disk.
 
-    It looks when a version is due by the rhythm of those before, and at once where
-    the store announces changes. When another run takes the address it ends with
-    exit code 3 and leaves everything as it is.
+    It looks when a version is due by the rhythm of those before, and at once
+    where the store announces changes. When another run takes the address it ends
+    with exit code 3 and leaves everything as it is.
 
     CMD runs for each version once it is proven and in place, and at the start
     also for a version that was there. It sees DELTAWIRE_RUN, DELTAWIRE_VERSION

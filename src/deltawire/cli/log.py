@@ -45,9 +45,9 @@ def command(
     """List the versions of a run, newest first, and the replicas that follow it.
 
     "bytes" is what a follower fetches to get from the base to the version, and
-    "smaller" how many times less that is than the full weights. A version may have
-    more ways to reach it: "+anchor" the full weights, "+skip" a delta from an
-    earlier base. Then the metrics that were published with it, as far as the
+    "smaller" how many times less that is than the full weights. A version may
+    have more ways to reach it: "+anchor" the full weights, "+skip" a delta from
+    an earlier base. Then the metrics that were published with it, as far as the
     terminal is wide enough; `show` has all of them.
 
     What stands under "version" can be typed: RUN@v41, and a tag as RUN@best.

@@ -67,8 +67,9 @@ def command(
 ) -> None:
     """Say what a run will cost: sizes, times, storage, traffic, money.
 
-    Needs no run and no bucket. With --all, every figure says how it is known: given
-    by you, exact, measured (by what), or extrapolated from what was measured.
+    Needs no run and no bucket. With --all, every figure says how it is known:
+    given by you, exact, measured (by what), or extrapolated from what was
+    measured.
 
     \b
     Examples

@@ -44,10 +44,10 @@ def command(
     period and not kept is first marked, so that nobody starts to read it; a later
     prune deletes it when it has been marked for the grace period and no replica
     says that it reads it. So run it now and then, from cron for instance;
-    publishers, replicas and other prunes may go on meanwhile. With --grace 0s only
-    the replicas that say so are waited for. A replica that sits on a version that
-    goes catches up from an anchor. Leftovers of crashed publishes and of replicas
-    silent for a day go too.
+    publishers, replicas and other prunes may go on meanwhile. With --grace 0s
+    only the replicas that say so are waited for. A replica that sits on a version
+    that goes catches up from an anchor. Leftovers of crashed publishes and of
+    replicas silent for a day go too.
 
     \b
     Examples

@@ -74,14 +74,14 @@ def command(
     Only what changed since the run's newest version is uploaded. The first
     version, and now and then a later one, is an anchor with the full weights.
     config.json, tokenizer and template files travel along; code never does, and
-    what is left out is said. Symlinks out of the folder are refused, but for those
-    of the Hugging Face cache.
+    what is left out is said. Symlinks out of the folder are refused, but for
+    those of the Hugging Face cache.
 
     To find what changed, the newest version is needed here. It is taken from the
-    folder published last, or from --base, if the digest of all its weights is that
-    of a version; what came after that version is fetched. A folder that is no
-    version is not used, and a line says so. Else the version is fetched from the
-    run, through DELTAWIRE_CACHE where that is set.
+    folder published last, or from --base, if the digest of all its weights is
+    that of a version; what came after that version is fetched. A folder that is
+    no version is not used, and a line says so. Else the version is fetched from
+    the run, through DELTAWIRE_CACHE where that is set.
 
     \b
     Examples

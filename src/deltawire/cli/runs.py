@@ -25,8 +25,8 @@ def command(
 ) -> None:
     """List the runs below an address: newest version, size of the weights, age.
 
-    Looks into one folder after the other and at a few small objects of each run; a
-    run of a million objects costs no more requests than one of ten, except with
+    Looks into one folder after the other and at a few small objects of each run;
+    a run of a million objects costs no more requests than one of ten, except with
     --stored. A run that cannot be read is listed with the reason.
 
     \b

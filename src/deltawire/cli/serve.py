@@ -45,7 +45,7 @@ def command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="Checkpoint folder or hub id. Without --run: the run.", show_default=False
+            metavar="MODEL", help="Checkpoint folder or hub id. Without --run: the run.", show_default=False
         ),
     ] = None,
     run: Annotated[

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def command(
     run: RunVersionArgument,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="The tag to set; without it, list them.", show_default=False)
+        str | None, typer.Argument(metavar="NAME", help="The tag to set; without it, list them.", show_default=False)
     ] = None,
     delete: Annotated[
         str | None, typer.Option("--delete", metavar="NAME", help="Delete this tag.", show_default=False)
@@ -28,7 +28,8 @@ def command(
 
     Wherever a version is taken, RUN@NAME then means it: in `checkout`, `show`,
     `diff`, `serve` and the rest. A tag can be set again and then means another
-    version; the weights are never touched. `prune` keeps every version with a tag.
+    version; the weights are never touched. `prune` keeps every version with a
+    tag.
 
     A name is letters, digits, '.', '_' and '-', at most 64, and starts with a
     letter. latest, newest and v41 mean something already.

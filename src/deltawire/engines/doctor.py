@@ -6,15 +6,19 @@ Reads what any engine answers under the names of names.py. Changes nothing on th
 from __future__ import annotations
 
 import json
+import socket
+import ssl
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ..bucket.doctor import Finding, Report, Verdict
 from ..bucket.run import Run
+from ..bucket.versions import resolve, split
 from ..core.errors import BadURL, DeltawireError
 from ..store import open_store
 
@@ -46,8 +50,9 @@ class Told(NamedTuple):
 def examine(
     url: str, token: str | None = None, run: str | None = None, say: Callable[[Finding], None] | None = None
 ) -> Report:
-    """Check a server; with `run`, also that it follows that run, and how far behind the bucket it is."""
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+    """Check a server; with RUN[@VERSION], also that it follows that run, and how far behind the bucket it is, or that
+    it serves that version."""
+    if not _is_address(url):
         raise BadURL(f"{url!r} is not the address of a server: write http://host:port")
     findings = []
     clock = time.perf_counter()
@@ -59,10 +64,18 @@ def examine(
     return Report(url, tuple(findings))
 
 
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
+
+
 def _checks(url: str, token: str | None, run: str | None) -> Iterator[Told]:
     health = _ask(url, "GET", "/health", token)
     if not health.status:
-        yield Told("answers", "failed", f"nobody does at {url} ({health.why}): is the server up, and is this its port?")
+        yield Told("answers", "failed", health.why)
         return
     yield Told("answers", "ok", f"/health is {health.status}")
     told = _ask(url, "GET", "/deltawire/status", token)
@@ -72,8 +85,8 @@ def _checks(url: str, token: str | None, run: str | None) -> Iterator[Told]:
     if told.status != 200 or not isinstance(told.value, dict) or "state" not in told.value:
         yield Told(
             "plugin", "failed",
-            f"no deltawire here (/deltawire/status is {told.status}): start vLLM with VLLM_PLUGINS=deltawire, or start "
-            "the server with `deltawire serve`",
+            f"no deltawire here (/deltawire/status is {told.status or told.why}): start vLLM with "
+            f"VLLM_PLUGINS=deltawire, or start the server with `deltawire serve`{_without_path(url)}",
         )  # fmt: skip
         return
     status = told.value
@@ -83,16 +96,25 @@ def _checks(url: str, token: str | None, run: str | None) -> Iterator[Told]:
     yield _token(url, str(status.get("engine")), token)
 
 
+def _without_path(url: str) -> str:
+    path = urlsplit(url).path
+    return f"; if this is its API's address, leave out {path}" if path else ""
+
+
 def _following(status: dict[str, Any], wanted: str | None) -> Iterator[Told]:
     """The run, the state, the version and how far behind it is."""
     run, version, newest, pin = (status.get(name) for name in ("run", "version", "newest", "pin"))
     if not run:
         yield Told("run", "failed", "it follows none: start it with DELTAWIRE_RUN, or name one to POST /update_weights")
         return
+    asked: int | None = None
     if wanted is not None:
         try:
-            store = open_store(wanted, retry=False)
-            newest = Run.open(store).newest()
+            where, which = split(wanted)
+            store = open_store(where, retry=False)
+            opened = Run.open(store)
+            newest = opened.newest()
+            asked = None if which is None else resolve(opened, which)
         except DeltawireError as error:
             yield Told("run", "failed", f"follows {run}; the one named here cannot be read: {error}")
             return
@@ -113,7 +135,11 @@ def _following(status: dict[str, Any], wanted: str | None) -> Iterator[Told]:
     if version is None:
         yield Told("version", "failed", "its weights are no version of the run; `state` says why")
         return
-    yield Told("version", "ok", f"{version}" + (f", pinned at {pin}" if pin is not None else ""))
+    shown = f"{version}" + (f", pinned at {pin}" if pin is not None else "")
+    if asked not in (None, version):
+        yield Told("version", "failed", f"{shown}, not {asked} as asked for here")
+        return
+    yield Told("version", "ok", shown)
     lag = None if newest is None else max(int(newest) - int(version), 0)
     if lag is None:
         yield Told("lag", "skipped", "no newest version is known")
@@ -161,8 +187,25 @@ def _ask(url: str, method: str, path: str, token: str | None, body: bytes | None
     except urllib.error.HTTPError as error:
         with error:
             return Answer(error.code, _value(error.read(MOST)))
-    except (OSError, ValueError) as error:
-        return Answer(0, None, str(getattr(error, "reason", error)))
+    except (OSError, ValueError, HTTPException) as error:
+        return Answer(0, None, _why(url, getattr(error, "reason", error)))
+
+
+def _why(url: str, error: object) -> str:
+    """Why there is no answer, and the next step."""
+    if isinstance(error, ConnectionRefusedError):
+        return f"nothing listens at {url}: start the server, or check host and port"
+    if isinstance(error, socket.gaierror):
+        return f"the host of {url} is unknown here: check the address"
+    if isinstance(error, TimeoutError):
+        return f"{url} did not answer within {TIMEOUT_S:.0f} s: it hangs, or a firewall is in between"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the certificate of {url} is not trusted here ({error.verify_message}): SSL_CERT_FILE names who is"
+    if isinstance(error, ssl.SSLError):
+        return f"{url} does not speak TLS: write http://"
+    if isinstance(error, (HTTPException, ConnectionError)):
+        return f"what listens at {url} does not speak HTTP: check the port, and whether it is https://"
+    return f"{url} cannot be reached ({error}): check host and port"
 
 
 def _value(body: bytes) -> Any:
