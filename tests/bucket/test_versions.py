@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,17 +33,35 @@ def run(store: Store) -> Run:
 
 @pytest.mark.parametrize(
     "text, version",
-    [(None, 4), ("latest", 4), ("newest", 4), ("-1", 4), ("-5", 0), (-2, 3), ("2", 2), ("v2", 2), ("v002", 2), (0, 0)],
+    [
+        (None, 4),
+        ("latest", 4),
+        ("newest", 4),
+        ("-1", 4),
+        ("-5", 0),
+        (-2, 3),
+        ("2", 2),
+        ("v2", 2),
+        ("v002", 2),
+        ("@v2", 2),
+        (0, 0),
+    ],
 )
 def test_every_way_to_write_a_version(run: Run, text: int | str | None, version: int) -> None:
     assert resolve(run, text) == version
 
 
-@pytest.mark.parametrize("text", ["9", "v9", "-6", "best", 77])
+@pytest.mark.parametrize("text", ["9", "v9", "-6", "best", 77, "", "@", "1.0", "../x"])
 def test_an_unknown_one_names_what_exists(run: Run, text: int | str) -> None:
     set_tag(run, 1, "first")
     with pytest.raises(VersionNotFound, match=r"versions 0 to 4 and the tags first"):
         resolve(run, text)
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0, b"1", [1]])
+def test_what_cannot_be_a_version(run: Run, wrong: Any) -> None:
+    with pytest.raises(TypeError, match="a version is a number, or text such as 'v41', 'latest' or a tag; not"):
+        resolve(run, wrong)
 
 
 def test_what_exists_after_a_prune(run: Run) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from types import NoneType
 
 from ..core import keys
 from ..core.errors import BadURL, ManifestError, ObjectNotFound, ObjectTooLarge, VersionNotFound
@@ -76,13 +77,22 @@ def resolve(run: Run, version: int | str | None) -> int:
     """The number of a version that the run has.
 
     None and "latest" are the newest; -1 is the newest too, -2 the one before it; "41" and "v41" are version 41;
-    anything else is a tag. VersionNotFound, with what there is, where the run has no such version.
+    anything else is a tag. Text may begin with the @ that it has behind an address. VersionNotFound, with what there
+    is, where the run has no such version.
     """
+    if isinstance(version, bool) or not isinstance(version, (int, str, NoneType)):
+        raise TypeError(f"a version is a number, or text such as 'v41', 'latest' or a tag; not {version!r:.80}")
+    if isinstance(version, str):
+        version = version.removeprefix("@")
     newest: int | None = None
     counted = version if isinstance(version, int) else number(version)
     if counted is None or counted < 0:
         if counted is None and version is not None and version not in NEWEST:
-            return _existing(run, tagged(run, str(version)).version, f"{version!r} names version ")
+            if not keys.is_tag_name(version):
+                raise VersionNotFound(
+                    f"{run.store.url}: {version[:80]!r} is not 41, v41, latest, -2 or a tag; {existing(run)}"
+                )
+            return _existing(run, tagged(run, version).version, f"{version!r} names version ")
         newest = run.newest()
         if newest is None:
             raise VersionNotFound(f"the run at {run.store.url} has no version yet")

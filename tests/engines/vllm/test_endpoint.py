@@ -20,6 +20,8 @@ from fastapi import FastAPI, Response
 from prometheus_client import REGISTRY
 from test_follower import World, loop, until
 
+from deltawire.bucket.run import Run
+from deltawire.bucket.versions import set_tag
 from deltawire.core.errors import Misconfigured
 from deltawire.engines import vllm as plugin
 from deltawire.engines.vllm.endpoint import Plugin
@@ -104,6 +106,26 @@ def test_names_are_those_of_all_engines(world: World, make: Any, tmp_path: Path)
     health = server.request("GET", "/health")
     assert (health.status_code, health.json()["state"]) == (503, "paused")
     assert "a fault that a test asked for" in health.json()["reason"]
+
+
+def test_versions_are_written_as_everywhere(world: World, make: Any, tmp_path: Path) -> None:
+    world.publish()
+    world.publish()
+    set_tag(Run.open(str(tmp_path / "run")), 1, "best")
+    server = make(f"{tmp_path}/run", DELTAWIRE_PIN="best").start()
+    until(lambda: server.get("/deltawire/status")["state"] == "healthy")
+    assert server.get("/deltawire/status")["pin"] == 1
+    for text, version in (("v0", 0), ("@best", 1), ("-2", 1), ("latest", 2), (0, 0)):
+        status = server.request("POST", "/deltawire/pin", json={"version": text}).json()
+        assert (status["version"], status["pin"]) == (version, version)
+    for wrong in (77, "v77", "beest", "no version"):
+        refused = server.request("POST", "/deltawire/pin", json={"version": wrong})
+        assert refused.status_code == 404
+        assert "it has versions 0 to 2 and the tags best" in refused.json()["detail"]
+    assert server.request("POST", "/update_weights", json={"version": "best"}).json()["version"] == 1
+    assert server.request("POST", "/update_weights", json={"version": 1.5}).status_code == 400
+    with pytest.raises(Misconfigured, match=r"DELTAWIRE_PIN is 'v1\.5': .*it has versions 0 to 2"):
+        make(f"{tmp_path}/run", DELTAWIRE_PIN="v1.5").start()
 
 
 def test_a_run_that_is_mistyped_leaves_the_server_free_for_the_right_one(make: Any, tmp_path: Path) -> None:

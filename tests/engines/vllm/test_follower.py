@@ -347,7 +347,7 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("pin", (True, False), ids=("pin", "sync"))
 def test_a_mistyped_version_is_refused_and_changes_nothing(followed: World, pin: bool) -> None:
     follower = followed.follower
-    for wrong in (77, -1):
+    for wrong in (77, -9, "beest"):
         with pytest.raises(VersionNotFound):
             follower.command(wrong, pin=pin)
         assert (follower.pin, follower.newest, follower.lag, follower.failures) == (None, 0, 0, 0)

@@ -19,6 +19,7 @@ import torch
 
 from ...bucket.replay import resolver
 from ...bucket.run import Run
+from ...bucket.versions import resolve
 from ...core.errors import RunNotFound
 from ...store import Store
 from ..http import Connections, Server, listen
@@ -174,7 +175,8 @@ def _load(options: Options) -> Loaded:
     # waited for only where it has to say something
     source: AbstractContextManager[str | Path | None] = nullcontext(options.model)
     if options.model is None:
-        source = as_folder(run(), options.pin, resolver(options.reference))
+        pin = None if options.pin is None else resolve(run(), options.pin)
+        source = as_folder(run(), pin, resolver(options.reference))
     dtype = _dtype(options, run)
     with source as model:
         return load(str(model), dtype=dtype, device=options.device, max_model_len=options.max_model_len)

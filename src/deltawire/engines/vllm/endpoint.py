@@ -11,10 +11,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 from fastapi import APIRouter, Body, HTTPException, Request
 
+from ...bucket.run import Run
+from ...bucket.versions import number, resolve
 from ...core.errors import DeltawireError, Misconfigured
 from .. import names
 from . import BACKEND_FLAG, NAME, settings
@@ -81,7 +84,7 @@ class Plugin:
         self._follower = Follower(
             run,
             self._workers,
-            pin=config.pin,
+            pin=_pinned(run, config.pin),
             # a run named by a trainer is a trainer's to drive
             following=config.follow and bool(config.run),
             held=bool(config.run),
@@ -125,12 +128,12 @@ class Plugin:
         version, found = await asyncio.to_thread(follower.live)
         return {"version": version, "digest": str(found)}
 
-    async def sync(self, request: Request, version: int | None = Body(None, embed=True)) -> dict[str, Any]:
+    async def sync(self, request: Request, version: int | str | None = Body(None, embed=True)) -> dict[str, Any]:
         """Go to a version now (the newest by default), without pinning it."""
         self._authorize(request)
         return await self._command(self._followed(), version)
 
-    async def pin(self, request: Request, version: int | None = Body(None, embed=True)) -> dict[str, Any]:
+    async def pin(self, request: Request, version: int | str | None = Body(None, embed=True)) -> dict[str, Any]:
         """Go to a version and stay there, older ones included; null follows again."""
         self._authorize(request)
         return await self._command(self._followed(), version, pin=True)
@@ -140,10 +143,8 @@ class Plugin:
         self._authorize(request)
         info = body.get("update_info", body)
         if not isinstance(info, dict) or not set(info) <= {"run", "version"}:
-            raise HTTPException(400, "deltawire expects {'run': address, 'version': number}; both may be left out")
+            raise HTTPException(400, "deltawire expects {'run': address, 'version': number or tag}, both optional")
         run, version = info.get("run"), info.get("version")
-        if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
-            raise HTTPException(400, f"a version is a number, not {version!r:.40}")
         if self._follower is None:
             if not isinstance(run, str) or not run:
                 raise HTTPException(400, "this server follows no run yet: name one")
@@ -164,7 +165,7 @@ class Plugin:
             raise HTTPException(409, "this server follows no run: set DELTAWIRE_RUN, or name one to /update_weights")
         return self._follower
 
-    async def _first(self, run: str, version: int | None) -> dict[str, Any]:
+    async def _first(self, run: str, version: Any) -> dict[str, Any]:
         """Follow a run that a trainer named. A run that cannot be followed leaves the server free for another."""
         try:
             follower = self._begin(run)
@@ -177,7 +178,9 @@ class Plugin:
                 self._follower = None
             raise
 
-    async def _command(self, follower: Follower, version: int | None, pin: bool = False) -> dict[str, Any]:
+    async def _command(self, follower: Follower, version: Any, pin: bool = False) -> dict[str, Any]:
+        if not isinstance(version, (int, str, NoneType)) or isinstance(version, bool):
+            raise HTTPException(400, f"a version is a number or a tag, not {version!r:.40}")
         try:
             await asyncio.to_thread(follower.command, version, pin=pin)
         except DeltawireError as error:
@@ -233,6 +236,17 @@ class HealthMiddleware:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200 if answer else 503, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _pinned(run: str, text: str) -> int | None:
+    """The version that DELTAWIRE_PIN names. Only what is not a number needs the run to be there already."""
+    exact = number(text)
+    if not text or (exact is not None and exact >= 0):
+        return exact
+    try:
+        return resolve(Run.open(run), text)
+    except DeltawireError as error:
+        raise Misconfigured(f"DELTAWIRE_PIN is {text[:80]!r}: {error}") from error
 
 
 def _refusal(error: DeltawireError) -> HTTPException:

@@ -18,6 +18,7 @@ from ...bucket.ahead import Parcel
 from ...bucket.fetch import Fetched, Progress
 from ...bucket.replay import as_anchor, as_delta, checkout, reference_source
 from ...bucket.run import Run
+from ...bucket.versions import resolve
 from ...core import full
 from ...core.digest import StateDigest
 from ...core.errors import DeltawireError, DigestMismatch, SchemaError
@@ -139,7 +140,7 @@ class Follower(Replica):
             self.failure = ""
         return want
 
-    def command(self, version: int | None, *, pin: bool = False) -> None:
+    def command(self, version: int | str | None, *, pin: bool = False) -> None:
         """Go to a version (the newest by default); with `pin`, stay there; a pin of None follows again.
 
         After an error the pin is what it was, and so are the weights.
@@ -148,12 +149,11 @@ class Follower(Replica):
             self.pin = None
             return
         with self._busy:
-            if version is not None:
-                # a mistyped version is the caller's mistake, not a failure of this server
-                self._open().manifest(version)
-            self._go(self.workers, version)
+            # a mistyped version is the caller's mistake, not a failure of this server
+            exact = None if version is None else resolve(self._open(), version)
+            self._go(self.workers, exact)
             if pin:
-                self.pin = version
+                self.pin = exact
 
     def sync(self, model: Any, version: int | None = None, *, progress: Progress | None = None) -> int:
         with self._busy:

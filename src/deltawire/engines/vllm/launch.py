@@ -14,6 +14,7 @@ from ...bucket import folder
 from ...bucket.fetch import Progress
 from ...bucket.replay import checkout, resolver
 from ...bucket.run import Run
+from ...bucket.versions import resolve
 from ...core import full
 from ...core.errors import MissingExtra, RunNotFound, SchemaMismatch
 from ...core.extras import install_command
@@ -122,7 +123,7 @@ def write_version(
 ) -> int:
     """A version of a run as a checkpoint folder (the newest by default), unless that is what `place` holds already."""
     opened = Run.open(run)
-    want = opened.newest() if version is None else version
+    want = opened.newest() if version is None else resolve(opened, version)
     if want is None:
         raise RunNotFound(f"the run at {opened.store.url} has no version yet: publish one first")
     manifest = opened.manifest(want)
@@ -136,9 +137,9 @@ def write_version(
             raise SchemaMismatch(f"{place} is not empty and not a checkpoint folder: name another folder")
         if str(full.digest_of(full.Checkpoint(place))) == manifest.digest:
             return want
-    resolve = resolver(reference or None)
+    find = resolver(reference or None)
     with folder.scratch(place) as made:
-        state = checkout(opened, want, resolve=resolve, progress=progress("fetch", None) if progress else None)
+        state = checkout(opened, want, resolve=find, progress=progress("fetch", None) if progress else None)
         folder.fill(
             made, opened, manifest, state, progress=progress("write", opened.schema.nbytes) if progress else None
         )

@@ -32,8 +32,8 @@ class Settings:
     # DELTAWIRE_POLL: seconds between looks at the bucket
     follow: bool = True
     # DELTAWIRE_FOLLOW: go to every new version; 0: catch up at start, then wait to be told
-    pin: int | None = None
-    # DELTAWIRE_PIN: go to this version and stay
+    pin: str = ""
+    # DELTAWIRE_PIN: go to this version and stay, as people write versions
     policy: Policy = field(default_factory=Policy)
     # DELTAWIRE_PAUSE: keep, wait or abort; DELTAWIRE_KV: version, clear or keep
     token: str = ""
@@ -57,14 +57,11 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
         except ValueError:
             raise Misconfigured(f"{name} is {environment[name]!r}; it is a number of seconds") from None
 
-    pin = environment.get("DELTAWIRE_PIN", "")
-    if pin and not pin.isdecimal():
-        raise Misconfigured(f"DELTAWIRE_PIN is {pin!r}; it is a version, such as 41")
     return Settings(
         run=environment.get("DELTAWIRE_RUN", ""),
         poll=number("DELTAWIRE_POLL", 1.0),
         follow=one_of("DELTAWIRE_FOLLOW", ("1", "0")) == "1",
-        pin=int(pin) if pin else None,
+        pin=environment.get("DELTAWIRE_PIN", ""),
         policy=Policy(
             one_of("DELTAWIRE_PAUSE", ("keep", "wait", "abort")),
             one_of("DELTAWIRE_KV", ("version", "clear", "keep")),
