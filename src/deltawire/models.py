@@ -139,6 +139,12 @@ def checkpoint_of(model: Any) -> Any:
     return getattr(model, "checkpoint_of", model)
 
 
+def class_name(model: Any) -> str:
+    """What class a module is of, without what wraps it; empty for a mapping."""
+    # fully_shard puts its own class before the model's
+    return type(checkpoint_of(model)).__name__.removeprefix("FSDP") if is_module(model) else ""
+
+
 def files_of(model: Any, wire_dtype: str | None) -> dict[str, bytes]:
     """The files that go with a model of transformers whose weights travel in a wire dtype; none for others."""
     owner = checkpoint_of(model)

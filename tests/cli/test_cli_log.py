@@ -139,3 +139,10 @@ def test_a_summary_carries_a_few_metrics(store: Store) -> None:
     manifest = Run.open(store).manifest(0)
     assert len(manifest.metrics) == 21
     assert list(manifest.summary().metrics) == [f"m{i}" for i in range(6)]
+
+
+def test_why_a_replica_fails_is_a_line_of_its_own(run: Path) -> None:
+    opened = Run.open(str(run))
+    error = "version 0 should have state digest a7cb61c08d15d396993107852cf0cf8f; call sync() again"
+    opened.store.put(keys.replica("r1"), dump(Heartbeat(opened.info.run, "r1", 1, 2, False, time.time(), error)))
+    assert f"r1: {error}" in invoke("log", run, columns=80).stdout

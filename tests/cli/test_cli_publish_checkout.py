@@ -379,3 +379,20 @@ def test_code_does_not_travel_and_is_said(tmp_path: Path, checkpoints: list[Path
     secret.write_text("{}")
     (folder / "notes.json").symlink_to(secret)
     assert "outside the folder" in invoke("publish", folder, run, code=3).stderr
+
+
+def test_a_folder_without_a_config_is_published_with_a_line_about_what_will_not_work(tmp_path: Path) -> None:
+    bare = write_checkpoint(tmp_path / "bare", weights(), files={"notes.txt": "hello"})
+    line = "no config.json in the folder: `deltawire serve RUN` and from_pretrained of a checkout need one"
+    assert line in invoke("publish", bare, tmp_path / "run", columns=80).stdout
+    whole = write_checkpoint(tmp_path / "whole", weights(), files={"config.json": "{}"})
+    assert "config.json" not in invoke("publish", whole, tmp_path / "run").stdout
+
+
+def test_arguments_that_are_mixed_up(tmp_path: Path) -> None:
+    first = write_checkpoint(tmp_path / "first", weights())
+    invoke("publish", first, tmp_path / "run")
+    assert "is a run: the checkpoint folder comes" in invoke("publish", tmp_path / "run", first, code=2).output
+    other = write_checkpoint(tmp_path / "other", {**weights(), "more": weights()["layer.bias"]})
+    assert "needs an address of its own" in invoke("publish", other, tmp_path / "run", code=3).output
+    assert "is not NAME=VALUE" in invoke("publish", first, tmp_path / "run", "--metric", "=3", code=2).output

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,11 +18,12 @@ from typer.testing import CliRunner  # noqa: E402
 from deltawire import Publisher, Replica  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.cli import app  # noqa: E402
-from deltawire.core.errors import SchemaMismatch  # noqa: E402
+from deltawire.core.errors import Misconfigured, SchemaMismatch  # noqa: E402
 from deltawire.core.manifest import File  # noqa: E402
 from deltawire.store import Store  # noqa: E402
 from deltawire.testing import CountingStore  # noqa: E402
 from deltawire.trainer import adapter, merged  # noqa: E402
+from deltawire.trainer.commit import Companions  # noqa: E402
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 WAIT = 60
@@ -151,3 +153,21 @@ def test_a_model_that_is_not_of_transformers_brings_none(store: Store) -> None:
     assert files(store) == {}
     live = torch.nn.Linear(2, 2).bfloat16()
     assert Replica(store, heartbeat=0).sync(live) == 0
+
+
+@pytest.mark.parametrize("option", ["files", "base"])
+def test_a_folder_that_is_mistyped_is_named_at_once(store: Store, tmp_path: Path, option: str) -> None:
+    (tmp_path / "a file").touch()
+    for wrong, what in (("typo", "does not exist"), ("a file", "is not a folder")):
+        with pytest.raises(Misconfigured, match=f"{option}='.*{wrong}' {what}: name a checkpoint folder"):
+            Publisher(store, **{option: tmp_path / wrong})
+
+
+def test_a_run_is_called_by_the_class_of_its_model(tmp_path: Path) -> None:
+    config = {"config.json": b'{"architectures": ["LlamaForCausalLM"]}'}
+    for name, options in {"LlamaForCausalLM": {"files": config}, "toy": {"files": config, "model_name": "toy"}}.items():
+        with Publisher(str(tmp_path / name), **options) as publisher:
+            publisher.publish({"w": np.zeros(8, np.uint16)}, wait=True)
+        assert Run.open(str(tmp_path / name)).info.model == name
+    for odd in (b"{}", b"[]", b'{"architectures": null}', b'{"architectures": []}', b"\xff"):
+        assert Companions({"config.json": odd}).architecture == ""

@@ -186,10 +186,10 @@ def reference_source(run: Run, link: Link, resolve: Resolve) -> Weights:
     return as_run(checkpoint, run.schema, f"the reference {link.source!r}")
 
 
-def as_run(checkpoint: full.Checkpoint, schema: Schema, what: str) -> Weights:
+def as_run(checkpoint: full.Checkpoint, schema: Schema, what: str, advice: str = "") -> Weights:
     """A checkpoint folder as weights of a run. Folders know nothing of ties and may spell a tied tensor out."""
     stored = [t for t in checkpoint.schema.tensors if t.name not in schema.ties]
-    Schema.build(stored, schema.ties).require_equal(schema, ours=what, theirs="the run")
+    Schema.build(stored, schema.ties).require_equal(schema, ours=what, theirs="the run", advice=advice)
     return Weights(checkpoint, schema)
 
 

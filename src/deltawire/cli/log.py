@@ -18,7 +18,6 @@ from .common import (
     print_table,
     size,
     sparkline,
-    table,
     times,
 )
 
@@ -167,14 +166,18 @@ def _render_sizes(out: Console, versions: list[dict[str, Any]], full: int) -> No
 
 
 def _render_replicas(out: Console, replicas: list[dict[str, Any]]) -> None:
-    rows = table("replica", "version", "lag", "health", "seen", "error", left=("replica", "health", "error"))
-    for replica in replicas:
-        rows.add_row(
+    rows = [
+        [
             clean(replica["replica"]),
             "–" if replica["version"] is None else f"v{replica['version']}",
             "–" if replica["lag"] is None else str(replica["lag"]),
             replica["health"],
             age(replica["at"]),
-            clean(replica["error"]),
-        )
-    out.print(rows)
+        ]
+        for replica in replicas
+    ]
+    columns = ("replica", "version", "lag", "health", "seen")
+    print_table(out, columns, rows, left=("replica", "health"), shorten="replica")
+    for replica in replicas:
+        if replica["error"]:
+            out.print(clean(f"{replica['replica']}: {replica['error']}"), soft_wrap=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..core.full import Source
     from ..trainer import Published
 
+_CONFIGS = ("config.json", "adapter_config.json")
 _LABELS = {"fetch": "fetch the version before", "detect": "compare", "put": "upload"}
 
 
@@ -152,7 +153,9 @@ def _metrics(texts: list[str]) -> dict[str, float]:
         try:
             metrics[name] = float(value)
         except ValueError:
-            raise typer.BadParameter(f"{text!r} is not NAME=VALUE with a number", param_hint="--metric") from None
+            name = ""
+        if not name:
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE with a number", param_hint="--metric")
     return metrics
 
 
@@ -166,10 +169,14 @@ def _source(checkpoint: Path, run: str) -> Source:
     from ..bucket.run import Run
     from ..core.errors import RunNotFound
     from ..core.full import Checkpoint
+    from ..core.keys import RUN
+    from ..trainer.resume import OTHER_MODEL
 
+    if (checkpoint / RUN).is_file():
+        raise typer.BadParameter(f"{checkpoint} is a run: the checkpoint folder comes first, then the run")
     source = Checkpoint(checkpoint)
     try:
-        return as_run(source, Run.open(run).schema, f"the checkpoint {checkpoint}")
+        return as_run(source, Run.open(run).schema, f"the checkpoint {checkpoint}", OTHER_MODEL)
     except RunNotFound:
         return source
 
@@ -227,6 +234,7 @@ def _remember(url: str, checkpoint: Path) -> None:
 
 def _report(opened: Run, published: Published, fetched: int, left_out: dict[str, str], json: bool) -> None:
     value = {**_value(opened, published), "fetched_bytes": fetched, "left_out": left_out}
+    has_config = any(file.name in _CONFIGS for file in opened.manifest(published.version).files)
 
     def render(out: Console) -> None:
         before = opened.manifest(value["parent"]) if value["parent"] is not None else None
@@ -241,6 +249,11 @@ def _report(opened: Run, published: Published, fetched: int, left_out: dict[str,
             out.print(f"  fetched {size(fetched)} to compare with; --base DIR names a folder that has a version")
         if left_out:
             out.print("  left out: " + ", ".join(f"{name} ({why})" for name, why in left_out.items()), markup=False)
+        if not has_config:
+            out.print(
+                "  no config.json in the folder: `deltawire serve RUN` and from_pretrained of a checkout need one",
+                soft_wrap=True,
+            )
         out.print("  " + "  ".join(f"{name} {duration(seconds)}" for name, seconds in published.timings.items()))
 
     emit(value, render, json)

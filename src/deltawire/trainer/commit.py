@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 from blake3 import blake3
 
 from ..bucket.run import MANIFEST, Run
@@ -33,6 +34,12 @@ def put_object(store: Store, key: str, file: DataFile, progress: Callable[[int],
     return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
 
 
+class _Config(msgspec.Struct):
+    """What is read of a model's config.json."""
+
+    architectures: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class Companions:
     """Files that go with the weights."""
@@ -41,6 +48,15 @@ class Companions:
     """The user's. They take the place of all that the version before has; None keeps those."""
     found: Mapping[str, bytes] = field(default_factory=dict)
     """The model's own. They take the place of those with the same names, unless the user gave one."""
+
+    @property
+    def architecture(self) -> str:
+        """The class of the model by its config.json; empty where that says none."""
+        config = {**self.found, **(self.given or {})}.get("config.json", b"")
+        try:
+            return msgspec.json.decode(config, type=_Config).architectures[0]
+        except (msgspec.MsgspecError, IndexError):
+            return ""
 
 
 class Committer:

@@ -18,11 +18,11 @@ from ..bucket.replay import State, find_reference
 from ..bucket.run import Run
 from ..bucket.versions import address_only
 from ..core import full
-from ..core.errors import DeltawireError, DivergedRun, OutOfStep, RunNotFound, SchemaMismatch
+from ..core.errors import DeltawireError, DivergedRun, Misconfigured, OutOfStep, RunNotFound, SchemaMismatch
 from ..core.parallel import ordered_map
 from ..core.sparse import EncodedBlock, encode_block
 from ..huggingface import tokenizer_files
-from ..models import AUTO, Known, ModelView, files_of
+from ..models import AUTO, Known, ModelView, class_name, files_of
 from ..store import Store, open_store
 from .adapters import Adapter
 from .auto import EncodingChooser
@@ -82,6 +82,7 @@ class Publisher:
                    A model of transformers brings config.json and generation_config.json by itself; what is given here
                    goes before.
     tokenizer      a tokenizer or processor of transformers, whose files go with the weights
+    model_name     what `deltawire runs` and `log` call the model of a new run; by default its class
     on_version     called with a `Published` after each version is committed, on the publisher's own thread; what it
                    raises is logged. `lambda version: wandb.log(version.report())` is enough for wandb.
     group          "auto" (default): where torch.distributed runs several processes, they publish their model together
@@ -125,13 +126,15 @@ class Publisher:
         self._known: Known | None = None
         # about the model published last, which is usually the next one too
         self._reference = str(reference) if reference is not None else None
-        self._files = Companions(_files_of(Path(files)) if isinstance(files, (str, Path)) else files)
+        if isinstance(files, (str, Path)):
+            files = _files_of(_folder("files", files))
+        self._files = Companions(files)
         self._tokenizer = tokenizer
         self._took_files = False
         self._on_version = on_version
         self._model_name = model_name
         self._max_pending = max_pending
-        self._base, self._continues = base, continues
+        self._base, self._continues = None if base is None else _folder("base", base), continues
         self._opened = False
         self._store = open_store(address_only(run))
         self._writer: VersionWriter | None = None
@@ -328,6 +331,7 @@ class Publisher:
         if self._tokenizer is not None:
             found = {**found, **tokenizer_files(self._tokenizer)}
         self._files.found, self._took_files = found, True
+        self._model_name = self._model_name or self._files.architecture or class_name(model)
 
     def _look(self) -> None:
         """Take up the run if it is there. Else it is made by the first publish, which knows the schema."""
@@ -517,6 +521,14 @@ class Publisher:
         self._skips.settle(mirror, capture, version, since)
         tell(self._on_version, published)
         return published
+
+
+def _folder(option: str, path: str | Path) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise Misconfigured(f"{option}={str(path)!r} {what}: name a checkpoint folder, as save_pretrained writes it")
+    return folder
 
 
 def _files_of(folder: Path) -> dict[str, bytes]:
