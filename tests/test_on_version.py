@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -14,6 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from deltawire import Publisher, Replica
+from deltawire.core.errors import CannotListen
 from deltawire.metrics import Prometheus
 from deltawire.replica import Synced
 from deltawire.store import Store
@@ -145,3 +147,10 @@ def test_wandb_and_trackio_take_a_report(tmp_path: Path) -> None:
         env={**os.environ, **alone, "PYTHONPATH": path}, capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotListen, match=rf"Prometheus\(port={port}\) cannot listen at 127\.0\.0\.1"):
+            Prometheus(port, registry=CollectorRegistry())

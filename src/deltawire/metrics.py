@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from .core.errors import MissingExtra
+from .core.errors import CannotListen, MissingExtra
+from .core.extras import install_command
 
 
 class Reports(Protocol):
@@ -42,13 +43,19 @@ class Prometheus:
         try:
             import prometheus_client
         except ImportError as error:
-            raise MissingExtra("prometheus_client is missing; install deltawire with its extra 'metrics'") from error
+            raise MissingExtra(f"prometheus_client is not installed: {install_command('metrics')}") from error
         self._client = prometheus_client
         self._registry = prometheus_client.REGISTRY if registry is None else registry
         self._labels = labels or {}
         self._gauges: dict[str, Any] = {}
         if port is not None:
-            prometheus_client.start_http_server(port, address, self._registry)
+            try:
+                prometheus_client.start_http_server(port, address, self._registry)
+            except OSError as error:
+                raise CannotListen(
+                    f"Prometheus(port={port}) cannot listen at {address} ({error.strerror}): choose another port, or "
+                    "end what listens there"
+                ) from None
 
     def __call__(self, version: Reports) -> None:
         for name, value in version.report().items():
