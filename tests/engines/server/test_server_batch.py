@@ -101,7 +101,7 @@ def test_little_memory_only_makes_it_slower() -> None:
     model = tiny_model().double()
     with bench(model) as roomy:
         expected = [s.tokens for s in roomy.run(prompts_of(12), Sampling(20, temperature=0))]
-        position = roomy.scheduler._position_bytes
+        position = roomy.scheduler._batch.position_bytes
     with bench(model, limits=Limits(max_batch=8, max_model_len=256, kv_memory=position * 64)) as tight:
         assert not tight.scheduler.fits(65)
         assert [s.tokens for s in tight.run(prompts_of(12), Sampling(20, temperature=0))] == expected

@@ -28,7 +28,7 @@ from .loading import Loaded
 from .metrics import Metrics
 from .offload import Offload
 from .protocol import BadRequest, ChatRequest, CompletionRequest, Reader, parse
-from .scheduler import QueueFull, Scheduler, Told
+from .scheduler import QueueFull, Scheduler, Told, tell
 from .sequence import Delta, Listener, Sequence
 
 PREPARED_AT_ONCE = 2
@@ -177,7 +177,7 @@ def build(service: Service) -> FastAPI:
         def deliver(told: Told) -> None:
             # one call per step, however many sequences; a loop that is gone has no clients either
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(_tell, told)
+                loop.call_soon_threadsafe(tell, told)
 
         service.scheduler.deliver = deliver
         yield
@@ -284,11 +284,6 @@ def _may(scope: Scope, settings: Settings) -> bool:
         return True
     scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), settings.token.encode())
-
-
-def _tell(told: Told) -> None:
-    for sequence, delta in told:
-        sequence.listener(sequence, delta)
 
 
 # ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────

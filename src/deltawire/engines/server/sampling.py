@@ -7,12 +7,21 @@ the shapes that are multiplied, and can move a token only when the number falls 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 _GREEDY_BELOW = 1e-5
@@ -24,21 +33,21 @@ class Sampling:
 
     max_tokens: int
     temperature: float = 1.0
-    # 0 takes the likeliest token
+    """0 takes the likeliest token."""
     top_p: float = 1.0
     top_k: int = 0
-    # 0: all of them
+    """0: all of them."""
     min_p: float = 0.0
     seed: int | None = None
     logprobs: int | None = None
-    # None: none; n: of the token that was drawn, and of the n likeliest
+    """None: none; n: of the token that was drawn, and of the n likeliest."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
     keep_stop: bool = False
-    # leave the stop string in the text
+    """Leave the stop string in the text."""
 
     @property
     def greedy(self) -> bool:
@@ -51,7 +60,7 @@ class Draw:
 
     sampling: Sampling
     number: float
-    # uniform in [0, 1)
+    """Uniform in [0, 1)."""
     banned: tuple[int, ...] = ()
 
 
@@ -60,61 +69,57 @@ class Drawn:
     token: int
     logprob: float | None
     top: list[tuple[int, float]] = field(default_factory=list)
-    # the likeliest tokens, where they were asked for
+    """The likeliest tokens, where they were asked for."""
 
 
 def draw(logits: Tensor, rows: Rows[Draw], mode: LogprobsMode) -> list[Drawn]:
     """One token for each row of logits."""
-    logits = logits.float()
-    wanted = [row.sampling.logprobs for row in rows]
-    scores = logits if mode == "raw_logprobs" and any(n is not None for n in wanted) else None
-    for i, row in enumerate(rows):
-        if row.banned:
-            logits = logits.clone() if scores is logits else logits
-            logits[i, list(row.banned)] = -torch.inf
-    processed = _processed(logits, [row.sampling for row in rows])
+    raw = logits.float()
+    processed = _processed(raw, rows)
     tokens = _pick(processed, rows)
     picked = tokens.tolist()
+    wanted = [row.sampling.logprobs for row in rows]
     if all(n is None for n in wanted):
         return [Drawn(token, None) for token in picked]
-    logprobs = torch.log_softmax(processed if scores is None else scores, dim=-1)
+    logprobs = torch.log_softmax(raw if mode == "raw_logprobs" else processed, dim=-1)
     own = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     most = min(max(n or 0 for n in wanted), logits.shape[1])
-    best = logprobs.topk(most) if most else None
-    result = []
-    for i, n in enumerate(wanted):
-        top = [*zip(best.indices[i, :n].tolist(), best.values[i, :n].tolist(), strict=True)] if best and n else []
-        result.append(Drawn(picked[i], None if n is None else own[i], top))
-    return result
+    values, indices = (part.tolist() for part in logprobs.topk(most)) if most else ([[]] * len(rows),) * 2
+    return [
+        Drawn(token, None if n is None else own[i], [*zip(indices[i][: n or 0], values[i][: n or 0], strict=True)])
+        for i, (token, n) in enumerate(zip(picked, wanted, strict=True))
+    ]
 
 
-def _processed(logits: Tensor, wishes: list[Sampling]) -> Tensor:
+def _processed(raw: Tensor, rows: Rows[Draw]) -> Tensor:
     """Logits of the distribution that is drawn from. Rows that take the likeliest token stay as they are."""
-    device = logits.device
-    if any(not w.greedy and w.temperature != 1 for w in wishes):
-        heat = torch.tensor([1.0 if w.greedy else w.temperature for w in wishes], device=device)
-        logits = logits / heat[:, None]
-    if any(w.top_k or w.top_p < 1 or w.min_p for w in wishes if not w.greedy):
-        logits = logits.clone()
-        for i, wish in enumerate(wishes):
-            if not wish.greedy and (wish.top_k or wish.top_p < 1 or wish.min_p):
-                logits[i] = _cut(logits[i], wish)
+    alike: dict[tuple[float, int, float, float], list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        wish = row.sampling
+        if not wish.greedy:
+            alike[wish.temperature, wish.top_k, wish.top_p, wish.min_p].append(i)
+    alike.pop((1.0, 0, 1.0, 0.0), None)
+    if not alike and not any(row.banned for row in rows):
+        return raw
+    logits = raw.clone()
+    for i, row in enumerate(rows):
+        if row.banned:
+            logits[i, list(row.banned)] = -torch.inf
+    for wishes, places in alike.items():
+        logits[places] = _warpers(*wishes)(None, logits[places])
     return logits
 
 
-def _cut(row: Tensor, wish: Sampling) -> Tensor:
-    """Without the tokens that top_k, top_p and min_p leave out; the likeliest always stays."""
-    ordered, order = row.sort(descending=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if wish.top_k:
-        keep[wish.top_k :] = False
-    if wish.top_p < 1 or wish.min_p:
-        shares = ordered.masked_fill(~keep, -torch.inf).softmax(0)
-        # a token stays while those before it have not reached top_p
-        keep &= shares.cumsum(0) - shares < wish.top_p
-        keep &= shares >= wish.min_p * shares[0]
-    keep[0] = True
-    return torch.full_like(row, -torch.inf).scatter(0, order, ordered.masked_fill(~keep, -torch.inf))
+@lru_cache
+def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
+    made = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
+    if top_k:
+        made.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        made.append(TopPLogitsWarper(top_p))
+    if min_p:
+        made.append(MinPLogitsWarper(min_p))
+    return made
 
 
 def _pick(logits: Tensor, rows: Rows[Draw]) -> Tensor:

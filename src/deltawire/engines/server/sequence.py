@@ -18,7 +18,7 @@ class Delta:
     text: str
     first: int
     last: int
-    # its tokens from first up to last are new
+    """Its tokens from `first` up to `last` are new."""
     finished: bool
 
 
@@ -30,25 +30,23 @@ class Sequence:
     prompt: list[int]
     sampling: Sampling
     index: int
-    # which choice of the answer
+    """Which choice of the answer."""
     tokenizer: Any
     eos: frozenset[int]
     live: bool
-    # whether somebody wants each token as it comes
+    """Whether somebody wants each token as it comes."""
     listener: Listener
-    # called when it is finished, and before that after each step if `live`
+    """Called when it is finished, and before that after each step if `live`."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[list[tuple[int, float]]] = field(default_factory=list)
     spans: list[list[int]] = field(default_factory=list)
-    # [version, how many tokens in a row it made]
+    """[version, how many tokens in a row it made]"""
     finish_reason: str | None = None
-    # stop, length, abort, error
+    """stop, length, abort or error."""
     stop_reason: str | int | None = None
     cancelled: bool = False
-    number: int = -1
-    # order of arrival
     _random: random.Random = field(init=False)
     _stream: TextStream | None = field(init=False)
 
