@@ -3,6 +3,7 @@
 A tag is a comment on the line before the block:
 
     <!-- runs: everyday -->                        in `make test`; also `slow` (make test-all), `vllm` (make test-vllm)
+                                                   and `trl` (make test-all, in an environment that has TRL)
     <!-- runs: everyday, with chat -->             after that scene of tests/docs/scenes.py has prepared what it needs
     <!-- runs: slow, until "now serving" -->       does not end by itself: until it prints this. Commands get a terminal
                                                    each, and run until the end of the page
@@ -19,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SUITES = ("everyday", "slow", "vllm")
+SUITES = ("everyday", "slow", "vllm", "trl")
 PAGES = ("*.md", "docs/*.md", "examples/**/*.md", "deploy/**/*.md")
 LANGUAGES = {"python": "python", "bash": "bash", "sh": "bash", "console": "bash"}
 

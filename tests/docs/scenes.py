@@ -65,6 +65,15 @@ def checkpoint(stage: Stage) -> Mapping[str, Any]:
 
 
 @scene
+def story(stage: Stage) -> Mapping[str, Any]:
+    """`my-model` in fp32, as examples/models/stories15m.py makes it."""
+    from tests.engines.server.serving import checkpoint, tiny_model
+
+    checkpoint(stage.clone / "my-model", tiny_model().float())
+    return {}
+
+
+@scene
 def chat(stage: Stage) -> Mapping[str, Any]:
     """`my-model`, and three versions of it at s3://runs/chat."""
     from safetensors.torch import load_file

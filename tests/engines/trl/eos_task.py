@@ -2,8 +2,10 @@
 
 Run by test_trl_async_grpo.py in an environment that has TRL:
 
-    python eos_task.py make FOLDER                       a tiny model and a tokenizer with a chat template TRL knows
-    python eos_task.py train FOLDER RUN SERVER_URL STEPS   trains it; prints one JSON object
+    python eos_task.py make FOLDER             a tiny model and a tokenizer with a chat template TRL knows
+    python eos_task.py train FOLDER SNIPPET    trains it as this Python file does; prints one JSON object
+
+The snippet is that of docs/trl.md: it finds `options` for TRL's config, `reward` and `dataset`, and leaves `trainer`.
 
 Two shims stand in for what TRL takes for granted on a GPU; nothing of deltawire is replaced.
 """
@@ -20,16 +22,8 @@ import trl
 from datasets import Dataset
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AttentionInterface, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from trl.experimental.async_grpo import (
-    AsyncGRPOConfig,
-    AsyncGRPOTrainer,
-    async_grpo_trainer,
-    async_rollout_worker,
-    packing,
-)
-
-from deltawire.trl import BucketTransfer
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker, packing
 
 LONGEST = 24
 
@@ -96,41 +90,33 @@ def make(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def train(folder: Path, run: str, server: str, steps: int) -> None:
+def train(folder: Path, snippet: Path) -> None:
     # shims: no peak FLOPS of a CPU; the worker needs a server that speaks as vLLM does, not vLLM in this process
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     async_rollout_worker.is_vllm_available = lambda *_: True
-    transfer = BucketTransfer(run)
-    trainer = AsyncGRPOTrainer(
-        model=str(folder),
-        reward_funcs=[prefers_short],
-        args=AsyncGRPOConfig(
-            output_dir=str(folder / "out"),
-            max_steps=steps,
-            per_device_train_batch_size=16,
-            num_generations=8,
-            max_completion_length=LONGEST,
-            max_inflight_tasks=16,
-            queue_maxsize=32,
-            learning_rate=1e-2,
-            lr_scheduler_type="constant",
-            max_staleness=4,
-            weight_sync_steps=1,
-            vllm_server_base_url=server,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            logging_steps=1,
-            gradient_checkpointing=False,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "go"}]] * 64}),
-        processing_class=AutoTokenizer.from_pretrained(folder),
-        weight_transfer=transfer,
-    )
-    transfer.attach(trainer)
-    AttentionInterface.register(packing.TREE_ATTENTION, tree_attention)
-    trainer.train()
+    packing.tree_attention = tree_attention
+    names = {
+        "options": {
+            "per_device_train_batch_size": 16,
+            "num_generations": 8,
+            "max_completion_length": LONGEST,
+            "max_inflight_tasks": 16,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "max_staleness": 4,
+            "weight_sync_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "use_cpu": True,
+            "bf16": False,
+            "logging_steps": 1,
+            "gradient_checkpointing": False,
+        },
+        "reward": prefers_short,
+        "dataset": Dataset.from_dict({"prompt": [[{"role": "user", "content": "go"}]] * 64}),
+    }
+    exec(compile(snippet.read_text(), str(snippet), "exec"), names)
+    trainer = names["trainer"]
     weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in trainer.model.named_parameters()}
     save_file(weights, folder / "final.safetensors")
     print(json.dumps({"trl": trl.__version__, "log": trainer.state.log_history}))
@@ -140,4 +126,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "make":
         make(Path(sys.argv[2]))
     else:
-        train(Path(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))
+        train(Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""TRL's own AsyncGRPOTrainer learns through a bucket and a rollout server, from an environment that has TRL.
+"""TRL's own AsyncGRPOTrainer, as docs/trl.md has it, learns through a bucket and a rollout server.
 
 The server is ours, or a real vLLM with the plugin from an environment of its own: then the whole path is other people's
 trainer, a bucket, other people's server.
@@ -24,6 +24,7 @@ from deltawire.bucket.run import Run
 from deltawire.core.errors import DeltawireError
 from deltawire.replica import Replica
 from servers import Server, free_port
+from tests.docs.documents import blocks
 
 TASK = Path(__file__).with_name("eos_task.py")
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
@@ -62,6 +63,21 @@ def training(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         trainer.kill()
 
 
+def documented(run: str, server: str, model: Path) -> str:
+    """The block of docs/trl.md, at these places and with options for a tiny model on a CPU."""
+    (block,) = [block for block in blocks("docs/trl.md") if block.suite == "trl"]
+    code = block.code
+    for printed, meant in (
+        ("hf://buckets/me/wordle", run),
+        ("https://rollouts.example", server),
+        ("my-model", str(model)),
+        ('output_dir="out"', f'**options, max_steps={STEPS}, output_dir="{model / "out"}"'),
+    ):
+        assert code.count(printed) == 1, printed
+        code = code.replace(printed, meant)
+    return code
+
+
 def newest(run: str) -> int:
     try:
         return Run.open(run).newest() or 0
@@ -77,7 +93,9 @@ def test_completions_get_shorter(
     subprocess.run([str(python), str(TASK), "make", str(folder)], check=True, env=QUIET)
     with ExitStack() as stack:
         server = stack.enter_context(serve(run, port, tmp_path / "server.log"))
-        command = [str(python), str(TASK), "train", str(folder), run, server.url, str(STEPS)]
+        snippet = tmp_path / "snippet.py"
+        snippet.write_text(documented(run, server.url, folder))
+        command = [str(python), str(TASK), "train", str(folder), str(snippet)]
         trainer = stack.enter_context(training(command))
         if restart:
             while newest(run) < 8:
