@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import signal
 import uuid
 from collections.abc import Iterator
@@ -16,6 +18,25 @@ from deltawire.testing.seaweed import SeaweedFS
 # no deadline: the first call of a kernel may compile it
 settings.register_profile("deltawire", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("deltawire")
+
+
+def _interpret_triton() -> None:
+    """Without a GPU, let Triton interpret kernels. It decides that when a kernel is defined, its own ones included, so
+    this comes before anything else imports it. Of this process alone: programs under test must not inherit it."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton.knobs
+
+    triton.knobs.propagate_env = False
+    triton.knobs.runtime.interpret = True
+    del os.environ["TRITON_INTERPRET"]
+
+
+if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
+    _interpret_triton()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts what it runs in the background deaf to Ctrl-C, and the programs under test would inherit that

@@ -69,7 +69,9 @@ def adamw_kernel(
         go &= tl.load(found_inf) == 0
     if AGAIN:
         go &= tl.load(late + tile * per_tile + block) != 0
-    valid = (at < width) & go
+    # a bound and not `& go`: Triton's interpreter (3.9) cannot combine a vector and a scalar of one bit
+    width = tl.where(go, width, 0)
+    valid = at < width
     if ALIGNED:
         at = tl.multiple_of(tl.max_contiguous(at, [1, 8]), [1, 8])
         valid = tl.max_constancy(valid, [1, 8])
@@ -130,7 +132,9 @@ def adamw_kernel(
             # nothing of it was written: the block is done once there is room
             tl.atomic_min(used + 1, base)
             tl.store(late + tile * per_tile + block, 1)
-        valid &= fits
+        valid = at < tl.where(fits, width, 0)
+        if ALIGNED:
+            valid = tl.max_constancy(valid, [1, 8])
 
     if BF16:
         tl.store(p_at, round_to_bf16(p.to(tl.uint32, bitcast=True)).to(tl.bfloat16, bitcast=True), mask=valid)
