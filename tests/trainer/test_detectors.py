@@ -19,6 +19,7 @@ from deltawire import Publisher, Replica  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.bucket.verify import verify  # noqa: E402
 from deltawire.core import full  # noqa: E402
+from deltawire.core.codecs import context  # noqa: E402
 from deltawire.core.errors import SchemaMismatch  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
@@ -46,6 +47,41 @@ def one_thread() -> Iterator[None]:
 def store() -> ObjectStore:
     # a run in memory: what is tried here is what travels, not how a disk keeps it
     return ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "fused", "adamw"])
+def test_old_weights_are_counted_where_they_are(
+    kind: str, device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`context` with several captures on their way: none of their old weights comes to the host."""
+    monkeypatch.setattr("deltawire.trainer.device.DeviceDetector._counts_on_device", lambda self: True)
+    monkeypatch.setattr("deltawire.core.codecs.context.old.HostBlock", None)
+    coded: list[int] = []
+    later = threading.Event()
+
+    def encode(*arguments: Any) -> Any:
+        # captures come meanwhile: what is counted must be what was, not what is
+        assert later.wait(WAIT)
+        found = context.encode_tiles(*arguments)
+        coded.append(len(found.streams["tiles"]))
+        return found
+
+    monkeypatch.setattr(context, "encode", encode)
+    trainer = Trainer(kind, store, device, encoding="context")
+    trainer.publish()
+    trainer.publisher.flush()
+    expected = {}
+    for _ in range(3):
+        trainer.step()
+        handle, bits = trainer.publish(), trainer.bits()
+        expected[handle] = bits
+    trainer.step()
+    later.set()
+    live, replica = replica_model(trainer), Replica(store, heartbeat=0)
+    for version, bits in {handle.result(WAIT).version: bits for handle, bits in expected.items()}.items():
+        replica.sync(live, version)
+        assert all(np.array_equal(raw(live[name]), found) for name, found in bits.items())
+    assert sum(coded) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

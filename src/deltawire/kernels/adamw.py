@@ -118,14 +118,11 @@ class ChangeLog:
         self.entries = larger
         self.set_count(self.count)
 
-    def between(self, first: int, last: int) -> tuple[Ints, npt.NDArray[np.uint16], npt.NDArray[np.uint16]]:
-        """Of some tiles, on the host: where each one's entries begin, positions in the tile, old bits."""
+    def between(self, first: int, last: int) -> Tensor:
+        """The entries of some tiles, in any order. Waits for the device."""
         self.settle()
         entries = self.entries[: self.count]
-        entries = entries[(entries >= first << 32) & (entries < last << 32)].cpu().numpy()
-        entries = np.sort(entries)
-        edges = np.searchsorted(entries, np.arange(first, last + 1, dtype=np.int64) << 32)
-        return edges, (entries >> 16).astype(np.uint16), entries.astype(np.uint16)
+        return entries[(entries >= first << 32) & (entries < last << 32)]
 
 
 class Pointers:

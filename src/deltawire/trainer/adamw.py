@@ -288,6 +288,11 @@ class LogPart:
         return ops.to_changes(elements, self._places, ops.changes(elements, found), self._regions)
 
     def read(self, region: Region) -> Bits:
+        whole = Region(region.tensor, 0, 1, 0, region.units)
+        return fetched(self.copy(region), whole)
+
+    def copy(self, region: Region) -> Tensor:
+        """The weights captured last: what the parameter is, with its log undone."""
         optimizer = self._optimizer
         number, begin = self._places[region.tensor.name]
         base = begin + region.base
@@ -297,16 +302,17 @@ class LogPart:
             elements, param = optimizer._cut(), optimizer._held()[number]
             if optimizer._written is not None:
                 torch.cuda.current_stream(elements.device).wait_event(optimizer._written)
+            piece = units(param.detach().reshape(-1)[base : base + region.units].to(torch.bfloat16, copy=True))
             first = int(elements.first_tile[number])
             tiles = first + base // TILE, first + (base + region.units - 1) // TILE + 1
-            starts, positions, old = optimizer._log.between(*tiles)
-            piece = param.detach().reshape(-1)[base : base + region.units].to(torch.bfloat16)
-            whole = Region(region.tensor, 0, 1, 0, region.units)
-            bits = fetched(units(piece), whole)
-            noted = ops.to_flat(starts, positions, tiles[0] - first) - base
-        here = slice(*np.searchsorted(noted, (0, region.units)).tolist())
-        bits[noted[here]] = old[here]
-        return bits
+            entries = optimizer._log.between(*tiles)
+            at = ((entries >> 32) - first) * TILE + ((entries >> 16) & 0xFFFF) - base
+            here = (at >= 0) & (at < region.units)
+            piece[at[here]] = entries[here].to(torch.int16)
+            if piece.device.type == "cuda":
+                # the next step may write to what is read here
+                torch.cuda.current_stream(piece.device).synchronize()
+        return piece
 
     def _require_same(self, live: Sequence[Tensor]) -> None:
         params = self._optimizer._held()

@@ -11,12 +11,16 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ..core.change import Block, Change, Region, no_change
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source
 from .detectors import Detector, Found, merged, now
+
+if TYPE_CHECKING:
+    from ..kernels.block import DeviceBlock
 
 
 class Capture:
@@ -100,9 +104,9 @@ class Mirror:
         """The weights as they were when a pending capture was taken, a region at a time."""
         return lambda region: self._read(region, capture)
 
-    def before(self, capture: Capture, since: Capture | None = None) -> Callable[[Region], Bits]:
+    def before(self, capture: Capture, since: Capture | None = None) -> Before:
         """The weights as they were before a pending capture, or before all of `since`, which ends with it."""
-        return lambda region: self._read(region, capture, since or capture)
+        return Before(self, capture, since or capture)
 
     def digest_at(self, capture: Capture) -> StateDigest:
         with self._lock:
@@ -155,3 +159,26 @@ class Mirror:
             change = undone.blocks[block][number]
             bits[change.positions] = change.old
         return bits
+
+    def _block(self, regions: Sequence[Region], capture: Capture, *also: Capture) -> DeviceBlock | None:
+        """The same for regions on a device."""
+        with self._lock:
+            found = self.detector.block(regions)
+            later = self._pending[self._pending.index(capture) + 1 :]
+        if found is not None:
+            for undone in (*reversed(later), *also):
+                found.undo([undone.blocks[block][number] for block, number in map(self._place.__getitem__, regions)])
+        return found
+
+
+class Before:
+    """The weights before a capture, by region, or by regions that are counted on their device."""
+
+    def __init__(self, mirror: Mirror, capture: Capture, also: Capture) -> None:
+        self._mirror, self._capture, self._also = mirror, capture, also
+
+    def __call__(self, region: Region) -> Bits:
+        return self._mirror._read(region, self._capture, self._also)
+
+    def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
+        return self._mirror._block(regions, self._capture, self._also)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..bucket.replay import State
 from ..core import full
@@ -23,6 +23,9 @@ from ..core.dtypes import Bits
 from ..core.full import Source
 from ..core.parallel import ordered_map
 from ..models import ModelView
+
+if TYPE_CHECKING:
+    from ..kernels.block import DeviceBlock
 
 
 class TooLarge(Exception):
@@ -98,6 +101,10 @@ class Detector(Protocol):
         """The weights captured last, of a region in one piece. Perhaps a view: not to be written to."""
         ...
 
+    def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
+        """A copy of regions of one dtype on the device they are on, for an encoder; None: use `region`."""
+        ...
+
     def write(self, changes: Sequence[Change]) -> None:
         """Take these over, while the rest stays as it was captured last."""
         ...
@@ -171,6 +178,9 @@ class HostDetector:
 
     def region(self, region: Region) -> Bits:
         return self.state.region(region)
+
+    def block(self, regions: Sequence[Region]) -> None:
+        return None
 
     def write(self, changes: Sequence[Change]) -> None:
         for change in changes:

@@ -7,6 +7,7 @@ put into the core's terms by a thread of its own, while training goes on.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,12 +24,16 @@ from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.schema import Schema
+from ..kernels.block import DeviceBlock
 from ..models import Known, ModelView, tensors_of
 from .detectors import Detected, Found, TooLarge, merged
 from .gpu_snapshot import HeldPart, Part, regions_of, snapshot_parts, undo_within
 
 _CHANGE_BYTES = 8
 """What a changed unit of 16 bits takes on the host: position, old and new bits."""
+
+_BLOCKS = 6
+"""Blocks of old weights that are on the device for the encoder at a time, about 64 MB each."""
 
 _AT_ONCE = 1 << 27
 """Elements that are cast at a time where a digest needs them in the wire dtype."""
@@ -59,8 +64,10 @@ class DeviceDetector:
         self.plan = blocks(source.schema)
         tensors = list(view.tensors.values())
         self.device = tensors[0].device
+        self._room = threading.BoundedSemaphore(_BLOCKS)
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
+            self._counter = torch.cuda.Stream(self.device)
             self._taken = torch.cuda.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltawire-capture")
         self._parts = self._make_parts(view)
@@ -114,6 +121,28 @@ class DeviceDetector:
         with self._beside(self._taken if self._stream is not None else None):
             return self._part_of[region.tensor.name].read(region)
 
+    def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
+        if not self._counts_on_device() or any(self._part_of[r.tensor.name].copy is None for r in regions):
+            return None
+        self._room.acquire()
+        try:
+            taken = self._taken if self._stream is not None else None
+            found = DeviceBlock(regions, self._copy, lambda: self._beside(taken), self._counting)
+        except BaseException:
+            self._room.release()
+            raise
+        weakref.finalize(found, self._room.release)
+        return found
+
+    def _counts_on_device(self) -> bool:
+        # in host memory the codec's own kernels are faster
+        return self.device.type != "cpu"
+
+    def _copy(self, region: Region) -> Tensor:
+        copy = self._part_of[region.tensor.name].copy
+        assert copy is not None
+        return copy(region)
+
     def write(self, changes: Sequence[Change]) -> None:
         raise NotImplementedError("a device takes its weights over as a whole")
 
@@ -144,6 +173,15 @@ class DeviceDetector:
         with self._beside(ready):
             changes = {change.region: change for part, what in found for change in part.changes(what)}
         return Found.of([[changes.get(region) or no_change(region) for region in block] for block in self.plan])
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """On the stream where old weights are counted: what is copied from live ones must not wait for that."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self._counter):
+            yield
 
     @contextmanager
     def _beside(self, event: Any) -> Iterator[None]:
@@ -263,6 +301,14 @@ class FusedDetector(DeviceDetector):
                 for change in block:
                     undo_within(region, bits, change)
         return bits
+
+    def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
+        with self._casting:
+            found, since = super().block(regions), self._since
+        if found is not None and since is not None:
+            cast = {change.region: change for block in since.result().blocks for change in block}
+            found.undo([cast[region] for region in regions])
+        return found
 
     def _joined(self, first: Future[Found] | None, found: Future[Found]) -> Future[Found]:
         return found if first is None else self.later(lambda: merged(first, found))

@@ -44,6 +44,9 @@ class Part(Protocol):
         """Of the weights captured last, on the host."""
         ...
 
+    copy: Callable[[Region], Tensor] | None
+    """The same on the device, as flat units that are not to be written; None where they are not there."""
+
 
 class HeldPart:
     """Weights captured last in tensors on the live ones' device, in the wire dtype."""
@@ -72,7 +75,13 @@ class HeldPart:
         return kernels.to_changes(self._plan, found, self._regions)
 
     def read(self, region: Region) -> Bits:
-        return fetched(units(self.held[self._number[region.tensor.name]]), region)
+        return fetched(self._units(region.tensor.name), region)
+
+    def copy(self, region: Region) -> Tensor:
+        return self._units(region.tensor.name)[region.base : region.base + region.units]
+
+    def _units(self, name: str) -> Tensor:
+        return units(self.held[self._number[name]])
 
 
 def _differences(held: Sequence[Tensor], live: Sequence[Tensor], plan: Plan, most: int) -> kernels.Changed:
@@ -102,6 +111,8 @@ class StreamedPart:
     The trainer waits for the visit and nothing else. What differs stays on the device until the thread that fetches it,
     or whoever needs the captured weights before that, brings it to the host and writes it there.
     """
+
+    copy = None
 
     def __init__(self, specs: Mapping[str, tuple[int, torch.dtype]], regions: Sequence[Sequence[Region]], device: Any):
         self.names = list(specs)

@@ -29,6 +29,7 @@ from ..core.full import Source
 from ..core.parallel import ordered_map
 from ..core.schema import Schema, TensorSpec
 from ..huggingface import Band
+from ..kernels.block import DeviceBlock
 from ..models import ModelView, is_module, tensors_of
 from .adamw import AdamWDetector, local_tensor
 from .detectors import Detected, Detector, Found, HostDetector, default_detector
@@ -273,6 +274,9 @@ class ShardDetector:
 
     def region(self, region: Region) -> Bits:
         return self._inner.region(self._here[region])
+
+    def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
+        return self._inner.block([self._here[region] for region in regions])
 
     def later(self, work: Callable[[], Found]) -> Future[Found]:
         return self._inner.later(work)

@@ -17,22 +17,12 @@ from ...simd import LEAN
 from ..base import Before, Coded
 from ..ulps import zigzags_of
 from . import runs
-from .classes import (
-    CHUNK,
-    CLASSES,
-    COLUMN_NEUTRAL,
-    LEVELS,
-    ROW_NEUTRAL,
-    SPARE,
-    Rule,
-    classify_tile,
-    exponent_histogram,
-    rank_tile,
-)
+from .classes import CLASSES, COLUMN_NEUTRAL, LEVELS, ROW_NEUTRAL, Rule
 from .entropy import MODELS, RATE, SPREADS, SYMBOLS, joined
 from .head import COLUMN_LEVELS, ROW_LEVELS, Grid, Head, exponent, pack_head, pack_sizes
 from .levels import Floats, choose_levels, pack, scale
-from .tiles import TILE, LevelBytes, Matrix, cuts, grid_of, padded, walked, widest
+from .old import OldBlock, old_block
+from .tiles import TILE, LevelBytes, grid_of, walked
 
 FEW_CHANGES = 200
 """Segments with fewer have nothing that levels could be read from."""
@@ -42,7 +32,9 @@ FEW_CHANGES = 200
 class Segment:
     """One region on its way into a block."""
 
-    old: Matrix
+    rows: int
+    columns: int
+    # as they are walked
     positions: npt.NDArray[np.uint32]
     zigzags: npt.NDArray[np.uint32]
     exponents: npt.NDArray[np.uint8]
@@ -70,50 +62,43 @@ def encode_tiles(changes: Sequence[Change], before: Before, *, tile: int = TILE,
     """The block in tiles and classes, whether that pays or not."""
     dtype = lookup(changes[0].region.tensor.dtype)
     shift, mask = exponent(dtype)
-    segments = [_segment(change, before, dtype.steps_are_signed, (shift, mask), tile) for change in changes]
-    total, changed = _exponents(segments, shift, mask)
+    segments = [_segment(change, dtype.steps_are_signed, (shift, mask), tile) for change in changes]
+    old = old_block(changes, before)
+    total, changed = _exponents(segments, old, shift, mask)
     rule = _choose_rule(total, changed, shift, mask, False)
     if use_levels:
         x = rule.top - np.clip(np.arange(mask + 1), rule.top - rule.span + 1, rule.top)
         rate = np.bincount(x, changed.sum(1)) / np.maximum(np.bincount(x, total), 1)
-        for s in segments:
-            if s.positions.size > FEW_CHANGES and s.old.rows > 1:
+        for number, s in enumerate(segments):
+            if s.positions.size > FEW_CHANGES and s.rows > 1:
                 counts = s.per_row, s.per_column
                 s.row_levels, s.column_levels = choose_levels(
-                    s.old, s.positions, s.exponents, counts, rule.table(CLASSES), rate
+                    old, number, s.positions, s.exponents, counts, rule.table(CLASSES), rate
                 )
         if any(s.leveled for s in segments):
             rule = _choose_rule(total, changed, shift, mask, True)
     classes = min(CLASSES, rule.span + 1 + (2 * LEVELS - 3 if rule.leveled else 0))
-    ordered = [_rank(s, rule.table(classes)) for s in segments]
-    ranks, zigzags = (np.concatenate(column) for column in zip(*ordered, strict=True))
+    levels, grids = [(s.row_levels, s.column_levels) for s in segments], [s.grid for s in segments]
+    ranked = old.ranks(changes, [s.zigzags for s in segments], rule.table(classes), levels, grids)
+    # entropy coding needs no weights: what they take is free for the next block
+    del old
+    for s, (n, k, _, _) in zip(segments, ranked, strict=True):
+        s.n, s.k = n, k
+    ranks, zigzags = (np.concatenate([found[part] for found in ranked]) for part in (2, 3))
     return _code(segments, rule, classes, ranks, zigzags)
 
 
-def _segment(change: Change, before: Before, signed: bool, field: tuple[int, int], tile: int) -> Segment:
-    shape = walked(change.region.rows, change.region.columns)
-    old = Matrix.over(before(change.region).reshape(shape))
+def _segment(change: Change, signed: bool, field: tuple[int, int], tile: int) -> Segment:
+    rows, columns = walked(change.region.rows, change.region.columns)
     positions = np.ascontiguousarray(change.positions, np.uint32)
     zigzags = np.empty(change.count, np.uint32)
     zigzags_of(np.ascontiguousarray(change.old), np.ascontiguousarray(change.new), signed, zigzags)
     unit = change.old.dtype.type
     exponents = ((change.old >> unit(field[0])) & unit(field[1])).astype(np.uint8)
-    per_row, per_column = np.zeros(old.rows, np.int64), np.zeros(old.columns, np.int64)
-    if not _count_lines(positions, old.columns, per_row, per_column):
+    per_row, per_column = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
+    if not _count_lines(positions, columns, per_row, per_column):
         raise PositionError(f"the changed positions of {change.region.tensor.name!r} are not ascending in their region")
-    return Segment(old, positions, zigzags, exponents, grid_of(*shape, tile), per_row, per_column)
-
-
-def _rank(s: Segment, table: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Ranks and zigzagged steps of a segment, tile by tile and class by class; fills in its n and k."""
-    shape = s.old.rows, s.old.columns
-    tiles = s.grid[0] * s.grid[1]
-    s.n, s.k = np.zeros((tiles, CLASSES), np.int64), np.zeros((tiles, CLASSES), np.int64)
-    ranks, source = np.empty(s.positions.size, np.uint32), np.empty(s.positions.size, np.uint32)
-    lines = cuts(shape[0], s.grid[0]), cuts(shape[1], s.grid[1])
-    levels = padded(s.row_levels, s.column_levels, shape)
-    _segment_ranks(s.old.units, s.old.size, s.old.stride, table, *levels, *lines, s.positions, s.n, s.k, ranks, source)
-    return ranks, s.zigzags[source]
+    return Segment(rows, columns, positions, zigzags, exponents, grid_of(rows, columns, tile), per_row, per_column)
 
 
 def _code(segments: list[Segment], rule: Rule, classes: int, ranks: Any, zigzags: Any) -> Coded:
@@ -151,15 +136,14 @@ def _code(segments: list[Segment], rule: Rule, classes: int, ranks: Any, zigzags
 # ── what the head says ──
 
 
-def _exponents(segments: list[Segment], shift: int, mask: int) -> tuple[Floats, Floats]:
+def _exponents(segments: list[Segment], old: OldBlock, shift: int, mask: int) -> tuple[Floats, Floats]:
     """How many weights have each exponent (from a sample of rows), and the steps of those that changed."""
     total, changed = np.zeros(mask + 1), np.zeros((mask + 1, SYMBOLS), np.int64)
-    for s in segments:
-        every = max(1, min(16, s.old.rows // 64))
-        seen, hit = np.zeros(256, np.int64), np.zeros((mask + 1, SYMBOLS), np.int64)
-        exponent_histogram(s.old.units, s.old.size, s.old.stride, s.old.rows, s.old.columns, shift, mask, every, seen)
+    every = [max(1, min(16, s.rows // 64)) for s in segments]
+    for s, step, seen in zip(segments, every, old.exponents(shift, mask, every), strict=True):
+        hit = np.zeros((mask + 1, SYMBOLS), np.int64)
         runs.step_histogram(s.exponents, s.zigzags, hit)
-        total += np.maximum(seen[: mask + 1] * (s.old.rows / -(-s.old.rows // every)), hit.sum(1))
+        total += np.maximum(seen[: mask + 1] * (s.rows / -(-s.rows // step)), hit.sum(1))
         changed += hit
     return total, changed
 
@@ -269,30 +253,3 @@ def _count_lines(positions: Any, columns: Any, per_row: Any, per_column: Any) ->
         per_row[row] += 1
         per_column[p - start] += 1
     return True
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _segment_ranks(
-    units: Any, size: Any, stride: Any, rule: Any, row_levels: Any, column_levels: Any, row_cuts: Any,
-    column_cuts: Any, positions: Any, n: Any, k: Any, ranks: Any, source: Any,
-) -> None:  # fmt: skip
-    rows, columns = row_cuts[-1], column_cuts[-1]
-    cursor = np.zeros(rows, np.int64)
-    at = 0
-    for r in range(rows):
-        while at < positions.size and positions[at] < r * columns:
-            at += 1
-        cursor[r] = at
-    height, width = widest(row_cuts), widest(column_cuts)
-    chunks = height * ((width + CHUNK - 1) // CHUNK)
-    cls, hist = np.empty(chunks * CHUNK + SPARE, np.uint8), np.empty((chunks, CLASSES), np.uint8)
-    found = np.empty((3, min(positions.size, height * width)), np.uint32)
-    done, t = 0, 0
-    for i in range(row_cuts.size - 1):
-        for j in range(column_cuts.size - 1):
-            r0, r1, c0, c1 = row_cuts[i], row_cuts[i + 1], column_cuts[j], column_cuts[j + 1]
-            classify_tile(units, size, stride, rule, row_levels, column_levels, r0, r1, c0, c1, cls, hist, n[t])
-            done += rank_tile(
-                rule[5], r0, r1, c0, c1, columns, cls, hist, positions, cursor, k[t], found, ranks[done:], source[done:]
-            )
-            t += 1

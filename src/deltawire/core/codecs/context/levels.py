@@ -13,19 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from .classes import (
-    CHUNK,
-    COLUMN_NEUTRAL,
-    DEAD,
-    LEVELS,
-    ROW_NEUTRAL,
-    Table,
-    changes_by_line,
-    weights_by_column,
-    weights_by_row,
-)
+from .classes import COLUMN_NEUTRAL, DEAD, LEVELS, ROW_NEUTRAL, Table, changes_by_line
 from .entropy import SYMBOLS, Cumulative, coarse, encode_ops, get_symbol, put_symbol, quantise, start_decode
-from .tiles import LevelBytes, Matrix
+from .old import OldBlock
+from .tiles import LevelBytes
 
 MIN_GAIN = 0.03
 """Bits per change: less is noise, and more classes cost a little themselves."""
@@ -46,37 +37,36 @@ Floats = npt.NDArray[Any]
 
 
 def choose_levels(
-    old: Matrix, positions: npt.NDArray[np.uint32], exponents: LevelBytes, counts: tuple[Floats, Floats], rule: Table,
-    rate: Floats,
+    old: OldBlock, number: int, positions: npt.NDArray[np.uint32], exponents: LevelBytes,
+    counts: tuple[Floats, Floats], rule: Table, rate: Floats,
 ) -> tuple[LevelBytes | None, LevelBytes | None]:  # fmt: skip
     """Levels of a segment's rows and columns, None where they do not pay.
 
-    `counts` are changes per row and per column, `rate` is how often each exponent of the rule changes, likeliest last.
+    `number` is that of the segment in its block, `counts` are changes per row and per column, `rate` is how often each
+    exponent of the rule changes, likeliest last.
     Rows come first, then columns given the rows (dead rows must not count), then rows again given the columns.
     """
+    rows, columns = (len(count) for count in counts)
     rows_scatter, columns_scatter = (_scatters(count) for count in counts)
     below = rate[0] * 0.5 ** np.arange(MARGIN, 0, -1)
     rates = np.clip(np.concatenate([below, rate, np.full(MARGIN, rate[-1])]), 1e-7, 0.98)
     of_rows = of_columns = None
 
     def by_row(column_levels: LevelBytes | None) -> LevelBytes | None:
-        plus = np.full(old.columns, MARGIN, np.uint8)
+        plus = np.full(columns, MARGIN, np.uint8)
         if column_levels is not None:
             plus = column_levels + np.uint8(MARGIN - COLUMN_NEUTRAL)
-        seen, hit = (np.zeros((old.rows, rates.size), np.float32) for _ in range(2))
-        reach = np.concatenate([plus, np.zeros(CHUNK, np.uint8)])
-        weights_by_row(old.units, old.size, old.stride, old.rows, old.columns, rule, reach, seen)
-        changes_by_line(old.columns, rule, plus.astype(np.int64), True, positions, exponents, hit)
-        return _choose(seen, hit, rates, ROW_NEUTRAL, True)
+        hit = np.zeros((rows, rates.size), np.float32)
+        changes_by_line(columns, rule, plus.astype(np.int64), True, positions, exponents, hit)
+        return _choose(old.by_row(number, rule, plus, rates.size), hit, rates, ROW_NEUTRAL, True)
 
     def by_column(row_levels: LevelBytes | None) -> LevelBytes | None:
-        plus = np.full(old.rows, MARGIN, np.int64)
+        plus = np.full(rows, MARGIN, np.int64)
         if row_levels is not None:
             plus = np.where(row_levels == DEAD, -1, row_levels.astype(np.int64) + MARGIN - ROW_NEUTRAL)
-        seen, hit = (np.zeros((old.columns, rates.size), np.float32) for _ in range(2))
-        weights_by_column(old.units, old.size, old.stride, old.rows, old.columns, rule, plus, seen)
-        changes_by_line(old.columns, rule, plus, False, positions, exponents, hit)
-        return _choose(seen, hit, rates, COLUMN_NEUTRAL, False)
+        hit = np.zeros((columns, rates.size), np.float32)
+        changes_by_line(columns, rule, plus, False, positions, exponents, hit)
+        return _choose(old.by_column(number, rule, plus, rates.size), hit, rates, COLUMN_NEUTRAL, False)
 
     if rows_scatter:
         of_rows = by_row(None)

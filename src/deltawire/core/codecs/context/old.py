@@ -1,0 +1,147 @@
+"""The old weights of a block, counted and ranked by class: in host memory here, on a device in `kernels/block.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from ...change import Change, Region
+from ..base import Before
+from .classes import (
+    CHUNK,
+    CLASSES,
+    SPARE,
+    Table,
+    classify_tile,
+    exponent_histogram,
+    rank_tile,
+    weights_by_column,
+    weights_by_row,
+)
+from .tiles import LevelBytes, Matrix, cuts, padded, walked, widest
+
+Counts = npt.NDArray[np.int64]
+Levels = tuple[LevelBytes | None, LevelBytes | None]
+"""Of a region's rows and columns; None where all are neutral."""
+Ranked = tuple[Counts, Counts, npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
+"""Of a region, per tile and class: weights, changed ones; and of each change, tile by tile and class by class, its rank
+and zigzagged step."""
+
+
+class OldBlock(Protocol):
+    """Old weights of regions, seen as matrices in the shapes they are walked in. All counts are exact."""
+
+    def exponents(self, shift: int, mask: int, every: Sequence[int]) -> Counts:
+        """[regions, 256]: weights with each exponent in every `every`-th row."""
+        ...
+
+    def by_row(self, number: int, rule: Table, plus: LevelBytes, kinds: int) -> npt.NDArray[np.float32]:
+        """[rows, kinds]: weights of each likelihood in each row, where columns add `plus`."""
+        ...
+
+    def by_column(self, number: int, rule: Table, plus: Counts, kinds: int) -> npt.NDArray[np.float32]:
+        """[columns, kinds]: the same of columns, from a sample of the rows; `plus` is below zero in dead ones."""
+        ...
+
+    def ranks(
+        self,
+        changes: Sequence[Change],
+        zigzags: Sequence[npt.NDArray[np.uint32]],
+        rule: Table,
+        levels: Sequence[Levels],
+        grids: Sequence[tuple[int, int]],
+    ) -> list[Ranked]:
+        """Changes of all regions within the tiles of grids. The last call: memory may be given back."""
+        ...
+
+
+@runtime_checkable
+class CountedBefore(Protocol):
+    """A `Before` whose weights may be on a device, where they are counted."""
+
+    def block(self, regions: Sequence[Region]) -> OldBlock | None:
+        """None where they are in host memory, or cannot be counted where they are."""
+        ...
+
+
+def old_block(changes: Sequence[Change], before: Before) -> OldBlock:
+    found = before.block([change.region for change in changes]) if isinstance(before, CountedBefore) else None
+    return found or HostBlock(changes, before)
+
+
+class HostBlock:
+    """Old weights in host memory."""
+
+    def __init__(self, changes: Sequence[Change], before: Before) -> None:
+        self._old = []
+        for region in (change.region for change in changes):
+            self._old.append(Matrix.over(before(region).reshape(walked(region.rows, region.columns))))
+
+    def exponents(self, shift: int, mask: int, every: Sequence[int]) -> Counts:
+        seen = np.zeros((len(self._old), 256), np.int64)
+        for old, step, out in zip(self._old, every, seen, strict=True):
+            exponent_histogram(old.units, old.size, old.stride, old.rows, old.columns, shift, mask, step, out)
+        return seen
+
+    def by_row(self, number: int, rule: Table, plus: LevelBytes, kinds: int) -> npt.NDArray[np.float32]:
+        old = self._old[number]
+        seen = np.zeros((old.rows, kinds), np.float32)
+        reach = np.concatenate([plus, np.zeros(CHUNK, np.uint8)])
+        weights_by_row(old.units, old.size, old.stride, old.rows, old.columns, rule, reach, seen)
+        return seen
+
+    def by_column(self, number: int, rule: Table, plus: Counts, kinds: int) -> npt.NDArray[np.float32]:
+        old = self._old[number]
+        seen = np.zeros((old.columns, kinds), np.float32)
+        weights_by_column(old.units, old.size, old.stride, old.rows, old.columns, rule, plus, seen)
+        return seen
+
+    def ranks(
+        self,
+        changes: Sequence[Change],
+        zigzags: Sequence[npt.NDArray[np.uint32]],
+        rule: Table,
+        levels: Sequence[Levels],
+        grids: Sequence[tuple[int, int]],
+    ) -> list[Ranked]:
+        result: list[Ranked] = []
+        for old, change, steps, pair, grid in zip(self._old, changes, zigzags, levels, grids, strict=True):
+            positions = np.ascontiguousarray(change.positions, np.uint32)
+            n, k = (np.zeros((grid[0] * grid[1], CLASSES), np.int64) for _ in range(2))
+            ranks, source = np.empty(positions.size, np.uint32), np.empty(positions.size, np.uint32)
+            lines = cuts(old.rows, grid[0]), cuts(old.columns, grid[1])
+            lined = padded(*pair, (old.rows, old.columns))
+            _segment_ranks(old.units, old.size, old.stride, rule, *lined, *lines, positions, n, k, ranks, source)
+            result.append((n, k, ranks, steps[source]))
+        return result
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _segment_ranks(
+    units: Any, size: Any, stride: Any, rule: Any, row_levels: Any, column_levels: Any, row_cuts: Any,
+    column_cuts: Any, positions: Any, n: Any, k: Any, ranks: Any, source: Any,
+) -> None:  # fmt: skip
+    rows, columns = row_cuts[-1], column_cuts[-1]
+    cursor = np.zeros(rows, np.int64)
+    at = 0
+    for r in range(rows):
+        while at < positions.size and positions[at] < r * columns:
+            at += 1
+        cursor[r] = at
+    height, width = widest(row_cuts), widest(column_cuts)
+    chunks = height * ((width + CHUNK - 1) // CHUNK)
+    cls, hist = np.empty(chunks * CHUNK + SPARE, np.uint8), np.empty((chunks, CLASSES), np.uint8)
+    found = np.empty((3, min(positions.size, height * width)), np.uint32)
+    done, t = 0, 0
+    for i in range(row_cuts.size - 1):
+        for j in range(column_cuts.size - 1):
+            r0, r1, c0, c1 = row_cuts[i], row_cuts[i + 1], column_cuts[j], column_cuts[j + 1]
+            classify_tile(units, size, stride, rule, row_levels, column_levels, r0, r1, c0, c1, cls, hist, n[t])
+            done += rank_tile(
+                rule[5], r0, r1, c0, c1, columns, cls, hist, positions, cursor, k[t], found, ranks[done:], source[done:]
+            )
+            t += 1

@@ -1,0 +1,154 @@
+"""Old weights of a block on a device, for an encoder on the host: counted and ranked there, and only that comes back.
+
+The twin of `core.codecs.context.old.HostBlock`: the same counts, so the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..core.change import Change, Region
+from ..core.codecs.context.classes import Table
+from ..core.codecs.context.old import Counts, Levels, Ranked
+from ..core.codecs.context.tiles import LevelBytes, walked
+from .host import fetched
+from .plan import Plan, Remember, grid
+from .results import rules
+
+_APART = 16
+"""Regions begin at multiples of so many units, where wide reads are allowed."""
+
+_plans = Remember(1024)
+
+
+class DeviceBlock:
+    """A copy of regions on their device. `undo` takes it back to the weights that a change was taken from.
+
+    regions   of one dtype, in one piece each
+    read      the flat units of a region, on the device
+    copying   entered around the copy, which is done when the constructor returns
+    counting  entered around all other work
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        read: Callable[[Region], Tensor],
+        copying: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        counting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._shapes = [walked(region.rows, region.columns) for region in regions]
+        sizes = np.array([region.units for region in regions], np.int64)
+        self._ends = np.cumsum(-(-sizes // _APART) * _APART)
+        self._starts = self._ends - -(-sizes // _APART) * _APART
+        self._beside = counting
+        with copying():
+            parts = [read(region) for region in regions]
+            self._units = torch.empty(int(self._ends[-1]), dtype=parts[0].dtype, device=parts[0].device)
+            for start, part in zip(self._starts.tolist(), parts, strict=True):
+                self._units[start : start + part.numel()] = part
+            _wait(self._units)
+
+    def undo(self, changes: Sequence[Change]) -> None:
+        """Put old bits back; one change per region."""
+        with self._beside():
+            self._put(self._units, changes, [change.old for change in changes])
+
+    def exponents(self, shift: int, mask: int, every: Sequence[int]) -> Counts:
+        with self._beside():
+            found = []
+            for number, step in enumerate(every):
+                rows = self._matrix(number)[::step].reshape(-1)
+                found.append((rows >> shift).bitwise_and_(mask).to(torch.int32).add_(256 * number))
+            count = torch.bincount(torch.cat(found), minlength=256 * len(every))
+            return count.cpu().numpy().reshape(len(every), 256)  # type: ignore[no-any-return]
+
+    def by_row(self, number: int, rule: Table, plus: LevelBytes, kinds: int) -> npt.NDArray[np.float32]:
+        with self._beside():
+            found = self._likelihood(self._matrix(number), rule) + self._sent(plus.astype(np.int16))[None, :]
+            return _count(found.clamp(max=kinds - 1), 1, kinds)
+
+    def by_column(self, number: int, rule: Table, plus: Counts, kinds: int) -> npt.NDArray[np.float32]:
+        every = max(1, min(8, len(plus) // 512))
+        with self._beside():
+            there = self._sent(plus.astype(np.int16))[::every, None]
+            found = self._likelihood(self._matrix(number)[::every], rule) + there
+            return every * _count(torch.where(there < 0, kinds, found.clamp(max=kinds - 1)), 0, kinds)
+
+    def ranks(
+        self,
+        changes: Sequence[Change],
+        zigzags: Sequence[npt.NDArray[np.uint32]],
+        rule: Table,
+        levels: Sequence[Levels],
+        grids: Sequence[tuple[int, int]],
+    ) -> list[Ranked]:
+        from . import class_ranks, detect
+
+        with self._beside():
+            plan = self._plan(grids)
+            # comparing is how positions get into the order of the tiles
+            new = self._units.clone()
+            self._put(new, changes, [change.new for change in changes])
+            changed = detect([self._units], [new], plan=plan)
+            if changed.count != sum(change.count for change in changes):
+                raise RuntimeError("these are not the weights that the change was taken from")
+            found = class_ranks([self._units], plan, rules(plan, [rule] * len(grids), levels), changed)
+            sizes, counts, ranks, steps = map(fetched, (found.sizes, found.counts, found.ranks, found.steps))
+            _wait(self._units)
+        self._units = self._units.new_empty(0)
+        result: list[Ranked] = []
+        ends = np.cumsum([0, *(change.count for change in changes)]).tolist()
+        for number in range(len(changes)):
+            tiles = slice(*plan.first_tile[number : number + 2].tolist())
+            here = slice(*ends[number : number + 2])
+            n, k = (counted.numpy()[tiles].astype(np.int64) for counted in (sizes, counts))
+            result.append((n, k, *(each.numpy()[here].astype(np.uint32) for each in (ranks, steps))))  # type: ignore[arg-type]
+        return result
+
+    def _plan(self, grids: Sequence[tuple[int, int]]) -> Plan:
+        def make() -> Plan:
+            places = zip(self._starts.tolist(), self._shapes, grids, strict=True)
+            return Plan([self._units], [grid(0, start, shape[1], shape, cut) for start, shape, cut in places])
+
+        return _plans.get((self._units.device, self._units.dtype, tuple(self._shapes), tuple(grids)), make)
+
+    def _matrix(self, number: int) -> Tensor:
+        rows, columns = self._shapes[number]
+        start = int(self._starts[number])
+        return self._units[start : start + rows * columns].view(rows, columns)
+
+    def _likelihood(self, units: Tensor, rule: Table) -> Tensor:
+        """Steps from the least likely exponent, int16."""
+        shift, mask, low, top = (int(value) for value in rule[:4])
+        return top - (units >> shift).bitwise_and_(mask).to(torch.int16).clamp_(low, top)
+
+    def _put(self, units: Tensor, changes: Sequence[Change], bits: Sequence[npt.NDArray[Any]]) -> None:
+        starts = zip(self._starts.tolist(), changes, strict=True)
+        where = np.concatenate([change.positions.astype(np.int64) + start for start, change in starts])
+        if where.size:
+            values = np.concatenate(bits)
+            signed = values.view(f"i{values.itemsize}") if values.itemsize > 1 else values
+            units[self._sent(where)] = self._sent(signed)
+
+    def _sent(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._units.device)
+
+
+def _count(found: Tensor, axis: int, kinds: int) -> npt.NDArray[np.float32]:
+    """How often each number below `kinds` occurs along an axis: [lines, kinds]."""
+    found = found.to(torch.uint8)
+    counts = [(found == kind).sum(axis, dtype=torch.int32) for kind in range(kinds)]
+    return torch.stack(counts, 1).to(torch.float32).cpu().numpy()  # type: ignore[no-any-return]
+
+
+def _wait(tensor: Tensor) -> None:
+    if tensor.device.type == "cuda":
+        torch.cuda.current_stream(tensor.device).synchronize()
