@@ -14,6 +14,7 @@ from deltawire import Publisher, Replica  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.bucket.verify import verify  # noqa: E402
 from deltawire.core import full  # noqa: E402
+from deltawire.core.codecs import context  # noqa: E402
 from deltawire.core.digest import StateDigest  # noqa: E402
 from deltawire.core.errors import DigestMismatch  # noqa: E402
 from deltawire.models import ModelView, torch_bits  # noqa: E402
@@ -88,6 +89,28 @@ def test_follows_bit_by_bit(device: str, store: ObjectStore, encoding: str) -> N
             assert equal(live, model)
             step(model, version)
     assert {"decode", "stage", "apply", "prove"} <= replica.timings.keys()
+
+
+def test_context_is_counted_where_the_weights_are(
+    device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tiles, with rows that never move, in tensors that the run ties and this model does not."""
+    monkeypatch.setattr(context, "encode", context.encode_tiles)
+    monkeypatch.setattr(DeviceTarget, "_base", None)
+    model = weights(1, device)
+    model["wide"] = torch.randn(400, 512, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
+    model["head"] = model["wide"]
+    live = {name: torch.zeros_like(t) for name, t in model.items()}
+    replica = replica_of(store)
+    with Publisher(store, encoding="context", anchor_ratio=1e9) as publisher:
+        for version in range(4):
+            publisher.publish(model).result(60)
+            assert replica.sync(live) == version
+            assert equal(live, model)
+            before = model["wide"][::3].clone()
+            step(model, version)
+            model["wide"][::3] = before
+    assert Run.open(store).manifest(3).links[0].kind == "delta"
 
 
 def test_a_weight_that_does_not_take_the_write_is_found_and_all_of_it_undone(

@@ -41,6 +41,7 @@ from .results import (
     TooMany,
     rules,
 )
+from .sheet import read_sheet
 
 __all__ = [
     "BIT_STEPS",
@@ -71,6 +72,7 @@ __all__ = [
     "grid",
     "operations",
     "place",
+    "read_sheet",
     "region_plan",
     "resolve",
     "rules",

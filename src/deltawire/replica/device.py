@@ -10,12 +10,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..core.change import Change, Region, blocks, no_change, regions
+from ..core.codecs import context
 from ..core.codecs.base import BaseBits
+from ..core.codecs.context.decoder import Ranked
+from ..core.codecs.context.sheet import Tiles, decode_ranks, join_ranks, make_sheet
+from ..core.codecs.context.tiles import walked
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.full import Source
@@ -54,6 +59,8 @@ class DeviceTarget(Target):
         self._proven = [tensor.name for tensor in schema.tensors]
         self._first = [self._live[self._names[name][0]] for name in self._proven]
         self._digest_plan = kernels.digest_plan(self._first)
+        self._number = {name: number for number, name in enumerate(self._proven)}
+        self._tile_plans = Remember()
 
     @property
     def in_place(self) -> bool:
@@ -68,22 +75,59 @@ class DeviceTarget(Target):
             return self._read(region)
         return region.cut(self.bits(region.tensor.name))
 
-    def decode(self, file: DeltaFile) -> list[RegionMoves]:
-        """Positions and steps, which take no weights to read; where they do, those of a block come to the host."""
+    def decode(self, file: DeltaFile) -> list[RegionMoves | _Counted]:
+        """What takes no weights to read: positions and steps, or ranks within classes counted on the device."""
 
-        def one(block: BlockRef) -> list[RegionMoves]:
+        def one(block: BlockRef) -> list[RegionMoves] | list[Tiles]:
             moves = file.moves(block)
-            if moves is None:
+            if moves is not None:
+                return moves
+            assert block.record is not None
+            if not all(_is_walked_in_memory(region) for region, _ in block.regions):
                 changes = file.decode(block, self._base([region for region, _ in block.regions]))
                 return [RegionMoves(c.region, c.positions, c.new, kernels.NEW_BITS) for c in changes]
-            return moves
+            return self._tiles(context.open_block(block.record, block.regions, file.streams(block)))
 
-        return [moves for found in file.each(one) for moves in found]
+        found = [item for items in file.each(one) for item in items]
+        tiles = [item for item in found if isinstance(item, Tiles)]
+        moves: list[RegionMoves | _Counted] = [item for item in found if isinstance(item, RegionMoves)]
+        return [*moves, self._count(tiles)] if tiles else moves
 
-    def stage(self, decoded: Sequence[RegionMoves]) -> DevicePatch:
+    def _tiles(self, block: context.Block) -> list[Tiles]:
+        result = []
+        for number, (region, _) in enumerate(block.regions):
+            span = block.span(number, slice(0, region.rows), slice(0, region.columns))
+            tensor = self._number[region.tensor.name]
+            result.append(Tiles(tensor, region.base, max(region.tensor.columns, 1), block, span))
+        return result
+
+    def _count(self, tiles: list[Tiles]) -> _Counted:
+        """Count classes on the device, and decode ranks by that. No weight leaves the device."""
+        plan, rules = kernels.read_sheet(make_sheet(tiles), self._first, self._tile_plans)
+        sizes = kernels.class_counts(self._first, plan, rules).cpu().numpy()
+        return _Counted(tiles, decode_ranks(tiles, sizes))
+
+    def stage(self, decoded: Sequence[RegionMoves | _Counted]) -> DevicePatch:
         most = max(map(len, self._names.values()), default=1)
-        parts = (self._part(decoded, number) for number in range(most))
+        moves = [item for item in decoded if isinstance(item, RegionMoves)]
+        counted = [item for item in decoded if isinstance(item, _Counted)]
+        parts = []
+        for number in range(most):
+            parts += [self._part(moves, number), *(self._placed(item, number) for item in counted)]
         return DevicePatch(self.device, [part for part in parts if part is not None])
+
+    def _placed(self, counted: _Counted, number: int) -> _Part | None:
+        """The same as `_part` for ranks."""
+        there = [len(self._names[name]) > number for name in self._proven]
+        kept = [i for i, item in enumerate(counted.tiles) if there[item.tensor]]
+        if not kept:
+            return None
+        tiles, found = [counted.tiles[i] for i in kept], [counted.found[i] for i in kept]
+        # no tile lies in those that are not there
+        tensors = [self._live[self._names[name][number if there[i] else 0]] for i, name in enumerate(self._proven)]
+        plan, rules = kernels.read_sheet(make_sheet(tiles), tensors, self._tile_plans)
+        sent = (_sent(array, self.device) for array in join_ranks(tiles, found).values())
+        return _Part(self._proven, tensors, plan, kernels.place(tensors, plan, rules, *sent), number == 0)
 
     def _part(self, decoded: Sequence[RegionMoves], number: int) -> _Part | None:
         """What changes in the first tensor that this model has for each of the run's, or in the next ones."""
@@ -99,7 +143,8 @@ class DeviceTarget(Target):
         # of all regions, whichever changed: so one plan serves every delta
         plan = self._plans.get((number, *regions), lambda: kernels.region_plan(names, tensors, regions))
         moves = [found.get(region) or _no_moves(region) for region in regions]
-        return _Part(names, tensors, plan, kernels.resolve(tensors, kernels.send_moves(plan, moves), plan=plan))
+        changed = kernels.resolve(tensors, kernels.send_moves(plan, moves), plan=plan)
+        return _Part(names, tensors, plan, changed, number == 0)
 
     def write(self, change: Change) -> None:
         self.stage([RegionMoves(change.region, change.positions, change.new, kernels.NEW_BITS)]).write()
@@ -161,6 +206,16 @@ class _Part:
     tensors: list[Tensor]
     plan: kernels.Plan
     changed: kernels.Changed
+    first: bool
+    # tensors that the run ties and this model does not count once
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """Changes as ranks within classes of the weights that are there now."""
+
+    tiles: list[Tiles]
+    found: list[Ranked]
 
 
 class DevicePatch:
@@ -170,13 +225,10 @@ class DevicePatch:
         self._device, self._parts = device, parts
         self._kept: list[kernels.Changed] = []
         # what each part that was written replaced
-        # tensors that the run ties and this model does not count once: the first part has all of the run's
-        first = parts[0] if parts else None
-        self.moved = (
-            kernels.digest_change(first.names, first.tensors, first.changed, plan=first.plan)
-            if first is not None
-            else StateDigest()
-        )
+        self.moved = StateDigest()
+        for part in parts:
+            if part.first:
+                self.moved += kernels.digest_change(part.names, part.tensors, part.changed, plan=part.plan)
 
     def write(self) -> None:
         for part in self._parts:
@@ -199,3 +251,13 @@ class DevicePatch:
 def _no_moves(region: Region) -> RegionMoves:
     nothing = no_change(region)
     return RegionMoves(region, nothing.positions, nothing.new, kernels.NEW_BITS)
+
+
+def _is_walked_in_memory(region: Region) -> bool:
+    """Whether tiles of a region are rectangles of its tensor's memory: a narrow region is walked as one row."""
+    return region.contiguous or walked(region.rows, region.columns) == (region.rows, region.columns)
+
+
+def _sent(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    sent = torch.from_numpy(array)
+    return sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent

@@ -15,14 +15,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ...core.codecs import context
+from ...core.codecs.context.sheet import Tiles, decode_ranks, join_ranks, make_sheet
 from ...core.errors import ChainError
 from ...core.parallel import default_threads, ordered_map
 from ...core.schema import Schema
@@ -31,9 +30,6 @@ from . import arrays
 from .channel import Answer, Caller, listen
 from .moves import PieceMoves, RankPieces, write_moves
 from .rectangle import Rectangle, rectangle
-
-SMALL_TILE = 1 << 16
-"""Units of a tile whose ranks fit two bytes."""
 
 
 class DecoderError(ChainError):
@@ -63,19 +59,6 @@ class Decoder:
         self._process.wait(10)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Tiles of a context block that lie in one piece of a rank."""
-
-    piece: int
-    offset: int
-    """Units of the piece before the first."""
-    stride: int
-    """Units from one of its rows to the next."""
-    block: context.Block
-    span: context.TileSpan
-
-
 class _CutTiles(Exception):
     """Tiles of a context block lie across the edge of a piece: their old weights are on several ranks."""
 
@@ -86,7 +69,7 @@ class _Process:
     def __init__(self) -> None:
         self._schema = Schema.build(())
         self._ranks: list[RankPieces] = []
-        self._tiles: list[list[_Tiles]] = []
+        self._tiles: list[list[Tiles]] = []
 
     def call(self, operation: str, **arguments: Any) -> Answer:
         try:
@@ -117,7 +100,7 @@ class _Process:
             "tiles": [_write_sheet(Path(f"{out}.{n}.tiles"), tiles) for n, tiles in enumerate(self._tiles)],
         }
 
-    def _block(self, file: DeltaFile, block: BlockRef) -> tuple[list[list[PieceMoves]], list[list[_Tiles]]]:
+    def _block(self, file: DeltaFile, block: BlockRef) -> tuple[list[list[PieceMoves]], list[list[Tiles]]]:
         moves = file.moves(block)
         if moves is not None:
             return [[part for m in moves for part in rank.cut(m)] for rank in self._ranks], [[] for _ in self._ranks]
@@ -146,7 +129,7 @@ def _threads() -> int:
     return max(1, default_threads() // 2)
 
 
-def _tiles_of(rank: RankPieces, coded: context.Block) -> list[_Tiles]:
+def _tiles_of(rank: RankPieces, coded: context.Block) -> list[Tiles]:
     found = []
     for number, (region, _) in enumerate(coded.regions):
         whole = rectangle(region)
@@ -163,53 +146,20 @@ def _tiles_of(rank: RankPieces, coded: context.Block) -> list[_Tiles]:
             if len(span.row_cuts) == 2 and span.column_cuts[-1] != part.columns and part.columns != piece.columns:
                 # a narrow region is walked as one row, which it is only in memory of the same width
                 raise _CutTiles
-            found.append(_Tiles(piece_number, row * piece.columns + column, piece.columns, coded, span))
+            found.append(Tiles(piece_number, row * piece.columns + column, piece.columns, coded, span))
     return found
 
 
-def _write_sheet(path: Path, tiles: Sequence[_Tiles]) -> int:
-    """What a rank needs to count classes: geometry, rules and levels of its tiles. Returns the number of tiles."""
-    spans = [item.span for item in tiles]
-    if not spans:
-        return 0
-    arrays.write(
-        path,
-        {
-            "segments": np.array([[t.piece, t.offset, t.stride, t.span.leveled] for t in tiles], np.int64),
-            "lengths": np.array([[s.row_cuts.size, s.column_cuts.size] for s in spans], np.int64),
-            "row_cuts": np.concatenate([s.row_cuts for s in spans]),
-            "column_cuts": np.concatenate([s.column_cuts for s in spans]),
-            "rules": np.stack([s.rule for s in spans]),
-            "row_levels": np.concatenate([s.row_levels for s in spans]),
-            "column_levels": np.concatenate([s.column_levels for s in spans]),
-        },
-    )
-    return sum(s.tiles for s in spans)
+def _write_sheet(path: Path, tiles: Sequence[Tiles]) -> int:
+    """What a rank needs to count classes. Returns the number of tiles."""
+    if tiles:
+        arrays.write(path, make_sheet(tiles))
+    return sum(item.span.tiles for item in tiles)
 
 
-def _write_ranks(counted: Path, out: Path, tiles: Sequence[_Tiles]) -> None:
-    sizes = arrays.open_arrays(counted)["sizes"]
-    ends = np.cumsum([0, *(item.span.tiles for item in tiles)]).tolist()
-
-    def one(number: int) -> Any:
-        item = tiles[number]
-        return item.block.ranks(item.span, sizes[ends[number] : ends[number + 1]])
-
-    found = list(ordered_map(one, range(len(tiles)), _threads()))
-    small = all(_largest(item.span) <= SMALL_TILE for item in tiles)
-    width = max(item.block.regions[item.span.region][0].tensor.unit_size for item in tiles)
-    arrays.write(
-        out,
-        {
-            "counts": np.concatenate([counts for counts, _, _ in found]).astype(np.int32),
-            "ranks": np.concatenate([ranks for _, ranks, _ in found]).astype(np.uint16 if small else np.uint32),
-            "steps": np.concatenate([steps for _, _, steps in found]).astype(f"<u{width}"),
-        },
-    )
-
-
-def _largest(span: context.TileSpan) -> int:
-    return int(np.diff(span.row_cuts).max(initial=1) * np.diff(span.column_cuts).max(initial=1))
+def _write_ranks(counted: Path, out: Path, tiles: Sequence[Tiles]) -> None:
+    found = decode_ranks(tiles, arrays.open_arrays(counted)["sizes"], _threads())
+    arrays.write(out, join_ranks(tiles, found))
 
 
 def main() -> None:

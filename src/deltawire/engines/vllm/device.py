@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from ...core.digest import StateDigest
 from ...core.dtypes import Bits
 from ...core.full import Source
 from ...kernels import torch_ops
-from ...kernels.plan import Remember, Segment, narrow, units, widen
+from ...kernels.plan import Remember, narrow, units, widen
 from . import arrays
 from .placement import Piece
 from .shard import PieceChange, Sums
@@ -98,7 +97,7 @@ class DeviceShard:
                     sent_moves = kernels.Moves(*sent, kinds)
                     ready.append((self._plan, kernels.resolve(self._views, sent_moves, plan=self._plan)))
             if ranks is not None and sheet is not None:
-                plan, rules = self._tiles(arrays.open_arrays(sheet))
+                plan, rules = kernels.read_sheet(arrays.open_arrays(sheet), self._views, self._tile_plans)
                 placed = (self._send(array) for array in arrays.open_arrays(ranks).values())
                 ready.append((plan, kernels.place(self._views, plan, rules, *placed)))
         return Patch(ready)
@@ -122,7 +121,7 @@ class DeviceShard:
     def count(self, sheet: Path, out: Path) -> None:
         """Count the classes of old weights in the tiles of a sheet."""
         with self._beside():
-            plan, rules = self._tiles(arrays.open_arrays(sheet))
+            plan, rules = kernels.read_sheet(arrays.open_arrays(sheet), self._views, self._tile_plans)
             sizes = kernels.class_counts(self._views, plan, rules).cpu().numpy()
         arrays.write(out, {"sizes": sizes})
 
@@ -144,19 +143,6 @@ class DeviceShard:
         ]
         table = np.array(rows, np.int64).reshape(-1, 4)[plan.tensor]
         return kernels.Origins(torch.from_numpy(table).to(self._device), len(numbers))
-
-    def _tiles(self, sheet: Mapping[str, Any]) -> tuple[kernels.Plan, kernels.Rules]:
-        """The tiles of a sheet over the pieces' memory. Deltas of a run mostly have the same tiles."""
-        key = tuple(sheet[name].tobytes() for name in ("segments", "lengths", "row_cuts", "column_cuts"))
-        plan = self._tile_plans.get(key, lambda: kernels.Plan(self._views, _segments(sheet)))
-        levels = None
-        if sheet["segments"][:, 3].any():
-            rows, columns = (
-                np.split(sheet[f"{axis}_levels"], np.cumsum([getattr(s, f"{axis}s") for s in plan.segments])[:-1])
-                for axis in ("row", "column")
-            )
-            levels = list(zip(rows, columns, strict=True))
-        return plan, kernels.rules(plan, sheet["rules"], levels)
 
     def _send(self, array: arrays.Array) -> Tensor:
         """A copy on the device. Pinned memory is filled while the interpreter is free for others."""
@@ -292,17 +278,6 @@ def _in_turn(found: Sequence[kernels.Changed], plan: kernels.Plan) -> kernels.Ch
 def _digest(lanes: Sequence[int]) -> StateDigest:
     lane0, lane1 = (value & (1 << 64) - 1 for value in lanes)
     return StateDigest(lane0, lane1)
-
-
-def _segments(sheet: Mapping[str, Any]) -> list[Segment]:
-    lengths = sheet["lengths"]
-    rows, columns = (
-        np.split(sheet[name], np.cumsum(lengths[:, axis])[:-1]) for axis, name in enumerate(("row_cuts", "column_cuts"))
-    )
-    return [
-        Segment(int(piece), int(offset), int(stride), rows[n].copy(), columns[n].copy())
-        for n, (piece, offset, stride, _) in enumerate(sheet["segments"])
-    ]
 
 
 def _bands_of(pieces: Sequence[Piece], height: int = 16) -> Tensor:
