@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
@@ -72,6 +72,7 @@ __all__ = [
     "grid",
     "operations",
     "place",
+    "prepare_apply",
     "read_sheet",
     "region_plan",
     "resolve",
@@ -140,6 +141,13 @@ def apply(tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False, pl
     plan = plan or flat_plan(tensors)
     _require_tiles(plan, changed)
     return _run("apply", plan, tensors, changed, keep=keep)  # type: ignore[no-any-return]
+
+
+def prepare_apply(tensors: Sequence[Tensor], changed: Changed, *, plan: Plan) -> Callable[[], None]:
+    """`apply` in two parts, for who is in a hurry: the tensors must lie where they lie now when the result is called,
+    with their device as the current one."""
+    _require_tiles(plan, changed)
+    return _run("prepare_apply", plan, tensors, changed)  # type: ignore[no-any-return]
 
 
 def resolve(tensors: Sequence[Tensor], moves: Moves, *, plan: Plan) -> Changed:

@@ -5,7 +5,7 @@ Segments are taken one after the other, so scratch memory follows the largest se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -93,6 +93,15 @@ def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool
     return Changed(changed.starts, changed.positions, found, changed.new)
 
 
+def prepare_apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed) -> Callable[[], None]:
+    """What writes changes when it is called."""
+
+    def run() -> None:
+        apply(plan, tensors, changed)
+
+    return run
+
+
 def resolve(plan: Plan, tensors: Sequence[Tensor], moves: Moves) -> Changed:
     """Old bits at the positions of moves, and the new ones they lead to."""
     plan.launches(tensors)
@@ -127,6 +136,15 @@ def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
             for lane in range(2):
                 out[lane] += (_mix(keys[first, lane] + block) * (rows * table[lane]).sum(1)).sum()
     return out
+
+
+def prepare_digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Callable[[Tensor], None]:
+    """What adds both lanes to its argument when it is called."""
+
+    def run(out: Tensor) -> None:
+        out += digest(plan, tensors, keys)
+
+    return run
 
 
 def digest_change(plan: Plan, changed: Changed, keys: Tensor, origins: Origins | None = None) -> Tensor:

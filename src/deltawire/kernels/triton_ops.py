@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,8 +93,21 @@ def _detect(
 def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False) -> Changed:
     """Write changes; with `keep`, return them with the bits found at their positions as the old ones."""
     found = torch.empty_like(changed.new) if keep else changed.old
-    if changed.count:
-        for launch in plan.launches(tensors):
+    result = Changed(changed.starts, changed.positions, found, changed.new)
+    _writer(plan, tensors, result, keep)()
+    return result
+
+
+def prepare_apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed) -> Callable[[], None]:
+    """What writes changes when it is called, and looks at nothing else then."""
+    return _writer(plan, tensors, changed, False)
+
+
+def _writer(plan: Plan, tensors: Sequence[Tensor], changed: Changed, keep: bool) -> Callable[[], None]:
+    launches = plan.launches(tensors) if changed.count else ()
+
+    def run() -> None:
+        for launch in launches:
             _change.apply_kernel[(launch.count,)](
                 launch.tiles,
                 *launch.addresses,
@@ -102,12 +115,13 @@ def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool
                 changed.starts,
                 changed.positions,
                 changed.new,
-                found,
+                changed.old,
                 UNIT=launch.unit,
                 KEEP=keep,
                 **APPLY,
             )
-    return Changed(changed.starts, changed.positions, found, changed.new)
+
+    return run
 
 
 def resolve(plan: Plan, tensors: Sequence[Tensor], moves: Moves) -> Changed:
@@ -133,21 +147,30 @@ def resolve(plan: Plan, tensors: Sequence[Tensor], moves: Moves) -> Changed:
 def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
     """Both lanes of the state digest. The plan is flat, in units of at most 16 bits; keys are int64 [tiles, 2]."""
     out = torch.zeros(2, dtype=torch.int64, device=plan.device)
-    table = _digest_table(plan)
-    for launch in plan.launches(tensors):
-        _digest.digest_kernel[(launch.count,)](
-            launch.tiles,
-            *launch.addresses,
-            plan.geometry,
-            keys,
-            table,
-            out,
-            UNIT=launch.unit,
-            ALIGNED=launch.aligned,
-            BLOCK=core_digest.BLOCK,
-            **DIGEST,
-        )
+    prepare_digest(plan, tensors, keys)(out)
     return out
+
+
+def prepare_digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Callable[[Tensor], None]:
+    """What adds both lanes to its argument when it is called, and looks at nothing else then."""
+    table, launches = _digest_table(plan), plan.launches(tensors)
+
+    def run(out: Tensor) -> None:
+        for launch in launches:
+            _digest.digest_kernel[(launch.count,)](
+                launch.tiles,
+                *launch.addresses,
+                plan.geometry,
+                keys,
+                table,
+                out,
+                UNIT=launch.unit,
+                ALIGNED=launch.aligned,
+                BLOCK=core_digest.BLOCK,
+                **DIGEST,
+            )
+
+    return run
 
 
 def digest_change(plan: Plan, changed: Changed, keys: Tensor, origins: Origins | None = None) -> Tensor:

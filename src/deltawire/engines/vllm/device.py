@@ -6,10 +6,11 @@ pinned memory, and become old and new bits there. Buffers in pinned memory are m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,8 @@ class Patch:
     """Changes on the device, ready to be written and to be taken back."""
 
     parts: list[tuple[kernels.Plan, kernels.Changed]]
+    writes: list[Callable[[], None]]
+    """What writes each part: made here, because in a swap there is no time to look where every tensor lies."""
 
     @property
     def count(self) -> int:
@@ -69,6 +72,9 @@ class DeviceShard:
         self._stream = torch.cuda.Stream(self._device) if cuda else None
         self._slots = [_Slot(self._device) for _ in range(2)] if cuda else []
 
+    def _patch(self, *parts: tuple[kernels.Plan, kernels.Changed]) -> Patch:
+        return Patch([*parts], [kernels.prepare_apply(self._views, changed, plan=plan) for plan, changed in parts])
+
     # ── beside the model ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def read(self, piece: int) -> Bits:
@@ -83,7 +89,7 @@ class DeviceShard:
             by_piece.setdefault(item.piece, []).append(item.change)
         whole = [_joined(piece, by_piece.get(number, [])) for number, piece in enumerate(self.pieces)]
         with self._beside():
-            return Patch([(self._plan, kernels.from_changes(self._plan, [c for c in whole if c.region.units]))])
+            return self._patch((self._plan, kernels.from_changes(self._plan, [c for c in whole if c.region.units])))
 
     def receive(self, moves: Path, parts: Sequence[tuple[int, int]], ranks: Path | None, sheet: Path | None) -> Patch:
         """What the decoder wrote for this rank: moves of several kinds, and ranks of the tiles that were counted."""
@@ -100,7 +106,7 @@ class DeviceShard:
                 plan, rules = kernels.read_sheet(arrays.open_arrays(sheet), self._views, self._tile_plans)
                 placed = (self._send(array) for array in arrays.open_arrays(ranks).values())
                 ready.append((plan, kernels.place(self._views, plan, rules, *placed)))
-        return Patch(ready)
+        return self._patch(*ready)
 
     def compare(self, source: Source) -> Patch:
         """What full weights change, found on the device, band by band. TooMany if most of a model is other weights."""
@@ -116,7 +122,7 @@ class DeviceShard:
                 room -= change.count
                 found.append(change)
         with self._beside():
-            return Patch([(self._plan, _in_turn(found, self._plan))])
+            return self._patch((self._plan, _in_turn(found, self._plan)))
 
     def count(self, sheet: Path, out: Path) -> None:
         """Count the classes of old weights in the tiles of a sheet."""
@@ -170,8 +176,12 @@ class DeviceShard:
     # ── in the swap ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def write(self, patch: Patch) -> None:
-        for plan, changed in patch.parts:
-            kernels.apply(self._views, changed, plan=plan)
+        with self._on_device():
+            for write in patch.writes:
+                write()
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def undo(self, patch: Patch) -> None:
         for plan, changed in patch.parts:
@@ -218,42 +228,45 @@ class _Proof:
             (group, _GroupProof([p for p, g in zip(pieces, groups, strict=True) if g == group]))
             for group in dict.fromkeys(groups)
         ]
+        self._device = pieces[0].view.device if pieces else torch.device("cpu")
 
     def digests(self) -> Sums:
         if not self._groups:
             return {}
         # one answer for all of them: each wait is a trip to the device
-        lanes = torch.stack([proof.lanes() for _, proof in self._groups]).tolist()
-        return {group: _digest(found) for (group, _), found in zip(self._groups, lanes, strict=True)}
+        out = torch.zeros((len(self._groups), 2), dtype=torch.int64, device=self._device)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            for (_, proof), lanes in zip(self._groups, out.unbind(), strict=True):
+                proof.add(lanes)
+        return {group: _digest(found) for (group, _), found in zip(self._groups, out.tolist(), strict=True)}
 
 
 class _GroupProof:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         device = pieces[0].view.device
-        self._operations = kernels.operations(device)
+        operations = kernels.operations(device)
         aligned = [piece for piece in pieces if _on_block_lines(piece.region)]
         others = [piece for piece in pieces if not _on_block_lines(piece.region)]
-        self._views = [piece.view for piece in aligned]
-        self._plan = kernels.flat_plan(self._views, unit=2) if aligned else None
-        self._keys = _placed_keys(self._plan, aligned) if self._plan is not None else None
-        by_kernel = self._operations is not torch_ops
+        views = [piece.view for piece in aligned]
+        plan = kernels.flat_plan(views, unit=2) if aligned else None
+        # whoever moves a tensor makes another shard: where they lie is looked up once
+        self._add = operations.prepare_digest(plan, views, _placed_keys(plan, aligned)) if plan is not None else None
+        by_kernel = operations is not torch_ops
         wide = [piece for piece in others if by_kernel and piece.view.dtype.itemsize == 2]
         self._bands = _bands_of(wide) if wide else None
         self._slow = [piece for piece in others if piece not in wide]
         self._table = torch.from_numpy(digest.TABLE.view("i8").copy()).to(device)
 
-    def lanes(self) -> Tensor:
-        out = torch.zeros(2, dtype=torch.int64, device=self._table.device)
-        with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
-            if self._bands is not None:
-                from ._rows import rows_kernel
+    def add(self, out: Tensor) -> None:
+        """Add both lanes to `out`."""
+        if self._add is not None:
+            self._add(out)
+        if self._bands is not None:
+            from ._rows import rows_kernel
 
-                rows_kernel[(self._bands.shape[0],)](self._bands, self._table, out, PERIOD=digest.BLOCK, BLOCK=512)
-            if self._plan is not None:
-                out += self._operations.digest(self._plan, self._views, self._keys)
-            for piece in self._slow:
-                out += _rows_digest(piece, self._table)
-        return out
+            rows_kernel[(self._bands.shape[0],)](self._bands, self._table, out, PERIOD=digest.BLOCK, BLOCK=512)
+        for piece in self._slow:
+            out += _rows_digest(piece, self._table)
 
 
 def _flat(source: Source, piece: Region, start: int, end: int) -> Bits:
