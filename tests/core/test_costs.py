@@ -213,12 +213,13 @@ def versions(found: Costs, count: int) -> dict[int, Manifest]:
     delta, anchor = round(found["delta_bytes"]), round(found["anchor_bytes"])
     manifests: dict[int, Manifest] = {}
     for version in range(count):
-        links = [Link("delta", version - 1, (Blob(keys.delta(version - 1, version, "0" * 8), delta, "0" * 32),))]
-        summaries = {v: m.summary() for v, m in manifests.items()}
-        if AnchorPolicy().wants_anchor(version, delta, anchor, summaries):
+        links = []
+        whole = AnchorPolicy().wants_anchor(version, delta, anchor, {v: m.summary() for v, m in manifests.items()})
+        if version and AnchorPolicy().wants_delta(delta, anchor, whole):
+            links = [Link("delta", version - 1, (Blob(keys.delta(version - 1, version, "0" * 8), delta, "0" * 32),))]
+        if whole:
             links.append(Link("anchor", None, (Blob(keys.anchor(version, "0" * 8), anchor, "0" * 32),)))
         parent = version - 1 if version else None
-        links = links if version else links[1:]
         manifests[version] = Manifest("r", version, parent, "s", "0" * 32, tuple(links), 60.0 * version, "w")
     return manifests
 
@@ -229,6 +230,16 @@ def test_anchors_come_as_often_as_the_publisher_makes_them(density: float) -> No
     every = int(found["anchor_every"])
     manifests = versions(found, 3 * every + 1)
     assert [v for v, m in manifests.items() if m.links[-1].kind == "anchor"] == [0, every, 2 * every, 3 * every]
+
+
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.2, 0.3])
+def test_what_is_put_is_what_the_publisher_makes_and_never_more_than_full_weights(density: float) -> None:
+    found = costs(params=1e12, density=density, encoding="raw", bandwidth=1e15)
+    every = int(found["anchor_every"])
+    made = [m for v, m in versions(found, 3 * every + 1).items() if v]
+    put = sum(blob.size for m in made for link in m.links for blob in link.objects)
+    assert found["stored"] / found["versions"] == pytest.approx(put / len(made))
+    assert put <= len(made) * found["anchor_bytes"]
 
 
 @pytest.mark.parametrize("density", [0.02, 0.1])

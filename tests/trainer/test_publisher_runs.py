@@ -96,6 +96,20 @@ def test_policy_counts_what_a_newcomer_would_replay() -> None:
     assert AnchorPolicy().wants_anchor(0, 0, 1000, {})
 
 
+@pytest.mark.parametrize("changed", [0.3, 0.7, 1.0])
+def test_dense_training_costs_no_more_than_full_weights(store: Store, changed: float) -> None:
+    """Weights drawn anew, the worst that a delta can meet."""
+    draw = np.random.default_rng(0)
+    weights = draw.normal(size=100_000).astype(np.float16)
+    with Publisher(store) as publisher:
+        for _ in range(9):
+            publisher.publish({"w": weights}, wait=True)
+            anew = draw.random(weights.size) < changed
+            weights = np.where(anew, draw.normal(size=weights.size), weights).astype(np.float16)
+    put = sum(entry.size for entry in store.list() if entry.key.endswith(".safetensors"))
+    assert put <= 9 * (weights.nbytes + 1000)
+
+
 def test_policy_with_a_fixed_cadence() -> None:
     policy = AnchorPolicy(every=3, ratio=1e9)
     known = summaries([("anchor", None, 10)], [("delta", 0, 1)], [("delta", 1, 1)])

@@ -333,7 +333,9 @@ def _encodings(setup: Setup, costs: Costs) -> None:
 def _per_day(setup: Setup, costs: Costs) -> None:
     section = "per day"
     delta, anchor, every = costs["delta_bytes"], costs["anchor_bytes"], costs["anchor_every"]
-    stored = anchor if delta == anchor else delta + anchor / every
+    # beside an anchor there is no delta of more than half its bytes
+    deltas = 1.0 if 2 * delta <= anchor else 1 - 1 / every
+    stored = deltas * delta + anchor / every
     busy = costs["encode"] + stored / setup.bandwidth
     interval = max(setup.step_seconds, busy)
     basis: Basis
@@ -354,7 +356,7 @@ def _per_day(setup: Setup, costs: Costs) -> None:
     held = span * delta * (delta != anchor) + (1 + (span - 1) // every) * anchor
     source = f"at most, with `prune --keep-last {setup.keep_last}` once in every grace period"
     costs.add(section, "held", "in the bucket at any time, pruned", held, "bytes", "extrapolated", source)
-    egress = versions * delta * setup.replicas
+    egress = versions * (deltas * delta + (1 - deltas) * anchor) * setup.replicas
     source = f"every delta to {setup.replicas:,} replicas"
     costs.add(section, "egress", "fetched by replicas", egress, "bytes", "extrapolated", source)
 

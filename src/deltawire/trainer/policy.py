@@ -13,13 +13,17 @@ from ..core.manifest import Summary
 @dataclass(frozen=True, slots=True)
 class AnchorPolicy:
     every: int | None = None
-    # a fixed cadence: an anchor at the latest every so many versions; 0: anchors and nothing else
+    """An anchor at the latest every so many versions; 0: anchors and nothing else."""
     ratio: float = 1.0
-    # an anchor once catching up from the last one would cost more than this many times its bytes
+    """An anchor once catching up from the last one would cost more than this many times its bytes."""
 
-    def wants_delta(self, delta_bytes: int, full_bytes: int) -> bool:
-        """Not where full weights are no larger, nor where nothing else is wanted."""
-        return delta_bytes < full_bytes and self.every != 0
+    def wants_delta(self, delta_bytes: int, full_bytes: int, anchor: bool) -> bool:
+        """Whether a version gets a delta; `anchor`: it gets an anchor anyway.
+
+        Not where full weights are no larger, nor where nothing else is wanted. Beside an anchor, not where it has more
+        than half of its bytes either: it would save readers little, and a dense run would cost more than full weights.
+        """
+        return self.every != 0 and (2 * delta_bytes <= full_bytes if anchor else delta_bytes < full_bytes)
 
     def wants_anchor(self, version: int, delta_bytes: int, full_bytes: int, versions: dict[int, Summary]) -> bool:
         """Pure: decided from what was published before and the size of the delta at hand."""

@@ -352,9 +352,9 @@ class ShardedPublisher:
         assert self._committer is not None
         nbytes = self._committer.run.schema.nbytes
         policy = self._settings.policy
-        delta = bool(version) and policy.wants_delta(size, nbytes) and not self._start_over
-        anchor = not delta or policy.wants_anchor(version, size, nbytes, self._committer.versions)
-        return _Wanted(delta, anchor)
+        anchor = policy.wants_anchor(version, size, nbytes, self._committer.versions)
+        delta = bool(version) and policy.wants_delta(size, nbytes, anchor) and not self._start_over
+        return _Wanted(delta, anchor or not delta)
 
     def _put(self, job: Job, terms: _Terms, wanted: _Wanted, file: DataFile, skip: Skip | None) -> _Put:
         assert self._mirror is not None

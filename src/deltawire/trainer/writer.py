@@ -137,12 +137,13 @@ class VersionWriter:
             draft.timings["encode"] = time.perf_counter() - clock
             clock = time.perf_counter()
             delta_bytes = file.size if version else 0
-            if version and self.policy.wants_delta(delta_bytes, schema.nbytes) and not self.start_over:
+            anchor = self.policy.wants_anchor(version, delta_bytes, schema.nbytes, committer.versions)
+            if version and self.policy.wants_delta(delta_bytes, schema.nbytes, anchor) and not self.start_over:
                 size += file.size
                 blob = put_object(committer.run.store, keys.delta(version - 1, version, committer.writer), file, put)
                 links.append(Link("delta", version - 1, (blob,), choice.encoding, choice.why, file.changed))
                 self.chooser.learn(choice, file, schema.elements, draft.timings["encode"], time.perf_counter() - clock)
-            if not links or self.policy.wants_anchor(version, delta_bytes, schema.nbytes, committer.versions):
+            if anchor or not links:
                 whole = full.anchor(schema, draft.weights, anchor_metadata(committer.run, version))
                 size += whole.size
                 blob = put_object(committer.run.store, keys.anchor(version, committer.writer), whole, put)
