@@ -1,6 +1,7 @@
 """How sparse is my training? Changed weights per step and bits per change, by optimizer, learning rate and precision.
 
-    python benchmarks/density.py                              stories15M, all rows; twenty minutes on two cores
+    python benchmarks/density.py                              stories15M, all rows; an hour on two cores, mostly Muon
+    python benchmarks/density.py --device cuda --steps 36     the same on a GPU; five minutes
     python benchmarks/density.py --rows "AdamW 1e-06" SGD     only rows whose names begin so
     python benchmarks/density.py --model smollm2 --rows "AdamW 1e-06" --steps 8
     python benchmarks/density.py --model path/to/your/model   a checkpoint folder of yours
@@ -115,12 +116,23 @@ def torchao(name: str, lr: float, **options: Any) -> Callable[[Parameters], Step
     return make
 
 
+def redrawn(parameters: Parameters) -> Step:
+    """Every weight is new and unrelated to its old value: the most that a version can cost."""
+
+    @torch.no_grad()
+    def step(_: int) -> None:
+        for parameter in parameters.values():
+            parameter.normal_(std=parameter.square().mean().sqrt().item())
+
+    return step
+
+
 def _plain(optimizer: torch.optim.Optimizer) -> Step:
     return lambda _: optimizer.step()
 
 
 ROWS = (
-    *(Row(f"AdamW {lr:.0e}", adamw(lr)) for lr in (1e-7, 1e-6, 3e-6, 1e-5, 1e-4)),
+    *(Row(f"AdamW {lr:.0e}", adamw(lr)) for lr in (1e-7, 1e-6, 3e-6, 1e-5, 1e-4, 1e-3)),
     Row("AdamW 1e-06, warm-up 12 steps", adamw(1e-6, warm_up=12)),
     Row("AdamW, 8-bit states, 1e-06", torchao("AdamW8bit", 1e-6)),
     Row("AdamW, 8-bit states, 1e-05", torchao("AdamW8bit", 1e-5)),
@@ -132,10 +144,11 @@ ROWS = (
     Row("pure bf16, to nearest, AdamW 1e-05", adamw(1e-5), pure_bf16=True),
     Row("pure bf16, stochastic rounding, AdamW 1e-06", torchao("_AdamW", 1e-6, bf16_stochastic_round=True), True),
     Row("pure bf16, stochastic rounding, AdamW 1e-05", torchao("_AdamW", 1e-5, bf16_stochastic_round=True), True),
+    Row("every weight drawn anew", redrawn),
 )
 
 
-def load(name: str) -> tuple[Any, Any]:
+def load(name: str, device: str) -> tuple[Any, Any]:
     """Model in fp32 with bf16 values, as most runs start, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -147,8 +160,8 @@ def load(name: str) -> tuple[Any, Any]:
             if not maker.exists():
                 raise SystemExit(f"{name} is neither a folder nor a model that examples/models makes")
             subprocess.run([sys.executable, str(maker), str(folder)], check=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False).float().eval()
-    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
+    return model.float().eval().to(device), AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 class Rounded(torch.autograd.Function):
@@ -195,7 +208,8 @@ def play(model: Any, tokenizer: Any, prompt: torch.Tensor, given: argparse.Names
     )
     texts = tokenizer.batch_decode(ids[:, prompt.shape[1] :])
     reward = torch.tensor([len(re.findall(r"[.!?]", text)) / max(len(text.split()), 1) for text in texts])
-    return Group(ids, prompt.shape[1], (reward - reward.mean()) / (reward.std() + 1e-4))
+    advantages = (reward - reward.mean()) / (reward.std() + 1e-4)
+    return Group(ids, prompt.shape[1], advantages.to(given.device))
 
 
 def measure(model: Any, row: Row, batches: Sequence[Sequence[Group]]) -> dict[str, Any]:
@@ -218,13 +232,13 @@ def measure(model: Any, row: Row, batches: Sequence[Sequence[Group]]) -> dict[st
     }
 
 
-def show(found: dict[str, Any]) -> None:
+def line(found: dict[str, Any]) -> str:
+    """A row of the table, as docs/density.md has it."""
     bits, part = found["bits_per_change"], found["of_full"]
-    print(
+    return (
         f"| {found['row']} | {100 * found['start']:.2f} % | {100 * found['steady']:.2f} % "
         f"| {bits['packed']:.1f} | {bits['context']:.1f} "
-        f"| {100 * part['packed']:.2f} % | {100 * part['context']:.2f} % |",
-        flush=True,
+        f"| {100 * part['packed']:.2f} % | {100 * part['context']:.2f} % |"
     )
 
 
@@ -237,13 +251,16 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4, choices=range(1, 5))
     parser.add_argument("--tokens", type=int, default=40, help="of each sample")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, help="where the figures go (results/density-MODEL.json)")
     given = parser.parse_args()
     facts = about()
+    if given.device == "cuda":
+        facts["machine"] = f"{torch.cuda.get_device_name()}; {facts['machine']}"
     print_about(facts)
-    model, tokenizer = load(given.model)
+    model, tokenizer = load(given.model, given.device)
     torch.manual_seed(given.seed)
-    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in PROMPTS[: given.prompts]]
+    prompts = [tokenizer(text, return_tensors="pt").input_ids.to(given.device) for text in PROMPTS[: given.prompts]]
     batches = [[play(model, tokenizer, prompt, given) for prompt in prompts] for _ in range(given.steps)]
     rows = [row for row in ROWS if any(row.name.startswith(name) for name in given.rows)]
     if find_spec("torchao") is None:
@@ -255,7 +272,7 @@ def main() -> None:
     results = []
     for row in rows:
         results.append(measure(model, row, batches))
-        show(results[-1])
+        print(line(results[-1]), flush=True)
     write_json(
         given.out or HERE / "results" / f"density-{Path(given.model).name}.json", {"about": facts, "rows": results}
     )

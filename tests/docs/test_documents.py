@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,27 @@ def test_no_cell_of_the_compatibility_tables_is_left_open() -> None:
         for cell in cells[2:]:
             header = cells[0] in ("trainer", "weights")
             assert header or said.search(cell) or (refused and not cell), f"{cells[0]!r}: {cell!r}"
+
+
+# ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("model", ["stories15m", "smollm2"])
+def test_the_tables_of_density_are_the_results(model: str) -> None:
+    """Row for row as benchmarks/density.py printed them; no row is missing, and none is from another run."""
+    name = f"benchmarks/results/density-{model}.json"
+    result = json.loads((ROOT / name).read_text())
+    page = (ROOT / "docs/density.md").read_text()
+    assert result["about"]["command"] in page
+    table = page.partition(f"`{name}`")[2].partition("\n## ")[0]
+    printed = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    expected = []
+    for row in result["rows"]:
+        bits, part = row["bits_per_change"], row["of_full"]
+        cells = [row["row"], f"{row['start']:.2%}", f"{row['steady']:.2%}", f"{bits['packed']:.1f}"]
+        cells += [f"{bits['context']:.1f}", f"{part['packed']:.2%}", f"{part['context']:.2%}"]
+        expected.append(f"| {' | '.join(cells)} |".replace("%", " %"))
+    assert printed == expected
 
 
 # ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────
