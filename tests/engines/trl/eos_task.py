@@ -108,6 +108,7 @@ def train(folder: Path, snippet: Path) -> None:
             "report_to": [],
             "save_strategy": "no",
             "use_cpu": True,
+            "vllm_server_timeout": 1200.0,  # a vLLM on busy cores takes minutes to start
             "bf16": False,
             "logging_steps": 1,
             "gradient_checkpointing": False,
