@@ -26,8 +26,6 @@ from torch import Tensor
 from _report import about, print_about, write_json
 from _shapes import QWEN3_06B, Shape
 from deltawire import Publisher, Replica
-from deltawire.replica.device import DeviceTarget
-from deltawire.replica.target import open_target
 from deltawire.store import ObjectStore
 from deltawire.trainer import DeltaAdamW, FusedDetector, HostDetector, SnapshotDetector
 
@@ -63,7 +61,7 @@ def follow(kind: str, shape: Shape, device: torch.device, steps: int, rate: floa
         "adamw": lambda: optimizer, "host": HostDetector,
     }[kind]()  # fmt: skip
     store = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
-    replica = Replica(store, heartbeat=0, target=DeviceTarget if device.type == "cuda" else open_target)
+    replica = Replica(store, heartbeat=0)
     live = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in tensors.items()}
     last: dict[str, Tensor] = {}
     losses, shares = [], []

@@ -32,8 +32,6 @@ from torch import Tensor
 from _report import about, print_about, write_json
 from deltawire import Publisher, Replica
 from deltawire.kernels import cast_and_detect
-from deltawire.replica.device import DeviceTarget
-from deltawire.replica.target import open_target
 from deltawire.store import ObjectStore
 from deltawire.store.base import Chunks
 from deltawire.trainer import DeltaAdamW, FusedDetector, HostDetector, SnapshotDetector
@@ -190,7 +188,7 @@ def check(training: Training, bucket: Bucket, newest: int) -> dict[str, float]:
     Medians of its phases in ms, and the longest pause: from the first write to the proof.
     """
     live = {n: torch.zeros(p.shape, dtype=torch.bfloat16, device=training.device) for n, p in training.params.items()}
-    replica = Replica(bucket, heartbeat=0, target=DeviceTarget if training.device.type == "cuda" else open_target)
+    replica = Replica(bucket, heartbeat=0)
     seen: list[dict[str, float]] = []
     for version in range(max(0, newest - TIMED_SYNCS - 1), newest + 1):
         replica.sync(live, version)

@@ -26,8 +26,8 @@ import numpy as np
 
 from deltawire.bucket.run import Run
 from deltawire.core import change
-from deltawire.replica import Replica, target
-from deltawire.replica.target import Target
+from deltawire.replica import Replica, host
+from deltawire.replica.host import HostMemory
 from deltawire.store import LocalStore
 from deltawire.trainer import Publisher
 from support import HookedStore, Model, model
@@ -105,9 +105,9 @@ def apply(task: dict[str, Any], death: Death) -> None:
             scatter(region, positions[i : i + 1], values[i : i + 1], bits)
             death("weight", region.tensor.name)
 
-    change.scatter = target.scatter = slowly
-    around(death, Target, "write")
-    around(death, Target, "load")
+    change.scatter = host.scatter = slowly
+    around(death, HostMemory, "write")
+    around(death, HostMemory, "load")
     live = mapped(Path(task["weights"]))
     replica = Replica(LocalStore(task["run"]), heartbeat=0)
     newest = Run.open(task["run"]).newest() or 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from deltawire.bucket.run import Run
+from deltawire.bucket.walk import Walker
 from deltawire.bucket.watch import Watcher
 from deltawire.core import chain, keys
 from deltawire.core.manifest import Head, dump
@@ -118,12 +119,10 @@ def test_planning_a_catch_up(long: Long) -> None:
     live = copy(long.weights[0])
     for have in (COUNT - 2, COUNT - 5, COUNT - 40, COUNT - 300, 0, None):
         counting = CountingStore(long.store)
-        replica = Replica(counting, heartbeat=0)
-        run = replica._open()
+        run = Run.open(counting)
         run.manifest(COUNT - 1)
         counting.reset()
-        replica.version = have
-        steps = replica._plan(run, COUNT - 1)
+        steps = Walker(run).plan(have, COUNT - 1)
         behind = COUNT - 1 - (have or 0)
         assert counting.requests.total() <= 1 + math.ceil(math.log2(behind + 1)), have
         # fewer objects than versions, by the skip deltas
@@ -131,12 +130,10 @@ def test_planning_a_catch_up(long: Long) -> None:
         assert steps[-1].version == COUNT - 1
     # the manifest alone tells how to get on from a few versions behind
     counting = CountingStore(long.store)
-    replica = Replica(counting, heartbeat=0)
-    run = replica._open()
+    run = Run.open(counting)
     run.manifest(COUNT - 1)
-    replica.version = COUNT - 3
     counting.reset()
-    assert len(replica._plan(run, COUNT - 1)) == 2
+    assert len(Walker(run).plan(COUNT - 3, COUNT - 1)) == 2
     assert counting.requests.total() == 0
     assert same(live, long.weights[0])
 

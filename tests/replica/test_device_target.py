@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from deltawire.core.digest import StateDigest  # noqa: E402
 from deltawire.core.errors import DigestMismatch  # noqa: E402
 from deltawire.models import ModelView, torch_bits  # noqa: E402
 from deltawire.replica import device as device_module  # noqa: E402
-from deltawire.replica.device import DeviceTarget  # noqa: E402
+from deltawire.replica import model as model_module  # noqa: E402
+from deltawire.replica.device import DeviceMemory  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
 from deltawire.trainer import SnapshotDetector, stream  # noqa: E402
 from deltawire.trainer.policy import AnchorPolicy  # noqa: E402
@@ -27,6 +29,14 @@ from deltawire.trainer.policy import AnchorPolicy  # noqa: E402
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def by_kernels() -> Iterator[None]:
+    """Models in host memory too are patched as if they were on a device."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model_module, "open_memory", DeviceMemory)
+        yield
 
 
 @pytest.fixture
@@ -57,7 +67,7 @@ def step(model: dict[str, Any], seed: int) -> None:
 
 
 def replica_of(store: ObjectStore, **options: Any) -> Replica:
-    return Replica(store, heartbeat=0, target=DeviceTarget, **options)
+    return Replica(store, heartbeat=0, **options)
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -96,7 +106,7 @@ def test_context_is_counted_where_the_weights_are(
 ) -> None:
     """In tiles, with rows that never move, in tensors that the run ties and this model does not."""
     monkeypatch.setattr(context, "encode", context.encode_tiles)
-    monkeypatch.setattr(DeviceTarget, "_base", None)
+    monkeypatch.setattr(DeviceMemory, "_base", None)
     model = weights(1, device)
     model["wide"] = torch.randn(400, 512, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
     model["head"] = model["wide"]
@@ -136,7 +146,7 @@ def test_an_error_half_way_leaves_the_old_weights(
 ) -> None:
     model = weights(2, device)
     replica, live, before = one_behind(model, store)
-    monkeypatch.setattr(DeviceTarget, "digest", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr(DeviceMemory, "digest", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         replica.sync(live)
     assert equal(live, before)
@@ -157,7 +167,7 @@ def test_names_that_the_run_ties_and_the_model_does_not(device: str, store: Obje
             replica.sync(live)
             assert equal(live, model)
             embed[version] += 1
-    target = DeviceTarget(live, ModelView(model).schema)
+    target = DeviceMemory(live, ModelView(model).schema)
     whole = target.digest()
     live["head"].view(torch.int16)[0, 0] ^= 1
     assert target.digest() == whole + StateDigest(1, 1)
@@ -187,7 +197,7 @@ def test_tied_weights_are_taken_back_together(device: str, store: ObjectStore, m
         replica.sync(live)
     assert equal(live, before)
     monkeypatch.undo()
-    monkeypatch.setattr(DeviceTarget, "digest", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr(DeviceMemory, "digest", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         replica.sync(live)
     assert equal(live, before)
@@ -231,7 +241,7 @@ def test_regions_that_somebody_cut_in_another_way(
 def test_digest_regions_and_load(device: str) -> None:
     model, live = weights(4, device), weights(5, device)
     view = ModelView(model)
-    target = DeviceTarget(live, view.schema)
+    target = DeviceMemory(live, view.schema)
     assert target.digest() == full.digest_of(ModelView(live)) == full.digest_of(target)
     target.load(view)
     assert equal(live, model)

@@ -31,7 +31,7 @@ from deltawire.core.errors import (
 )
 from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
-from deltawire.replica.target import Target
+from deltawire.replica.host import HostMemory
 from deltawire.store import Retrying, Store, open_store
 from deltawire.testing import FlakyStore
 from deltawire.trainer import Publisher
@@ -329,18 +329,18 @@ class Boom(Exception):
 def writes(store: Store, live: Model) -> int:
     """How many changes the newest delta has."""
     count = 0
-    real = Target.write
+    real = HostMemory.write
 
-    def counted(self: Target, change: Any) -> None:
+    def counted(self: HostMemory, change: Any) -> None:
         nonlocal count
         count += 1
         real(self, change)
 
-    Target.write = counted  # type: ignore[method-assign]
+    HostMemory.write = counted  # type: ignore[method-assign]
     try:
         Replica(store, heartbeat=0).sync(copy(live))
     finally:
-        Target.write = real  # type: ignore[method-assign]
+        HostMemory.write = real  # type: ignore[method-assign]
     return count
 
 
@@ -352,14 +352,14 @@ def test_a_write_that_fails_is_undone_whole(
     """At every change, before it, half-way through it and after it."""
     versions = history(2, changes=9)
     publish(store, versions, encoding=encoding)
-    real = Target.write
+    real = HostMemory.write
     total = writes(store, versions[0])
     assert total >= 4
     for k in range(total):
         for moment in ("before", "half", "after"):
             calls = iter(range(1000))
 
-            def failing(self: Target, change: Any, k: int = k, moment: str = moment, calls: Any = calls) -> None:
+            def failing(self: HostMemory, change: Any, k: int = k, moment: str = moment, calls: Any = calls) -> None:
                 if next(calls) != k:
                     real(self, change)
                     return
@@ -374,10 +374,10 @@ def test_a_write_that_fails_is_undone_whole(
             live = copy(versions[0])
             replica = Replica(store, heartbeat=0)
             replica.sync(live, 0)
-            monkeypatch.setattr(Target, "write", failing)
+            monkeypatch.setattr(HostMemory, "write", failing)
             with pytest.raises(error):
                 replica.sync(live)
-            monkeypatch.setattr(Target, "write", real)
+            monkeypatch.setattr(HostMemory, "write", real)
             assert same(live, versions[0]), f"change {k}, {moment}"
             assert replica.version == 0
             assert replica.sync(live) == 1
@@ -394,16 +394,16 @@ def test_a_write_that_fails_on_a_parameter_that_is_not_contiguous(
     live = {n: torch.zeros(30, 40, dtype=torch.bfloat16).T for n in "abc"}
     replica = Replica(store, heartbeat=0)
     replica.sync(live, 0)
-    real = Target.write
+    real = HostMemory.write
     seen: list[str] = []
 
-    def failing(self: Target, change: Any) -> None:
+    def failing(self: HostMemory, change: Any) -> None:
         real(self, change)
         seen.append(change.region.tensor.name)
         if len(seen) == 2:
             raise Boom
 
-    monkeypatch.setattr(Target, "write", failing)
+    monkeypatch.setattr(HostMemory, "write", failing)
     with pytest.raises(Boom):
         replica.sync(live)
     assert all(torch_bits(live[n]).tolist() == first[n].reshape(-1).tolist() for n in "abc")
@@ -416,12 +416,12 @@ def test_a_delta_that_is_written_wrong_is_taken_back(store: Store, monkeypatch: 
     live = copy(versions[0])
     replica = Replica(store, heartbeat=0)
     replica.sync(live, 0)
-    real = Target.write
+    real = HostMemory.write
 
-    def wrong(self: Target, change: Any) -> None:
+    def wrong(self: HostMemory, change: Any) -> None:
         real(self, type(change)(change.region, change.positions, change.old, change.new ^ change.new.dtype.type(1)))
 
-    monkeypatch.setattr(Target, "write", wrong)
+    monkeypatch.setattr(HostMemory, "write", wrong)
     with pytest.raises(DigestMismatch):
         replica.sync(live)
     assert same(live, versions[0])
@@ -435,17 +435,17 @@ def test_an_anchor_that_breaks_off_leaves_weights_without_a_name(store: Store, m
     live = copy(versions[0])
     replica = Replica(store, heartbeat=0)
     replica.sync(live, 0)
-    real = Target.load
+    real = HostMemory.load
 
-    def half(self: Target, source: Any) -> None:
+    def half(self: HostMemory, source: Any) -> None:
         self._cells["embed.weight"][0].read(None)[0][:] = 0
         raise Boom
 
-    monkeypatch.setattr(Target, "load", half)
+    monkeypatch.setattr(HostMemory, "load", half)
     with pytest.raises(Boom):
         replica.sync(live)
     assert replica.version is None
-    monkeypatch.setattr(Target, "load", real)
+    monkeypatch.setattr(HostMemory, "load", real)
     assert replica.sync(live) == 1
     assert same(live, versions[1])
 
@@ -494,13 +494,13 @@ def test_weights_that_somebody_keeps_changing(store: Store, monkeypatch: pytest.
     live = copy(versions[1])
     replica = Replica(store, heartbeat=0)
     replica.sync(live, 1)
-    real = Target.write
+    real = HostMemory.write
 
-    def interfered(self: Target, change: Any) -> None:
+    def interfered(self: HostMemory, change: Any) -> None:
         real(self, change)
         live["layer.weight"][0, 0] += 1
 
-    monkeypatch.setattr(Target, "write", interfered)
+    monkeypatch.setattr(HostMemory, "write", interfered)
     with pytest.raises(DigestMismatch):
         replica.sync(live)
 
@@ -515,8 +515,10 @@ def test_a_detour_never_shows_older_weights(store: Store, monkeypatch: pytest.Mo
     spoil(store, delta_key(store, 6))
     known = {digest(weights): version for version, weights in enumerate(versions)}
     seen: list[int | None] = []
-    real = Target.load
-    monkeypatch.setattr(Target, "load", lambda self, source: (seen.append(known.get(digest(live))), real(self, source)))
+    real = HostMemory.load
+    monkeypatch.setattr(
+        HostMemory, "load", lambda self, source: (seen.append(known.get(digest(live))), real(self, source))
+    )
     assert replica.sync(live) == 8
     assert seen == [5], "from 5 to 8 in one go"
     assert same(live, versions[8])
@@ -798,8 +800,9 @@ def test_the_heartbeat_says_how_it_is(store: Store) -> None:
     publish(store, versions)
     replica = Replica(store, id="box-1.gpu_0")
     began = time.time()
-    replica.sync(blank(versions[0]), 1)
-    replica.sync(replica._target.model)  # type: ignore[union-attr]
+    live = blank(versions[0])
+    replica.sync(live, 1)
+    replica.sync(live)
     (beat,) = Run.open(store).heartbeats()
     assert (beat.replica, beat.version, beat.newest, beat.healthy, beat.error) == ("box-1.gpu_0", 2, 2, True, "")
     assert beat.run == Run.open(store).info.run

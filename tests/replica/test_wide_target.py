@@ -13,7 +13,7 @@ import deltawire as dw  # noqa: E402
 from deltawire.core.change import compare, regions  # noqa: E402
 from deltawire.core.errors import SchemaMismatch  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
-from deltawire.replica.target import Target  # noqa: E402
+from deltawire.replica.host import HostMemory  # noqa: E402
 from deltawire.store import Store  # noqa: E402
 from support import specials  # noqa: E402
 
@@ -62,7 +62,7 @@ def test_the_digest_is_that_of_the_narrow_weights(dtype: str) -> None:
             parameter.copy_(parameter.to(TORCH[dtype]).float())
     narrow = narrow_copy(model, TORCH[dtype])
     schema = ModelView(narrow).schema
-    assert Target(model, schema).digest() == Target(narrow, schema).digest()
+    assert HostMemory(model, schema).digest() == HostMemory(narrow, schema).digest()
 
 
 def test_every_bfloat16_survives_and_changes_can_be_undone() -> None:
@@ -70,16 +70,16 @@ def test_every_bfloat16_survives_and_changes_can_be_undone() -> None:
     wide = {"w": torch.from_numpy((every.astype(np.uint32) << 16).view(np.float32).copy())}
     narrow = {"w": every.copy()}
     schema = ModelView(narrow).schema
-    target = Target(wide, schema)
+    target = HostMemory(wide, schema)
     assert np.array_equal(target.bits("w"), every)
     new = np.roll(every, 7)
     region = next(regions(schema.tensors[0]))
     change = compare(region, every, new)
     target.write(change)
     assert np.array_equal(target.bits("w"), new)
-    assert target.digest() == Target({"w": new}, schema).digest()
+    assert target.digest() == HostMemory({"w": new}, schema).digest()
     target.undo(change)
-    assert target.digest() == Target(narrow, schema).digest()
+    assert target.digest() == HostMemory(narrow, schema).digest()
 
 
 def test_every_float16_survives_but_signalling_nans_which_hardware_quiets() -> None:
@@ -88,22 +88,22 @@ def test_every_float16_survives_but_signalling_nans_which_hardware_quiets() -> N
     quiet = bits[~is_nan | (bits & 0x200 != 0)]
     narrow = {"w": quiet.view(np.float16)}
     schema = ModelView(narrow).schema
-    target = Target({"w": torch.zeros(quiet.size)}, schema)
-    target.load(Target({"w": quiet.view(np.float16).copy()}, schema))
+    target = HostMemory({"w": torch.zeros(quiet.size)}, schema)
+    target.load(HostMemory({"w": quiet.view(np.float16).copy()}, schema))
     assert np.array_equal(target.bits("w"), quiet)
-    assert target.digest() == Target({"w": quiet.view(np.float16).copy()}, schema).digest()
+    assert target.digest() == HostMemory({"w": quiet.view(np.float16).copy()}, schema).digest()
 
 
 def test_a_weight_between_two_bfloat16_is_no_version() -> None:
     model = rounded(Tiny())
     narrow = narrow_copy(model, torch.bfloat16)
     schema = ModelView(narrow).schema
-    target = Target(model, schema)
+    target = HostMemory(model, schema)
     exact = target.digest()
     with torch.no_grad():
         # the upper half, which is the bfloat16, stays as it is
         model.norm.weight.view(torch.int32)[3] += 1
-    assert np.array_equal(target.bits("norm.weight"), Target(narrow, schema).bits("norm.weight"))
+    assert np.array_equal(target.bits("norm.weight"), HostMemory(narrow, schema).bits("norm.weight"))
     assert target.digest() != exact
 
 
@@ -112,8 +112,8 @@ def test_loading_overwrites_everything() -> None:
     nudge(other, 1)
     narrow = {name: tensor.contiguous() for name, tensor in narrow_copy(other, torch.bfloat16).items()}
     schema = ModelView(narrow).schema
-    source = Target(narrow, schema)
-    target = Target(model, schema)
+    source = HostMemory(narrow, schema)
+    target = HostMemory(model, schema)
     target.load(source)
     assert target.digest() == source.digest()
     for name, tensor in narrow.items():
@@ -126,7 +126,7 @@ def test_a_tie_that_this_model_does_not_have_is_written_twice() -> None:
     schema = ModelView(tied, "bf16").schema
     assert schema.ties
     source = ModelView(tied, "bf16")
-    target = Target(untied, schema)
+    target = HostMemory(untied, schema)
     target.load(source)
     assert torch.equal(untied.head.weight, tied.head.weight.bfloat16().float())
     proven = target.digest()
@@ -153,23 +153,23 @@ def test_another_model_is_refused_before_anything_is_written() -> None:
     model = Tiny()
     schema = ModelView(model, "bf16").schema
     with pytest.raises(SchemaMismatch, match="in the run but") as wrong:
-        Target(model, ModelView(Tiny(hidden=4), "bf16").schema)
+        HostMemory(model, ModelView(Tiny(hidden=4), "bf16").schema)
     assert "dtype" not in str(wrong.value), "advice about dtypes helps nobody whose shapes are wrong"
     with pytest.raises(SchemaMismatch, match="this model does not"):
-        Target(model, ModelView(Tiny(layers=3), "bf16").schema)
+        HostMemory(model, ModelView(Tiny(layers=3), "bf16").schema)
     with pytest.raises(SchemaMismatch, match="does not carry"):
-        Target(Tiny(layers=3), schema)
+        HostMemory(Tiny(layers=3), schema)
     with pytest.raises(SchemaMismatch, match="load the model in the run's dtype or a wider one"):
-        Target(Tiny().bfloat16(), ModelView(Tiny()).schema)
+        HostMemory(Tiny().bfloat16(), ModelView(Tiny()).schema)
     with pytest.raises(SchemaMismatch, match="wider one"):
-        Target(Tiny().half(), schema)
+        HostMemory(Tiny().half(), schema)
 
 
 def test_all_names_that_differ_are_named() -> None:
     model = {f"model.layers.{i}.weight": torch.zeros(4) for i in range(5)} | {"norm": torch.zeros(3)}
     run = {f"layers.{i}.weight": torch.zeros(4) for i in range(5)} | {"norm": torch.zeros(4)}
     with pytest.raises(SchemaMismatch) as refused:
-        Target(model, ModelView(run).schema)
+        HostMemory(model, ModelView(run).schema)
     assert str(refused.value) == (
         "the run has 'layers.0.weight', 'layers.1.weight', 'layers.2.weight' and 2 more, this model does not; "
         "this model has 'model.layers.0.weight', 'model.layers.1.weight', 'model.layers.2.weight' and 2 more, which "

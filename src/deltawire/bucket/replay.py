@@ -8,36 +8,32 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..core import chain, full, keys
+from ..core import chain, full
 from ..core.change import Region, blocks
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.errors import (
-    ChainError,
     DeltawireError,
     DigestMismatch,
     ForeignObject,
-    FormatError,
-    MissingBase,
     ModelTooLarge,
-    ObjectNotFound,
     ReferenceUnavailable,
-    SchemaError,
 )
 from ..core.extras import install_command
-from ..core.manifest import MAX_ALL_FILES, Link, Manifest, Summary
+from ..core.manifest import MAX_ALL_FILES, Link, Manifest
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
-from ..core.sparse import BASE_DIGEST, DIGEST, DeltaFile
+from ..core.sparse import DeltaClaim, DeltaFile, open_delta
 from .ahead import Parcel, arrivals
 from .fetch import Fetched, Progress
 from .run import Run
+from .walk import BAD_LINK, Walker
 
 log = logging.getLogger("deltawire")
 
@@ -81,21 +77,14 @@ class State:
         self.digest = full.digest_of(self, threads)
 
 
+def claim_of(run: Run, manifest: Manifest, link: Link, present: StateDigest | None = None) -> DeltaClaim:
+    """What a delta must be to be the one of this link. `present` is the digest of what it is to be applied to."""
+    return DeltaClaim(run.info.run, link.base, manifest.version, StateDigest.parse(manifest.digest), present)
+
+
 def as_delta(run: Run, manifest: Manifest, link: Link, data: Fetched, present: StateDigest | None = None) -> DeltaFile:
-    """A fetched object as the delta its manifest says it is. `present` is the digest of what it is to be applied to."""
-    file = DeltaFile(data.read, data.size, run.schema)
-    said, version = file.metadata, manifest.version
-    claim = (said.get("run"), said.get("base_version"), said.get("model_version"))
-    if claim != (run.info.run, str(link.base), str(version)):
-        raise ForeignObject(
-            f"a delta of version {version} says it is run {_cut(claim[0])}, {_cut(claim[1])} → {_cut(claim[2])}, "
-            f"not {link.base} → {version}"
-        )
-    if (digest := said.get(DIGEST, manifest.digest)) != manifest.digest:
-        raise DigestMismatch(version, manifest.digest, digest[:32], f"says the delta; or {keys.manifest(version)} lies")
-    if present is not None and (base := said.get(BASE_DIGEST, str(present))) != str(present):
-        raise DigestMismatch(link.base or 0, base[:32], str(present), "the delta was made from other weights")
-    return file
+    """A fetched object as the delta its manifest says it is."""
+    return open_delta(data.read, data.size, run.schema, claim_of(run, manifest, link, present))
 
 
 def as_anchor(run: Run, version: int, objects: Sequence[Fetched]) -> full.Anchor:
@@ -226,33 +215,23 @@ def checkout(
     Where an object on the way is damaged or gone, another way is taken, if there is one, from nothing.
     MissingBase after chain.MAX_PLANS of them.
     """
-    versions: Mapping[int, Summary] = {}
-    failure: DeltawireError | None = None
-    renewed: set[int] = set()
-    # versions whose manifest was replaced since it was read
-    for _ in range(chain.MAX_PLANS):
-        if steps is None:
-            versions = versions or run.timeline(version)
-            try:
-                steps = chain.plan(state.version if state is not None else None, version, versions)
-            except MissingBase:
-                raise failure or MissingBase(f"no path leads to version {version} in {run.store.url}") from failure
+    walker = Walker(run)
+
+    def go(planned: list[chain.Step]) -> DeltawireError | None:
+        nonlocal state
         state = state or State(run.schema)
-        for arrival in arrivals(run, steps, progress):
+        for arrival in arrivals(run, planned, progress):
             try:
                 take(run, state, arrival.parcel(), resolve)
-            except (FormatError, SchemaError, ChainError, ObjectNotFound) as error:
+            except BAD_LINK as error:
                 step = arrival.step
                 log.warning("cannot use the %s to version %d: %s", step.kind, step.version, error)
-                # where the weights do not fit, it may be the base that was another
-                replaced = {v for v in (step.version, step.base) if v is not None and run.renew(v)}
-                if replaced - renewed:
-                    renewed |= replaced
-                    versions = {}
-                else:
-                    versions = chain.without(step, versions or run.timeline(version))
-                failure, steps, state = error, None, None
-                break
-        else:
-            return state
-    raise chain.gave_up(version, run.store.url, failure) from failure
+                state = None
+                if not walker.renew(step):
+                    walker.leave_out([step])
+                return error
+        return None
+
+    walker.reach(version, lambda: state.version if state is not None else None, go, steps)
+    assert state is not None
+    return state

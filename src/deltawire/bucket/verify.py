@@ -10,23 +10,23 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-import msgspec
 from blake3 import blake3
 
 from ..core import chain, full, keys
 from ..core.digest import StateDigest
 from ..core.errors import DigestMismatch, HashMismatch, MissingBase, ReferenceUnavailable, VersionNotFound
-from ..core.manifest import File, Link, Manifest, Summary
+from ..core.manifest import File, Link, Manifest
 from ..core.sparse import DeltaFile
 from .ahead import Parcel, arrivals
 from .records import Found, Problem, Records, blame, blobs, ranges
 from .replay import Resolve, State, as_anchor, as_delta, find_reference, reference_source, take
 from .run import Run
 from .versions import existing
+from .walk import Walker
 
 Progress = Callable[[int, int], None]
 """(bytes read since the last call, bytes to read in all)."""
@@ -146,8 +146,7 @@ class _Walk:
         self.route = _route(self.manifests, quick)
         self.bases = {visit.at for visit in self.route if visit.link.base == visit.at}
         self.state: State | None = None
-        self.passable: Mapping[int, Summary] = records.summaries
-        # by which a state can be had here: without a reference that is not available
+        self.walker = Walker(self.run, records.summaries)
 
     def go(self, progress: Progress | None) -> None:
         total = sum({blob.key: blob.size for m in self.manifests for blob in blobs(m)}.values())
@@ -207,7 +206,7 @@ class _Walk:
         try:
             self._full(manifest, reference_source(self.run, link, self.resolve))
         except ReferenceUnavailable:
-            self.passable = _without_references(self.records.summaries)
+            self.walker.leave_out_references()
             return _NO_REFERENCE
         return ""
 
@@ -239,14 +238,14 @@ class _Walk:
             return self.state
         state = self._private_state()
         try:
-            for arrival in arrivals(self.run, chain.plan(state.version, version, self.passable), shared=False):
+            for arrival in arrivals(self.run, self.walker.plan(state.version, version), shared=False):
                 manifest = self.records.manifests[arrival.step.version]
                 with self._blame(manifest, manifest.link(arrival.step.kind, arrival.step.base)):
                     take(self.run, state, arrival.parcel(), self.resolve)
         except MissingBase:
             return None
         except ReferenceUnavailable:
-            self.passable = _without_references(self.records.summaries)
+            self.walker.leave_out_references()
             return self._stand_at(version)
         return state
 
@@ -283,10 +282,3 @@ def _require(manifest: Manifest, found: StateDigest) -> None:
         raise DigestMismatch(
             manifest.version, manifest.digest, str(found), f"or {keys.manifest(manifest.version)} lies"
         )
-
-
-def _without_references(versions: Mapping[int, Summary]) -> dict[int, Summary]:
-    return {
-        v: msgspec.structs.replace(s, links=tuple(x for x in s.links if x.kind != "reference"))
-        for v, s in versions.items()
-    }

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 from .errors import MissingBase, VersionNotFound
 from .manifest import Kind, Summary
 
@@ -54,13 +52,6 @@ MAX_PLANS = 64
 
 def gave_up(version: int, where: str, failure: Exception | None) -> MissingBase:
     return MissingBase(f"{MAX_PLANS} ways to version {version} in {where} cannot be used; the last: {failure}")
-
-
-def without(step: Step, versions: Mapping[int, Summary]) -> dict[int, Summary]:
-    """The same versions, less a link that turned out bad."""
-    summary = versions[step.version]
-    links = tuple(link for link in summary.links if (link.kind, link.base) != (step.kind, step.base))
-    return {**versions, step.version: msgspec.structs.replace(summary, links=links)}
 
 
 def needed(wants: Iterable[int], versions: Mapping[int, Summary]) -> set[int]:

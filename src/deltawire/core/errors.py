@@ -25,6 +25,7 @@ DeltawireError
 │   ├── ForeignObject        a manifest or file that belongs to another run or version
 │   ├── DigestMismatch       weights that are not, bit for bit, the version they should be
 │   └── ReferenceUnavailable the checkpoint a run starts from cannot be found here
+├── NotRestored              live weights were changed and could not be put back; nobody may compute with them
 ├── PublishError
 │   ├── WriterConflict       another writer committed this version first
 │   ├── RunExists            a run is to be made where there is one
@@ -170,6 +171,10 @@ class DigestMismatch(ChainError):
 
 class ReferenceUnavailable(ChainError):
     exit_code = 4
+
+
+class NotRestored(DeltawireError):
+    pass
 
 
 # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,14 +17,17 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from . import container
+from . import container, keys
 from .change import Change, Region
 from .codecs import block_encoding, check_encoding, raw
 from .codecs.base import BaseBits, Before, CodedBlock, Stream, expand, squeeze
+from .digest import StateDigest
 from .dtypes import lookup
 from .errors import (
     CorruptStream,
     CountMismatch,
+    DigestMismatch,
+    ForeignObject,
     HashMismatch,
     HeaderError,
     PositionError,
@@ -371,6 +374,37 @@ class DeltaFile:
             return decode(plain, _Index)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptStream(f"the index does not parse: {error}") from None
+
+
+class DeltaClaim(msgspec.Struct, frozen=True):
+    """What the manifest of a version says that a delta is."""
+
+    run: str
+    base: int | None
+    version: int
+    digest: StateDigest
+    """Digest of the weights that the delta leads to."""
+    base_digest: StateDigest | None = None
+    """Digest of the weights that it is to be applied to; None where there are none."""
+
+
+def open_delta(read: Read, size: int, schema: Schema, claim: DeltaClaim) -> DeltaFile:
+    """Open a delta and check that it is the one that its manifest says it is."""
+    file = DeltaFile(read, size, schema)
+    said, version = file.metadata, claim.version
+    found = (said.get("run"), said.get("base_version"), said.get("model_version"))
+    if found != (claim.run, str(claim.base), str(version)):
+        run, base, target = (str(value)[:32] for value in found)
+        raise ForeignObject(
+            f"a delta of version {version} says it is run {run}, {base} → {target}, not {claim.base} → {version}"
+        )
+    if (digest := said.get(DIGEST, str(claim.digest))) != str(claim.digest):
+        what = f"says the delta; or {keys.manifest(version)} lies"
+        raise DigestMismatch(version, str(claim.digest), digest[:32], what)
+    present = str(claim.base_digest)
+    if claim.base_digest is not None and (base := said.get(BASE_DIGEST, present)) != present:
+        raise DigestMismatch(claim.base or 0, base[:32], present, "the delta was made from other weights")
+    return file
 
 
 def _region(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core.change import Change, Region, blocks, no_change, regions
+from ..core.change import Region, blocks, no_change, regions
 from ..core.codecs import context
 from ..core.codecs.base import BaseBits
 from ..core.codecs.context.decoder import Ranked
@@ -29,14 +29,13 @@ from ..core.schema import Schema, TensorSpec
 from ..core.sparse import BlockRef, DeltaFile
 from ..kernels.plan import Remember, units
 from ..models import live_tensors
-from .target import Target, require
+from .host import require
 
 
-class DeviceTarget(Target):
+class DeviceMemory:
     """Contiguous tensors on one device, by the names of the run's schema."""
 
     def __init__(self, model: Any, schema: Schema, *, strict: bool = True) -> None:
-        self.model = model
         self.schema = schema
         tensors = live_tensors(model)
         require(tensors, schema, strict, may_be_wider=False)
@@ -61,10 +60,6 @@ class DeviceTarget(Target):
         self._digest_plan = kernels.digest_plan(self._first)
         self._number = {name: number for number, name in enumerate(self._proven)}
         self._tile_plans = Remember()
-
-    @property
-    def in_place(self) -> bool:
-        return True
 
     def bits(self, name: str) -> Bits:
         whole = TensorSpec(name, self._spec(name).dtype, self._spec(name).shape)
@@ -107,7 +102,7 @@ class DeviceTarget(Target):
         sizes = kernels.class_counts(self._first, plan, rules).cpu().numpy()
         return _Counted(tiles, decode_ranks(tiles, sizes))
 
-    def stage(self, decoded: Sequence[RegionMoves | _Counted]) -> DevicePatch:
+    def prepare(self, decoded: Sequence[RegionMoves | _Counted]) -> DevicePatch:
         most = max(map(len, self._names.values()), default=1)
         moves = [item for item in decoded if isinstance(item, RegionMoves)]
         counted = [item for item in decoded if isinstance(item, _Counted)]
@@ -145,12 +140,6 @@ class DeviceTarget(Target):
         moves = [found.get(region) or _no_moves(region) for region in regions]
         changed = kernels.resolve(tensors, kernels.send_moves(plan, moves), plan=plan)
         return _Part(names, tensors, plan, changed, number == 0)
-
-    def write(self, change: Change) -> None:
-        self.stage([RegionMoves(change.region, change.positions, change.new, kernels.NEW_BITS)]).write()
-
-    def undo(self, change: Change) -> None:
-        self.stage([RegionMoves(change.region, change.positions, change.old, kernels.NEW_BITS)]).write()
 
     def _base(self, wanted: Sequence[Region]) -> BaseBits:
         """Only what a block needs leaves the device; the rest of what is handed out is never touched."""

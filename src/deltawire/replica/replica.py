@@ -12,26 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from ..bucket.ahead import Parcel, arrivals
 from ..bucket.cache import Cache
 from ..bucket.fetch import Progress
-from ..bucket.replay import State, as_anchor, reference_source, resolver, take
+from ..bucket.replay import State, as_anchor, claim_of, reference_source, resolver, take
 from ..bucket.run import Run
 from ..bucket.versions import address_only, resolve
+from ..bucket.walk import BAD_LINK, Walker
 from ..bucket.watch import Watcher, following
-from ..core import chain, full, keys
+from ..core import keys
+from ..core.chain import Step
 from ..core.digest import StateDigest
 from ..core.errors import (
-    ChainError,
     DeltawireError,
     DigestMismatch,
-    FormatError,
-    MissingBase,
-    ObjectNotFound,
+    NotRestored,
     PermissionDenied,
     RunNotFound,
     RunReplaced,
@@ -40,11 +36,11 @@ from ..core.errors import (
     StoreUnavailable,
     VersionNotFound,
 )
-from ..core.manifest import Heartbeat, Manifest, Summary, dump, now, spans
-from ..models import whereabouts
+from ..core.full import Source
+from ..core.manifest import Heartbeat, Manifest, dump, now, spans
 from ..store import Store, open_store
-from .target import Target, open_target
-from .transaction import apply, stage
+from .model import Model, ModelTarget
+from .target import AnyTarget, Delta, Target, Update
 
 log = logging.getLogger("deltawire")
 
@@ -55,8 +51,7 @@ follower of every version tries one that cannot be reached before it goes on to 
 READING_EVERY = 60.0
 """Seconds, at most, between heartbeats of a replica that reads what prune must leave; `Retention.lease` is longer."""
 
-_BAD_LINK = (FormatError, SchemaError, ChainError, ObjectNotFound)
-"""What makes a replica try another way to the same version."""
+_UNBOUND = ModelTarget({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +71,8 @@ class Synced:
     """Number of weights of the model."""
     timings: dict[str, float]
     """Seconds by phase: fetch, verify, decode, stage, apply, prove."""
+    seconds: float
+    """Seconds that the sync took in all."""
 
     @property
     def density(self) -> float:
@@ -94,7 +91,8 @@ class Synced:
 
 
 class Replica:
-    """Keeps live weights at a version of a run. One per set of live weights, used by one thread at a time.
+    """Keeps live weights at a version of a run. One per set of live weights. Threads may share it: syncs wait for each
+    other.
 
         with dw.Replica("s3://runs/wordle") as replica:
             replica.sync(model)                        # the newest version, verified
@@ -103,11 +101,14 @@ class Replica:
 
     `model` is a torch module, a state dict or a mapping of writable numpy arrays, with the names and shapes of the run.
     Floats may be wider than the run's: fp32 weights take the values of a bf16 run and are proven on its bits. On any
-    error the weights are those of `replica.version`, as before.
+    error the weights are those of `replica.version`, as before. Weights that are elsewhere, such as those of an engine,
+    are passed as a `Target` in place of a model.
 
     id          name of this replica in heartbeats, as `deltawire log` shows it
     strict      whether weights that the run does not carry are an error (default) or left alone
     on_version  called with a `Synced` after each version that was reached, outside the pause; what it raises is logged
+    on_name     called with the version that the weights are, after every sync that was tried, and with None as soon as
+                they are found to be none
     prove       recompute the digest of all live weights after every apply (default). Without it the digest is still
                 checked before the write, from the delta and the weights it meets.
     heartbeat   seconds between heartbeat objects in the bucket; 0 writes none
@@ -115,7 +116,6 @@ class Replica:
     max_model_gb  the largest model that the run may declare; DELTAWIRE_MAX_MODEL_GB, or 4000, by default
     pause       entered exactly for as long as live weights are written and proven, so that nobody computes with them;
                 `version` names them again when it is left, or is None when they have no name
-    target      how live weights are read and written, for engines that keep them in another form than the run's
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class Replica:
         reference: str | Path | None = None,
         max_model_gb: float | None = None,
         strict: bool = True,
-        pause: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        target: Callable[..., Target] = open_target,
+        pause: Callable[[], AbstractContextManager[object]] = nullcontext,
         on_version: Callable[[Synced], object] | None = None,
+        on_name: Callable[[int | None], object] = lambda version: None,
     ) -> None:
         self.id = id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         keys.replica(self.id)
@@ -141,128 +141,150 @@ class Replica:
         self.timings: dict[str, float] = {}
         """Seconds of the last sync, by phase."""
         self.trouble: str = ""
-        """Why `follow` does not get on at the moment; empty when all is well."""
+        """Why the last sync or the last look at the run failed; empty when all is well."""
+        self.failures = 0
+        """Syncs that failed."""
+        self.lock = threading.RLock()
+        """Held by every sync: whoever holds it finds the weights at one version."""
         self._store = open_store(address_only(run))
         # a setting that is wrong is told now, and not as trouble with every version
         Cache.of_this_host(self._store)
         self._run: Run | None = None
-        self._max_model_gb = max_model_gb
-        self._prove = prove
-        self._strict = strict
-        self._pause = pause
-        self._make_target = target
+        """None while there is no run at the address yet."""
+        self._max_model_gb, self._prove, self._strict = max_model_gb, prove, strict
+        self._pause, self._on_version, self._on_name = pause, on_version, on_name
         self._resolve = resolver(reference)
-        self._target: Target | None = None
-        self._where: dict[str, Any] | None = None
-        # the memory that the target writes to
+        self._target: AnyTarget = _UNBOUND
         self._digest = StateDigest()
-        self._bad: set[tuple[int, str, int | None]] = set()
-        self._replaced: set[int] = set()
-        # versions that were found replaced in the bucket in this sync
+        """What the weights had when they were last looked at."""
         self._strayed = False
-        # these weights were found changed by somebody else in this sync
+        """Whether these weights were found changed by somebody else in this sync."""
+        self._failed, self._passed = (-1, 0), -1
+        """With `every`: the version that could not be reached and how often, and the last one that was passed over."""
+        self._away: tuple[Step | None, int] = None, 0
+        """A step whose objects the store could not give, and how often in a row."""
+        self._fetched = 0
+        """Bytes, in this sync."""
+        self._closed = threading.Event()
         self._heartbeat = heartbeat
         self._beat_at = 0.0
-        self._failed, self._passed = (-1, 0), -1
-        # with `every`: the version that could not be reached, how often, and the last one given up
-        self._away: dict[tuple[int, str, int | None], int] = {}
-        # a link whose objects the store could not give, and how often in a row
-        self._on_version = on_version
-        self._fetched = 0
-        # bytes, in this sync
-        self._closed = threading.Event()
         self._beating = threading.Lock()
         self._unseen = False
         self._reading: tuple[tuple[int, int], ...] = ()
-        # ranges of versions that prune must leave for us
+        """Ranges of versions that prune must leave for us."""
 
     # ── what a rollout server calls ──────────────────────────────────────────────────────────────────────────────────
 
-    def sync(self, model: Any, version: int | str | None = None, *, progress: Progress | None = None) -> int:
+    def sync(
+        self, model: Model | AnyTarget, version: int | str | None = None, *, progress: Progress | None = None
+    ) -> int:
         """Bring the model's weights to a version (the newest by default), verified; returns the version reached.
 
         `version` is a number, or text as on the command line: "v41", "latest", "-2", or a tag.
         On failure the weights are those of `self.version`, as before; None means that they have no name.
         """
-        run = self._open()
-        want = run.newest() if version is None else resolve(run, version)
-        if want is None:
-            raise RunNotFound(f"the run at {self._store.url} has no version yet")
-        if version is not None:
-            # before anything is changed: a version that does not exist must not become the newest one known
-            run.manifest(want)
-        self.newest = want if version is None else max(want, self.newest or 0)
-        target = self._bind(model, run, want)
-        self.timings, self._fetched, previous = {}, 0, self.version
-        try:
-            self._reach(run, target, want, progress)
-        except DeltawireError as error:
-            self._reading = ()
-            self._beat(error=str(error), force=True)
-            raise
-        self._reading = ()
-        self._beat(force=True)
-        if want != previous:
-            self._tell(run, want, previous)
-        return want
+        with self.lock:
+            run = self._open()
+            want = run.newest() if version is None else resolve(run, version)
+            if want is None:
+                raise RunNotFound(f"the run at {self._store.url} has no version yet")
+            if version is not None:
+                # before anything is changed: a version that does not exist must not become the newest one known
+                run.manifest(want)
+            self.newest = want if version is None else max(want, self.newest or 0)
+            clock, self.timings, self._fetched = time.perf_counter(), {}, 0
+            try:
+                target = self._bind(model, run, want)
+                previous = self.version
+                self._reach(run, target, want, progress)
+            except Exception as error:
+                self.failures += 1
+                self.trouble = str(error)
+                self._reading = ()
+                self._beat(error=self.trouble, force=True)
+                raise
+            finally:
+                self._on_name(self.version)
+            self.trouble, self._reading = "", ()
+            self._beat(force=True)
+            if want != previous:
+                self._tell(run, want, previous, time.perf_counter() - clock)
+            return want
 
-    def _tell(self, run: Run, version: int, previous: int | None) -> None:
+    def _tell(self, run: Run, version: int, previous: int | None, seconds: float) -> None:
         if self._on_version is None:
             return
         try:
-            changed, elements = run.manifest(version).changed, run.schema.elements
-            timings = dict(self.timings)
-            self._on_version(Synced(version, previous, self.lag or 0, self._fetched, changed, elements, timings))
+            changed, elements, timings = run.manifest(version).changed, run.schema.elements, dict(self.timings)
+            self._on_version(
+                Synced(version, previous, self.lag or 0, self._fetched, changed, elements, timings, seconds)
+            )
         except Exception:
             log.exception("on_version failed for version %d, which is in place all the same", version)
 
     def follow(
-        self, model: Any, *, poll: float = 1.0, every: bool = False, stop: threading.Event | None = None
+        self,
+        model: Model | AnyTarget,
+        *,
+        poll: float = 1.0,
+        every: bool = False,
+        stop: threading.Event | None = None,
+        pin: Callable[[], int | None] = lambda: None,
     ) -> Iterator[int]:
         """Yield each version reached, until `stop` is set or the replica is closed.
 
         Trouble is logged, noted in the heartbeat and outlived: the model keeps the version it has. With `every`, no
         version is skipped over that can be reached. Looks when the store announces something, else when a version is
-        due, and at least every `poll` seconds.
+        due, and at least every `poll` seconds. `pin` is asked each time: the version to stay at, or None to follow.
 
         RunReplaced when another run takes the address: the model keeps its weights, and following the new run is for
         a new Replica.
         """
         stop = stop or threading.Event()
         with Watcher(self._store, poll=poll, stop=stop) as watcher:
-            yield from self._follow(model, every, stop, watcher)
+            while not stop.is_set() and not self._closed.is_set():
+                reached = self._look(model, every, pin, watcher)
+                if reached is None:
+                    watcher.wait()
+                else:
+                    yield reached
 
-    def _follow(self, model: Any, every: bool, stop: threading.Event, watcher: Watcher) -> Iterator[int]:
-        while not stop.is_set() and not self._closed.is_set():
-            want = None
-            try:
-                want = self._next(model, every, watcher)
+    def _look(
+        self, model: Model | AnyTarget, every: bool, pin: Callable[[], int | None], watcher: Watcher
+    ) -> int | None:
+        """Go to the next version if there is one; None if there is not, or it could not be reached."""
+        want, before = None, self.trouble
+        try:
+            # held from the choice to the end of the sync: a pin that was set meanwhile is obeyed
+            with self.lock:
+                pinned = pin()
+                if pinned is not None:
+                    want = pinned if self.version != pinned else None
+                else:
+                    want = self._next(model, every, watcher)
                 if want is not None:
-                    self.sync(model, want)
-                    self.trouble = ""
-                    yield want
-                    continue
-                self.trouble = ""
-                self._beat()
-            except RunNotFound as error:
-                if str(error) != self.trouble:
-                    log.info("waiting for a run at %s", self._store.url)
-                self.trouble = str(error)
-            except RunReplaced as error:
-                self.trouble = str(error)
-                log.error("%s stays at version %s: %s", self.id, self.version, error)
-                raise
-            except DeltawireError as error:
-                if isinstance(error, SchemaError) and (self._target is None or self._target.model is not model):
-                    raise  # another model: no later version will fit either
-                if str(error) != self.trouble:
-                    log.warning("%s stays at version %s: %s", self.id, self.version, error)
-                self.trouble = str(error)
-                if every and want is not None and isinstance(error, _BAD_LINK):
-                    self._note_failure(want)
-                watcher.forget()
-                self._beat(error=str(error))
-            watcher.wait()
+                    return self.sync(model, want)
+            self.trouble = ""
+            self._beat()
+        except RunNotFound as error:
+            if str(error) != before:
+                log.info("waiting for a run at %s", self._store.url)
+            self.trouble = str(error)
+        except RunReplaced as error:
+            self.trouble = str(error)
+            log.error("%s stays at version %s: %s", self.id, self.version, error)
+            raise
+        except DeltawireError as error:
+            self.trouble = str(error)
+            if isinstance(error, SchemaError) and not self._is_bound_to(model):
+                raise  # another model: no later version will fit either
+            if str(error) != before:
+                log.warning("%s stays at version %s: %s", self.id, self.version, error)
+            if every and want is not None and isinstance(error, BAD_LINK):
+                self._note_failure(want)
+            watcher.forget()
+            self._beat(error=str(error))
+        return None
 
     def _note_failure(self, want: int) -> None:
         """With `every`: a lost object must not hold us up for ever, so what stays out of reach is passed over."""
@@ -298,14 +320,14 @@ class Replica:
             return None
         return self.newest - (self.version if self.version is not None else -1)
 
-    # ── finding the way ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── discover ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _open(self) -> Run:
         if self._run is None:
             self._run = Run.open(self._store, max_model_gb=self._max_model_gb)
         return self._run
 
-    def _next(self, model: Any, every: bool, watcher: Watcher) -> int | None:
+    def _next(self, model: Model | AnyTarget, every: bool, watcher: Watcher) -> int | None:
         """The version to go to now, or None. One conditional request when nothing happened."""
         run = self._open()
         newest = watcher.look(run, self.newest)
@@ -313,9 +335,10 @@ class Replica:
             return None
         self.newest = newest
         if self.version is None:
-            self._bind(model, run, newest)
-            # with `every` go on from the version the model came with, which is said once, like any other
-            return self.version if every and self.version is not None else newest
+            if every:
+                # go on from the version the model came with, which is said once, like any other
+                self._bind(model, run, newest)
+            return self.version if self.version is not None else newest
         if newest <= self.version:
             return None
         if not every:
@@ -323,17 +346,27 @@ class Replica:
         before = max(self.version, self._passed)
         return following(run, before, newest) if before < newest else None
 
-    def _bind(self, model: Any, run: Run, want: int) -> Target:
-        """Find out which version the model's weights are, if any."""
-        where = whereabouts(model)
-        if self._target is None or self._target.model is not model or where != self._where:
-            # `model.to(…)` and the like leave the module what it is and its weights elsewhere
-            self._target = self.version = None
-            self._target, self._where = self._make_target(model, run.schema, strict=self._strict), where
+    def _is_bound_to(self, model: Model | AnyTarget) -> bool:
+        return self._target is model or (isinstance(self._target, ModelTarget) and self._target.model is model)
+
+    def _bind(self, model: Model | AnyTarget, run: Run, want: int) -> AnyTarget:
+        """Locate the weights, and find out which version they are, if any."""
+        known, target = self._is_bound_to(model), self._target
+        if not known:
+            target = model if isinstance(model, Target) else ModelTarget(model, strict=self._strict, prove=self._prove)
+        self._target = _UNBOUND
+        try:
+            moved = target.bind(run.schema)
+        except BaseException:
+            self.version = None
+            raise
+        self._target = target
+        if moved or not known:
+            self.version = None
         if self.version is None:
-            self._digest = self._target.digest()
+            self._digest = target.digest()
             self.version = self._name(run, want)
-        return self._target
+        return target
 
     def _name(self, run: Run, want: int) -> int | None:
         """The version that has the digest of these weights."""
@@ -345,32 +378,24 @@ class Replica:
                 return version
         return None
 
-    def _reach(self, run: Run, target: Target, want: int, progress: Progress | None) -> None:
-        """Walk the cheapest path; where a link is bad, note it and plan again around it."""
-        failure: DeltawireError | None = None
-        # what was bad the last time may have been a bad transfer, or repaired since
-        self._bad.clear()
-        self._replaced.clear()
-        self._strayed = False
-        for _ in range(chain.MAX_PLANS):
-            if self.version == want:
-                return
-            try:
-                steps = self._plan(run, want)
-            except MissingBase:
-                if failure is not None and not isinstance(failure, StoreUnavailable):
-                    raise failure from None
-                # an object that stays away is as good as lost
-                raise MissingBase(
-                    f"no path leads from version {self.version} to {want} in {self._store.url}"
-                    + (f": {failure}" if failure else "")
-                ) from failure
-            if self._reserve(run, want, steps):
-                failure = self._walk(run, target, steps, progress) or failure
-        if self.version != want:
-            raise chain.gave_up(want, self._store.url, failure) from failure
+    def _lose_name(self) -> None:
+        self.version = None
+        self._on_name(None)
 
-    def _reserve(self, run: Run, want: int, steps: list[chain.Step]) -> bool:
+    # ── plan, fetch ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _reach(self, run: Run, target: AnyTarget, want: int, progress: Progress | None) -> None:
+        walker, self._strayed = Walker(run), False
+
+        def go(steps: list[Step]) -> DeltawireError | None:
+            return self._walk(run, target, walker, steps, progress) if self._reserve(run, walker, want, steps) else None
+
+        def start() -> int | None:
+            return self.version if target.takes_deltas or self.version == want else None
+
+        walker.reach(want, start, go)
+
+    def _reserve(self, run: Run, walker: Walker, want: int, steps: list[Step]) -> bool:
         """Say what we are about to read, so that prune leaves it there. False if some of it is to go: plan again.
 
         Prune marks and then looks who reads; we say what we read and then look what is marked: one sees the other.
@@ -384,17 +409,17 @@ class Replica:
         if want in pruned:
             run.forget(want)
             raise VersionNotFound(f"version {want} of {self._store.url} was pruned")
-        marked = {(step.version, step.kind, step.base) for step in steps if step.version in pruned}
-        self._bad |= marked
+        marked = [step for step in steps if step.version in pruned]
+        walker.leave_out(marked)
         return not marked
 
     def _walk(
-        self, run: Run, target: Target, steps: list[chain.Step], progress: Progress | None
+        self, run: Run, target: AnyTarget, walker: Walker, steps: list[Step], progress: Progress | None
     ) -> DeltawireError | None:
         """Go as far as the steps are good; returns what was wrong with the one that was not."""
         # a way that leads back first is gone on a copy: weights that are served never fall behind what they are
-        leads_back = self.version is not None and steps[0].version < self.version and len(steps) > 1
-        copy = State(run.schema) if leads_back else None
+        leads_back = self.version is not None and steps[0].version < self.version
+        copy = State(run.schema) if len(steps) > 1 and (leads_back or not target.takes_deltas) else None
 
         def told(count: int) -> None:
             # what takes long must not look abandoned
@@ -410,128 +435,79 @@ class Replica:
                 waited = time.perf_counter() - clock
                 verify = min(waited, sum(data.hashing for data in parcel.objects))
                 self._note({"fetch": waited - verify, "verify": verify})
+                self._fetched += parcel.link.bytes
                 if copy is None:
-                    self._take(run, target, parcel)
+                    self._apply(target, parcel.manifest, step.kind, self._content(run, parcel))
                 else:
                     take(run, copy, parcel, self._resolve)
-            except (*_BAD_LINK, StoreUnavailable) as error:
+                    if step is steps[-1]:
+                        self._apply(target, parcel.manifest, "copy", copy)
+            except (*BAD_LINK, StoreUnavailable) as error:
                 if isinstance(error, StoreUnavailable) and not self._stays_away(step):
                     raise
-                if copy is None and isinstance(error, DigestMismatch) and self._has_strayed(target):
+                if isinstance(error, DigestMismatch) and self._has_strayed(target):
                     return error
                 log.warning("%s: cannot use the %s to version %d: %s", self.id, step.kind, step.version, error)
-                if not self._was_replaced(run, step):
-                    self._bad.add((step.version, step.kind, step.base))
+                if not (walker.renew(step) | self._was_replaced(run, step)):
+                    walker.leave_out([step])
                 return error
-        if copy is not None:
-            manifest = run.manifest(steps[-1].version)
-            self._load(target, manifest, copy)
         return None
 
-    def _stays_away(self, step: chain.Step) -> bool:
-        """Whether an object could not be had so often that it is the object, and not the store, that is broken."""
-        link = (step.version, step.kind, step.base)
-        self._away = {link: self._away.get(link, 0) + 1}
-        return self._away[link] >= TRIES
+    def _content(self, run: Run, parcel: Parcel) -> Delta | Source:
+        manifest, link = parcel.manifest, parcel.link
+        if link.kind == "delta":
+            return Delta(claim_of(run, manifest, link, self._digest), parcel.objects)
+        if link.kind == "anchor":
+            return as_anchor(run, manifest.version, parcel.objects)
+        return reference_source(run, link, self._resolve)
 
-    def _has_strayed(self, target: Target) -> bool:
+    def _stays_away(self, step: Step) -> bool:
+        """Whether an object could not be had so often that it is the object, and not the store, that is broken."""
+        before, times = self._away
+        self._away = step, times + 1 if step == before else 1
+        return self._away[1] >= TRIES
+
+    def _has_strayed(self, target: AnyTarget) -> bool:
         """Whether somebody else changed the weights: then no delta is to blame, and only full weights help."""
         found = target.digest()
         if self._strayed or found == self._digest:
             return False
         log.warning("%s: these weights are no longer what they were: somebody changed them", self.id)
-        self._strayed, self.version, self._digest = True, None, found
+        self._strayed, self._digest = True, found
+        self._lose_name()
         return True
 
-    def _was_replaced(self, run: Run, step: chain.Step) -> bool:
-        """Whether a version of this step was replaced in the bucket since its manifest was read, once per version.
-
-        Weights that are a replaced version have no name any more: only full weights lead on from them.
-        """
-        replaced = {v for v in (step.version, step.base) if v is not None and run.renew(v)} - self._replaced
+    def _was_replaced(self, run: Run, step: Step) -> bool:
+        """Whether the version that these weights are was replaced in the bucket: then they have no name any more, and
+        only full weights lead on from them."""
         if self.version is not None and self.version == step.base:
-            with suppress(*_BAD_LINK):
+            with suppress(*BAD_LINK):
                 if run.manifest(self.version).digest != str(self._digest):
                     log.warning("%s: version %d was replaced in %s", self.id, self.version, self._store.url)
-                    replaced.add(self.version)
-                    self.version = None
-        self._replaced |= replaced
-        return bool(replaced)
+                    self._lose_name()
+                    return True
+        return False
 
-    def _plan(self, run: Run, want: int) -> list[chain.Step]:
-        """Ask for as little history as the plan needs: the manifest's own, then back to here, then all of it."""
-        manifest = run.manifest(want)
-        near = {s.version: s for s in (*manifest.recent, manifest.summary())}
-        if self.version in near or (self.version is not None and manifest.parent == self.version):
-            try:
-                return chain.plan(self.version, want, self._usable(near))
-            except MissingBase:
-                pass
-        if self.version is not None and self.version < want:
-            try:
-                return chain.plan(self.version, want, self._usable(run.timeline(want, since=self.version)))
-            except MissingBase:
-                pass
-        return chain.plan(self.version, want, self._usable(run.timeline(want)))
+    # ── stage, swap ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _usable(self, versions: dict[int, Summary]) -> dict[int, Summary]:
-        """Summaries without the links that turned out bad."""
-        if not self._bad:
-            return versions
-        return {
-            v: msgspec.structs.replace(s, links=tuple(x for x in s.links if (v, x.kind, x.base) not in self._bad))
-            for v, s in versions.items()
-        }
-
-    # ── going it ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _take(self, run: Run, target: Target, parcel: Parcel) -> None:
+    def _apply(self, target: AnyTarget, manifest: Manifest, kind: str, content: Delta | Source) -> None:
         clock = time.perf_counter()
-        manifest, link = parcel.manifest, parcel.link
-        self._fetched += link.bytes
-        if link.kind == "delta":
-            staged = stage(run, parcel, target, self._digest)
-            with self._pause():
-                try:
-                    apply(target, staged, prove=self._prove)
-                except BaseException:
-                    # it was undone; should that have failed as well, these weights have no name
-                    if target.digest() != self._digest:
-                        self.version = None
-                    raise
-                self._digest, self.version = staged.digest, manifest.version
-            self._note(staged.timings)
-        elif link.kind == "anchor":
-            self._load(target, manifest, as_anchor(run, manifest.version, parcel.objects))
-        else:
-            self._load(target, manifest, reference_source(run, link, self._resolve))
-        log.info(
-            "%s: v%d  %s  %.1f MB  %.0f ms",
-            self.id,
-            manifest.version,
-            link.kind,
-            link.bytes / 1e6,
-            (time.perf_counter() - clock) * 1e3,
-        )
-
-    def _load(self, target: Target, manifest: Manifest, source: full.Source) -> None:
-        """Full weights: proven on disk first, so that nothing is written that might have to be taken back."""
-        clock = time.perf_counter()
-        found = full.digest_of(source)
-        if str(found) != manifest.digest:
-            raise DigestMismatch(manifest.version, manifest.digest, str(found), "nothing was changed")
-        target.check(source)
-        self._note({"decode": time.perf_counter() - clock})
-        clock = time.perf_counter()
+        update = Update(manifest.version, StateDigest.parse(manifest.digest), self._digest, content)
+        staged = target.stage(update)
         with self._pause():
-            # between the first and the last tensor the weights have no name
-            self.version = None
-            target.load(source)
-            self._digest = target.digest() if self._prove else found
-            if self._digest != found:
-                raise DigestMismatch(manifest.version, str(found), str(self._digest), "call sync() again")
-            self.version = manifest.version
-        self._note({"apply": time.perf_counter() - clock})
+            try:
+                target.swap(staged)
+            except BaseException as error:
+                named, self.version = self.version, self.version if staged.undoable else None
+                if not isinstance(error, NotRestored) and target.digest() == self._digest:
+                    self.version = named
+                else:
+                    self._lose_name()
+                raise
+            self._digest, self.version = update.digest, update.version
+        self._note(staged.timings)
+        seconds = time.perf_counter() - clock
+        log.info("%s: v%d  %s  %.1f MB  %.0f ms", self.id, update.version, kind, self._fetched / 1e6, 1e3 * seconds)
 
     def _note(self, timings: dict[str, float]) -> None:
         for phase, seconds in timings.items():

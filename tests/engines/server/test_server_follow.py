@@ -281,9 +281,8 @@ def test_a_write_that_fails_half_way(tmp_path: Path, undo: str, monkeypatch: pyt
     with publisher(tmp_path / "run", checkpoint(tmp_path / "model", trainer)) as it:
         it.publish(trainer).result(60)
         with serving(tmp_path / "run") as (server, client):
-            target = server.follower.replica._target
-            assert target is not None
-            write, broken, after = target.write, threading.Event(), []
+            memory: Any = server.follower.replica._target._memory
+            write, broken, after = memory.write, threading.Event(), []
             broken.set()
 
             def breaks(change: Any) -> None:
@@ -295,10 +294,10 @@ def test_a_write_that_fails_half_way(tmp_path: Path, undo: str, monkeypatch: pyt
             def cannot(change: Any) -> None:
                 raise OSError("nor back")
 
-            monkeypatch.setattr(target, "write", breaks)
+            monkeypatch.setattr(memory, "write", breaks)
             if undo == "fails":
-                monkeypatch.setattr(target, "undo", cannot)
-                monkeypatch.setattr(target, "load", lambda source: cannot(source))
+                monkeypatch.setattr(memory, "undo", cannot)
+                monkeypatch.setattr(memory, "load", lambda source: cannot(source))
             nudge(trainer, 1)
             it.publish(trainer).result(60)
             status = lambda: client.get("/deltawire/status").json()  # noqa: E731

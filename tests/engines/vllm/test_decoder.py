@@ -21,6 +21,10 @@ from support import diff, encoded, moved_bag, random_bag  # noqa: E402
 SIZES = {"hidden": 512, "ffn": 1024, "heads": 8, "kv": 4, "vocab": 512, "layers": 1}
 
 
+CLAIM = {"run": "a run", "base": 3, "version": 4, "digest": {"lane0": 1, "lane1": 2}}
+SAID = {"run": "a run", "base_version": "3", "model_version": "4"}
+
+
 def opening(folder: Path, ranks: Ranks) -> dict:
     schema = folder / "schema.json"
     schema.write_bytes(msgspec.json.encode(ranks.schema))
@@ -39,10 +43,10 @@ def test_ranks_receive_what_a_delta_changes(
     ranks.load(old)
     fresh.load(new)
     before, delta, out = ranks.bytes(), tmp_path / "delta", str(tmp_path / "out")
-    delta.write_bytes(encoded(old, diff(old, new), encoding))
+    delta.write_bytes(encoded(old, diff(old, new), encoding, **SAID))
     process = _Process()
     assert process.call("open", **opening(tmp_path, ranks)) == {}
-    read = process.call("read", paths=[str(delta)], out=out)
+    read = process.call("read", paths=[str(delta)], claim=CLAIM, out=out)
     assert "error" not in read
     assert any(read["tiles"]) == (encoding == "context" and density < 0.5)
     patches = []
@@ -75,10 +79,13 @@ def test_tiles_on_several_ranks_are_left_to_them(tmp_path: Path) -> None:
     """A bias is one tile, of which each rank holds a part."""
     ranks = Ranks(2, DeviceShard, **SIZES)
     old = random_bag(ranks.schema, 3)
-    (tmp_path / "delta").write_bytes(encoded(old, diff(old, moved_bag(old, 4, 0.02)), "context"))
+    (tmp_path / "delta").write_bytes(encoded(old, diff(old, moved_bag(old, 4, 0.02)), "context", **SAID))
     process = _Process()
     process.call("open", **opening(tmp_path, ranks))
-    assert process.call("read", paths=[str(tmp_path / "delta")], out=str(tmp_path / "out")) == {"cut": True}
+    read = {"paths": [str(tmp_path / "delta")], "claim": CLAIM, "out": str(tmp_path / "out")}
+    assert process.call("read", **read) == {"cut": True}
+    # opened where it is decoded, and nowhere else: so this is where another run's delta is found out
+    assert process.call("read", **{**read, "claim": {**CLAIM, "run": "another"}})["error"].startswith("ForeignObject")
 
 
 def test_a_process_of_its_own_says_what_is_wrong_with_a_delta(tmp_path: Path) -> None:
@@ -88,7 +95,7 @@ def test_a_process_of_its_own_says_what_is_wrong_with_a_delta(tmp_path: Path) ->
     try:
         decoder.call("open", 60, **opening(tmp_path, ranks))
         with pytest.raises(DecoderError, match="HeaderError"):
-            decoder.call("read", 60, paths=[str(tmp_path / "delta")], out=str(tmp_path / "out"))
+            decoder.call("read", 60, paths=[str(tmp_path / "delta")], claim=CLAIM, out=str(tmp_path / "out"))
     finally:
         decoder.close()
     assert decoder._process.returncode == 0

@@ -99,8 +99,7 @@ def test_names_are_those_of_all_engines(world: World, make: Any, tmp_path: Path)
     refused = server.request("POST", "/deltawire/pin", json={"version": 77})
     assert refused.status_code == 404
     assert server.get("/deltawire/status") == status
-    world.client.fail[0, "apply"] = world.client.fail[0, "undo"] = 1
-    world.client.fail[0, "load"] = 1000
+    world.client.fail[0, "apply"] = world.client.fail[0, "undo"] = 1000
     world.publish()
     until(lambda: server.get("/deltawire/status")["state"] == "paused")
     health = server.request("GET", "/health")

@@ -19,14 +19,16 @@ torch = pytest.importorskip("torch")
 
 from vllm_fused import Fused  # noqa: E402
 
-from deltawire.core.errors import SchemaMismatch, VersionNotFound  # noqa: E402
+from deltawire.core.errors import NotRestored, SchemaMismatch, VersionNotFound  # noqa: E402
 from deltawire.core.full import write_checkpoint  # noqa: E402
+from deltawire.engines.vllm import rank as rank_module  # noqa: E402
 from deltawire.engines.vllm import shard  # noqa: E402
 from deltawire.engines.vllm.core import swap  # noqa: E402
-from deltawire.engines.vllm.follower import Follower  # noqa: E402
+from deltawire.engines.vllm.device import DeviceShard  # noqa: E402
+from deltawire.engines.vllm.follower import EngineFollower  # noqa: E402
 from deltawire.engines.vllm.rank import Rank  # noqa: E402
 from deltawire.engines.vllm.settings import Policy  # noqa: E402
-from deltawire.engines.vllm.workers import NotRestored, WorkerError, Workers  # noqa: E402
+from deltawire.engines.vllm.target import EngineTarget, WorkerError  # noqa: E402
 from deltawire.store import ObjectStore, Store  # noqa: E402
 from deltawire.trainer import Publisher  # noqa: E402
 from support import Bag, moved_bag, random_bag  # noqa: E402
@@ -81,26 +83,27 @@ class Client:
 
     def __init__(self, folder: Path, world: int) -> None:
         self.models = [Fused(rank=rank, world=world, **SIZES) for rank in range(world)]
-        self.ranks = [Rank(model, number) for number, model in enumerate(self.models)]
+        self.ranks = [
+            Rank(model, number, reload=lambda folder, model=model: self._reload(model, Path(folder)))  # type: ignore[misc]
+            for number, model in enumerate(self.models)
+        ]
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model=str(folder)))
         self.paused = False
         self.weight_version = "default"
         self.fail: dict[tuple[int, str], int] = {}
-        # (rank, operation) → how many times it fails
+        """(rank, operation) → how many times it fails."""
         self.seen_unpaused: list[str] = []
         self.drops_caches = True
         self.stray: Callable[[], None] | None = None
-        # done once, in the next pause, after new weights were written
+        """Done once, in the next pause, after new weights were written."""
         self.engine_core = Core(self)
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None) -> list[Any]:
         return self.everywhere(method, args, kwargs)
 
     def everywhere(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None) -> list[Any]:
-        if method == "reload_weights":
-            return [self._reload(model, Path(kwargs["weights_path"])) for model in self.models]
         operation = args[0]
-        if operation in ("apply", "undo", "load") and not self.paused:
+        if operation in ("apply", "undo") and not self.paused:
             self.seen_unpaused.append(operation)
         answers = []
         for number, rank in enumerate(self.ranks):
@@ -118,8 +121,12 @@ class Client:
     def _break(self, rank: Rank, operation: str) -> dict[str, Any]:
         """Fail in the middle: some of the weights are written, nobody takes them back."""
         if operation == "apply":
-            patch = rank._staged.patch
-            rank._weights.write(patch[: len(patch) // 2])
+            shard: Any = rank._weights
+            write = shard.write
+            # on a device all of it is one launch
+            shard.write = lambda patch: write(patch[: len(patch) // 2] if shard.audited else patch)
+            rank._staged.write()  # type: ignore[union-attr]
+            shard.write = write
         return {"error": "OSError: a fault that a test asked for"}
 
     def _reload(self, model: Fused, folder: Path) -> None:
@@ -168,16 +175,16 @@ class World:
         self.client = Client(folder, world)
         for model in self.client.models:
             model.load_weights(tensors(self.bags[0]))
-        self.client.paused = True
-        self.workers = Workers(self.client, loop, Policy(kv="clear"))
-        self.follower = Follower(store, self.workers, heartbeat=0)  # type: ignore[arg-type]
+        self.target = EngineTarget(self.client, loop, Policy(kv="clear"))
+        self.target.run(self.target.hold())
+        self.follower = EngineFollower(store, self.target, heartbeat=0)
 
     def publish(self, density: float = 0.02, **options: Any) -> int:
         self.bags.append(moved_bag(self.bags[-1], len(self.bags), density))
         return self.publisher.publish(as_model(self.bags[-1]), **options).result().version
 
     def sync(self, version: int | None = None) -> int:
-        return self.follower.sync(self.workers, version)
+        return self.follower.replica.sync(self.target, version)
 
     def expected(self, version: int) -> list[dict[str, bytes]]:
         fresh = [Fused(rank=m.rank, world=m.world, **SIZES) for m in self.client.models]
@@ -221,7 +228,7 @@ def test_a_server_finds_out_what_it_is_catches_up_and_is_served(world: World) ->
     world.publish()
     newest = world.publish()
     assert world.sync() == newest
-    assert (world.follower.state, world.follower.guard) == ("healthy", "patch")
+    assert (world.follower.state, world.target.guard) == ("healthy", "patch")
     world.holds(newest)
     assert {"decode", "apply", "prove", "pause", "total"} <= world.follower.last.keys()
 
@@ -259,12 +266,12 @@ def test_weights_that_somebody_else_changed_are_found_out(world: World, ranks: t
     for rank in ranks:
         world.client.models[rank].norm.data.view(torch.int16)[0] ^= 1
     world.publish()
-    paused_at_load = []
-    load = world.workers.load
-    world.workers.load = lambda *args: (paused_at_load.append(world.client.paused), load(*args))  # type: ignore[method-assign,assign,func-returns-value]
+    paused_at_swap = []
+    swap = world.target.swap
+    world.target.swap = lambda staged: (paused_at_swap.append(world.client.paused), swap(staged))  # type: ignore[method-assign,assign,func-returns-value]
     # found before the pause, so that the delta is not blamed; nothing is served until full weights are there
     assert world.sync() == 1
-    assert paused_at_load == [True]
+    assert paused_at_swap == [True, True]
     world.holds(1)
 
 
@@ -323,7 +330,7 @@ def test_going_back_and_staying_there(world: World) -> None:
     assert world.sync(1) == 1
     world.holds(1)
     world.follower.command(1, pin=True)
-    assert world.follower._next(world.workers) is None
+    assert world.follower._stay() == 1
 
 
 @pytest.fixture
@@ -350,7 +357,12 @@ def test_a_mistyped_version_is_refused_and_changes_nothing(followed: World, pin:
     for wrong in (77, -9, "beest"):
         with pytest.raises(VersionNotFound):
             follower.command(wrong, pin=pin)
-        assert (follower.pin, follower.newest, follower.lag, follower.failures) == (None, 0, 0, 0)
+        assert (follower.pin, follower.replica.newest, follower.replica.lag, follower.replica.failures) == (
+            None,
+            0,
+            0,
+            0,
+        )
         assert (follower.state, follower.reason) == ("healthy", "")
     followed.publish()
     until(lambda: follower.version == 1)
@@ -371,7 +383,7 @@ def test_a_pin_that_could_not_be_reached_leaves_the_server_following(followed: W
     followed.client.fail[0, "apply"] = 1
     with pytest.raises(WorkerError, match="rank 0"):
         follower.command(0, pin=True)
-    assert (follower.pin, follower.failures) == (None, 1)
+    assert (follower.pin, follower.replica.failures) == (None, 1)
     # it serves what it should, so nothing is wrong with it
     until(lambda: follower.state == "healthy")
     followed.publish()
@@ -410,7 +422,7 @@ def test_repacked_weights_are_never_patched(
     packed = world.client.models[0].gate_up[0].data
     packed.copy_(packed.flip(0).clone())
     assert world.sync() == 0
-    assert world.follower.guard.startswith("reload: memory is not laid out like the checkpoint")
+    assert world.target.guard.startswith("reload: memory is not laid out like the checkpoint")
     world.publish()
     # not the second time either, when a reload changes nothing any more; and not to the version it seems to be
     for version in (None, None, 0):
@@ -426,7 +438,7 @@ def test_where_a_reload_is_seen_to_do_no_harm_it_is_used(
     world = World(tmp_path, store, loop, 2)
     world.client.ranks[1]._problems = lambda: ["a kernel computes with copies"]
     assert world.sync() == 0
-    assert world.follower.guard == "reload: a kernel computes with copies"
+    assert world.target.guard == "reload: a kernel computes with copies"
     assert world.publish() == world.sync()
     world.holds(1)
     world.publisher.close()
@@ -458,7 +470,7 @@ def test_a_run_of_other_names_or_shapes_is_refused_before_anything_is_touched(
     store = str(tmp_path / "other")
     other_run(store, names, rows)
     ended: list[bool] = []
-    follower = Follower(store, world.workers, heartbeat=0, on_failure=lambda: ended.append(True))
+    follower = EngineFollower(store, world.target, heartbeat=0, on_failure=lambda: ended.append(True))
     follower.loop(0.01)
     assert (follower.state, ended, world.client.paused) == ("failed", [True], True)
     assert re.search(said, follower.reason)
@@ -474,17 +486,17 @@ def test_a_loader_that_ignores_names_is_found_out(world: World, tmp_path: Path) 
     store = str(tmp_path / "other")
     other_run(store, lambda name: f"base.{name}")
     with pytest.raises(SchemaMismatch, match=r"only .* has '0.down.weight'"):
-        Follower(store, world.workers, heartbeat=0).sync(world.workers)
+        EngineFollower(store, world.target, heartbeat=0).command(None)
 
 
 def test_a_rank_whose_loader_drops_tensors_is_not_patched(world: World) -> None:
     world.client.models[0].load_weights = lambda weights: [_ for _ in weights]  # type: ignore[method-assign]
     world.sync()
-    assert "does not use" in world.follower.guard or "holds" in world.follower.guard
+    assert "does not use" in world.target.guard or "holds" in world.target.guard
 
 
 def test_a_draft_model_that_stays_behind_is_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    world.workers.has_draft = True
+    world.target.has_draft = True
     world.sync()
     assert (world.follower.state, world.follower.reason) == ("healthy", "")
     assert "draft model stays at version 0" in caplog.text
@@ -493,3 +505,33 @@ def test_a_draft_model_that_stays_behind_is_said(world: World, caplog: pytest.Lo
     assert world.follower.state == "degraded"
     assert world.follower.reason.startswith("draft model is at version 0")
     world.holds(1)
+
+
+def test_ranks_on_devices_are_staged_from_the_decoder_and_swapped_in_the_same_way(
+    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By plain torch, on a CPU: a delta, full weights that differ little, and ones that differ in most."""
+    monkeypatch.setattr(rank_module, "open_shard", DeviceShard)
+    world = World(tmp_path, store, loop, 2)
+    try:
+        assert world.sync() == 0
+        assert world.publish() == world.sync()
+        world.holds(1)
+        world.client.fail[1, "apply"] = 1
+        with pytest.raises(WorkerError, match="rank 1"):
+            world.sync(0)
+        world.holds(1)
+        assert world.sync(0) == 0
+        world.holds(0)
+        assert world.publish(density=0.9) == world.sync() == 2
+        world.holds(2)
+        world.client.fail[0, "apply"] = 1
+        with pytest.raises(NotRestored, match="written over the previous ones"):
+            world.sync(0)
+        assert (world.follower.state, world.client.paused) == ("paused", True)
+        assert world.sync(0) == 0
+        world.holds(0)
+    finally:
+        world.publisher.close()
+        if world.target._decoder is not None:
+            world.target._decoder.close()

@@ -158,7 +158,7 @@ class Service:
             "lag": replica.lag,
             "pin": self.follower.pin,
             "syncs": self.follower.syncs,
-            "failures": self.follower.failures,
+            "failures": self.follower.replica.failures,
             "timings": {} if last is None else last.phases,
             "is_paused": self.scheduler.paused,
             "kv_policy": self.scheduler.kv_policy,

@@ -54,7 +54,7 @@ class Follower:
         self.last: Sync | None = None
         self.caught_up = threading.Event()
         # set once the newest version of the time (or the pinned one) was reached
-        self.syncs = self.failures = 0
+        self.syncs = 0
         self.failure: Exception | None = None
         # the thread has ended because of it: no later version will fit either
         self.still = threading.Lock()
@@ -117,41 +117,24 @@ class Follower:
             except DeltawireError as error:
                 # another model: no later version will fit either
                 self.failure = error
-                self.failures += 1
                 log.error("following the run has ended: %s", error)
                 self._on_failure()
                 return
             except Exception as error:
                 # a write that failed was undone, so this version goes on; perhaps the next attempt has more luck
-                self.failures += 1
                 self.replica.trouble = f"{type(error).__name__}: {error}"
                 log.exception("%s stays at version %s", self.replica.id, self.version)
             self._stop.wait(self._poll)
 
     def _follow(self) -> None:
         clock = time.perf_counter()
-        for version in self._versions():
+        for version in self.replica.follow(self._model, poll=self._poll, stop=self._stop, pin=lambda: self.pin):
             self._reached(version, time.perf_counter() - clock)
             if self._stop.is_set():
                 return
             clock = time.perf_counter()
 
-    def _versions(self) -> Iterator[int]:
-        if self.pin is None:
-            yield from self.replica.follow(self._model, poll=self._poll, stop=self._stop)
-            return
-        while not self._stop.is_set():
-            try:
-                yield self.replica.sync(self._model, self.pin)
-                return
-            except DeltawireError as error:
-                self.failures += 1
-                self.replica.trouble = str(error)
-                log.warning("version %d of %s is unavailable: %s", self.pin, self.replica.id, error)
-            self._stop.wait(self._poll)
-
     def _reached(self, version: int, seconds: float) -> None:
-        self.replica.trouble = ""
         self.syncs += 1
         timings = dict(self.replica.timings)
         # the wait for the version is no part of how it came

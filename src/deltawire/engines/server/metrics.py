@@ -59,7 +59,7 @@ class _Live(Collector):
             seconds.add_metric([phase], value)
         yield seconds
         totals = {
-            "failures": ("Syncs that failed or were taken back", self._follower.failures),
+            "failures": ("Syncs that failed or were taken back", self._follower.replica.failures),
             "prompt_tokens": ("Prompt tokens computed", counts.prompt_tokens),
             "generated_tokens": ("Tokens drawn", counts.generated_tokens),
             "recomputed_tokens": ("Tokens computed again under new weights", counts.recomputed_tokens),

@@ -9,9 +9,9 @@ guard       what makes patching wrong although bytes look right
 rank        what one rank does, when told to
 worker      the weight-transfer back end: a rank in each worker
 core        the swap of all ranks, between two steps of the engine; salts of its cache
-workers     all ranks as one: stage, swap, or reload
+target      all ranks as one target of a replica: stage, swap, or reload
 channel     calls between these processes; arrays: files in memory that they share
-follower    the one who decides, in the API server
+follower    a replica and that target, in the API server: pin, state, naming the version
 endpoint    routes; metrics; samples: versions on completions; settings: the environment
 launch      `deltawire serve --engine vllm`
 """
@@ -91,6 +91,7 @@ def _call(worker: Any, operation: str, **arguments: Any) -> dict[str, Any]:
     rank = getattr(worker.weight_transfer_engine, "rank", None)
     if rank is None:
         return {"error": f"start the server with {BACKEND_FLAG}"}
+    rank.reload = lambda folder: worker.reload_weights(weights_path=folder)
     return rank.call(operation, **arguments)  # type: ignore[no-any-return]
 
 

@@ -72,6 +72,7 @@ def _salt_requests(core_class: Any, scheduler_class: Any) -> None:
 def swap(core: Any, version: str, clear: bool) -> dict[str, Any]:
     """Write what ranks have staged. In the answer: `failure` if it was taken back, `lost` if that failed too.
 
+    `version` is the name that the weights get; empty, they keep theirs.
     `clear` drops all cached keys and values, those of running requests too.
     """
     scheduler, began = core.scheduler, time.perf_counter()
@@ -90,7 +91,7 @@ def swap(core: Any, version: str, clear: bool) -> dict[str, Any]:
                 core.reset_mm_cache()
                 core.reset_encoder_cache()
             answer = _apply(core)
-        if "failure" not in answer:
+        if "failure" not in answer and version:
             core.set_weight_version(version)
     except Exception as error:
         answer["failure"] = answer["lost"] = f"{type(error).__name__}: {error}"

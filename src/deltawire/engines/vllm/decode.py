@@ -16,18 +16,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ... import kernels
 from ...api import encode
 from ...core.change import BLOCK_UNITS, Change, Region, compare, whole
 from ...core.codecs import ENCODINGS, context
+from ...core.digest import StateDigest, of_rows
 from ...core.dtypes import Bits, lookup
 from ...core.errors import CountMismatch
-from ...core.full import FullFile
+from ...core.full import Source
 from ...core.parallel import ordered_map
 from ...core.schema import Schema, TensorSpec
 from ...core.sparse import BlockRef, DeltaFile
+from .layout import Sums
 from .placement import Piece
 from .rectangle import Rectangle, rectangle
-from .shard import PieceChange, Shard, open_shard
+from .shard import DENSE, PieceChange, Shard, open_shard
 
 Lent = Mapping[Rectangle, Bits]
 """Old weights of other ranks, by where they belong."""
@@ -69,8 +72,9 @@ class Decoder:
             raise Wanted(wanted)
         return found
 
-    def full(self, file: FullFile) -> list[PieceChange]:
-        """What full weights change here."""
+    def full(self, source: Source) -> list[PieceChange]:
+        """What full weights change here. TooMany where most of them are other weights."""
+        room = sum(piece.region.units for piece in self._shard.pieces) // DENSE
 
         def one(number: int) -> list[PieceChange]:
             piece, result = self._shard.pieces[number], []
@@ -78,21 +82,41 @@ class Decoder:
             for part in _bands(piece):
                 rows = slice(part.row - piece.region.row, part.row - piece.region.row + part.rows)
                 old = np.ascontiguousarray(bits[rows]).reshape(-1)
-                change = compare(part, old, file.region(part))
+                change = compare(part, old, source.region(part))
                 if change.count:
                     positions = change.positions + np.uint32(rows.start * piece.region.columns)
                     result.append(PieceChange(number, Change(piece.region, positions, change.old, change.new)))
             return result
 
-        each = ordered_map(one, range(len(self._shard.pieces)), self._threads)
-        return [change for changes in each for change in changes]
+        found: list[PieceChange] = []
+        for changes in ordered_map(one, range(len(self._shard.pieces)), self._threads):
+            found += changes
+            room -= sum(item.change.count for item in changes)
+            if room < 0:
+                raise kernels.TooMany(sum(item.change.count for item in found))
+        return found
 
-    def load(self, file: FullFile) -> None:
+    def digests(self, source: Source, groups: Sequence[int]) -> Sums:
+        """The digest of each group of pieces, if they held full weights."""
+
+        def one(number: int) -> StateDigest:
+            parts = (
+                of_rows(part.tensor.name, _rows(source, part), part.base, part.tensor.columns)
+                for part in _bands(self._shard.pieces[number])
+            )
+            return sum(parts, StateDigest())
+
+        totals = {group: StateDigest() for group in groups}
+        each = ordered_map(one, range(len(self._shard.pieces)), self._threads)
+        for group, found in zip(groups, each, strict=True):
+            totals[group] += found
+        return totals
+
+    def load(self, source: Source) -> None:
         """Overwrite all pieces with full weights."""
         for number, piece in enumerate(self._shard.pieces):
             for part in _bands(piece):
-                bits = file.region(part).reshape(part.rows, part.columns)
-                self._shard.put(number, part.row - piece.region.row, bits)
+                self._shard.put(number, part.row - piece.region.row, _rows(source, part))
 
     def lend(self, rectangles: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, Bits]]:
         """What this rank holds of some rectangles."""
@@ -230,6 +254,10 @@ def _bands(piece: Piece) -> Iterator[Region]:
     for row in range(whole.row, whole.row + whole.rows, height):
         rows = min(height, whole.row + whole.rows - row)
         yield Region(whole.tensor, row, rows, whole.column, whole.columns)
+
+
+def _rows(source: Source, part: Region) -> Bits:
+    return source.region(part).reshape(part.rows, part.columns)
 
 
 def _cut(change: Change, to: Region) -> Change | None:

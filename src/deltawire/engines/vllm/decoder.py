@@ -25,9 +25,9 @@ from ...core.codecs.context.sheet import Tiles, decode_ranks, join_ranks, make_s
 from ...core.errors import ChainError
 from ...core.parallel import default_threads, ordered_map
 from ...core.schema import Schema
-from ...core.sparse import BlockRef, DeltaFile
+from ...core.sparse import BlockRef, DeltaClaim, DeltaFile, open_delta
 from . import arrays
-from .channel import Answer, Caller, listen
+from .channel import Answer, Caller, listen, opened
 from .moves import PieceMoves, RankPieces, write_moves
 from .rectangle import Rectangle, rectangle
 
@@ -82,9 +82,10 @@ class _Process:
         self._ranks = [RankPieces(self._schema, [Rectangle(*piece) for piece in pieces]) for pieces in ranks]
         return {}
 
-    def _do_read(self, paths: list[str], out: str) -> Answer:
+    def _do_read(self, paths: list[str], claim: Any, out: str) -> Answer:
         """Decode files. `cut` in the answer: some tiles cannot be decoded from the weights of one rank."""
-        files = [_opened(Path(path), self._schema) for path in paths]
+        expected = msgspec.convert(claim, DeltaClaim)
+        files = [open_delta(*opened(path), self._schema, expected) for path in paths]
         cut: list[list[PieceMoves]] = [[] for _ in self._ranks]
         self._tiles = [[] for _ in self._ranks]
         try:
@@ -115,13 +116,6 @@ class _Process:
                 _write_ranks(Path(f"{out}.{number}.sizes"), Path(f"{out}.{number}.ranks"), tiles)
         self._tiles = []
         return {}
-
-
-def _opened(path: Path, schema: Schema) -> DeltaFile:
-    descriptor = os.open(path, os.O_RDONLY)
-    # held by what reads from it, and closed with that
-    file = os.fdopen(descriptor, "rb", buffering=0)
-    return DeltaFile(lambda start, length: os.pread(file.fileno(), length, start), os.fstat(descriptor).st_size, schema)
 
 
 def _threads() -> int:

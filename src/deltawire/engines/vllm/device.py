@@ -25,8 +25,9 @@ from ...core.full import Source
 from ...kernels import torch_ops
 from ...kernels.plan import Remember, narrow, units, widen
 from . import arrays
+from .layout import Sums
 from .placement import Piece
-from .shard import PieceChange, Sums
+from .shard import DENSE, PieceChange
 
 _SLOT = 8 << 20
 """Bytes of one of two pinned buffers that everything passes through."""
@@ -34,9 +35,6 @@ _SLOT = 8 << 20
 
 _BAND = 1 << 24
 """Units of full weights that are compared at once; a multiple of a tile."""
-
-DENSE = 4
-"""Full weights that differ in more than one of so many units are written over the old ones, not staged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from ...bucket.versions import number, resolve
 from ...core.errors import DeltawireError, Misconfigured
 from .. import names
 from . import BACKEND_FLAG, NAME, settings
-from .follower import Follower
+from .follower import EngineFollower
 from .metrics import Metrics
 from .samples import VersionMiddleware, observe
-from .workers import Workers
+from .target import EngineTarget
 
 log = logging.getLogger("deltawire")
 
@@ -35,8 +35,8 @@ class Plugin:
 
     def __init__(self) -> None:
         self._settings = settings.read()
-        self._follower: Follower | None = None
-        self._workers: Workers | None = None
+        self._follower: EngineFollower | None = None
+        self._target: EngineTarget | None = None
         self._host: str | None = None
         self._model = ""
         # what clients call it
@@ -71,23 +71,20 @@ class Plugin:
         self._model = (args.served_model_name or [args.model])[0]
         if not self._settings.token and not _is_loopback(self._host):
             log.warning("nobody can pin or sync this server: set DELTAWIRE_TOKEN, or start it with --host 127.0.0.1")
-        self._workers = Workers(engine_client, asyncio.get_running_loop(), self._settings.policy)
+        self._target = EngineTarget(engine_client, asyncio.get_running_loop(), self._settings.policy)
         observe(engine_client, self._version)
         if self._settings.run:
-            # no token before its weights have a name; requests wait
-            await engine_client.pause_generation(mode="keep", clear_cache=False)
-            self._begin(self._settings.run)
+            await self._target.hold()
+            self._begin(self._settings.run, self._target)
 
-    def _begin(self, run: str) -> Follower:
-        assert self._workers is not None
+    def _begin(self, run: str, target: EngineTarget) -> EngineFollower:
         config = self._settings
-        self._follower = Follower(
+        self._follower = EngineFollower(
             run,
-            self._workers,
+            target,
             pin=_pinned(run, config.pin),
             # a run named by a trainer is a trainer's to drive
             following=config.follow and bool(config.run),
-            held=bool(config.run),
             reference=config.reference,
             heartbeat=config.heartbeat,
             on_failure=_end,
@@ -107,24 +104,24 @@ class Plugin:
             return {**said, "run": None, "version": None}
         return {
             **said,
-            "run": follower.url,
+            "run": follower.replica.url,
             "version": follower.version,
-            "newest": follower.newest,
-            "lag": follower.lag,
+            "newest": follower.replica.newest,
+            "lag": follower.replica.lag,
             "pin": follower.pin,
-            "guard": follower.guard,
+            "guard": follower.target.guard,
             "syncs": follower.syncs,
-            "failures": follower.failures,
+            "failures": follower.replica.failures,
             "timings": {phase: round(seconds, 6) for phase, seconds in follower.last.items()},
-            "id": follower.id,
+            "id": follower.replica.id,
         }
 
     async def digest(self, request: Request) -> dict[str, Any]:
         """The state digest of the live weights, computed now, by every rank over what it holds."""
         self._authorize(request)
         follower = self._followed()
-        if follower.workers.refused:
-            raise HTTPException(409, f"vLLM's weights cannot be read as a checkpoint here: {follower.workers.refused}")
+        if follower.target.refused:
+            raise HTTPException(409, f"vLLM's weights cannot be read as a checkpoint here: {follower.target.refused}")
         version, found = await asyncio.to_thread(follower.live)
         return {"version": version, "digest": str(found)}
 
@@ -148,27 +145,29 @@ class Plugin:
         if self._follower is None:
             if not isinstance(run, str) or not run:
                 raise HTTPException(400, "this server follows no run yet: name one")
-            if self._workers is None:
+            if self._target is None:
                 raise HTTPException(503, "the engine is not ready")
-            return await self._first(run, version)
+            return await self._first(run, version, self._target)
         if run is not None and run.rstrip("/") not in (
             self._settings.run.rstrip("/"),
-            self._follower.url.rstrip("/"),
+            self._follower.replica.url.rstrip("/"),
         ):
-            raise HTTPException(409, f"this server follows {self._follower.url}; another run needs another server")
+            raise HTTPException(
+                409, f"this server follows {self._follower.replica.url}; another run needs another server"
+            )
         return await self._command(self._followed(), version)
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _followed(self) -> Follower:
+    def _followed(self) -> EngineFollower:
         if self._follower is None:
             raise HTTPException(409, "this server follows no run: set DELTAWIRE_RUN, or name one to /update_weights")
         return self._follower
 
-    async def _first(self, run: str, version: Any) -> dict[str, Any]:
+    async def _first(self, run: str, version: Any, target: EngineTarget) -> dict[str, Any]:
         """Follow a run that a trainer named. A run that cannot be followed leaves the server free for another."""
         try:
-            follower = self._begin(run)
+            follower = self._begin(run, target)
         except DeltawireError as error:
             raise _refusal(error) from error
         try:
@@ -178,7 +177,7 @@ class Plugin:
                 self._follower = None
             raise
 
-    async def _command(self, follower: Follower, version: Any, pin: bool = False) -> dict[str, Any]:
+    async def _command(self, follower: EngineFollower, version: Any, pin: bool = False) -> dict[str, Any]:
         if not isinstance(version, (int, str, NoneType)) or isinstance(version, bool):
             raise HTTPException(400, f"a version is a number or a tag, not {version!r:.40}")
         try:
@@ -198,8 +197,9 @@ class Plugin:
         if not hmac.compare_digest(given.encode(), self._settings.token.encode()):
             raise HTTPException(401, "this route needs the header 'Authorization: Bearer <DELTAWIRE_TOKEN>'")
 
-    def _version(self) -> Any:
-        return self._follower.version if self._follower is not None else None
+    def _version(self) -> int | None:
+        """The version that tokens come out under; it is proven a moment later where weights are in host memory."""
+        return self._follower.target.named if self._follower is not None else None
 
     def _health(self) -> tuple[str, str]:
         """State and reason."""

@@ -16,36 +16,45 @@ from ...core.errors import SchemaMismatch
 from ...core.schema import Schema
 from .rectangle import Rectangle
 
-Sums = Sequence[Mapping[int, str]]
-"""Per rank: group → digest, as hexadecimal text."""
+Sums = dict[int, StateDigest]
+"""Digests by group of pieces."""
+
+
+def sums_to_send(sums: Sums) -> list[tuple[int, int, int]]:
+    """As they go from process to process: group and both lanes."""
+    return [(group, digest.lane0, digest.lane1) for group, digest in sums.items()]
+
+
+def sums_of(sent: Sequence[Sequence[int]]) -> Sums:
+    return {group: StateDigest(lane0, lane1) for group, lane0, lane1 in sent}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     groups: tuple[tuple[int, ...], ...]
-    # per rank, the group of each of its pieces
+    """Per rank, the group of each of its pieces."""
     holders: Mapping[int, tuple[int, ...]]
-    # group → ranks
+    """Ranks that hold each group."""
     problems: tuple[str, ...]
-    # why deltas cannot be applied; empty where they can
+    """Why deltas cannot be applied; empty where they can."""
     unused: tuple[str, ...] = ()
     """Tensors of the run of which no rank's loader keeps anything."""
 
-    def total(self, sums: Sums) -> StateDigest:
+    def total(self, sums: Sequence[Sums]) -> StateDigest:
         """The digest of the whole model. SchemaMismatch where ranks that hold the same weights disagree."""
         result = StateDigest()
         for group, ranks in self.holders.items():
             found = {sums[rank][group] for rank in ranks}
             if len(found) != 1:
                 raise SchemaMismatch(f"ranks {', '.join(map(str, ranks))} hold different copies of the same weights")
-            result += StateDigest.parse(found.pop())
+            result += found.pop()
         return result
 
 
 def arrange(schema: Schema, ranks: Sequence[Sequence[Rectangle]], problems: Sequence[str] = ()) -> Layout:
     """Group the pieces of all ranks and check that together they cover every weight exactly once."""
+    # rectangle → (rank, index of the copy there)
     where: dict[Rectangle, list[tuple[int, int]]] = defaultdict(list)
-    # a rectangle → (rank, the how-manieth copy of it there)
     copies: list[list[tuple[Rectangle, int]]] = []
     for rank, pieces in enumerate(ranks):
         seen: dict[Rectangle, int] = defaultdict(int)

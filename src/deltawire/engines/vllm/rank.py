@@ -1,8 +1,9 @@
 """What one rank does: stage, write, take back, report. Which version is next and whether all ranks agree is decided
-elsewhere (follower.py).
+elsewhere (target.py).
 
-    by the engine, between two steps     layout → group, once; apply, or undo; load
-    by a socket, beside the model        stage (count and receive on a device) → forget; lend, digest
+    by the engine, between two steps     layout → group, once; apply, or undo
+    by a socket, beside the model        stage_delta (on a device: count, receive), stage_full or stage_reload; forget;
+                                         lend, digest
 """
 
 from __future__ import annotations
@@ -22,22 +23,27 @@ from torch import nn
 
 from ... import kernels
 from ...core.change import Change
-from ...core.full import FullFile
+from ...core.full import Checkpoint
 from ...core.parallel import default_threads
 from ...core.schema import Schema
-from ...core.sparse import DeltaFile, Read
+from ...core.sparse import DeltaClaim, open_delta
 from . import arrays
-from .channel import Answer, listen
+from .channel import Answer, listen, opened
 from .decode import Decoder, Lent, Wanted, compile_decoders
 from .guard import fingerprint, pack_again
+from .layout import Sums, sums_to_send
 from .placement import trace
 from .rectangle import Rectangle, rectangle
-from .shard import PieceChange, Shard, Sums, open_shard
+from .shard import PieceChange, Shard, open_shard
 
 if TYPE_CHECKING:
     from .device import DeviceShard
 
 log = logging.getLogger("deltawire")
+
+
+def _cannot_reload(folder: str) -> None:
+    raise RuntimeError("there is no worker here to reload weights")
 
 
 class Rank:
@@ -46,6 +52,7 @@ class Rank:
     number     the rank, counted over all workers
     problems   reasons to refuse deltas that the placement map cannot show (guard.py)
     loading    entered around the model's own loader
+    reload     has vLLM load a checkpoint folder into the model
     """
 
     def __init__(
@@ -55,10 +62,13 @@ class Rank:
         *,
         problems: Callable[[], list[str]] = list,
         loading: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        reload: Callable[[str], object] = _cannot_reload,
     ) -> None:
+        self.reload = reload
         self._model, self._number, self._problems, self._loading = model, number, problems, loading
-        self._schema: Schema | None = None
+        self._schema = Schema.build(())
         self._shard: Shard | None = None
+        """None where memory could not be mapped."""
         self._groups: tuple[int, ...] = ()
         self._staged: _Staged | None = None
 
@@ -103,77 +113,79 @@ class Rank:
         return {}
 
     def _do_apply(self) -> Answer:
-        """Write what is staged, then prove it. On an error the old bits are back."""
-        clock = time.perf_counter()
-        if self._staged is None:
+        """Write what is staged, then prove it. On an error the old bits are back, where they were kept."""
+        clock, staged = time.perf_counter(), self._staged
+        if staged is None:
             raise RuntimeError("nothing is staged")
-        shard, patch, predicted = self._weights, self._staged.patch, self._staged.predicted
         try:
-            shard.write(patch)
+            staged.write()
             written = time.perf_counter()
-            # in host memory reading all weights takes too long here: `write` has looked at what it wrote
-            found = predicted if shard.audited else shard.digests(self._groups)
-            if found != predicted:
+            if staged.proven is not None and self._sums() != staged.proven:
                 raise RuntimeError("the weights do not have the digest that was predicted for them")
             return {"apply": written - clock, "prove": time.perf_counter() - written}
         except BaseException:
-            shard.undo(patch)
+            if staged.undo is not None:
+                staged.undo()
             raise
 
     def _do_undo(self) -> Answer:
         """Put the old bits back; an error if that does not lead to the weights from before."""
-        if self._staged is not None:
-            self._weights.undo(self._staged.patch)
-            found = self._sums()
-            if found != self._staged.present:
+        if (staged := self._staged) is not None:
+            if staged.undo is None:
+                raise RuntimeError("full weights were written over the previous ones")
+            staged.undo()
+            if self._sums() != staged.present:
                 raise RuntimeError("these are not the weights from before; perhaps somebody else changed them")
         return {}
 
-    def _do_load(self, path: str) -> Answer:
-        """Overwrite everything with full weights, of which nothing is kept to go back to."""
-        self._require_in_place()
-        clock = time.perf_counter()
-        Decoder(self._weights).load(FullFile(*_opened(path)))
-        written = time.perf_counter()
-        return {"sums": _as_text(self._sums()), "apply": written - clock, "prove": time.perf_counter() - written}
-
-    def _do_reloading(self) -> Answer:
-        """In the pause, before vLLM reloads weights by itself."""
-        pack_again(self._model)
-        return {}
-
-    def _do_fingerprint(self) -> Answer:
-        """A hash of everything the model computes with: parameters, and what kernels made of them."""
-        return {"fingerprint": fingerprint(self._model)}
-
     # ── by the socket ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _do_stage(self, kind: str, paths: list[str], lent: list[str]) -> Answer:
-        """Decode files against the live weights, here: all of a delta, or full weights. `dense` in the answer: these
-        full weights are too different to be staged."""
+    def _do_stage_delta(self, paths: list[str], claim: Any, lent: list[str]) -> Answer:
+        """Decode a delta against the live weights. `wanted` in the answer: it takes weights that others hold."""
         self._staged = None
-        if kind == "full" and not self._weights.audited:
-            try:
-                patch = self._on_device.compare(FullFile(*_opened(paths[0])))
-            except kernels.TooMany:
-                return {"dense": True}
-            return self._stage(patch, patch.count)
         decoder = Decoder(self._weights, threads=max(1, default_threads() // 2))
-        borrowed = _borrowed(lent)
+        borrowed, expected = _borrowed(lent), msgspec.convert(claim, DeltaClaim)
         changes: list[PieceChange] = []
         wanted: list[Rectangle] = []
         for path in paths:
-            read, size = _opened(path)
             try:
-                if kind == "delta":
-                    changes += decoder.delta(DeltaFile(read, size, self._schema), borrowed)
-                else:
-                    changes += decoder.full(FullFile(read, size))
+                changes += decoder.delta(open_delta(*opened(path), self._schema, expected), borrowed)
             except Wanted as missing:
                 wanted += missing.rectangles
         if wanted:
             return {"wanted": [msgspec.structs.astuple(r) for r in wanted]}
-        return self._stage(self._weights.prepare(changes), sum(item.change.count for item in changes))
+        return self._stage(self._weights.prepare(changes))
+
+    def _do_stage_full(self, folder: str) -> Answer:
+        """Compare full weights with the live ones. Where most of them differ, they are written over the old ones, of
+        which nothing is kept then."""
+        self._staged = None
+        weights, source = self._weights, Checkpoint(folder)
+        decoder = Decoder(weights, threads=max(1, default_threads() // 2))
+        try:
+            if not weights.audited:
+                return self._stage(self._on_device.compare(source))
+            return self._stage(weights.prepare(decoder.full(source)))
+        except kernels.TooMany:
+            self._require_in_place()
+        present, predicted = weights.digests_beside(self._groups), decoder.digests(source, self._groups)
+        self._staged = _Staged(lambda: decoder.load(source), None, present, predicted)
+        return _answer(present, predicted, overwrites=True)
+
+    def _do_stage_reload(self, folder: str, unchanged: bool, prove: bool) -> Answer:
+        """Have vLLM load a checkpoint folder in the swap. It must be of the present weights if `unchanged`, and leave
+        everything that the model computes with as it is. With `prove`, memory must be laid out like a checkpoint."""
+
+        def write() -> None:
+            before = fingerprint(self._model) if unchanged else ""
+            pack_again(self._model)
+            self.reload(folder)
+            if unchanged and fingerprint(self._model) != before:
+                raise RuntimeError("the same weights, loaded again, gave other ones")
+
+        predicted = Decoder(self._weights).digests(Checkpoint(folder), self._groups) if prove else None
+        self._staged = _Staged(write, None, {}, predicted)
+        return {}
 
     def _do_count(self, path: str) -> Answer:
         """Count the classes of old weights in the tiles of this rank's sheet."""
@@ -191,23 +203,25 @@ class Rank:
             Path(f"{mine}.ranks") if counted else None,
             Path(f"{mine}.tiles") if counted else None,
         )
-        return self._stage(patch, patch.count)
+        return self._stage(patch)
 
-    def _stage(self, patch: Any, changed: int) -> Answer:
+    def _stage(self, patch: Any) -> Answer:
         self._require_in_place()
         shard = self._weights
         # nobody writes to weights that are served: what they are now is what the patch will meet
         present, moved = shard.digests_beside(self._groups), shard.moved(patch, self._groups)
         predicted = {group: total + moved[group] for group, total in present.items()}
-        self._staged = _Staged(patch, present, predicted)
-        return {"changed": changed, "present": _as_text(present), "predicted": _as_text(predicted)}
+        # in host memory reading all weights takes too long for a pause: `write` looks at what it wrote
+        proven = None if shard.audited else predicted
+        self._staged = _Staged(lambda: shard.write(patch), lambda: shard.undo(patch), present, proven)
+        return _answer(present, predicted, overwrites=False)
 
     def _do_forget(self) -> Answer:
         self._staged = None
         return {}
 
     def _do_digest(self) -> Answer:
-        return {"sums": _as_text(self._weights.digests_beside(self._groups))}
+        return {"sums": sums_to_send(self._weights.digests_beside(self._groups))}
 
     def _do_lend(self, rectangles: list[list[Any]], path: str) -> Answer:
         """Write what this rank holds of some rectangles to a file."""
@@ -263,11 +277,17 @@ class Rank:
 class _Staged(NamedTuple):
     """A version that is ready to be written."""
 
-    patch: Any
+    write: Callable[[], None]
+    undo: Callable[[], None] | None
+    """None where nothing is kept of the old weights."""
     present: Sums
     """Digest of each group now."""
-    predicted: Sums
-    """Digest of each group once the patch is written."""
+    proven: Sums | None
+    """Digest of each group once it is written; None where that is not read in the swap."""
+
+
+def _answer(present: Sums, predicted: Sums, overwrites: bool) -> Answer:
+    return {"present": sums_to_send(present), "predicted": sums_to_send(predicted), "overwrites": overwrites}
 
 
 def _use_other_cores() -> None:
@@ -277,24 +297,6 @@ def _use_other_cores() -> None:
     if others:
         with suppress(OSError):
             os.sched_setaffinity(threading.get_native_id(), others)
-
-
-def _as_text(sums: Sums) -> dict[str, str]:
-    return {str(group): str(value) for group, value in sums.items()}
-
-
-def _opened(path: str) -> tuple[Read, int]:
-    descriptor = _Descriptor(path)
-    return descriptor.read, descriptor.size
-
-
-class _Descriptor:
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the object)
-        self.size = os.fstat(self._file.fileno()).st_size
-
-    def read(self, start: int, length: int) -> bytes:
-        return os.pread(self._file.fileno(), length, start)
 
 
 def _borrowed(paths: list[str]) -> Lent:

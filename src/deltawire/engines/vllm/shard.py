@@ -16,13 +16,14 @@ from ...core.dtypes import Bits
 from ...core.parallel import ordered_map
 from ...core.scatter import scatter_and_look
 from ...core.schema import TensorSpec
+from .layout import Sums
 from .placement import Piece
 
 WORTH_THREADS = 1 << 19
 """Changes that are worth starting threads for."""
 
-Sums = dict[int, StateDigest]
-"""By group of pieces (layout.py)."""
+DENSE = 4
+"""Full weights that differ in more than one of so many units are written over the old ones, not staged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,15 @@ class PieceChange:
     """What changes in one piece. `change.region` is the piece's own."""
 
     piece: int
-    # its number in the shard
+    """Its number in the shard."""
     change: Change
 
 
 class Shard(Protocol):
     pieces: Sequence[Piece]
     audited: bool
-    # whether reading all weights takes too long for a pause: `write` then proves what it wrote, and all of them are
-    # read before the pause and after it
+    """Whether reading all weights takes too long for a pause: `write` then proves what it wrote, and all of them are
+    read before the pause and after it."""
 
     def read(self, piece: int) -> Bits:
         """The piece's present bits, [rows, columns]; not to be written to."""

@@ -1,0 +1,433 @@
+"""The ranks of a vLLM server as one target: staged beside the model, swapped by one call to the engine, or undone.
+
+Where memory cannot be patched, versions come as full weights and go through vLLM's own loader, in the same swap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...bucket.replay import as_run
+from ...core import full
+from ...core.digest import StateDigest
+from ...core.errors import ChainError, DeltawireError, DigestMismatch, MissingBase, NotRestored, SchemaMismatch
+from ...core.schema import Schema, listed
+from ...replica.target import Delta, Staged, Update
+from . import arrays
+from .channel import Caller, ChannelClosed, call_all
+from .decoder import Decoder
+from .guard import has_draft
+from .layout import Layout, arrange, sums_of
+from .rectangle import Rectangle
+from .settings import Policy
+
+log = logging.getLogger("deltawire")
+
+STAGE_LIMIT_S = 3600.0
+"""Seconds that work beside the model may take."""
+
+OF_NO_VERSION = StateDigest(1, 1)
+"""Stands for the digest of weights that have none: unknown ones, or ranks that disagree."""
+
+_CHUNK = 8 << 20
+
+
+class WorkerError(ChainError):
+    """A rank could not do what it was asked to; nothing was changed. Another way to the version may still work."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StagedRanks(Staged):
+    """A version that every rank could write now."""
+
+    folder: tempfile.TemporaryDirectory[str]
+    """Files that ranks read from, until the swap is over."""
+    reloads: bool = False
+    """Whether the weights go through vLLM's own loader."""
+
+
+class EngineTarget:
+    """The weights of one engine. Methods block; they are called from the follower's thread, or one that waits for it.
+
+    Generation is stopped while the weights have no name: `hold`, `pause` and a swap that could not be undone stop it,
+    `name` lets it go on.
+    """
+
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, policy: Policy) -> None:
+        self.refused = ""
+        """Why deltas cannot be applied here; empty where they can."""
+        self.named: int | None = None
+        """The version that vLLM puts on samples; None before the first."""
+        self.held = False
+        """Whether generation was stopped because the weights have no name."""
+        self.spoiled = False
+        """Whether a swap failed and could not be undone."""
+        self.has_draft = has_draft(client.vllm_config)
+        """Whether a draft model proposes tokens, whose weights stay what they are."""
+        self._client, self._loop, self._policy = client, loop, policy
+        self._temporary = arrays.folder()
+        self._folder = Path(self._temporary.name)
+        self._schema = Schema.build(())
+        self._layout: Layout = arrange(self._schema, ())
+        self._ranks: list[Caller] = []
+        self._decoder: Decoder | None = None
+        """Decodes for ranks whose weights are on devices; None where they are in host memory."""
+        self._loaded = OF_NO_VERSION
+        """Digest of the checkpoint that vLLM's own loader was given last."""
+        self._from = str(client.vllm_config.model_config.model)
+        """Where the server started from; a reload makes vLLM forget it."""
+        self._source_unknown = False
+        self._reload_is_safe = False
+        """Whether vLLM's own reload was seen to do no harm here."""
+        self._harm = ""
+        """What a reload was seen to do."""
+
+    # ── binding ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def takes_deltas(self) -> bool:
+        return not self.refused
+
+    @property
+    def guard(self) -> str:
+        """ "patch", or why weights are reloaded in full; empty before the first sync."""
+        return f"reload: {self.refused}" if self.refused else "patch" if self._ranks else ""
+
+    def bind(self, schema: Schema) -> bool:
+        """Find out where the weights lie, and whether they can be patched there.
+
+        Raises SchemaMismatch if the run is not one that this server's loader takes.
+        """
+        if schema == self._schema:
+            return False
+        self._schema = Schema.build(())
+        path = self._folder / "schema.json"
+        path.write_bytes(msgspec.json.encode(schema))
+        answers = self._all("layout", schema=str(path), sockets=str(self._folder))
+        ranks = [[Rectangle(*piece) for piece in answer["pieces"]] for answer in answers]
+        problems = [problem for answer in answers for problem in answer["problems"]]
+        self._layout = arrange(schema, ranks, list(dict.fromkeys(problems)))
+        self._require_names(schema, self._layout.unused, answers)
+        self.refused = self._layout.problems[0] if self._layout.problems else ""
+        for caller in self._ranks:
+            caller.close()
+        self._ranks = [Caller(answer["socket"]) for answer in answers]
+        if not self.refused:
+            self._all("group", groups=[list(groups) for groups in self._layout.groups])
+            if all(answer["device"] for answer in answers):
+                self._decoder = self._decoder or Decoder(self._folder)
+                self._decoder.call(
+                    "open", STAGE_LIMIT_S, schema=str(path), ranks=[answer["pieces"] for answer in answers]
+                )
+        self._check_layout(schema)
+        self._schema = schema
+        if self.refused:
+            log.warning("deltas are refused, every version is reloaded in full: %s", self.refused)
+        return True
+
+    def _require_names(self, schema: Schema, unused: Sequence[str], answers: list[dict[str, Any]]) -> None:
+        """Now, while nothing was touched: a loader that does not know the run's names could not load it either."""
+        failure = next((answer["failure"] for answer in answers if answer["failure"]), "")
+        missing = [name for answer in answers for name in answer["untouched"]]
+        if not failure and not (unused and missing):
+            return
+        differences: list[str] = []
+        folder = self._source_folder()
+        if folder is not None:
+            differences = full.Checkpoint(folder).schema.differences(schema, ours=self._from, theirs="the run")
+        elif not failure:
+            differences = [f"the loader does not use {listed(unused)}", f"nothing is for its {listed(missing)}"]
+        if differences:
+            raise SchemaMismatch(
+                f"the run's tensors are not those of this model: {'; '.join(differences)}. Publish under the names "
+                "that save_pretrained writes, or serve the model that the run was made from"
+            )
+
+    def _check_layout(self, schema: Schema) -> None:
+        """The bytes that the map finds must be those of the checkpoint that was loaded: if not, they were repacked."""
+        source = self._source(schema)
+        self._source_unknown = source is None
+        if source is None:
+            self.refused = self.refused or "the checkpoint that this server loaded is not here to compare memory with"
+            return
+        self._loaded = full.digest_of(source)
+        if not self.refused and self.live_digest() != self._loaded:
+            self.refused = "memory is not laid out like the checkpoint: a kernel repacked some of the weights"
+
+    def _source(self, schema: Schema) -> full.Source | None:
+        """The checkpoint that the server started from, where it is one of this schema."""
+        folder = self._source_folder()
+        try:
+            return as_run(full.Checkpoint(folder), schema, self._from) if folder else None
+        except DeltawireError as error:
+            log.info("cannot compare with %s: %s", self._from, error)
+            return None
+
+    def _source_folder(self) -> Path | None:
+        return Path(self._from) if Path(self._from).is_dir() else _cached(self._from)
+
+    def digest(self) -> StateDigest:
+        """What the weights are. Where they cannot be read through the map: what vLLM's own loader was given."""
+        return self._loaded if self.refused else self.live_digest()
+
+    def live_digest(self) -> StateDigest:
+        return self._total(self._beside("digest"), "sums")
+
+    # ── beside the model ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stage(self, update: Update) -> StagedRanks:
+        clock = time.perf_counter()
+        staged = StagedRanks(update=update, folder=tempfile.TemporaryDirectory(dir=self._folder))
+        folder, content = Path(staged.folder.name), update.content
+        try:
+            if isinstance(content, Delta):
+                self._stage(staged, self._delta(content, folder))
+            else:
+                full.write_checkpoint(folder, content)
+                if self.refused:
+                    staged.reloads, staged.undoable = True, False
+                    update.require(full.digest_of(content))
+                else:
+                    self._stage(staged, self._beside("stage_full", folder=str(folder)))
+        except BaseException:
+            self._forget(staged)
+            raise
+        staged.timings["decode"] = time.perf_counter() - clock
+        return staged
+
+    def _stage(self, staged: StagedRanks, answers: list[dict[str, Any]]) -> None:
+        update = staged.update
+        if (found := self._total(answers, "present")) != update.base:
+            raise DigestMismatch(update.version, str(update.base), str(found), "the weights are not those from before")
+        update.require(self._total(answers, "predicted"))
+        staged.undoable = not any(answer["overwrites"] for answer in answers)
+
+    def _delta(self, delta: Delta, folder: Path) -> list[dict[str, Any]]:
+        """Have every rank make its part of a delta ready."""
+        files, claim = [], msgspec.to_builtins(delta.claim)
+        for number, data in enumerate(delta.files):
+            files.append(str(folder / f"{number}.delta"))
+            with open(files[-1], "wb") as out:
+                for start in range(0, data.size, _CHUNK):
+                    out.write(data.read(start, min(_CHUNK, data.size - start)))
+        answers = self._received(self._decoder, files, claim) if self._decoder is not None else None
+        return answers if answers is not None else self._decoded(files, claim)
+
+    def _received(self, decoder: Decoder, files: list[str], claim: Any) -> list[dict[str, Any]] | None:
+        """Stage a delta that is decoded once, in a process of its own, for ranks that hold their weights on devices.
+        None where tiles are cut by the edges of pieces."""
+        out = f"{files[0]}.ranks"
+        read = decoder.call("read", STAGE_LIMIT_S, paths=files, claim=claim, out=out)
+        if read.get("cut"):
+            return None
+        if any(read["tiles"]):
+            self._beside("count", path=out)
+            decoder.call("ranks", STAGE_LIMIT_S, out=out)
+        return self._beside("receive", path=out, parts=read["parts"], tiles=read["tiles"])
+
+    def _decoded(self, files: list[str], claim: Any) -> list[dict[str, Any]]:
+        """Stage what each rank decodes from the weights it holds, and from those that others lend it."""
+        answers = self._beside("stage_delta", paths=files, claim=claim, lent=[])
+        if any("wanted" in answer for answer in answers):
+            rectangles = [r for answer in answers for r in answer.get("wanted", ())]
+            lent = [answer["lent"] for answer in self._beside("lend", rectangles=rectangles, path=files[0])]
+            answers = self._beside("stage_delta", paths=files, claim=claim, lent=lent)
+        if any("wanted" in answer for answer in answers):
+            raise MissingBase(f"version {claim['version']} needs old weights that no rank of this node holds")
+        return answers
+
+    def _forget(self, staged: StagedRanks) -> None:
+        with suppress(WorkerError):
+            self._beside("forget")
+        staged.folder.cleanup()
+
+    # ── the swap ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def swap(self, staged: StagedRanks) -> None:
+        """Write what is staged on all ranks and prove it; if one of them fails, all are put back."""
+        try:
+            if staged.reloads:
+                self._reload(staged)
+            else:
+                self.run(self._swap(staged))
+                if self._decoder is None:
+                    self._audit(staged)
+        except NotRestored:
+            self.spoiled = True
+            raise
+        finally:
+            self._forget(staged)
+        self.spoiled = False
+
+    async def _swap(self, staged: StagedRanks, name: bool = True) -> None:
+        """One call to the engine, which does it between two steps (core.py). Requests that are not to be kept are
+        stopped before."""
+        keep, version = self._policy.mode == "keep", staged.update.version
+        stay = keep or await self._client.is_paused()
+        try:
+            if not keep:
+                await self._client.sleep(level=0, mode=self._policy.mode)
+            answer = await self._client.engine_core.call_utility_async(
+                "deltawire_swap", str(version) if name else "", self._policy.kv == "clear"
+            )
+        except Exception as error:
+            self.held = True
+            raise NotRestored(f"nobody can say what the weights are: {type(error).__name__}: {error}") from error
+        if "lost" in answer:
+            self.held = True
+            raise NotRestored(f"{answer['failure']}; and the old weights could not be put back: {answer['lost']}")
+        if not stay:
+            await self._client.wake_up(["scheduling"])
+        staged.timings |= {phase: answer[phase] for phase in ("stop", "apply", "prove", "pause") if phase in answer}
+        if "failure" in answer:
+            log.warning("version %d was taken back on all ranks: %s", version, answer["failure"])
+            raise WorkerError(answer["failure"])
+        self.named = version if name else self.named
+
+    def _audit(self, staged: StagedRanks) -> None:
+        """Read all weights after the pause, while the model generates: in host memory that takes too long for a pause,
+        in which ranks look at what they wrote and at no more."""
+        clock, update = time.perf_counter(), staged.update
+        try:
+            found = str(self.live_digest())
+        except DeltawireError as error:
+            found = str(error)
+        staged.timings["audit"] = time.perf_counter() - clock
+        if found != str(update.digest):
+            mismatch = DigestMismatch(update.version, str(update.digest), found, "the server is paused")
+            raise NotRestored(f"weights changed that nobody was to change: {mismatch}")
+
+    def _reload(self, staged: StagedRanks) -> None:
+        """Full weights through vLLM's own loader, for layouts that cannot be patched."""
+        before, self._loaded = self._loaded, OF_NO_VERSION
+        if not self._source_unknown and not self._reload_is_safe:
+            self._prove_reload(staged)
+        # the first weights whose digest is known here show whether memory is laid out like a checkpoint
+        provable = self._source_unknown and not self._layout.problems
+        try:
+            self._beside("stage_reload", folder=staged.folder.name, unchanged=False, prove=provable)
+            self.run(self._swap(staged))
+        except WorkerError:
+            self._loaded = before
+            raise
+        self._loaded = staged.update.digest
+        if provable:
+            self.refused = ""
+
+    def _prove_reload(self, staged: StagedRanks) -> None:
+        """Loading what is loaded already must change nothing: a loader that repacks weights may not survive it."""
+        if not self._harm:
+            self._beside("stage_reload", folder=str(self._source_folder()), unchanged=True, prove=False)
+            try:
+                self.run(self._swap(staged, name=False))
+                self._reload_is_safe = True
+                return
+            except NotRestored as error:
+                # for good: what a harmful reload left behind, a second one may well leave as it is
+                self._harm = str(error)
+        raise NotRestored(
+            f"this server can follow no run: its layout cannot be patched ({self.refused}), and vLLM's own reload of "
+            f"the same weights failed ({self._harm}); restart it"
+        )
+
+    # ── what vLLM is told ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def hold(self) -> None:
+        """Make no token before the weights have a name; requests wait."""
+        await self._client.pause_generation(mode="keep", clear_cache=False)
+        self.held = True
+
+    def name(self, version: int) -> None:
+        """Say which version the weights are, and let the server generate with them."""
+        self.run(self._name(version))
+        self.named, self.held, self.spoiled = version, False, False
+
+    async def _name(self, version: int) -> None:
+        await self._client.update_weight_version(str(version))
+        if self.held:
+            await self._client.wake_up(["scheduling"])
+
+    def pause(self) -> None:
+        """Stop generating with weights that have no name, and drop what was computed with them."""
+        self.run(self._stand_still())
+        self.held = True
+
+    async def _stand_still(self) -> None:
+        """What `pause_generation` does, without the 20 ms that it sleeps so that callers see outputs in a nicer order.
+        Level 0 stops the scheduler and leaves all memory as it is."""
+        client = self._client
+        try:
+            await client.sleep(level=0, mode="keep")
+            if self._policy.kv != "keep":
+                dropped, *_ = await asyncio.gather(
+                    client.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+                    client.reset_mm_cache(),
+                    client.reset_encoder_cache(),
+                )
+                if not dropped:
+                    raise RuntimeError("keys and values of the old weights could not be dropped")
+        except Exception as error:
+            raise WorkerError(f"vLLM does not pause: {type(error).__name__}: {error}") from error
+
+    # ── reaching the ranks ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine where the engine client lives, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = await self._client.collective_rpc(
+            "deltawire", args=(operation,), kwargs=arguments
+        )
+        return answers
+
+    def _all(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
+        answers = self.run(self._call(operation, **arguments))
+        if (error := _first_error(answers)) is not None:
+            raise error
+        return answers  # type: ignore[no-any-return]
+
+    def _beside(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Have every rank do something beside the model; the engine does not hear of it."""
+        try:
+            answers = call_all(self._ranks, operation, STAGE_LIMIT_S, **arguments)
+        except ChannelClosed as error:
+            raise WorkerError(f"a rank cannot be reached for {operation!r}: {error}") from error
+        if (failed := _first_error(answers)) is not None:
+            raise failed
+        return answers
+
+    def _total(self, answers: list[dict[str, Any]], key: str) -> StateDigest:
+        """The digest of the whole model from those of its parts."""
+        try:
+            return self._layout.total([sums_of(answer[key]) for answer in answers])
+        except SchemaMismatch as error:
+            log.warning("%s", error)
+            return OF_NO_VERSION
+
+
+def _first_error(answers: list[dict[str, Any]]) -> DeltawireError | None:
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            return WorkerError(f"rank {rank}: {answer['error']}")
+    return None
+
+
+def _cached(name: str) -> Path | None:
+    """A hub model as it lies in the local cache."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, local_files_only=True))
+    except Exception:
+        return None

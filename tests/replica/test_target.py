@@ -1,0 +1,131 @@
+"""What a replica asks of a target, whatever is behind it: bind, stage, swap, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from deltawire import Publisher, Replica
+from deltawire.core.digest import StateDigest
+from deltawire.core.errors import DigestMismatch, NotRestored
+from deltawire.core.schema import Schema
+from deltawire.replica.model import ModelTarget, StagedModel
+from deltawire.replica.target import Delta, Target, Update
+from deltawire.store import Store
+from support import Model, blank, history, same
+
+
+class Recording:
+    """A target that notes what it is asked for, and passes it on."""
+
+    def __init__(self, live: Model, takes_deltas: bool = True) -> None:
+        self._inner = ModelTarget(live)
+        self.takes_deltas = takes_deltas
+        self.asked: list[str] = []
+        self.staged: list[Update] = []
+        self.fails: Exception | None = None
+
+    def bind(self, schema: Schema) -> bool:
+        self.asked.append("bind")
+        return self._inner.bind(schema)
+
+    def digest(self) -> StateDigest:
+        return self._inner.digest()
+
+    def stage(self, update: Update) -> StagedModel:
+        self.asked.append("stage")
+        self.staged.append(update)
+        return self._inner.stage(update)
+
+    def swap(self, staged: StagedModel) -> None:
+        self.asked.append("swap")
+        if self.fails is not None:
+            raise self.fails
+        self._inner.swap(staged)
+
+
+@pytest.fixture
+def versions(store: Store) -> list[Model]:
+    made = history(4)
+    with Publisher(store, anchor_ratio=1e9) as publisher:
+        for weights in made:
+            publisher.publish(weights).result(60)
+    return made
+
+
+def test_a_target_in_place_of_a_model(store: Store, versions: list[Model]) -> None:
+    live = blank(versions[0])
+    target = Recording(live)
+    assert isinstance(target, Target)
+    replica = Replica(store, heartbeat=0)
+    for version, weights in enumerate(versions):
+        assert replica.sync(target, version) == version
+        assert same(live, weights)
+    assert target.asked == ["bind", "stage", "swap"] * 4
+    assert [isinstance(update.content, Delta) for update in target.staged] == [False, True, True, True]
+
+
+def test_a_target_that_takes_no_deltas_is_given_full_weights(store: Store, versions: list[Model]) -> None:
+    live = blank(versions[0])
+    target = Recording(live, takes_deltas=False)
+    replica = Replica(store, heartbeat=0)
+    for version in (1, 3, 2):
+        assert replica.sync(target, version) == version
+        assert same(live, versions[version])
+    assert [update.version for update in target.staged] == [1, 3, 2]
+    assert not any(isinstance(update.content, Delta) for update in target.staged)
+
+
+def test_full_weights_that_are_not_the_version_touch_nothing(store: Store, versions: list[Model]) -> None:
+    live = blank(versions[0])
+    target = ModelTarget(live)
+    target.bind(Replica(store)._open().schema)
+    before = target.digest()
+    source = ModelTarget(versions[1])
+    source.bind(target._memory.schema)
+    wrong: Any = source._memory
+    with pytest.raises(DigestMismatch, match="nothing was changed"):
+        target.stage(Update(1, StateDigest(1, 2), before, wrong))
+    assert target.digest() == before
+
+
+def test_weights_that_could_not_be_restored_have_no_name(store: Store, versions: list[Model]) -> None:
+    named: list[int | None] = []
+    target = Recording(blank(versions[0]))
+    replica = Replica(store, heartbeat=0, on_name=named.append)
+    replica.sync(target, 0)
+    target.fails = NotRestored("half of it was written")
+    with pytest.raises(NotRestored):
+        replica.sync(target, 1)
+    # at once, and when the sync is over
+    assert (replica.version, replica.trouble, replica.failures) == (None, "half of it was written", 1)
+    assert named == [0, None, None]
+    target.fails = None
+    assert replica.sync(target) == 3
+    assert (named[-1], replica.trouble) == (3, "")
+
+
+def test_a_swap_that_was_undone_leaves_the_name(store: Store, versions: list[Model]) -> None:
+    named: list[int | None] = []
+    target = Recording(blank(versions[0]))
+    replica = Replica(store, heartbeat=0, on_name=named.append)
+    replica.sync(target, 0)
+    target.fails = OSError("before anything was written")
+    with pytest.raises(OSError, match="before anything"):
+        replica.sync(target, 1)
+    assert (replica.version, named) == (0, [0, 0])
+
+
+def test_a_pin_is_asked_for_at_every_look(store: Store, versions: list[Model]) -> None:
+    live, stop = blank(versions[0]), threading.Event()
+    pins: list[int | None] = [2, 2, 1]
+    seen = []
+    replica = Replica(store, heartbeat=0)
+    for version in replica.follow(live, poll=0.001, stop=stop, pin=lambda: pins.pop(0) if pins else None):
+        seen.append(version)
+        assert same(live, versions[version])
+        if version == 3:
+            stop.set()
+    assert seen == [2, 1, 3]
