@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from deltawire.core.errors import Misconfigured, RunNotFound, SchemaMismatch
 from deltawire.core.full import Checkpoint, digest_of
-from deltawire.engines.vllm import settings
+from deltawire.engines.vllm import launch, settings
 from deltawire.engines.vllm.launch import prepare, write_version
 from deltawire.trainer import Publisher
 from support import model
@@ -35,6 +37,27 @@ def test_the_newest_version_is_written_once(run: str, tmp_path: Path) -> None:
     second = digest_of(Checkpoint(place))
     assert write_version(run, 0, place) == 0
     assert digest_of(Checkpoint(place)) != second
+
+
+def test_a_run_that_is_not_there_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL waits for its server before it trains, so the server is often the first of the two."""
+    started: list[str] = []
+    monkeypatch.setattr(launch, "find_vllm", lambda: "vllm")
+    monkeypatch.setattr(launch.os, "execve", lambda program, command, environment: started.extend(command))
+    place = tmp_path / "place"
+    options = {"poll": 0.01, "folder_for_weights": place}
+    thread = threading.Thread(target=launch.launch, args=(str(tmp_path / "run"),), kwargs=options, daemon=True)
+    thread.start()
+    while "waiting for it" not in caplog.text:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    with Publisher(tmp_path / "run", files={"config.json": b"{}"}) as publisher:
+        publisher.publish(model(0))
+    thread.join(60)
+    assert started[:3] == ["vllm", "serve", str(place)]
+    assert (place / "model.safetensors").exists()
 
 
 def test_what_cannot_be_written_says_why(run: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from ...bucket.fetch import Progress
 from ...bucket.replay import checkout, resolver
 from ...bucket.run import Run
 from ...bucket.versions import resolve
+from ...bucket.watch import watch
 from ...core import full
 from ...core.errors import MissingExtra, RunNotFound, SchemaMismatch
 from ...core.extras import install_command
@@ -40,7 +41,7 @@ def launch(
     extra: Sequence[str] = (),
     progress: Callable[[str, int | None], Progress] | None = None,
 ) -> NoReturn:
-    """Replace this process by a vLLM server that follows a run.
+    """Replace this process by a vLLM server that follows a run, once the run has a version.
 
     version               start at this one and stay there
     model                 a hub id or folder to start from, instead of the run's newest version
@@ -53,6 +54,8 @@ def launch(
         place = (
             Path(folder_for_weights) if folder_for_weights else Path(tempfile.mkdtemp(prefix="deltawire-model-")) / "m"
         )
+        # trainer and server start in any order
+        next(watch(run, poll=poll))
         write_version(run, version, place, reference=reference, progress=progress)
         model = place
     command, environment = prepare(
