@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,7 +85,9 @@ def _tool(
 def _xet(pair: Pair) -> Tried:
     """Upload both to a stand-in for the Hub with its own client, which leaves out chunks that are there already."""
     from deltawire.store import open_store
-    from deltawire.testing.hub import HubStandIn
+
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.hub_stand_in import HubStandIn
 
     root = pair.folder / "hub"
     with HubStandIn(root) as server, _environment(HF_ENDPOINT=server.endpoint, HF_TOKEN=server.token):

@@ -37,9 +37,9 @@ from _report import about, print_about, write_json
 from _shapes import QWEN3_06B
 from deltawire.bucket.run import Run
 from deltawire.cli.common import ended_by_sigterm, sparkline
-from deltawire.core.errors import ServerUnavailable
 from deltawire.engines.fingerprint import fingerprint
 from deltawire.rl.demo import QUIET
+from deltawire.rl.errors import ServerUnavailable
 from deltawire.rl.fleet import Fleet
 from deltawire.rl.grpo import Group, Learner, Ledger, Rollout, Rollouts, Settings, Step, train
 from deltawire.rl.processes import Box, free_port

@@ -120,7 +120,8 @@ def be_bucket(store: str, folder: str) -> None:
 
         server: Any = SeaweedFS(folder, host="0.0.0.0", access_key=KEY, secret_key=SECRET)
     else:
-        from deltawire.testing.hub import HubStandIn
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from tests.hub_stand_in import HubStandIn
 
         server = HubStandIn(Path(folder), host="0.0.0.0", token=SECRET)
     with server:

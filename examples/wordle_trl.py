@@ -29,9 +29,9 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from deltawire.core.errors import ServerUnavailable
 from deltawire.rl.env_client import EnvClient
 from deltawire.rl.env_protocol import Result
+from deltawire.rl.errors import ServerUnavailable
 from deltawire.trl import BucketTransfer
 
 log = logging.getLogger("deltawire")

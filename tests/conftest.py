@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from deltawire.store import ObjectStore, Store
-from deltawire.testing.hub import HubStandIn
 from deltawire.testing.seaweed import SeaweedFS
+from tests.hub_stand_in import HubStandIn
 
 # no deadline: the first call of a kernel may compile it
 settings.register_profile("deltawire", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])

@@ -12,9 +12,9 @@ from deltawire.bucket.browse import below, find, look_at_all
 from deltawire.bucket.run import Run
 from deltawire.store import LocalStore, ObjectStore, Store, open_store
 from deltawire.testing import CountingStore
-from deltawire.testing.hub import HubStandIn
 from deltawire.testing.seaweed import SeaweedFS
 from support import history, publish
+from tests.hub_stand_in import HubStandIn
 
 
 def fill(url: str) -> None:

@@ -23,9 +23,9 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_now
 
 from deltawire.cli import app
-from deltawire.core.errors import ServerRefused, ServerUnavailable
 from deltawire.rl.env_client import EnvClient
 from deltawire.rl.env_server import LARGEST_FRAME
+from deltawire.rl.errors import ServerRefused, ServerUnavailable
 from deltawire.rl.wordle import Rules
 from deltawire.rl.wordlists import load
 

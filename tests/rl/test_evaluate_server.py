@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from deltawire.cli import app
-from deltawire.core.errors import ServerRefused, ServerUnavailable
 from deltawire.engines.server.launch import Options, RolloutServer
+from deltawire.rl.errors import ServerRefused, ServerUnavailable
 from deltawire.rl.evaluate import evaluate
 from deltawire.rl.sampling import ModelSampler, ServerSampler, Spread
 from deltawire.rl.small_policy import FOLDER, GUESSES, WORDS

@@ -12,8 +12,9 @@ import httpx
 import pytest
 import torch
 
-from deltawire.core.errors import PublishFailed, ServerRefused, StoreUnavailable
+from deltawire.core.errors import PublishFailed, StoreUnavailable
 from deltawire.rl import fleet, grpo, small_policy
+from deltawire.rl.errors import ServerRefused
 from deltawire.rl.fleet import Fleet, versions_of
 from deltawire.rl.grpo import Group, Learner, Ledger, Rollout, Settings, advantages, clipped_loss
 from deltawire.rl.layout import BOS, render, spell

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.core.errors import IllegalMove
+from deltawire.rl.errors import IllegalMove
 from deltawire.rl.wordle import Game, Rules, colours, consistent
 
 # few letters, so that they repeat and meet

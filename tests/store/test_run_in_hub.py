@@ -18,9 +18,9 @@ from deltawire.bucket.watch import watch
 from deltawire.core import keys
 from deltawire.core.errors import ObjectNotFound, PublishFailed, StoreError, WriterConflict
 from deltawire.store import HubStore, open_store
-from deltawire.testing.hub import Fault, HubStandIn
 from deltawire.trainer import claim
 from support import blank, history, same
+from tests.hub_stand_in import Fault, HubStandIn
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from deltawire.core.errors import (
 from deltawire.store import HubStore, Store, open_store
 from deltawire.store.base import Announcing
 from deltawire.testing import StoreTests
-from deltawire.testing.hub import Fault, HubStandIn
+from tests.hub_stand_in import Fault, HubStandIn
 
 
 def address() -> str:

@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import BucketNotFoundError, EntryNotFoundError, HfHubHTTPError
 
-from deltawire.testing.hub import Fault, HubStandIn, xet
+from tests.hub_stand_in import Fault, HubStandIn, xet
 
 
 @pytest.fixture
@@ -176,8 +176,8 @@ def test_late_files(hub: HubStandIn, api: HfApi, bucket: str) -> None:
 
 
 def test_as_a_program(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deltawire.testing.hub", "--root", str(tmp_path), "--token", "hf_mine"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    command = [sys.executable, "-m", "tests.hub_stand_in", "--root", str(tmp_path), "--token", "hf_mine"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as server:
         # whatever happens, it does not outlive the test
         killer = threading.Timer(60, server.kill)
         killer.start()

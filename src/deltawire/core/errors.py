@@ -42,10 +42,6 @@ DeltawireError
 │   ├── StoreFull
 │   ├── Unsupported          the store cannot do what was asked of it
 │   └── BadURL
-├── RLError
-│   ├── IllegalMove          a step without a game, or after its end
-│   ├── ServerRefused        an environment or rollout server answered that it will not
-│   └── ServerUnavailable    an environment or rollout server does not answer; worth a retry
 ├── FolderError              a folder on this machine that cannot be written: full, protected, a name too long
 ├── Unguarded                a server that others could reach and stop, without a token
 ├── CannotListen             a port that is in use, or an address that is not this machine's
@@ -251,23 +247,7 @@ class BadURL(StoreError):
     exit_code = 2
 
 
-# ── reinforcement learning ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-class RLError(DeltawireError):
-    pass
-
-
-class IllegalMove(RLError):
-    pass
-
-
-class ServerRefused(RLError):
-    pass
-
-
-class ServerUnavailable(RLError):
-    pass
+# ── this machine ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class FolderError(DeltawireError):

@@ -22,9 +22,10 @@ import httpx
 from .. import __version__
 from ..bucket.run import Run
 from ..bucket.verify import verify
-from ..core.errors import RLError, RunNotFound, ServerUnavailable
+from ..core.errors import RunNotFound
 from ..store import Store, open_store
 from . import small_policy
+from .errors import RLError, ServerUnavailable
 from .processes import Box, free_port, uninterrupted
 
 KILL_AT, REJOIN_AT = 0.35, 0.55

@@ -17,8 +17,8 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI, WebSocketException
 
-from ..core.errors import ServerRefused, ServerUnavailable
 from .env_protocol import Result, State
+from .errors import ServerRefused, ServerUnavailable
 
 _LATER = ("CAPACITY_REACHED", "SESSION_ERROR")
 # the session could not begin or has ended; another one may

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from ..core.errors import IllegalMove
+from .errors import IllegalMove
 from .wordle import Game, Rules
 
 LARGEST_MESSAGE = 4096

@@ -21,9 +21,9 @@ from starlette.requests import ClientDisconnect
 from starlette.websockets import WebSocketDisconnect
 
 from .. import __version__
-from ..core.errors import IllegalMove
 from ..engines.http import Connections, Server
 from .env_protocol import LARGEST_MESSAGE, Action, Closed, Observation, Reset, Seed, Session, State, error
+from .errors import IllegalMove
 from .wordle import Rules
 
 LARGEST_FRAME = 16 * LARGEST_MESSAGE

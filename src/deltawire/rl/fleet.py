@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from ..core.errors import ServerRefused, ServerUnavailable
 from ..engines import names
+from .errors import ServerRefused, ServerUnavailable
 from .sampling import Sample
 
 log = logging.getLogger("deltawire")

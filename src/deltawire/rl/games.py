@@ -9,8 +9,8 @@ import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 
-from ..core.errors import ServerUnavailable
 from .env_client import EnvClient
+from .errors import ServerUnavailable
 from .fleet import REST_S, Fleet
 from .grpo import Group, Rollout, Settings
 from .layout import BOS, GUESS_TOKENS, parse, spell

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import ServerUnavailable
+from .errors import ServerUnavailable
 
 GRACE_S = 5.0
 _PORTS = range(22_700, 32_000)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import ServerRefused, ServerUnavailable
 from . import small_policy
+from .errors import ServerRefused, ServerUnavailable
 from .layout import EOS, GUESS_TOKENS, parse
 
 if TYPE_CHECKING:

@@ -23,11 +23,12 @@ import httpx
 import torch
 
 from ..core import full
-from ..core.errors import DeltawireError, ServerRefused, ServerUnavailable
+from ..core.errors import DeltawireError
 from ..engines.fingerprint import fingerprint
 from ..models import ModelView
 from ..trainer import Published, Publisher
 from . import small_policy
+from .errors import ServerRefused, ServerUnavailable
 from .evaluate import GAMES, evaluate
 from .games import Games
 from .grpo import Learner, Ledger, Rollouts, Settings, train

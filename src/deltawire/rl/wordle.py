@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..core.errors import IllegalMove
+from .errors import IllegalMove
 
 LENGTH = 5
 GREEN, YELLOW, ABSENT = "G", "Y", "X"

@@ -11,12 +11,12 @@ from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from deltawire.testing.hub.contents import Bucket, stamp
-from deltawire.testing.hub.faults import Fault
-from deltawire.testing.hub.xet import Refused
+from .contents import Bucket, stamp
+from .faults import Fault
+from .xet import Refused
 
 if TYPE_CHECKING:
-    from deltawire.testing.hub import HubStandIn
+    from . import HubStandIn
 
 _BLOCK = 1 << 20
 _PING_S = 1.0

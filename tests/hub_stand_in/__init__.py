@@ -6,7 +6,7 @@ client.
 
 Tokens are checked, every hash that a client states is recomputed, and data lies on disk. What it leaves out: rate
 limits of its own (make them with `Fault`), deduplication between uploads, organisations, versions of the API that the
-client falls back from. `python -m deltawire.testing.hub` runs it by itself.
+client falls back from. `python -m tests.hub_stand_in` runs it by itself.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 
-from deltawire.testing.hub.contents import Contents
-from deltawire.testing.hub.faults import Fault, Faults
-from deltawire.testing.hub.handler import Handler
+from .contents import Contents
+from .faults import Fault, Faults
+from .handler import Handler
 
 __all__ = ["Fault", "HubStandIn"]
 

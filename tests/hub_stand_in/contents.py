@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from deltawire.testing.hub.xet import Chunk, Term, read_shard, read_xorb, text, unpack
+from .xet import Chunk, Term, read_shard, read_xorb, text, unpack
 
 _COPY = 1 << 20
 

@@ -1,4 +1,4 @@
-"""The stand-in by itself: `python -m deltawire.testing.hub --root DIR --host 0.0.0.0 --port 8080 --token hf_…`"""
+"""The stand-in by itself: `python -m tests.hub_stand_in --root DIR --host 0.0.0.0 --port 8080 --token hf_…`"""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import tempfile
 import threading
 from pathlib import Path
 
-from deltawire.testing.hub import HubStandIn
+from . import HubStandIn
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m deltawire.testing.hub", description="A stand-in for the HF Hub.")
+    parser = argparse.ArgumentParser(prog="python -m tests.hub_stand_in", description="A stand-in for the HF Hub.")
     parser.add_argument("--root", type=Path, help="where the data goes; a temporary folder otherwise")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
