@@ -223,7 +223,7 @@ def _pin(text: str) -> tuple[str, int | None]:
 def _listening(server: RolloutServer, host: str, json: bool) -> None:
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{server.port}"
-    value = {"event": "listening", "url": url, "host": host, "port": server.port, "model": server.service.settings.name}
+    value = {"event": "listening", "url": url, "host": host, "port": server.port, "model": server.service.name}
     emit_line(value, f"listening on {url}", json)
 
 

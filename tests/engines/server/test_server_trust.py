@@ -19,7 +19,7 @@ from starlette.datastructures import URL
 from starlette.requests import HTTPConnection
 
 from deltawire.core.errors import UntrustedCode
-from deltawire.engines.server import Connections, Limits, RolloutServer, template
+from deltawire.engines.server import Connections, Limits, RolloutServer, app, template
 from deltawire.engines.server.loading import load
 from deltawire.engines.server.template import ChatTemplate, TemplateFailed
 
@@ -207,11 +207,11 @@ def test_no_chat_ends_in_a_500(client: httpx.Client, messages: Any, status: int)
 def test_large_requests_are_not_all_held_at_once(served: tuple[RolloutServer, httpx.Client], wire: Any) -> None:
     server, client = served
     service = server.service
-    service.held += service.settings.max_bodies
+    service.held += app.BODIES_AT_ONCE * service.options.max_body
     try:
         answer = client.post("/v1/completions", json={"prompt": "a"})
     finally:
-        service.held -= service.settings.max_bodies
+        service.held -= app.BODIES_AT_ONCE * service.options.max_body
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
     assert service.held == 0
@@ -290,8 +290,6 @@ def test_an_answer_that_takes_too_long_is_ended(run: Path) -> None:
 def test_tokenizing_that_never_ends_holds_up_neither_others_nor_the_end(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deltawire.engines.server import app
-
     monkeypatch.setattr(app, "PREPARE_S", 0.3)
     stuck = threading.Event()
 

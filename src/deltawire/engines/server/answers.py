@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
 
 from ..names import VERSIONS_FIELD
 from .protocol import ChatRequest, CompletionRequest
@@ -46,30 +47,37 @@ def usage(sequences: list[Sequence], choices: int) -> dict[str, int]:
 
 
 def _versions(sequence: Sequence) -> list[dict[str, int]]:
-    spans, start = [], 0
-    for version, tokens in sequence.spans:
-        spans.append({"version": version, "start": start, "end": start + tokens})
-        start += tokens
-    return spans
+    ends = [*accumulate((tokens for _, tokens in sequence.spans), initial=0)]
+    return [
+        {"version": version, "start": start, "end": end}
+        for (version, _), (start, end) in zip(sequence.spans, pairwise(ends), strict=True)
+    ]
 
 
 @dataclass(slots=True)
 class Answer:
-    """How one request is answered; the parts that differ between the two routes are in the subclasses."""
+    """How one request is answered: `_choice` differs between the two routes. A whole answer is one large chunk."""
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     request: CompletionRequest | ChatRequest
     id: str
     model: str
     names: TokenNames
     created: int = field(default_factory=lambda: int(time.time()))
-    offsets: dict[int, int] = field(default_factory=dict)
-    # where the next token of a streamed choice begins in its text
 
     def whole(self, sequences: list[Sequence]) -> dict[str, Any]:
-        raise NotImplementedError
+        choices = [self._choice(s, Delta(s.text, 0, len(s.tokens), True), streamed=False) for s in sequences]
+        return {
+            **self._head(self.whole_object),
+            "choices": [{**choice, **_end(s)} for choice, s in zip(choices, sequences, strict=True)],
+            "usage": usage(sequences, self.request.choices),
+        }
 
     def chunk(self, sequence: Sequence, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
+        choice = {**self._choice(sequence, delta, streamed=True), **_end(sequence, delta.finished)}
+        return {**self._head(self.chunk_object), "choices": [choice]}
 
     def opening(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
         """Chunks before the first token."""
@@ -78,8 +86,7 @@ class Answer:
     def usage_chunk(self, sequences: list[Sequence]) -> dict[str, Any]:
         return {**self._head(self.chunk_object), "choices": [], "usage": usage(sequences, self.request.choices)}
 
-    @property
-    def chunk_object(self) -> str:
+    def _choice(self, sequence: Sequence, delta: Delta, *, streamed: bool) -> dict[str, Any]:
         raise NotImplementedError
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -88,60 +95,28 @@ class Answer:
     def _name(self, token: int) -> str:
         return self.names(token, bool(self.request.return_tokens_as_token_ids))
 
-    def _end(self, sequence: Sequence, finished: bool = True) -> dict[str, Any]:
-        if not finished:
-            return {"finish_reason": None, "stop_reason": None}
-        return {
-            "finish_reason": sequence.finish_reason,
-            "stop_reason": sequence.stop_reason,
-            VERSIONS_FIELD: _versions(sequence),
-        }
+    def _ids(self, sequence: Sequence, delta: Delta) -> dict[str, Any]:
+        return {"token_ids": sequence.tokens[delta.first : delta.last]} if self.request.return_token_ids else {}
 
 
 @dataclass(slots=True)
 class CompletionAnswer(Answer):
+    whole_object = chunk_object = "text_completion"
+
     request: CompletionRequest
+    offsets: dict[int, int] = field(default_factory=dict)
+    """By choice, where its next token begins in its text."""
 
-    @property
-    def chunk_object(self) -> str:
-        return "text_completion"
-
-    def whole(self, sequences: list[Sequence]) -> dict[str, Any]:
-        choices = []
-        for sequence in sequences:
-            echo = self._echo(sequence)
-            choice: dict[str, Any] = {
-                "index": sequence.index,
-                "text": echo + sequence.text,
-                "logprobs": self._logprobs(sequence, 0, len(sequence.tokens), len(echo)),
-                **self._end(sequence),
-            }
-            if self.request.return_token_ids:
-                choice["token_ids"] = sequence.tokens
-                choice["prompt_token_ids"] = sequence.prompt
-            choices.append(choice)
-        return {
-            **self._head("text_completion"),
-            "choices": choices,
-            "usage": usage(sequences, self.request.choices),
-        }
-
-    def chunk(self, sequence: Sequence, delta: Delta) -> dict[str, Any]:
+    def _choice(self, sequence: Sequence, delta: Delta, *, streamed: bool) -> dict[str, Any]:
         first = sequence.index not in self.offsets
         echo = self._echo(sequence) if first else ""
         offset = self.offsets.get(sequence.index, 0) + len(echo)
-        logprobs = self._logprobs(sequence, delta.first, delta.last, offset)
+        logprobs = self._logprobs(sequence, delta, offset)
         self.offsets[sequence.index] = offset + sum(len(token) for token in logprobs["tokens"]) if logprobs else offset
-        choice: dict[str, Any] = {
-            "index": sequence.index,
-            "text": echo + delta.text,
-            "logprobs": logprobs,
-            **self._end(sequence, delta.finished),
-        }
+        choice = {"index": sequence.index, "text": echo + delta.text, "logprobs": logprobs}
         if self.request.return_token_ids:
-            choice["token_ids"] = sequence.tokens[delta.first : delta.last]
             choice["prompt_token_ids"] = sequence.prompt if first else None
-        return {**self._head("text_completion"), "choices": [choice]}
+        return {**choice, **self._ids(sequence, delta)}
 
     def _echo(self, sequence: Sequence) -> str:
         if not self.request.echo or sequence.tokenizer is None:
@@ -153,92 +128,63 @@ class CompletionAnswer(Answer):
         text: str = sequence.tokenizer.decode(sequence.prompt, skip_special_tokens=False)
         return text
 
-    def _logprobs(self, sequence: Sequence, first: int, last: int, offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, sequence: Sequence, delta: Delta, offset: int) -> dict[str, Any] | None:
         if self.request.logprobs is None:
             return None
-        tokens = [self._name(token) for token in sequence.tokens[first:last]]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        tops = []
-        for i in range(first, last):
-            # the token that was drawn is always among them
-            likely = [(sequence.tokens[i], sequence.logprobs[i]), *sequence.tops[i]]
-            tops.append({self._name(token): max(value, _LOWEST) for token, value in likely})
+        made = range(delta.first, delta.last)
+        tokens = [self._name(sequence.tokens[i]) for i in made]
+        # the token that was drawn is always among the likeliest
+        likely = ([(sequence.tokens[i], sequence.logprobs[i]), *sequence.tops[i]] for i in made)
         return {
-            "text_offset": offsets,
-            "token_logprobs": [max(value, _LOWEST) for value in sequence.logprobs[first:last]],
+            "text_offset": [*accumulate(map(len, tokens), initial=offset)][:-1],
+            "token_logprobs": [max(sequence.logprobs[i], _LOWEST) for i in made],
             "tokens": tokens,
-            "top_logprobs": tops,
+            "top_logprobs": [{self._name(token): max(value, _LOWEST) for token, value in tops} for tops in likely],
         }
 
 
 @dataclass(slots=True)
 class ChatAnswer(Answer):
+    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+
     request: ChatRequest
 
-    @property
-    def chunk_object(self) -> str:
-        return "chat.completion.chunk"
-
     def whole(self, sequences: list[Sequence]) -> dict[str, Any]:
-        choices = []
-        for sequence in sequences:
-            choice: dict[str, Any] = {
-                "index": sequence.index,
-                "message": {"role": "assistant", "content": sequence.text},
-                "logprobs": self._logprobs(sequence, 0, len(sequence.tokens)),
-                **self._end(sequence),
-            }
-            if self.request.return_token_ids:
-                choice["token_ids"] = sequence.tokens
-            choices.append(choice)
-        return {
-            **self._head("chat.completion"),
-            "choices": choices,
-            "usage": usage(sequences, self.request.choices),
-            **({"prompt_token_ids": sequences[0].prompt} if self.request.return_token_ids else {}),
-        }
+        return {**Answer.whole(self, sequences), **self._prompt(sequences[0])}
 
     def opening(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+        opened = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [
-            {
-                **self._head("chat.completion.chunk"),
-                "choices": [
-                    {
-                        "index": sequence.index,
-                        "delta": {"role": "assistant", "content": ""},
-                        "logprobs": None,
-                        "finish_reason": None,
-                    }
-                ],
-                **({"prompt_token_ids": sequence.prompt} if self.request.return_token_ids else {}),
-            }
-            for sequence in sequences
+            {**self._head(self.chunk_object), "choices": [{"index": s.index, **opened}], **self._prompt(s)}
+            for s in sequences
         ]
 
-    def chunk(self, sequence: Sequence, delta: Delta) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": sequence.index,
-            "delta": {"content": delta.text},
-            "logprobs": self._logprobs(sequence, delta.first, delta.last),
-            **self._end(sequence, delta.finished),
-        }
-        if self.request.return_token_ids:
-            choice["token_ids"] = sequence.tokens[delta.first : delta.last]
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+    def _prompt(self, sequence: Sequence) -> dict[str, Any]:
+        return {"prompt_token_ids": sequence.prompt} if self.request.return_token_ids else {}
 
-    def _logprobs(self, sequence: Sequence, first: int, last: int) -> dict[str, Any] | None:
-        if not self.request.logprobs:
-            return None
-        content = []
-        for i in range(first, last):
-            entry = self._entry(sequence.tokens[i], sequence.logprobs[i])
-            entry["top_logprobs"] = [self._entry(token, value) for token, value in sequence.tops[i]]
-            content.append(entry)
-        return {"content": content}
+    def _choice(self, sequence: Sequence, delta: Delta, *, streamed: bool) -> dict[str, Any]:
+        said = {"delta": {"content": delta.text}}
+        if not streamed:
+            said = {"message": {"role": "assistant", "content": delta.text}}
+        logprobs = None
+        if self.request.logprobs:
+            logprobs = {"content": [self._token(sequence, i) for i in range(delta.first, delta.last)]}
+        return {"index": sequence.index, **said, "logprobs": logprobs, **self._ids(sequence, delta)}
+
+    def _token(self, sequence: Sequence, i: int) -> dict[str, Any]:
+        tops = [self._entry(token, value) for token, value in sequence.tops[i]]
+        return {**self._entry(sequence.tokens[i], sequence.logprobs[i]), "top_logprobs": tops}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
         return {"token": name, "logprob": max(logprob, _LOWEST), "bytes": list(name.encode())}
+
+
+def _end(sequence: Sequence, finished: bool = True) -> dict[str, Any]:
+    if not finished:
+        return {"finish_reason": None, "stop_reason": None}
+    return {
+        "finish_reason": sequence.finish_reason,
+        "stop_reason": sequence.stop_reason,
+        VERSIONS_FIELD: _versions(sequence),
+    }

@@ -8,8 +8,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -31,43 +31,32 @@ from .protocol import BadRequest, ChatRequest, CompletionRequest, Reader, parse
 from .scheduler import QueueFull, Scheduler, Told, tell
 from .sequence import Delta, Listener, Sequence
 
+if TYPE_CHECKING:
+    from .launch import Options
+
 PREPARED_AT_ONCE = 2
 """Requests that are tokenized at the same time; the rest of the cores compute."""
 
 PREPARE_S = 30.0
 """Seconds until a request must be tokenized, the wait for its turn included."""
 
+BODIES_AT_ONCE = 8
+"""Bodies of the largest size that may be in memory, read and not tokenized yet."""
+
 _RETRY = {"retry-after": "1"}
 _CONTROL = ("/pause", "/resume", "/is_paused", "/deltawire/")
 _OPEN = ("/health",)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    name: str
-    # of the model, as clients see it
-    token: str | None = None
-    # a bearer token for the control routes
-    guard_all: bool = False
-    # the token is needed for every route but /health
-    max_body: int = 8 << 20
-    # bytes of one request
-    request_timeout: float = 600.0
-    # seconds for an answer
-
-    @property
-    def max_bodies(self) -> int:
-        """Bytes of all requests that are read and not tokenized yet."""
-        return 8 * self.max_body
 
 
 class Service:
     """The parts of a running server."""
 
     def __init__(
-        self, settings: Settings, loaded: Loaded, scheduler: Scheduler, follower: Follower, metrics: Metrics
+        self, options: Options, name: str, loaded: Loaded, scheduler: Scheduler, follower: Follower, metrics: Metrics
     ) -> None:
-        self.settings, self.loaded = settings, loaded
+        self.options, self.loaded = options, loaded
+        self.name = name
+        """Of the model, as clients see it."""
         self.scheduler, self.follower, self.metrics = scheduler, follower, metrics
         self.names = TokenNames(loaded.tokenizer)
         self.reader = Reader(
@@ -75,7 +64,7 @@ class Service:
         )
         self.offload = Offload(PREPARED_AT_ONCE)
         self.held = 0
-        # bytes of bodies that are in memory
+        """Bytes of bodies that are in memory."""
         self.started = time.time()
 
     @property
@@ -148,7 +137,7 @@ class Service:
         replica, last = self.follower.replica, self.follower.last
         return {
             "engine": "builtin",
-            "model": self.settings.name,
+            "model": self.name,
             "state": self.state,
             "reason": self.reason,
             "run": replica.url,
@@ -195,7 +184,7 @@ def build(service: Service) -> FastAPI:
     @app.get("/v1/models")
     async def models() -> Response:
         model = {
-            "id": service.settings.name,
+            "id": service.name,
             "object": "model",
             "created": int(service.started),
             "owned_by": "deltawire",
@@ -249,7 +238,7 @@ class _Guard:
     """Asks for the token where it is needed, and counts answers. Plain ASGI: streams and disconnects pass untouched."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._settings, self._metrics = app, service.settings, service.metrics
+        self._app, self._options, self._metrics = app, service.options, service.metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -262,7 +251,7 @@ class _Guard:
                 self._metrics.requests.labels(route, str(message["status"])).inc()
             await send(message)
 
-        if _may(scope, self._settings):
+        if _may(scope, self._options):
             await self._app(scope, receive, counted)
         else:
             headers = {"www-authenticate": "Bearer"}
@@ -276,14 +265,14 @@ _ROUTES = {
 }  # fmt: skip
 
 
-def _may(scope: Scope, settings: Settings) -> bool:
+def _may(scope: Scope, options: Options) -> bool:
     # what is routed by; a URL made of it would have the client's Host header in it
     path = scope["path"]
-    needed = path.startswith(_CONTROL) or (settings.guard_all and path not in _OPEN)
-    if settings.token is None or not needed:
+    needed = path.startswith(_CONTROL) or (options.guard_all and path not in _OPEN)
+    if options.token is None or not needed:
         return True
     scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), settings.token.encode())
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), options.token.encode())
 
 
 # ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -296,10 +285,10 @@ async def _answer(service: Service, http: Request, kind: type[CompletionRequest]
         async for part in http.stream():
             body += part
             service.held += len(part)
-            if len(body) > service.settings.max_body:
-                message = f"the body is larger than {service.settings.max_body} bytes"
+            if len(body) > service.options.max_body:
+                message = f"the body is larger than {service.options.max_body} bytes"
                 return _problem(413, message, "invalid_request_error")
-            if service.held > service.settings.max_bodies:
+            if service.held > BODIES_AT_ONCE * service.options.max_body:
                 return _problem(503, "too many large requests at once; try again", "overloaded_error", headers=_RETRY)
         if (reason := service.why_not_ready()) is not None:
             return _unready(reason)
@@ -319,7 +308,7 @@ async def _answer(service: Service, http: Request, kind: type[CompletionRequest]
         service.held -= len(body)
         del body
     # at its deadline what there is of an answer is ended: what streams ends with "abort", the rest is a 504
-    loop, seconds = asyncio.get_running_loop(), service.settings.request_timeout
+    loop, seconds = asyncio.get_running_loop(), service.options.request_timeout
     deadline = loop.call_later(seconds, service.scheduler.cancel, sequences)
     if answer.request.stream:
         headers = {"cache-control": "no-cache", names.VERSION_HEADER: str(service.follower.version)}
@@ -346,7 +335,7 @@ def _prepare(
     events: asyncio.Queue[tuple[Sequence, Delta]],
 ) -> tuple[list[Sequence], Answer]:
     request = parse(body, kind)
-    name = service.settings.name
+    name = service.name
     mark = secrets.token_hex(16)
 
     def listen(sequence: Sequence, delta: Delta) -> None:

@@ -25,7 +25,7 @@ from ...store import Store
 from ..http import Connections, Server, listen
 from ..names import model_name
 from .access import check_guarded
-from .app import Service, Settings, build
+from .app import Service, build
 from .follower import Follower, Sync
 from .loading import Loaded, as_folder, dtype_of, load
 from .metrics import Metrics
@@ -41,34 +41,37 @@ class Options:
 
     run: str | Store
     model: str | None = None
-    # a checkpoint folder or hub id; None takes config, tokenizer and weights from the run
+    """A checkpoint folder or hub id; None takes config, tokenizer and weights from the run."""
     pin: int | None = None
-    # stay at this version
+    """Stay at this version."""
     host: str = "127.0.0.1"
     port: int = 8000
-    # 0: any that is free
+    """0: any that is free."""
     name: str | None = None
-    # of the model, for clients
+    """Of the model, for clients."""
     dtype: str = "auto"
     device: str = "cpu"
     threads: int | None = None
-    # of torch
+    """Threads of torch."""
     limits: Limits = field(default_factory=Limits)
     max_model_len: int | None = None
     kv_policy: KvPolicy = "clear"
     logprobs_mode: LogprobsMode = "raw_logprobs"
     poll: float = 1.0
     id: str | None = None
-    # of the replica, as `deltawire log` shows it
+    """Of the replica, as `deltawire log` shows it."""
     reference: Path | None = None
     token: str | None = field(default=None, repr=False)
+    """Bearer token of the control routes."""
     guard_all: bool = False
+    """The token is needed for every route but /health."""
     max_body: int = 8 << 20
+    """Bytes of one request."""
     request_timeout: float = 600.0
-    # seconds for an answer
+    """Seconds for an answer."""
     connections: Connections = field(default_factory=Connections)
     grace: float = 5.0
-    # seconds that running requests get when the server is told to end
+    """Seconds that running requests get when the server is told to end."""
 
 
 class RolloutServer:
@@ -119,8 +122,7 @@ class RolloutServer:
         )
         metrics.watch(self.scheduler, self.follower)
         name = options.name or model_name(self.follower.replica.url)
-        settings = Settings(name, options.token, options.guard_all, options.max_body, options.request_timeout)
-        self.service = Service(settings, loaded, self.scheduler, self.follower, metrics)
+        self.service = Service(options, name, loaded, self.scheduler, self.follower, metrics)
         self._server = _Server(build(self.service), options.connections, self.scheduler, options.grace)
 
     @property

@@ -28,7 +28,7 @@ BYTES_PER_TOKEN = 16
 
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # what may be said about what we do not do
+    # fields that are not implemented, and the values that ask for nothing
     "best_of": (None, 1),
     "suffix": (None, ""),
     "logit_bias": (None, {}),
@@ -87,7 +87,10 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class Common(msgspec.Struct, kw_only=True):
+_Unsupported: Any = msgspec.defstruct("_Unsupported", [(name, Any, None) for name in _NEUTRAL], kw_only=True)
+
+
+class Common(_Unsupported, kw_only=True):
     model: str | None = None
     n: Int | None = None
     temperature: float | None = None
@@ -106,21 +109,6 @@ class Common(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-
-    best_of: Any = None
-    suffix: Any = None
-    logit_bias: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    length_penalty: Any = None
-    use_beam_search: Any = None
-    prompt_logprobs: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    structured_outputs: Any = None
-    response_format: Any = None
-    tools: Any = None
 
     @property
     def choices(self) -> int:
