@@ -153,7 +153,7 @@ def _prepare(way: str, server: Any, trainer: Any, before: dict[str, Any], versio
             where = np.flatnonzero(old != new)
             content[f"{name}.shape"] = torch.tensor(bits.shape)
             content[f"{name}.indices"] = torch.from_numpy(where)
-            content[f"{name}.values"] = torch.from_numpy(new[where].view(np.int16)).view(torch.bfloat16)
+            content[f"{name}.new"] = torch.from_numpy(new[where].view(np.int16)).view(torch.bfloat16)
         save_file(content, folder / "patches.safetensors")
         _rpc(server, "read_patches", path=str(folder / "patches.safetensors"))
     return None

@@ -1,22 +1,35 @@
-"""What clients of a real vLLM notice of a sync: server, publisher and clients are processes of their own, on cores of
-their own.
+"""What clients of a real vLLM notice of a sync: server and clients are processes of their own, on cores of their own.
 
-    python benchmarks/pause_server.py --shape 0.6B --encodings packed context --syncs 50 --out benchmarks/results
+    python benchmarks/pause_server.py --shape 0.6B --phases control packed context throughput prefixes rivals
+    python benchmarks/pause_server.py --shape 8B --phases control packed
+    python benchmarks/pause_server.py --shape 30B-A3B --layers 6 --phases control packed equal
+
+The model is random, and so is which weights change. All versions are made before anything is measured. To publish one
+is then to link its objects into the bucket, data first, manifest and head last: the publisher takes no part of the
+machine.
 
 Phases, one after the other, against one server:
-    control    versions are published to another run, which nobody follows: the same load without a sync
-    packed …   versions are published to the run that the server follows, one at a time, at least a second apart
-    rivals     with --rivals: vLLM's own full reload, driven as trainers do
-    prefixes   with --prefixes: requests with one prefix under every version
+    control      versions are published to another run, which nobody follows: the same load without a sync
+    packed …     (an encoding) versions are published to the run that the server follows, one at a time
+    throughput   stretches with a sync every ten seconds and stretches with none, under the same streams
+    memory       versions while nothing is generated: what the worker allocates on its device for them
+    prefixes     requests with one prefix under every version: none may find what another version computed
+    equal        the weights of the server against a fresh load of the last version by vLLM's own loader
+    rivals       other ways to new weights, driven as trainers do, with generation paused around them: vLLM's
+                 `reload_weights`; its sparse loader (`load_checkpoint_weight_patches`), which is given what changed,
+                 decoded, in the worker's memory; and ModelExpress (where it is installed), from its delta in host
+                 memory: XOR on the checkpoint of the host, then its installer
 
 For each version the longest gap between two tokens of any stream is taken, from when it is published until a moment
-after it is served. The control phase is cut into windows of the same length. In milliseconds:
+after it is served. The control phase is cut into windows of the same lengths. In milliseconds:
     gap        longest gap of a window: p50, p99, max over all syncs; of the control run beside it
     excess     gap of the syncs less gap of the control run, at p99 and max
     step       median time between two tokens of a stream
-    served     from the commit of a version until it is served and proven, with the default poll and without it
-    pause      as the server reports it: stop, apply, prove
-`throughput` is tokens per second with a sync every ten seconds over tokens per second with none.
+    served     from the commit of a version until it is served and proven, the wait for the next poll included
+    total      the same from when the server has noticed it; fetch, decode, pause, stop, apply, prove: parts of it
+`--chart RESULT.json CHART.svg` draws tokens around a sync.
+`--turns FOLDER` is for measuring several servers that are started at once: before each phase it waits for a file of its
+name there, and writes NAME.done after it.
 """
 
 from __future__ import annotations
@@ -27,10 +40,14 @@ import json
 import os
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +55,95 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "vllm"))
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192},
+             "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192, "tie_word_embeddings": True},
+    "tiny-moe": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192, "tie_word_embeddings": False,
+                 "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
+    "30B-A3B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+                "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
+                "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }  # fmt: skip
+ENCODINGS = ("packed", "context", "raw")
+PHASES = ("control", *ENCODINGS, "throughput", "memory", "prefixes", "equal", "rivals")
 PROMPT = 32
+EVERY_S = 10.0
+"""Time between two syncs of the throughput phase."""
+SLOT_S = 1.2
+"""Time between two syncs of the other phases, at least."""
 AFTER_S = 0.25
 """How long a window goes on once the version is served."""
+FEW = 1e-4
+"""Share of the weights that change where only the number of versions matters."""
+
+
+# ── the model ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _sizes(shape: str, layers: int) -> dict[str, Any]:
+    return SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
+
+
+def make_model(folder: Path, sizes: dict[str, Any], device: str) -> Path:
+    """A random bf16 checkpoint with config and tokenizer, made on the device: seconds for 16 GB."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    experts = sizes.get("num_experts", 0)
+    more = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []} if experts else {}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen3", **sizes, **more, max_position_embeddings=4096, dtype="bfloat16",
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    config.architectures = ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"]
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+    generator = torch.Generator(device).manual_seed(0)
+    tensors = {}
+    for name, shape in _tensors(sizes):
+        made = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        tensors[name] = made.fill_(1.0) if len(shape) == 1 else made.normal_(0, 0.02, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(sizes["vocab_size"])}, unk_token="t3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="t1", eos_token="t2", pad_token="t0", unk_token="t3"
+    ).save_pretrained(folder)
+    return folder
+
+
+def _tensors(sizes: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of Qwen3, or of Qwen3-MoE where there are experts, as in a published checkpoint."""
+    hidden, head = sizes["hidden_size"], sizes["head_dim"]
+    queries, keys = sizes["num_attention_heads"] * head, sizes["num_key_value_heads"] * head
+    yield "model.embed_tokens.weight", (sizes["vocab_size"], hidden)
+    yield "model.norm.weight", (hidden,)
+    if not sizes["tie_word_embeddings"]:
+        yield "lm_head.weight", (sizes["vocab_size"], hidden)
+    for layer in range(sizes["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        yield f"{at}.input_layernorm.weight", (hidden,)
+        yield f"{at}.post_attention_layernorm.weight", (hidden,)
+        yield f"{at}.self_attn.q_norm.weight", (head,)
+        yield f"{at}.self_attn.k_norm.weight", (head,)
+        yield f"{at}.self_attn.q_proj.weight", (queries, hidden)
+        yield f"{at}.self_attn.k_proj.weight", (keys, hidden)
+        yield f"{at}.self_attn.v_proj.weight", (keys, hidden)
+        yield f"{at}.self_attn.o_proj.weight", (hidden, queries)
+        if experts := sizes.get("num_experts", 0):
+            yield f"{at}.mlp.gate.weight", (experts, hidden)
+        inner = sizes["moe_intermediate_size"] if experts else sizes["intermediate_size"]
+        for mlp in [f"{at}.mlp.experts.{i}" for i in range(experts)] or [f"{at}.mlp"]:
+            yield f"{mlp}.gate_proj.weight", (inner, hidden)
+            yield f"{mlp}.up_proj.weight", (inner, hidden)
+            yield f"{mlp}.down_proj.weight", (hidden, inner)
 
 
 # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -58,15 +153,17 @@ async def read_streams(port: int, streams: int, tokens: int, out: Path) -> None:
     """Read completions until standard input ends; write when each token arrived, per stream and request."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)
-    rows: list[tuple[float, int, int]] = []
+    rows: list[tuple[float, int]] = []
 
     async def stream(number: int) -> None:
         rng, request = random.Random(os.getpid() * 1000 + number), number << 20
         while not stop.is_set():
+            # lengths from the first one on are spread, so that streams do not end together
+            shortest = tokens // 2 if request & 0xFFFFF else 16
             request += 1
             body = json.dumps({
                 "model": "m", "prompt": [rng.randrange(5, 200) for _ in range(PROMPT)],
-                "max_tokens": tokens + rng.randrange(tokens // 4), "ignore_eos": True, "stream": True,
+                "max_tokens": rng.randrange(shortest, tokens * 3 // 2), "ignore_eos": True, "stream": True,
             })  # fmt: skip
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(
@@ -75,7 +172,7 @@ async def read_streams(port: int, streams: int, tokens: int, out: Path) -> None:
             )
             while data := await reader.read(1 << 16):
                 now = time.monotonic()
-                rows.extend([(now, request, number)] * data.count(b"data: {"))
+                rows.extend([(now, request)] * data.count(b"data: {"))
                 if stop.is_set():
                     break
             writer.close()
@@ -85,12 +182,12 @@ async def read_streams(port: int, streams: int, tokens: int, out: Path) -> None:
 
 
 class Clients:
-    """Processes that read streams; `tokens` once stopped is [time, request] of every token."""
+    """Processes that read streams; `stop` returns when each token came, an array per request."""
 
     def __init__(self, port: int, streams: int, cores: list[int], folder: Path, tokens: int) -> None:
         self._files, self._processes = [], []
-        share = -(-streams // len(cores))
-        for core in cores:
+        for number, core in enumerate(cores[:streams]):
+            share = len(range(number, streams, len(cores)))
             self._files.append(folder / f"tokens-{core}-{time.monotonic_ns()}.npy")
             command = [sys.executable, __file__, "--as", "clients", str(port), str(share), str(tokens),
                        str(self._files[-1])]  # fmt: skip
@@ -103,69 +200,124 @@ class Clients:
             process.stdin.close()
         for process in self._processes:
             process.wait(120)
-        parts = [np.load(file) for file in self._files]
-        streams = []
-        for part in parts:
-            ordered = part[np.lexsort((part[:, 0], part[:, 1]))]
-            edges = np.flatnonzero(np.diff(ordered[:, 1])) + 1
-            streams += np.split(ordered[:, 0], edges)
-        return streams
-
-
-# ── the publisher ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def publish_versions(model: Path, runs: list[str]) -> None:
-    """For each line `RUN ENCODING DENSITY` on standard input publish a version and print when it was committed."""
-    from deltawire.core.change import regions
-    from deltawire.core.full import Checkpoint
-    from deltawire.trainer import Publisher
-
-    source = Checkpoint(model)
-    weights = {
-        t.name: np.concatenate([source.region(r) for r in regions(t)]).reshape(t.shape).copy()
-        for t in source.schema.tensors
-    }
-    rng = np.random.default_rng(1)
-    publishers: dict[str, Any] = {}
-    current: dict[str, str] = {}
-    for line in sys.stdin:
-        run, encoding, density = line.split()
-        if current.get(run) != encoding:
-            if run in publishers:
-                publishers[run].close()
-            publishers[run] = Publisher(run, files=model, encoding=encoding, anchor_ratio=100.0)
-            current[run] = encoding
-        every = round(1 / float(density)) if float(density) else 0
-        for bits in weights.values() if every else ():
-            flat = bits.reshape(-1)
-            # one of each `every` weights: no two the same
-            at = np.arange(flat.size // every) * every + rng.integers(0, every, flat.size // every)
-            flat[at] += rng.integers(0, 2, at.size, np.uint16) * np.uint16(2) - np.uint16(1)
-        result = publishers[run].publish(weights).result(600)
-        print(json.dumps({"version": result.version, "at": time.monotonic()}), flush=True)
-
-
-class Publisher:
-    def __init__(self, model: Path, cores: list[int]) -> None:
-        command = [sys.executable, __file__, "--as", "publisher", str(model)]
-        self._process = _pinned(command, cores, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def publish(self, run: Path, encoding: str, density: float) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{run} {encoding} {density}\n".encode())
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        requests = []
+        for file in self._files:
+            rows = np.load(file)
+            rows = rows[np.lexsort((rows[:, 0], rows[:, 1]))]
+            requests += np.split(rows[:, 0], np.flatnonzero(np.diff(rows[:, 1])) + 1)
+            file.unlink()
+        return requests
 
 
 def _pinned(command: list[str], cores: list[int], **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, cores), **options)
+
+
+def _pin_session(session: int, cores: list[int]) -> None:
+    """Tie all threads of a server's processes to cores; those that they start later inherit it."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # after the name, which may contain anything: state, parent, group, session
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
+                for task in (stat.parent / "task").iterdir():
+                    os.sched_setaffinity(int(task.name), cores)
+
+
+# ── the versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_versions(model: Path, folder: Path, device: str, order: list[tuple[str, float]], last: bool) -> None:
+    """Publish version 0, a reference to the model, version 1, which is the same, and one for each (encoding, density).
+
+    What each adds to the bucket is kept as folder/VERSION, as links (that of 0 with 1). Prints a line per version. With
+    `last`, the newest version is written as a checkpoint, and what one more step would change as the rivals need it.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from deltawire.trainer import Publisher
+
+    weights = load_file(model / "model.safetensors", device=device)
+    generator = torch.Generator(device).manual_seed(1)
+    bucket, seen = folder / "made", {}
+    publisher, current = None, ""
+    for version, (encoding, density) in enumerate([(order[0][0], 0.0), *order], 1):
+        if encoding != current:
+            if publisher is not None:
+                publisher.close()
+            publisher, current = Publisher(bucket, encoding=encoding, anchor_ratio=100.0, reference=model), encoding
+            if version > 1:
+                publisher.resume(weights)
+        if density:
+            for tensor in weights.values():
+                _move(tensor, density, generator)
+        assert publisher is not None
+        result = publisher.publish(weights).result(600)
+        assert result.version == version, f"version {result.version} where {version} was expected"
+        seen |= _keep_new(bucket, seen, folder / str(version))
+        print(json.dumps({
+            "version": version, "encoding": encoding, "changed": result.changed, "bytes": result.bytes,
+        }), flush=True)  # fmt: skip
+    assert publisher is not None
+    publisher.close()
+    if last:
+        full = folder / "last"
+        shutil.copytree(model, full, ignore=shutil.ignore_patterns("*.safetensors"))
+        save_file(weights, full / "model.safetensors", metadata={"format": "pt"})
+        patches = {}
+        for name, tensor in weights.items():
+            before = tensor.reshape(-1).clone()
+            where = _move(tensor, order[0][1], generator)
+            patches |= {f"{name}.shape": torch.tensor(tensor.shape), f"{name}.indices": where,
+                        f"{name}.old": before[where], f"{name}.new": tensor.reshape(-1)[where]}  # fmt: skip
+        save_file(patches, folder / "patches.safetensors")
+    print(json.dumps({"done": True}), flush=True)
+
+
+def _move(tensor: Any, density: float, generator: Any) -> Any:
+    """Change one in so many weights by the smallest step, up or down. Returns which."""
+    import torch
+
+    bits, every = tensor.reshape(-1).view(torch.int16), round(1 / density)
+    options = {"device": bits.device, "generator": generator}
+    each = torch.arange(bits.numel() // every, device=bits.device) * every
+    where = each + torch.randint(0, every, each.shape, **options)
+    bits[where] += (2 * torch.randint(0, 2, each.shape, **options) - 1).to(torch.int16)
+    return where
+
+
+def _keep_new(bucket: Path, seen: dict[str, tuple[int, int]], kept: Path) -> dict[str, tuple[int, int]]:
+    """Link what is new in a bucket, or was replaced, to a folder of its own."""
+    new = {}
+    for path in bucket.rglob("*"):
+        key, found = str(path.relative_to(bucket)), path.stat()
+        if path.is_file() and not path.name.startswith(".") and seen.get(key) != (found.st_ino, found.st_mtime_ns):
+            new[key] = (found.st_ino, found.st_mtime_ns)
+            (kept / key).parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, kept / key)
+    return new
+
+
+class Versions:
+    """Versions that were made before, to be published one by one."""
+
+    def __init__(self, folder: Path, made: list[dict[str, Any]]) -> None:
+        self._folder, self._made, self._next = folder, made, 1
+
+    def publish(self, run: Path, version: int | None = None) -> dict[str, Any]:
+        """The next version; `at` is when it was committed. With `version`, that one, out of turn."""
+        number = self._next if version is None else version
+        self._next += version is None
+        kept = self._folder / str(number)
+        keys = [str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()]
+        for key in sorted(keys, key=lambda key: (key.startswith("versions/"), key == "head.json")):
+            (run / key).parent.mkdir(parents=True, exist_ok=True)
+            temp = run / f"{key}.link"
+            os.link(kept / key, temp)
+            os.replace(temp, run / key)
+            # where it is the same file already, nothing was renamed
+            temp.unlink(missing_ok=True)
+        return {**self._made[number - 1], "at": time.monotonic()}
 
 
 # ── the measurement ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -173,215 +325,441 @@ def _pinned(command: list[str], cores: list[int], **options: Any) -> subprocess.
 
 def measure(options: argparse.Namespace, report: dict[str, Any]) -> None:
     """Fill the report phase by phase: what is there when a later one fails was measured."""
-    from vllm_live import Server, make_model
+    from vllm_live import ON_GPU, Server
 
     cores = sorted(os.sched_getaffinity(0))
     half, quarter = max(1, len(cores) // 2), max(1, len(cores) // 4)
-    server_cores, publisher_cores, client_cores = (
-        cores[:half], cores[half : half + quarter] or cores, cores[half + quarter :] or cores,
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="deltawire-pause-") as name:
+    server_cores, client_cores = cores[:half], cores[half + quarter :] or cores
+    sizes = _sizes(options.shape, options.layers)
+    report |= {
+        "shape": options.shape, "sizes": sizes, "density": options.density, "streams": options.streams,
+        "weights": sum(int(np.prod(shape)) for _, shape in _tensors(sizes)), "poll_s": options.poll,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="deltawire-pause-", dir=options.scratch) as name:
         folder = Path(name)
-        model = make_model(folder / "model", f"{options.family}-tied", max_position_embeddings=4096,
-                           **SHAPES[options.shape])  # fmt: skip
-        publisher = Publisher(model, publisher_cores)
         followed, other = folder / "run", folder / "other"
-        publisher.publish(followed, "packed", 0)
-        publisher.publish(other, "packed", 0)
-        mine = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, server_cores)
-        flags = ["--no-enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "4096",
-                 "--max-num-seqs", str(max(64, options.streams)), *shlex.split(options.flags)]  # fmt: skip
-        more = {"DELTAWIRE_POLL": str(options.poll), **dict(item.split("=", 1) for item in options.env)}
-        server = Server(model, folder / "log", run=followed, flags=flags, **more)
-        os.sched_setaffinity(0, mine)
+        device = "cuda" if ON_GPU else "cpu"
+        model = options.model or make_model(folder / "model", sizes, device)
+        making = _Making(
+            model, folder, device, [*_order(options)], last={"equal", "rivals"} & {*options.phases} != set()
+        )
+        making.wait(1)
+        versions = Versions(folder, making.made)
+        versions.publish(followed)
+        versions.publish(other, 1)
+        flags = ["--no-enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "4096", "--max-num-seqs",
+                 str(max(64, options.streams)), "--worker-extension-cls", "vllm_test_plugin.Probe",
+                 *shlex.split(options.flags)]  # fmt: skip
+        server = Server(model, folder / "log", run=followed, flags=flags, DELTAWIRE_POLL=str(options.poll),
+                        DELTAWIRE_HEARTBEAT=None)  # fmt: skip
         try:
-            server.wait(limit=400)
+            server.wait(limit=500)
             print(f"server is up: {server.status()}", flush=True)
-            _phases(options, report, server, publisher, followed, other, client_cores, folder)
+            making.wait()
+            # not before: what is compiled at the start may use all cores
+            _pin_session(server.process.pid, server_cores)
+            print(f"{len(making.made)} versions are made", flush=True)
+            _Phases(options, report, server, versions, followed, other, client_cores, folder).run()
+            report["status"] = server.status()
         except BaseException:
             print(server.tail())
             raise
         finally:
+            making.stop()
             server.stop()
-            publisher.close()
             if options.log:
                 options.log.write_bytes((folder / "log").read_bytes())
 
 
-def _phases(
-    options: argparse.Namespace, report: dict[str, Any], server: Any, publisher: Publisher, followed: Path, other: Path,
-    cores: list[int], folder: Path,
-) -> None:  # fmt: skip
-    def clients() -> Clients:
-        found = Clients(server.port, options.streams, cores, folder, options.tokens)
-        time.sleep(3)
+def _order(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """Encoding and density of all versions, in the order in which the phases publish them."""
+    encodings = _encodings(options)
+    # two of each, to compile what is compiled on first use
+    for encoding in encodings:
+        yield from [(encoding, options.density)] * 2
+    for phase in options.phases:
+        if phase in ENCODINGS:
+            yield from [(phase, options.density)] * options.syncs
+        elif phase == "throughput":
+            yield from [(encodings[0], options.density)] * (2 * round(options.seconds / EVERY_S))
+        elif phase == "memory":
+            for encoding in encodings:
+                yield from [(encoding, options.density)] * 3
+        elif phase == "prefixes":
+            yield from [(encodings[0], FEW)] * options.syncs
+
+
+def _encodings(options: argparse.Namespace) -> list[str]:
+    return [phase for phase in options.phases if phase in ENCODINGS] or ["packed"]
+
+
+class _Making:
+    """The process that makes all versions."""
+
+    def __init__(self, model: Path, folder: Path, device: str, order: list[tuple[str, float]], last: bool) -> None:
+        self.made: list[dict[str, Any]] = []
+        command = [sys.executable, __file__, "--as", "publisher", str(model), str(folder), device, json.dumps(order),
+                   str(int(last))]  # fmt: skip
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+
+    def wait(self, version: int | None = None) -> None:
+        """Until a version is made; without one, until all are."""
+        assert self._process.stdout is not None
+        while version is None or len(self.made) < version:
+            line = self._process.stdout.readline()
+            if not line:
+                raise SystemExit("the process that makes versions has failed")
+            found = json.loads(line)
+            if "done" in found:
+                self._process.wait(60)
+                return
+            self.made.append(found)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait(60)
+
+
+class _Phases:
+    def __init__(
+        self, options: argparse.Namespace, report: dict[str, Any], server: Any, versions: Versions, followed: Path,
+        other: Path, cores: list[int], folder: Path,
+    ) -> None:  # fmt: skip
+        self.options, self.report, self.server, self.versions = options, report, server, versions
+        self.followed, self.other, self.cores, self.folder = followed, other, cores, folder
+        self.quiet: Gaps | None = None
+
+    def run(self) -> None:
+        for _ in range(2 * len(_encodings(self.options))):
+            self._sync()
+        for phase in self.options.phases:
+            self._turn(phase)
+            clock = time.monotonic()
+            if phase in ENCODINGS:
+                found = self._syncs(phase)
+            else:
+                found = getattr(self, f"_{phase}")()
+            self.report[phase] = {**found, "seconds": round(time.monotonic() - clock, 1)}
+            shown = {key: value for key, value in self.report[phase].items() if key != "timeline"}
+            print(f"{phase}: {json.dumps(shown)}", flush=True)
+            if self.options.turns:
+                (self.options.turns / f"{phase}.done").touch()
+
+    def _turn(self, phase: str) -> None:
+        if self.options.turns:
+            (self.options.turns / f"{phase}.ready").touch()
+            while not (self.options.turns / phase).exists():
+                time.sleep(0.2)
+
+    def _clients(self) -> Clients:
+        found = Clients(self.server.port, self.options.streams, self.cores, self.folder, self.options.tokens)
+        # until requests have begun at many different times
+        time.sleep(self.options.settle)
         return found
 
-    # compile what is compiled on first use
-    for encoding in options.encodings:
-        server.until(version=publisher.publish(followed, encoding, options.density)["version"], limit=120)
-    report |= {"shape": options.shape, "density": options.density, "streams": options.streams}
-    reading = clients()
-    windows = []
-    for _ in range(options.syncs):
-        began = time.monotonic()
-        publisher.publish(other, options.encodings[0], options.density)
-        time.sleep(max(0.0, began + 1.2 - time.monotonic()))
-        windows.append((began, time.monotonic()))
-    quiet = _Phase(reading.stop(), windows)
-    report["control"] = quiet.figures()
-    print(f"control: {report['control']}", flush=True)
-    for encoding in options.encodings:
-        reading, windows, served, pauses = clients(), [], [], []
-        for _ in range(options.syncs):
+    def _sync(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        made = self.versions.publish(self.followed)
+        return made, self.server.until(version=made["version"], limit=120)
+
+    def _command(self) -> dict[str, Any]:
+        """The next version, now: without waiting for a poll."""
+        made = self.versions.publish(self.followed)
+        self.server.http.post("/deltawire/sync", json={"version": made["version"]}).raise_for_status()
+        return made
+
+    def _control(self) -> dict[str, Any]:
+        reading, began = self._clients(), time.monotonic()
+        for _ in range(self.options.syncs):
+            step = time.monotonic()
+            self.versions.publish(self.other, 2)
+            self.server.status()
+            time.sleep(max(0.0, step + SLOT_S - time.monotonic()))
+        self.quiet = Gaps(reading.stop())
+        return self.quiet.figures(_cut((began, time.monotonic()), [SLOT_S])) | {
+            "timeline": self.quiet.timeline(began + 5)
+        }
+
+    def _syncs(self, encoding: str) -> dict[str, Any]:
+        reading, windows, served, timings, size = self._clients(), [], [], [], []
+        for _ in range(self.options.syncs):
             began = time.monotonic()
-            made = publisher.publish(followed, encoding, options.density)
-            status = server.until(version=made["version"], limit=60)
+            made, status = self._sync()
             done = time.monotonic()
             time.sleep(AFTER_S)
             windows.append((began, time.monotonic()))
             served.append(done - made["at"])
-            pauses.append(status["timings"])
-            time.sleep(max(0.0, began + 1.2 - time.monotonic()))
-        phase = _Phase(reading.stop(), windows)
-        report[encoding] = {
-            **phase.figures(),
-            "excess_gap_ms": {at: phase.gap(q) - quiet.gap(q) for at, q in (("p99", 99), ("max", 100))},
+            timings.append(status["timings"])
+            size.append(made["bytes"])
+            time.sleep(max(0.0, began + SLOT_S - time.monotonic()))
+        gaps = Gaps(reading.stop())
+        found = {
+            **gaps.figures(windows),
+            "bytes": int(np.median(size)),
+            "changed": made["changed"],
             "served_ms": _spread(served),
-            **{f"{name}_ms": _spread([p[name] for p in pauses if name in p]) for name in
-               ("pause", "stop", "apply", "prove", "decode", "fetch", "verify", "total")},
-            "timeline": phase.timeline(),
-        }  # fmt: skip
-        shown = {k: v for k, v in report[encoding].items() if k != "timeline"}
-        print(f"{encoding}: {shown}\n{server.status()}", flush=True)
-    if options.throughput:
-        rates = []
-        for syncs in (False, True):
-            reading = clients()
+            **{f"{name}_ms": _spread([t[name] for t in timings if name in t]) for name in timings[-1]},
+        }
+        if self.quiet is not None:
+            lengths = [end - start for start, end in windows]
+            same = self.quiet.longest(_cut((self.quiet.first, self.quiet.last), lengths))
+            ours = gaps.longest(windows)
+            found["control_gap_ms"] = _spread(same)
+            found["excess_gap_ms"] = {
+                name: 1e3 * float(np.percentile(ours, q) - np.percentile(same, q)) for name, q in PERCENTILES.items()
+            }
+        typical = windows[int(np.argsort(gaps.longest(windows))[len(windows) // 2])]
+        return found | {"timeline": gaps.timeline(typical[0])}
+
+    def _throughput(self) -> dict[str, Any]:
+        """Without, with, with, without: what drifts is the same for both."""
+        reading, windows = self._clients(), []
+        for syncs in (False, True, True, False):
             began = time.monotonic()
-            while time.monotonic() - began < options.throughput:
-                step = time.monotonic()
-                publisher.publish(followed if syncs else other, options.encodings[0], options.density)
-                time.sleep(max(0.0, step + 10 - time.monotonic()))
-            rates.append(_Phase(reading.stop(), [(began, time.monotonic())]).rate())
-        report["throughput_ratio"] = rates[1] / rates[0]
-        print(f"throughput: {rates}", flush=True)
-    if options.rivals:
-        report["rivals"] = _rivals(options, server, publisher, followed, clients, folder, quiet)
-        print(f"rivals: {report['rivals']}", flush=True)
-    if options.prefixes:
-        report["prefixes"] = _prefixes(options, server, publisher, followed)
-        print(f"prefixes: {report['prefixes']}", flush=True)
-    report["status"] = server.status()
+            for number in range(round(self.options.seconds / EVERY_S)):
+                if syncs:
+                    self._sync()
+                time.sleep(max(0.0, began + (number + 1) * EVERY_S - time.monotonic()))
+            windows.append((began, time.monotonic()))
+        gaps = Gaps(reading.stop())
+        rates = [gaps.rate(window) for window in windows]
+        return {"tokens_per_s": rates, "throughput_ratio": (rates[1] + rates[2]) / (rates[0] + rates[3])}
+
+    def _memory(self) -> dict[str, Any]:
+        """Bytes on the device beyond those before a sync, at most, while nothing else is computed."""
+        found: dict[str, Any] = {}
+        time.sleep(2)
+        for encoding in _encodings(self.options):
+            extra = []
+            for _ in range(3):
+                before = self._rpc("device_memory")[0]
+                made = self._command()
+                extra.append(int(self._rpc("device_memory")[0]["peak"]) - int(before["now"]))
+            allowed = 12 * made["changed"] + (64 << 20)
+            found[encoding] = {"changed": made["changed"], "extra_bytes": extra, "allowed_bytes": allowed}
+        return found
+
+    def _prefixes(self) -> dict[str, Any]:
+        """The first request under each version must find nothing in the cache, and the others what it left there."""
+        prompt, across, within = [11 + i % 180 for i in range(600)], 0, 0
+        each = self.options.requests // self.options.syncs
+        for _ in range(self.options.syncs):
+            self._command()
+            for number in range(each):
+                used = self.server.complete([*prompt, 5 + number], 1).json()["usage"]
+                hit = (used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+                across, within = (across + (hit > 0), within) if number == 0 else (across, within + (hit > 0))
+        count = self.options.syncs
+        return {"requests": each * count, "versions": count, "hits_across": across, "hits_within": within}
+
+    def _equal(self) -> dict[str, Any]:
+        from vllm_fresh import fresh_checksums
+
+        live, fresh = self.server.checksums(), fresh_checksums([self.folder / "last"], 1)[0]
+        return {
+            "tensors": len(live), "equal": live == fresh, "version": self.server.status()["version"],
+            "guard": self.server.status()["guard"],
+            "different": [name for name in live if live[name] != fresh.get(name)][:5],
+        }  # fmt: skip
+
+    def _rivals(self) -> dict[str, Any]:
+        """There and back again, so that in the end the weights are those that the follower believes to have."""
+        full, patches, found = self.folder / "last", self.folder / "patches.safetensors", {}
+        before = self.server.checksums()
+        ways: dict[str, Any] = {
+            "full reload": lambda _: self._rpc("reload_weights", weights_path=str(full)),
+            "vLLM's patch loader": lambda turn: self._rpc("load_patches", way=("new", "old")[turn % 2]),
+            "ModelExpress": lambda _: self._rpc("load_model_express"),
+        }
+        self._rpc("read_patches", path=str(patches))
+        express = self._rpc(
+            "read_model_express", path=str(patches), checkpoint=str(full), copy=str(self.folder / "mx")
+        )[0]
+        if express:
+            found["ModelExpress"] = {"absent": express}
+            del ways["ModelExpress"]
+        for name, way in ways.items():
+            try:
+                found[name] = self._rival(way)
+            except Exception as error:
+                found[name] = {"failed": f"{type(error).__name__}: {error}"[:500]}
+                self.server.http.post("/resume")
+            print(f"{name}: { {k: v for k, v in found[name].items() if k != 'timeline'} }", flush=True)
+        ours = self.report.get("packed", {}).get("longest_gap_ms")
+        for rival in found.values():
+            if ours and "longest_gap_ms" in rival:
+                rival["ratio"] = {at: rival["longest_gap_ms"][at] / ours[at] for at in PERCENTILES}
+        return {"ways": found, "same_weights_after": self.server.checksums() == before}
+
+    def _rival(self, way: Any) -> dict[str, Any]:
+        # the first ones compile and read what is new to them
+        for turn in range(2):
+            self._paused(way, turn)
+        reading, windows, pauses = self._clients(), [], []
+        for turn in range(self.options.rivals):
+            began = time.monotonic()
+            self._paused(way, turn)
+            pauses.append(time.monotonic() - began)
+            time.sleep(AFTER_S)
+            windows.append((began, time.monotonic()))
+            time.sleep(max(0.0, began + SLOT_S - time.monotonic()))
+        gaps = Gaps(reading.stop())
+        typical = windows[int(np.argsort(gaps.longest(windows))[len(windows) // 2])]
+        return gaps.figures(windows) | {"pause_ms": _spread(pauses), "timeline": gaps.timeline(typical[0])}
+
+    def _paused(self, way: Any, turn: int) -> None:
+        self.server.http.post("/pause", params={"mode": "keep", "clear_cache": False}).raise_for_status()
+        way(turn)
+        self.server.http.post("/resume").raise_for_status()
+
+    def _rpc(self, method: str, **arguments: Any) -> list[Any]:
+        answer = self.server.http.post("/collective_rpc", json={"method": method, "kwargs": arguments})
+        return answer.raise_for_status().json()["results"]  # type: ignore[no-any-return]
 
 
-def _prefixes(options: argparse.Namespace, server: Any, publisher: Publisher, followed: Path) -> dict[str, int]:
-    """Requests with one long prefix, some under every version: the first under each must find nothing in the cache."""
-    prompt, across, within = [11 + i % 180 for i in range(600)], 0, 0
-    for _ in range(options.syncs):
-        server.until(version=publisher.publish(followed, options.encodings[0], options.density)["version"], limit=60)
-        for number in range(options.prefixes // options.syncs):
-            used = server.complete([*prompt, 5 + number], 1).json()["usage"]
-            hit = (used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            across, within = (across + (hit > 0), within) if number == 0 else (across, within + (hit > 0))
-    return {"requests": options.prefixes, "versions": options.syncs, "hits_across": across, "hits_within": within}
+# ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Window = tuple[float, float]
+PERCENTILES = {"p50": 50, "p99": 99, "max": 100}
 
 
-def _rivals(
-    options: argparse.Namespace, server: Any, publisher: Publisher, followed: Path, clients: Any, folder: Path,
-    quiet: _Phase,
-) -> dict[str, Any]:  # fmt: skip
-    """A full reload by vLLM, as a trainer drives it: pause, reload_weights, resume."""
-    from deltawire.engines.vllm.launch import write_version
+class Gaps:
+    """Times between two tokens of all streams; windows of time are looked at."""
 
-    version = server.status()["version"]
-    write_version(str(followed), version, folder / "full")
-    reading, windows = clients(), []
-    for _ in range(options.rivals):
-        began = time.monotonic()
-        server.http.post("/pause", params={"mode": "keep", "clear_cache": True}).raise_for_status()
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder / "full")}}
-        server.http.post("/collective_rpc", json=body).raise_for_status()
-        server.http.post("/resume").raise_for_status()
-        time.sleep(AFTER_S)
-        windows.append((began, time.monotonic()))
-        time.sleep(1)
-    phase = _Phase(reading.stop(), windows)
-    return {"full reload": phase.figures()}
-
-
-class _Phase:
-    """Tokens of all streams, and the windows that are looked at."""
-
-    def __init__(self, streams: list[np.ndarray], windows: list[tuple[float, float]]) -> None:
-        self._streams, self._windows = [s for s in streams if s.size > 1], windows
-        starts = np.concatenate([s[:-1] for s in self._streams])
-        ends = np.concatenate([s[1:] for s in self._streams])
+    def __init__(self, requests: Sequence[np.ndarray]) -> None:
+        requests = [request for request in requests if request.size > 1]
+        starts = np.concatenate([request[:-1] for request in requests])
+        ends = np.concatenate([request[1:] for request in requests])
         order = np.argsort(ends)
         self._ends, self._gaps = ends[order], (ends - starts)[order]
-        self._longest = [self._within(*window).max(initial=0.0) for window in windows]
+        self.first, self.last = float(self._ends[0]), float(self._ends[-1])
 
-    def _within(self, start: float, end: float) -> np.ndarray:
-        first, last = np.searchsorted(self._ends, (start, end))
+    def within(self, window: Window) -> np.ndarray:
+        first, last = np.searchsorted(self._ends, window)
         return self._gaps[first:last]
 
-    def gap(self, percentile: float) -> float:
-        return 1e3 * float(np.percentile(self._longest, percentile))
+    def longest(self, windows: Sequence[Window]) -> list[float]:
+        return [float(self.within(window).max(initial=0.0)) for window in windows]
 
-    def rate(self) -> float:
-        return sum(self._within(*window).size for window in self._windows) / sum(b - a for a, b in self._windows)
+    def rate(self, window: Window) -> float:
+        return self.within(window).size / (window[1] - window[0])
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self, windows: Sequence[Window]) -> dict[str, Any]:
         return {
-            "longest_gap_ms": {name: self.gap(q) for name, q in (("p50", 50), ("p99", 99), ("max", 100))},
+            "longest_gap_ms": _spread(self.longest(windows)),
             "step_ms": 1e3 * float(np.median(self._gaps)),
-            "tokens_per_s": self.rate(),
-            "windows": len(self._windows),
+            "tokens_per_s": float(np.mean([self.rate(window) for window in windows])),
+            "windows": len(windows),
+            "window_s": float(np.median([end - start for start, end in windows])),
         }
 
-    def timeline(self) -> list[list[float]]:
-        """Tokens per 5 ms around the sync whose longest gap is the median one: [ms from its start, tokens]."""
-        typical = int(np.argsort(self._longest)[len(self._longest) // 2])
-        start, end = self._windows[typical]
-        counts, edges = np.histogram(self._ends, np.arange(start - 0.1, end, 0.005))
+    def timeline(self, start: float) -> list[list[float]]:
+        """Tokens per 5 ms around a moment: [ms from it, tokens]."""
+        counts, edges = np.histogram(self._ends, np.arange(start - 0.5, start + 1.5, 0.005))
         return [[round(1e3 * (t - start), 1), int(n)] for t, n in zip(edges, counts, strict=False)]
 
 
-def _spread(seconds: list[float]) -> dict[str, float]:
-    if not seconds:
-        return {}
-    return {
-        name: round(1e3 * float(np.percentile(seconds, q)), 3) for name, q in (("p50", 50), ("p99", 99), ("max", 100))
-    }
+def _cut(span: Window, lengths: Sequence[float]) -> list[Window]:
+    """One window after the other, of these lengths in turn, as many as fit."""
+    windows, at = [], span[0]
+    for length in cycle(lengths):
+        if at + length > span[1]:
+            return windows
+        windows.append((at, at + length))
+        at += length
+    return windows
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, float]:
+    return {name: round(1e3 * float(np.percentile(seconds, q)), 3) for name, q in PERCENTILES.items()}
+
+
+# ── the chart ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+WIDTH, ROW, LEFT, TOP = 860, 74, 170, 46
+
+
+def chart(report: dict[str, Any]) -> str:
+    """Tokens of all streams per 10 ms around a typical sync of each phase, one above the other, as SVG."""
+    rows = {"no sync": report["control"]["timeline"]}
+    rows |= {f"deltawire, {name}": report[name]["timeline"] for name in ENCODINGS if name in report}
+    ways = report.get("rivals", {}).get("ways", {})
+    rows |= {name: way["timeline"] for name, way in ways.items() if "timeline" in way}
+    binned = {name: _per_10_ms(timeline) for name, timeline in rows.items()}
+    top = max(max(counts) for _, counts in binned.values())
+    first, last = -500, 1500
+    across = (WIDTH - LEFT - 20) / (last - first)
+    height = TOP + ROW * len(rows) + 40
+    bottom = height - 40
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
+        f'font-size="12"><rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{LEFT}" y="18" font-size="14">Tokens per 10 ms, all {report["streams"]} streams: '
+        f"{report['shape']}, {report['density']:.0%} of the weights changed</text>",
+        f'<text x="{LEFT}" y="35" fill="#666">0 ms: the version is published, or the other way begins</text>',
+    ]
+    for at in range(first, last + 1, 250):
+        x = LEFT + (at - first) * across
+        stroke = "#888" if at == 0 else "#e4e4e4"
+        out.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}" stroke="{stroke}"/>')
+        out.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle" fill="#444">{at}</text>')
+    out.append(f'<text x="{WIDTH - 20}" y="{bottom + 33}" text-anchor="end" fill="#444">milliseconds</text>')
+    for number, (name, (times, counts)) in enumerate(binned.items()):
+        base = TOP + ROW * (number + 1) - 8
+        out.append(f'<text x="{LEFT - 10}" y="{base - 24}" text-anchor="end">{name}</text>')
+        out.append(f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{base}" y2="{base}" stroke="#bbb"/>')
+        color = "#2a7ab8" if number and name.startswith("deltawire") else "#777" if not number else "#c0562f"
+        bars = "".join(
+            f"M{LEFT + (at - first) * across:.1f} {base}v-{(ROW - 16) * count / top:.1f}"
+            for at, count in zip(times, counts, strict=True)
+            if count
+        )
+        out.append(f'<path d="{bars}" stroke="{color}" stroke-width="{10 * across:.2f}" fill="none"/>')
+    return "\n".join([*out, "</svg>", ""])
+
+
+def _per_10_ms(timeline: list[list[float]]) -> tuple[list[float], list[int]]:
+    pairs = list(zip(timeline[::2], timeline[1::2], strict=False))
+    return [a[0] for a, _ in pairs], [int(a[1] + b[1]) for a, b in pairs]
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["--chart"]:
+        source, out = map(Path, sys.argv[2:])
+        found = json.loads(source.read_text())
+        out.write_text(chart(found.get("results", {}).get("0.6B", found)))
+        return
     if sys.argv[1:2] == ["--as"]:
         if sys.argv[2] == "clients":
             port, streams, tokens, out = sys.argv[3:]
             asyncio.run(read_streams(int(port), int(streams), int(tokens), Path(out)))
+        elif sys.argv[2] == "model":
+            folder, shape, layers, device = sys.argv[3:]
+            make_model(Path(folder), _sizes(shape, int(layers)), device)
         else:
-            publish_versions(Path(sys.argv[3]), [])
+            model, folder, device, order, last = sys.argv[3:]
+            make_versions(Path(model), Path(folder), device, json.loads(order), last=last == "1")
         return
     from _report import about, print_about, write_json
     from deltawire.cli.common import ended_by_sigterm
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="0.6B")
-    parser.add_argument("--family", default="qwen3")
-    parser.add_argument("--encodings", nargs="+", default=["packed", "context"])
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers than the shape has")
+    parser.add_argument("--model", type=Path, help="made before, by `--as model FOLDER SHAPE LAYERS DEVICE`")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=["control", "packed", "context"])
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--syncs", type=int, default=50)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=1500, help="tokens of a completion, at least")
+    parser.add_argument("--tokens", type=int, default=1500, help="tokens of a completion, on average")
+    parser.add_argument("--settle", type=float, default=6.0, help="seconds of streaming before a phase is measured")
     parser.add_argument("--poll", type=float, default=1.0, help="DELTAWIRE_POLL of the server")
-    parser.add_argument("--throughput", type=float, default=0.0, help="seconds for each of the two throughput phases")
-    parser.add_argument("--rivals", type=int, default=0, help="how many full reloads by vLLM to measure")
-    parser.add_argument("--prefixes", type=int, default=0, help="requests of the prefix phase (see DELTAWIRE_KV)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the four stretches of throughput")
+    parser.add_argument("--rivals", type=int, default=10, help="times that each rival is measured; even")
+    parser.add_argument("--requests", type=int, default=1000, help="of the prefix phase")
     parser.add_argument("--flags", default="--gpu-memory-utilization 0.5", help="more flags of vllm serve, in quotes")
-    parser.add_argument("--env", nargs="*", default=[], help="more environment of the server, NAME=VALUE")
-    parser.add_argument("--out", type=Path, help="folder for the figures as JSON")
+    parser.add_argument("--turns", type=Path, help="folder with files that say which phase may begin")
+    parser.add_argument("--scratch", type=Path, help="where model and buckets go while it runs")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
     parser.add_argument("--log", type=Path, help="file for the server's log")
     options = parser.parse_args()
     facts = about()
@@ -392,7 +770,7 @@ def main() -> None:
             measure(options, report)
     finally:
         if options.out and report:
-            write_json(options.out / "pause-server-cuda.json", {**facts, **report})
+            write_json(options.out, {**facts, **report})
 
 
 if __name__ == "__main__":

@@ -3,11 +3,16 @@
     python benchmarks/real_models.py --model stories15m --lr 1e-5 --steps 40
     python benchmarks/real_models.py --model smollm2 --lr 1e-6 3e-6 --steps 12
     python benchmarks/real_models.py --model qwen3-0.6b-shape --lr 1e-6 --steps 20 --device cuda     random weights
+    python benchmarks/real_models.py --model smollm2 --lr 1e-6 3e-6 --steps 100 --engine vllm --device cuda
 
 One training run per learning rate. The trainer is this process: fp32 master weights and AdamW (deltawire.rl.grpo), bf16
 on the wire. Two rollout servers (`deltawire serve`) sample and follow through the bucket. The reward is for short
 sentences. Afterwards the run is read once more from the bucket, version by version, to count what changed and to encode
 each step in every encoding. The checkpoint folders are made by examples/models; see there for what SmolLM2's is.
+
+With `--engine vllm` one real vLLM samples and follows, on the device of the trainer, while other clients stream from
+it: what they wait for between two tokens, and tokens per second of the server, are measured during the training.
+`--reloads` is the same with full weights: each version is an anchor, and vLLM's own loader reloads all of it.
 """
 
 from __future__ import annotations
@@ -16,12 +21,14 @@ import argparse
 import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -46,6 +53,7 @@ from deltawire.rl.processes import Box, free_port
 from deltawire.rl.train import PATIENCE_S, wait_for
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests" / "engines" / "vllm"))
 RESULTS = HERE / "results"
 ENCODINGS = ("raw", "packed", "context")
 
@@ -139,21 +147,128 @@ class Prompts:
             yield Group(rollouts)
 
 
-@contextmanager
-def rollout_servers(run: str, given: argparse.Namespace, folder: Path) -> Iterator[dict[str, Box]]:
-    """By their addresses."""
-    boxes = {}
-    for number in range(given.replicas):
-        port = str(free_port())
-        command = [sys.executable, "-m", "deltawire.cli", "serve", run, "--port", port, "--id", f"replica-{number + 1}"]
-        options = ["--device", given.serve_device, "--threads", str(given.threads), "--poll", "0.1", "--json"]
-        boxes[f"http://127.0.0.1:{port}"] = Box(f"replica-{number + 1}", [*command, *options], folder)
-    try:
-        for box in boxes.values():
+class Builtin:
+    """`deltawire serve`, several times."""
+
+    def __init__(self, run: str, given: argparse.Namespace, subject: Subject, folder: Path) -> None:
+        self._boxes = {}
+        for number in range(given.replicas):
+            port, name = str(free_port()), f"replica-{number + 1}"
+            command = [sys.executable, "-m", "deltawire.cli", "serve", run, "--port", port, "--id", name]
+            options = ["--device", given.serve_device, "--threads", str(given.threads), "--poll", "0.1", "--json"]
+            self._boxes[f"http://127.0.0.1:{port}"] = Box(name, [*command, *options], folder)
+        for box in self._boxes.values():
             box.start()
-        yield boxes
-    finally:
-        Box.stop_all([*boxes.values()])
+        self.urls, self.model = [*self._boxes], None
+        self._pauses: list[float] = []
+
+    def wait(self, version: int) -> None:
+        """Until all serve it; not for one that has ended."""
+        deadline = time.monotonic() + PATIENCE_S
+        for url, box in self._boxes.items():
+            while True:
+                try:
+                    wait_for([url], version, seconds=1.0)
+                    break
+                except ServerUnavailable as error:
+                    if not box.running:
+                        raise ServerUnavailable(f"{box.name} has ended ({box.exit_code}): {box.last_words}") from error
+                    if time.monotonic() > deadline:
+                        raise
+
+    def begin(self) -> None:
+        """Training begins."""
+
+    def end(self) -> dict[str, Any]:
+        """Training is over: what was measured."""
+        pauses = [event["pause_s"] for box in self._boxes.values() for event in heard(box) if event.get("version")]
+        return {"pause_ms_median": 1e3 * median(pauses), "pause_ms_max": 1e3 * max(pauses)}
+
+    def equal(self, learner: Learner, run: str) -> bool:
+        """Whether all hold the trainer's weights."""
+        mine = fingerprint(learner.model.state_dict(), "bf16")
+        found = [httpx.get(f"{url}/deltawire/fingerprint", timeout=300.0).json().get("sha256") for url in self.urls]
+        return found == [mine] * len(found)
+
+    def stop(self) -> None:
+        Box.stop_all([*self._boxes.values()])
+
+
+class Vllm:
+    """A real vLLM, and clients that stream from it."""
+
+    def __init__(self, run: str, given: argparse.Namespace, subject: Subject, folder: Path) -> None:
+        from vllm_live import Server
+
+        refuse = {"VLLM_TEST_REFUSE": "measured with reloads"} if given.reloads else {}
+        # the clients of pause_server.py call it m
+        self._server = Server(
+            subject.folder, folder / "vllm.log", run=Path(run.removeprefix("file://")),
+            flags=["--no-enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "256", *shlex.split(given.flags)],
+            **refuse,
+        )  # fmt: skip
+        self.urls, self.model = [f"http://127.0.0.1:{self._server.port}"], "m"
+        self._folder, self._streams = folder, given.streams
+        self._timings: dict[int, dict[str, float]] = {}
+        self._over = threading.Event()
+
+    def wait(self, version: int) -> None:
+        self._server.wait().until(version=version, limit=PATIENCE_S)
+
+    def begin(self) -> None:
+        from pause_server import Clients
+
+        cores = sorted(os.sched_getaffinity(0))
+        self._clients = Clients(self._server.port, self._streams, cores[-4:], self._folder, 400)
+        time.sleep(3)
+        self._watching = threading.Thread(target=self._watch, daemon=True)
+        self._watching.start()
+        self._began, self._tokens = time.monotonic(), self._generated()
+
+    def end(self) -> dict[str, Any]:
+        from pause_server import PERCENTILES, Gaps
+
+        now, tokens = time.monotonic(), self._generated() - self._tokens
+        self._over.set()
+        self._watching.join()
+        gaps = 1e3 * Gaps(self._clients.stop()).within((self._began, now))
+        phases = {name for timings in self._timings.values() for name in timings}
+        middle = {name: [t[name] for t in self._timings.values() if name in t] for name in sorted(phases)}
+        return {
+            "guard": self._server.status()["guard"],
+            "tokens_per_s": tokens / (now - self._began),
+            "streams": self._streams,
+            "gap_ms": {
+                **{name: float(np.percentile(gaps, q)) for name, q in PERCENTILES.items()},
+                "p99.9": float(np.percentile(gaps, 99.9)),
+            },
+            "gaps_over_50_ms": int((gaps > 50).sum()),
+            "sync_ms_median": {name: 1e3 * median(values) for name, values in middle.items()},
+            "pause_ms_median": 1e3 * median(middle["pause"]),
+            "pause_ms_max": 1e3 * max(middle["pause"]),
+        }
+
+    def equal(self, learner: Learner, run: str) -> bool:
+        """Whether its live weights have the digest that the publisher took of the trainer's; of reloaded weights, which
+        have another layout, whether the server could prove them."""
+        if self._server.status()["guard"] != "patch":
+            return bool(self._server.status()["state"] == "healthy")
+        found = self._server.http.get("/deltawire/digest").raise_for_status().json()
+        return bool(found["digest"] == Run.open(run).manifest(found["version"]).digest)
+
+    def stop(self) -> None:
+        self._over.set()
+        self._server.stop()
+
+    def _watch(self) -> None:
+        with httpx.Client(base_url=self.urls[0], timeout=60) as http:
+            while not self._over.wait(0.05):
+                status = http.get("/deltawire/status").json()
+                self._timings[status["version"]] = status["timings"]
+
+    def _generated(self) -> float:
+        lines = self._server.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
 
 def run_once(subject: Subject, rate: float, given: argparse.Namespace, run: str, folder: Path) -> dict[str, Any]:
@@ -162,14 +277,16 @@ def run_once(subject: Subject, rate: float, given: argparse.Namespace, run: str,
     )
     learner = Learner(subject.model.to(given.device), settings)
     steps: list[Step] = []
-    with (
-        rollout_servers(run, given, folder) as boxes,
-        dw.Publisher(run, wire_dtype="bf16", encoding=given.encoding, files=subject.folder) as publisher,
-    ):
+    options = {"anchor_every": 0} if given.reloads else {"encoding": given.encoding}
+    with dw.Publisher(run, wire_dtype="bf16", files=subject.folder, **options) as publisher, ExitStack() as cleanup:
         publisher.publish(learner.model, step=0, wait=True)
-        wait_for_boxes(boxes, 0)
+        servers = (Vllm if given.engine == "vllm" else Builtin)(run, given, subject, folder)
+        cleanup.callback(servers.stop)
+        servers.wait(0)
+        wait_for_turn(given.turn)
         ledger = Ledger(publisher)
-        with Rollouts([*boxes], Prompts(subject, settings, given.tokens), settings) as rollouts:
+        servers.begin()
+        with Rollouts(servers.urls, Prompts(subject, settings, given.tokens), settings, servers.model) as rollouts:
             for step in train(learner, ledger, rollouts, settings, steps=given.steps):
                 steps.append(step)
                 print(
@@ -177,12 +294,11 @@ def run_once(subject: Subject, rate: float, given: argparse.Namespace, run: str,
                     f"sample age {step.staleness:.1f}  waited {step.waited_s:.1f} s",
                     flush=True,
                 )
+        measured = servers.end()
         ledger.settle(learner.model, len(steps), PATIENCE_S)
         assert publisher.version is not None
-        wait_for_boxes(boxes, publisher.version)
-        mine = fingerprint(learner.model.state_dict(), "bf16")
-        theirs = [httpx.get(f"{url}/deltawire/fingerprint", timeout=300.0).json().get("sha256") for url in boxes]
-        pauses = [event["pause_s"] for box in boxes.values() for event in heard(box) if event.get("version")]
+        servers.wait(publisher.version)
+        equal = servers.equal(learner, run)
     rewards = [step.figures["reward"] for step in steps]
     tenth = max(len(rewards) // 8, 1)
     return {
@@ -194,26 +310,18 @@ def run_once(subject: Subject, rate: float, given: argparse.Namespace, run: str,
         "rewards": [round(reward, 4) for reward in rewards],
         "staleness": fmean(step.staleness for step in steps),
         "tokens_per_step": fmean(step.figures["tokens"] for step in steps),
-        "pause_ms_median": 1e3 * median(pauses),
-        "pause_ms_max": 1e3 * max(pauses),
-        "equal": theirs == [mine] * len(boxes),
-        "versions": [*account(run)],
+        **measured,
+        "equal": equal,
+        "versions": [*(committed(run) if given.engine == "vllm" else account(run))],
     }
 
 
-def wait_for_boxes(boxes: dict[str, Box], version: int) -> None:
-    """Until all serve it; not for one that has ended."""
-    deadline = time.monotonic() + PATIENCE_S
-    for url, box in boxes.items():
-        while True:
-            try:
-                wait_for([url], version, seconds=1.0)
-                break
-            except ServerUnavailable as error:
-                if not box.running:
-                    raise ServerUnavailable(f"{box.name} has ended ({box.exit_code}): {box.last_words}") from error
-                if time.monotonic() > deadline:
-                    raise
+def wait_for_turn(turn: Path | None) -> None:
+    """For several runs whose servers are started at once: say that it is ready, and wait for the file."""
+    if turn is not None:
+        turn.with_suffix(".ready").touch()
+        while not turn.exists():
+            time.sleep(0.2)
 
 
 def heard(box: Box) -> list[dict[str, Any]]:
@@ -261,22 +369,39 @@ def account(where: str) -> Iterator[dict[str, Any]]:
         }
 
 
+def committed(where: str) -> Iterator[dict[str, Any]]:
+    """For each version but the first what its manifest says, without reading it again."""
+    run = Run.open(where)
+    for version in run.listed():
+        manifest = run.manifest(version)
+        if version:
+            yield {
+                "version": version,
+                "step": manifest.step,
+                "changed": manifest.changed,
+                "elements": run.schema.elements,
+                "sent": sum(link.bytes for link in manifest.links),
+                "sent_as": manifest.links[0].encoding or manifest.links[0].kind,
+            }
+
+
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     """The middle of the later half: Adam's first steps change more than all others."""
     versions = result["versions"]
-    late = [one for one in versions if one["encoded"]]
+    late = versions[len(versions) // 2 :]
 
     def middle(of: Callable[[dict[str, Any]], float]) -> float:
         return median(of(one) for one in late)
 
-    bits = {name: middle(lambda one, name=name: 8 * one["encoded"][name] / one["changed"]) for name in ENCODINGS}
+    tried = ENCODINGS if "encoded" in late[0] else ()
+    bits = {name: middle(lambda one, name=name: 8 * one["encoded"][name] / one["changed"]) for name in tried}
     return {
         "full": 2 * versions[0]["elements"],
         "sent": middle(lambda one: one["sent"]),
-        "bytes": {name: middle(lambda one, name=name: one["encoded"][name]) for name in ENCODINGS},
+        "bytes": {name: middle(lambda one, name=name: one["encoded"][name]) for name in tried},
         "changed_first": versions[0]["changed"] / versions[0]["elements"],
         "changed": middle(lambda one: one["changed"] / one["elements"]),
-        "from_zero": middle(lambda one: one["from_zero"] / one["elements"]),
+        "from_zero": middle(lambda one: one["from_zero"] / one["elements"]) if tried else None,
         "bits": {**bits, "sent": middle(lambda one: 8 * one["sent"] / one["changed"])},
     }
 
@@ -287,14 +412,18 @@ def show(model: str, results: Sequence[dict[str, Any]]) -> None:
         print(f"\n{model}, lr {one['lr']:g}: {one['steps']} steps in {one['seconds']:.0f} s, "
               f"{one['tokens_per_step']:.0f} sampled tokens each")  # fmt: skip
         print(f"  reward      {one['reward_first']:.3f} → {one['reward_last']:.3f}   {sparkline(one['rewards'])}")
-        print(f"  changed     {found['changed_first']:.2%} in the first step, then {found['changed']:.2%} per step, "
-              f"of which {found['from_zero']:.2%} began as exact zeros")  # fmt: skip
+        print(f"  changed     {found['changed_first']:.2%} in the first step, then {found['changed']:.2%} per step")
+        if found["from_zero"] is not None:
+            print(f"              of which {found['from_zero']:.2%} began as exact zeros")
         print(f"  per step    {found['sent'] / 1e6:.3f} MB sent, {found['full'] / 1e6:.1f} MB full "
               f"({found['full'] / found['sent']:.0f}×)")  # fmt: skip
         for name, bits in found["bits"].items():
             size = found["bytes"].get(name, found["sent"])
             print(f"    {name:10}{size / 1e6:8.3f} MB {bits:7.2f} bits per changed weight")
         print(f"  pause       {one['pause_ms_median']:.1f} ms in the middle, {one['pause_ms_max']:.1f} ms at most")
+        if "gap_ms" in one:
+            shown = "  ".join(f"{name} {value:.1f}" for name, value in one["gap_ms"].items())
+            print(f"  gaps        {shown} ms; {one['tokens_per_s']:.0f} tokens/s by the server; guard {one['guard']}")
         print(f"  all replicas equal to the trainer, bit for bit: {'yes' if one['equal'] else 'NO'}")
 
 
@@ -310,7 +439,12 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=2, help="steps that a sample may be old (%(default)s)")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of the trainer and of each server (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="of the trainer")
+    parser.add_argument("--engine", choices=["builtin", "vllm"], default="builtin")
+    parser.add_argument("--reloads", action="store_true", help="vllm: full weights, loaded by vLLM's own reload")
+    parser.add_argument("--streams", type=int, default=16, help="vllm: other clients that stream (%(default)s)")
+    parser.add_argument("--flags", default="", help="vllm: more flags of vllm serve, in quotes")
+    parser.add_argument("--turn", type=Path, help="wait for this file before training begins")
+    parser.add_argument("--device", default="cpu", help="of the trainer; of vLLM too")
     parser.add_argument("--serve-device", default="cpu", help="of the rollout servers")
     parser.add_argument("--encoding", default="auto")
     parser.add_argument("--bucket", choices=["file", "s3"], default="file", help="s3: a SeaweedFS of its own")
@@ -337,8 +471,10 @@ def main() -> None:
                 result = run_once(subject, rate, given, f"{bucket}/run-{number}", folder)
                 results.append({**result, "summary": summary(result), "seconds_in_all": time.monotonic() - clock})
     show(given.model, results)
-    out = given.out or RESULTS / f"real-models-{given.model}.json"
-    about_run = {"model": given.model, "device": given.device, "encoding": given.encoding}
+    engine = "" if given.engine == "builtin" else f"-{given.engine}"
+    out = given.out or RESULTS / f"real-models-{given.model}{engine}.json"
+    about_run = {"model": given.model, "device": given.device, "engine": given.engine, "encoding": given.encoding}
+    about_run |= {"reloads": given.reloads}
     write_json(out, {"about": facts, **about_run, "results": results})
     if not all(one["equal"] for one in results):
         raise SystemExit("a replica does not hold the trainer's weights")

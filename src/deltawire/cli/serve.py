@@ -30,6 +30,7 @@ class Dtype(str, Enum):
 class Kv(str, Enum):
     clear = "clear"
     keep = "keep"
+    version = "version"
 
 
 class Logprobs(str, Enum):
@@ -63,9 +64,13 @@ def command(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
     threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads.")] = None,
     kv: Annotated[
-        Kv,
-        typer.Option("--kv", help="Keys and values of running requests when weights change.", rich_help_panel=_FLOW),
-    ] = Kv.clear,
+        Kv | None,
+        typer.Option(
+            "--kv",
+            help="Keys and values of the old weights: clear by default, with vLLM version.",
+            rich_help_panel=_FLOW,
+        ),
+    ] = None,
     poll: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.01, help="How often to look.", rich_help_panel=_FLOW)
     ] = 1.0,
@@ -144,6 +149,8 @@ def command(
         raise typer.BadParameter("name a run: deltawire serve RUN, or deltawire serve MODEL --run RUN")
     if folder and (engine is not Engine.vllm or model):
         raise typer.BadParameter("--folder is for --engine vllm RUN")
+    if kv is Kv.version and engine is not Engine.vllm:
+        raise typer.BadParameter("--kv version is for --engine vllm; this server keeps no prefixes: clear or keep")
     if ctx.args and engine is not Engine.vllm:
         raise typer.BadParameter(f"{ctx.args[0]!r} is for vLLM, and needs --engine vllm")
 
@@ -169,7 +176,7 @@ def command(
             folder_for_weights=folder,
             reference=str(reference) if reference else None,
             poll=poll,
-            keep_kv=kv is Kv.keep,
+            kv=kv.value if kv else None,
             token=token,
             extra=[*length, "--logprobs-mode", logprobs_mode.value, *ctx.args],
         )
@@ -187,7 +194,7 @@ def command(
         threads=threads,
         limits=Limits(max_batch, max_queue, int(kv_memory * 1e9)),
         max_model_len=max_model_len,
-        kv_policy=kv.value,
+        kv_policy="keep" if kv is Kv.keep else "clear",
         logprobs_mode=logprobs_mode.value,
         poll=poll,
         id=id,

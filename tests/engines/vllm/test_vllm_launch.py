@@ -77,7 +77,7 @@ def test_what_cannot_be_written_says_why(run: str, tmp_path: Path) -> None:
 
 def test_the_server_is_told_what_to_follow() -> None:
     command, environment = prepare(
-        "s3://runs/chat", "/models/chat", port=9, version=41, keep_kv=True, token="t", extra=["--max-model-len", "64"],
+        "s3://runs/chat", "/models/chat", port=9, version=41, kv="keep", token="t", extra=["--max-model-len", "64"],
         environment={"VLLM_PLUGINS": "mine,deltawire", "HOME": "/root"},
     )  # fmt: skip
     assert command[:3] == ["vllm", "serve", "/models/chat"]
@@ -91,6 +91,12 @@ def test_the_server_is_told_what_to_follow() -> None:
     read = settings.read(environment)
     assert (read.run, read.pin, read.follow, read.token) == ("s3://runs/chat", "41", True, "t")
     assert (read.policy.mode, read.policy.kv) == ("keep", "keep")
+
+
+def test_without_a_choice_keys_and_values_are_kept_apart_by_version() -> None:
+    assert settings.read(prepare("s3://runs/chat", "m", environment={})[1]).policy.kv == "version"
+    chosen = prepare("s3://runs/chat", "m", environment={"DELTAWIRE_KV": "clear"})[1]
+    assert settings.read(chosen).policy.kv == "clear"
 
 
 def test_settings_have_defaults_and_refuse_nonsense() -> None:

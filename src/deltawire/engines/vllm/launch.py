@@ -36,7 +36,7 @@ def launch(
     reference: str | None = None,
     poll: float = 1.0,
     follow: bool = True,
-    keep_kv: bool = False,
+    kv: str | None = None,
     token: str | None = None,
     extra: Sequence[str] = (),
     progress: Callable[[str, int | None], Progress] | None = None,
@@ -46,6 +46,7 @@ def launch(
     version               start at this one and stay there
     model                 a hub id or folder to start from, instead of the run's newest version
     name                  what clients call the model; the name of the run by default
+    kv                    DELTAWIRE_KV, where it is not to be what the environment or the default says
     folder_for_weights    where that version is written; kept, and used again where it still is the version wanted
     extra                 more of vLLM's own flags
     """
@@ -60,7 +61,7 @@ def launch(
         model = place
     command, environment = prepare(
         run, model, vllm=vllm, name=name, host=host, port=port, version=version, reference=reference, poll=poll,
-        follow=follow, keep_kv=keep_kv, token=token, extra=extra,
+        follow=follow, kv=kv, token=token, extra=extra,
     )  # fmt: skip
     sys.stdout.flush()
     os.execve(vllm, command, environment)
@@ -87,7 +88,7 @@ def prepare(
     reference: str | None = None,
     poll: float = 1.0,
     follow: bool = True,
-    keep_kv: bool = False,
+    kv: str | None = None,
     token: str | None = None,
     extra: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
@@ -99,8 +100,9 @@ def prepare(
         "DELTAWIRE_RUN": run,
         "DELTAWIRE_POLL": str(poll),
         "DELTAWIRE_FOLLOW": "1" if follow else "0",
-        "DELTAWIRE_KV": "keep" if keep_kv else "clear",
     }
+    if kv:
+        added["DELTAWIRE_KV"] = kv
     if version is not None:
         added["DELTAWIRE_PIN"] = str(version)
     if reference:

@@ -4,14 +4,16 @@ A fault is a file in the folder $VLLM_TEST_FAULTS, removed when it strikes:
     fail-<rank>     the rank fails in the middle of writing new weights
     stray-<rank>    the rank changes a weight that was to stay as it is
     stall-<rank>    the rank stops for ever in the middle of writing new weights, and `stalled-<rank>` says so
+$VLLM_TEST_REFUSE is a reason to refuse deltas: every version is then reloaded in full.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +24,11 @@ def register() -> None:
     torch.cpu._is_amx_tile_supported = lambda: False
     if "VLLM_TEST_FAULTS" in os.environ:
         _break_writes(Path(os.environ["VLLM_TEST_FAULTS"]))
+    if reason := os.environ.get("VLLM_TEST_REFUSE"):
+        # before the back end is imported: deltas are refused, and every version is reloaded by vLLM
+        from deltawire.engines.vllm import guard
+
+        guard.problems_of = lambda model, config: [reason]
 
 
 def _break_writes(folder: Path) -> None:
@@ -80,7 +87,8 @@ def _stray(shard: Any, patch: Any) -> None:
 
 
 class Probe:
-    """`--worker-extension-cls` for benchmarks/pause.py: when the model computes, and vLLM's own sparse loader."""
+    """`--worker-extension-cls` for benchmarks: when the model computes, what it allocates, and other ways to new
+    weights: vLLM's own sparse loader, and ModelExpress."""
 
     def watch_steps(self) -> None:
         runner = self.model_runner  # type: ignore[attr-defined]
@@ -100,24 +108,102 @@ class Probe:
         steps, self.steps[:] = [*self.steps], []
         return max(after[0] - before[1] for before, after in pairwise(steps))
 
+    def device_memory(self) -> dict[str, int]:
+        """Bytes that are allocated on the device now, and at most since the last call."""
+        if not torch.cuda.is_available():
+            return {"now": 0, "peak": 0}
+        found = {"now": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated()}
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
     def read_patches(self, path: str) -> None:
-        """Before the pause: a safetensors file of `<tensor>.indices`, `<tensor>.values` and `<tensor>.shape`."""
+        """Before the pause: a safetensors file of `<tensor>.indices`, `<tensor>.shape` and `<tensor>.new`; perhaps of
+        `<tensor>.old`, to go back."""
         from safetensors.torch import load_file
         from vllm.model_executor.model_loader.checkpoint_weight_patch import CheckpointWeightPatch
 
-        content = load_file(path)
-        self.patches = [
-            CheckpointWeightPatch(name, tuple(shape.tolist()), values.dtype, values, content[f"{name}.indices"])
-            for name, shape, values in (
-                (key.removesuffix(".shape"), content[key], content[f"{key.removesuffix('.shape')}.values"])
-                for key in content
-                if key.endswith(".shape")
-            )
-        ]
+        device = next(self.model_runner.get_model().parameters()).device  # type: ignore[attr-defined]
+        content = {name: tensor.to(device) for name, tensor in load_file(path).items()}
+        names = [key.removesuffix(".shape") for key in content if key.endswith(".shape")]
+        self.patches = {
+            way: [
+                CheckpointWeightPatch(
+                    name, tuple(content[f"{name}.shape"].tolist()), content[f"{name}.{way}"].dtype,
+                    content[f"{name}.{way}"], content[f"{name}.indices"],
+                )
+                for name in names
+            ]
+            for way in ("new", "old")
+            if f"{names[0]}.{way}" in content
+        }  # fmt: skip
 
-    def load_patches(self) -> None:
+    def load_patches(self, way: str = "new") -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.checkpoint_weight_patch import load_checkpoint_weight_patches
 
         with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-            load_checkpoint_weight_patches(self.model_runner.get_model(), self.patches)  # type: ignore[attr-defined]
+            load_checkpoint_weight_patches(self.model_runner.get_model(), self.patches[way])  # type: ignore[attr-defined]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def read_model_express(self, path: str, checkpoint: str, copy: str) -> str:
+        """Before the pause: the same patches as a delta of ModelExpress, there and back, and the checkpoint of the host
+        that it changes. Returns why it cannot."""
+        import shutil
+
+        import numpy as np
+        from safetensors.torch import load_file
+
+        try:
+            from modelexpress_rl import utils
+            from modelexpress_rl.inference.engines.vllm.installer import _VllmInstaller
+        except ImportError as error:
+            return f"not installed ({error.name})"
+        shutil.copytree(checkpoint, copy)
+        _, locations, _ = utils.index_checkpoint_tensors(Path(copy) / "model.safetensors")
+        content, bits = load_file(path), np.fromfile(Path(copy) / "model.safetensors", np.uint8)
+        coded: dict[str, Any] = {}
+        sums: dict[str, dict[str, str]] = {"new": {}, "old": {}}
+        for name, (_, start, size) in locations.items():
+            old = bits[start : start + size]
+            new = old.copy()
+            where = content[f"{name}.indices"].numpy()
+            new.view(np.int16)[where] = content[f"{name}.new"].view(torch.int16).numpy()
+            delta, changed = utils.compute_delta(new, old)
+            if changed:
+                coded[name] = utils.compress_delta(delta)
+                for way, data in (("new", new), ("old", old)):
+                    checksum = utils.checksum_factory("adler32")
+                    checksum.update(data)
+                    sums[way][name] = checksum.hexdigest()
+        self.express = _ModelExpress(locations, coded, sums, Path(copy))
+        config = self.vllm_config  # type: ignore[attr-defined]
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        device = next(model.parameters()).device
+        self.installer = _VllmInstaller(
+            model=model, vllm_config=config, model_config=config.model_config, device=device
+        )
+        return ""
+
+    def load_model_express(self) -> None:
+        """What its back end does in the pause, once it has fetched a delta."""
+        self.installer.install_checkpoint(self.express.apply())
+
+
+class _ModelExpress:
+    """ModelExpress's checkpoint on the host, and a delta that leads there and back."""
+
+    def __init__(self, locations: Any, coded: dict[str, Any], sums: dict[str, dict[str, str]], folder: Path) -> None:
+        from safetensors.numpy import save
+
+        self._locations, self._names, self._folder = locations, [*coded], folder
+        self._shards = cycle([save(coded, metadata=sums["new"]), save(coded, metadata=sums["old"])])
+
+    def apply(self) -> Path:
+        from modelexpress_rl.inference import receiver
+
+        receiver._LocalCheckpoint._apply_shards(
+            SimpleNamespace(locations=self._locations), {"shard": (next(self._shards), self._names)},
+            index_metadata={"checksum_format": "adler32", "compression_format": "zstd"},
+        )  # fmt: skip
+        return self._folder
