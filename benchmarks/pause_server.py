@@ -678,26 +678,32 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 WIDTH, ROW, LEFT, TOP = 860, 74, 170, 46
 
 
-def chart(report: dict[str, Any]) -> str:
+def chart(reports: Sequence[dict[str, Any]]) -> str:
     """Tokens of all streams per 10 ms around a typical sync of each phase, one above the other, as SVG."""
-    rows = {"no sync": report["control"]["timeline"]}
-    rows |= {f"deltawire, {name}": report[name]["timeline"] for name in ENCODINGS if name in report}
-    ways = report.get("rivals", {}).get("ways", {})
-    rows |= {name: way["timeline"] for name, way in ways.items() if "timeline" in way}
+    rows: dict[str, Any] = {}
+    for report in reports:
+        phases = {"no sync": report.get("control", {})}
+        phases |= {f"deltawire, {name}": report.get(name, {}) for name in ENCODINGS}
+        phases |= report.get("rivals", {}).get("ways", {})
+        found = {name: phase["timeline"] for name, phase in phases.items() if "timeline" in phase}
+        rows |= found
+        if found:
+            shown = report
+    first, last = int(max(timeline[0][0] for timeline in rows.values())), 1500
+    rows = {name: [entry for entry in timeline if first <= entry[0] < last] for name, timeline in rows.items()}
     binned = {name: _per_10_ms(timeline) for name, timeline in rows.items()}
     top = max(max(counts) for _, counts in binned.values())
-    first, last = -500, 1500
     across = (WIDTH - LEFT - 20) / (last - first)
     height = TOP + ROW * len(rows) + 40
     bottom = height - 40
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
         f'font-size="12"><rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{LEFT}" y="18" font-size="14">Tokens per 10 ms, all {report["streams"]} streams: '
-        f"{report['shape']}, {report['density']:.0%} of the weights changed</text>",
+        f'<text x="{LEFT}" y="18" font-size="14">Tokens per 10 ms, all {shown["streams"]} streams: '
+        f"{shown['shape']}, {shown['density']:.0%} of the weights changed</text>",
         f'<text x="{LEFT}" y="35" fill="#666">0 ms: the version is published, or the other way begins</text>',
     ]
-    for at in range(first, last + 1, 250):
+    for at in range(-(-first // 250) * 250, last + 1, 250):
         x = LEFT + (at - first) * across
         stroke = "#888" if at == 0 else "#e4e4e4"
         out.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}" stroke="{stroke}"/>')
@@ -707,7 +713,7 @@ def chart(report: dict[str, Any]) -> str:
         base = TOP + ROW * (number + 1) - 8
         out.append(f'<text x="{LEFT - 10}" y="{base - 24}" text-anchor="end">{name}</text>')
         out.append(f'<line x1="{LEFT}" x2="{WIDTH - 20}" y1="{base}" y2="{base}" stroke="#bbb"/>')
-        color = "#2a7ab8" if number and name.startswith("deltawire") else "#777" if not number else "#c0562f"
+        color = "#2a7ab8" if name.startswith("deltawire") else "#777" if name == "no sync" else "#c0562f"
         bars = "".join(
             f"M{LEFT + (at - first) * across:.1f} {base}v-{(ROW - 16) * count / top:.1f}"
             for at, count in zip(times, counts, strict=True)
@@ -726,7 +732,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--chart"]:
         source, out = map(Path, sys.argv[2:])
         found = json.loads(source.read_text())
-        out.write_text(chart(found.get("results", {}).get("0.6B", found)))
+        out.write_text(chart(found.get("runs", [found])))
         return
     if sys.argv[1:2] == ["--as"]:
         if sys.argv[2] == "clients":
