@@ -25,7 +25,7 @@ class Parcel:
     manifest: Manifest
     link: Link
     objects: list[Fetched]
-    # one per object of the link
+    """One per object of the link."""
 
     def close(self) -> None:
         for item in self.objects:

@@ -42,14 +42,14 @@ class Verification:
 
     versions: int = 0
     objects: int = 0
-    # read whole and hashed: anchors, deltas, companion files
+    """Objects that were read whole and hashed: anchors, deltas, companion files."""
     bytes: int = 0
     proven: int = 0
-    # links whose weights have the digest that their version's manifest names
+    """Links whose weights have the digest that their version's manifest names."""
     not_proven: dict[str, int] = field(default_factory=dict)
-    # reason → links whose objects were only hashed
+    """Links whose objects were only hashed, by reason."""
     warnings: list[str] = field(default_factory=list)
-    # nothing that harms a reader
+    """What harms no reader."""
     failure: Problem | None = None
 
     @property
@@ -97,13 +97,13 @@ class _Visit:
     """One link to check."""
 
     at: int
-    # the version the walk has come to: a delta's base, else the link's own version
+    """The version the walk has come to: a delta's base, else the link's own version."""
     manifest: Manifest
     link: Link
     go_on: bool = False
-    # the state moves along this delta
+    """The state moves along this delta."""
     hash_only: str = ""
-    # why nothing is replayed
+    """Why nothing is replayed."""
 
     @property
     def step(self) -> chain.Step:

@@ -41,7 +41,7 @@ class DeviceMemory:
         require(tensors, schema, strict, may_be_wider=False)
         seen: dict[tuple[int, str], str] = {}
         self._names: dict[str, list[str]] = {}
-        # the run's name → the model's names with memory of their own: an alias may be tied in the run and not here
+        """The model's names with memory of their own, by the run's: an alias may be tied in the run and not here."""
         self._live: dict[str, Tensor] = {}
         for tensor in schema.tensors:
             names = [tensor.name, *(alias for alias, name in schema.ties.items() if name == tensor.name)]
@@ -52,7 +52,7 @@ class DeviceMemory:
                     self._names[tensor.name].append(own)
         self.device = next(iter(self._live.values())).device
         self._regions = [region for block in blocks(schema) for region in block]
-        # those that a publisher cuts the run into
+        """The regions that a publisher cuts the run into."""
         self._plans = Remember()
         # what is proven in every pause
         self._proven = [tensor.name for tensor in schema.tensors]
@@ -191,12 +191,12 @@ class _Part:
     """Tensors with memory of their own, and what changes in them."""
 
     names: list[str]
-    # in the run
+    """Their names in the run."""
     tensors: list[Tensor]
     plan: kernels.Plan
     changed: kernels.Changed
     first: bool
-    # tensors that the run ties and this model does not count once
+    """Tensors that the run ties and this model does not count once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class DevicePatch:
     def __init__(self, device: torch.device, parts: Sequence[_Part]) -> None:
         self._device, self._parts = device, parts
         self._kept: list[kernels.Changed] = []
-        # what each part that was written replaced
+        """What each part that was written replaced."""
         self.moved = StateDigest()
         for part in parts:
             if part.first:

@@ -24,7 +24,7 @@ class Sync:
 
     version: int
     pause_s: float
-    # in which no token was made because of it
+    """Seconds in which no token was made because of it."""
     total_s: float
     timings: dict[str, float]
 
@@ -53,12 +53,12 @@ class Follower:
         self.replica = Replica(run, id=id, reference=reference, pause=self._pause)
         self.last: Sync | None = None
         self.caught_up = threading.Event()
-        # set once the newest version of the time (or the pinned one) was reached
+        """Set once the newest version of the time (or the pinned one) was reached."""
         self.syncs = 0
         self.failure: Exception | None = None
-        # the thread has ended because of it: no later version will fit either
+        """The thread has ended because of it: no later version will fit either."""
         self.still = threading.Lock()
-        # held while weights are written, and by whoever reads them all and wants one version
+        """Held while weights are written, and by whoever reads them all and wants one version."""
         self._model, self._hold = model, hold
         self.pin, self._poll = pin, poll
         self._on_sync, self._on_failure = on_sync, on_failure

@@ -39,7 +39,7 @@ class Plugin:
         self._target: EngineTarget | None = None
         self._host: str | None = None
         self._model = ""
-        # what clients call it
+        """What clients call the model."""
         self._metrics = Metrics(lambda: self._follower)
 
     # ── what vLLM calls ──────────────────────────────────────────────────────────────────────────────────────────────

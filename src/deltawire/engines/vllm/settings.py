@@ -27,21 +27,21 @@ class Policy:
 @dataclass(frozen=True, slots=True)
 class Settings:
     run: str = ""
-    # DELTAWIRE_RUN: the run's address; empty: wait to be told by /update_weights
+    """DELTAWIRE_RUN: the run's address; empty: wait to be told by /update_weights."""
     poll: float = 1.0
-    # DELTAWIRE_POLL: seconds between looks at the bucket
+    """DELTAWIRE_POLL: seconds between looks at the bucket."""
     follow: bool = True
-    # DELTAWIRE_FOLLOW: go to every new version; 0: catch up at start, then wait to be told
+    """DELTAWIRE_FOLLOW: go to every new version; 0: catch up at start, then wait to be told."""
     pin: str = ""
-    # DELTAWIRE_PIN: go to this version and stay, as people write versions
+    """DELTAWIRE_PIN: go to this version and stay, as people write versions."""
     policy: Policy = field(default_factory=Policy)
-    # DELTAWIRE_PAUSE: keep, wait or abort; DELTAWIRE_KV: version, clear or keep
+    """DELTAWIRE_PAUSE: keep, wait or abort; DELTAWIRE_KV: version, clear or keep."""
     token: str = ""
-    # DELTAWIRE_TOKEN: what control routes ask for
+    """DELTAWIRE_TOKEN: what control routes ask for."""
     reference: str | None = None
-    # DELTAWIRE_REFERENCE: the folder of the checkpoint the run starts from, where its own name does not work here
+    """DELTAWIRE_REFERENCE: the folder of the checkpoint the run starts from, where its own name does not work here."""
     heartbeat: float = 10.0
-    # DELTAWIRE_HEARTBEAT: seconds between heartbeats in the bucket; 0: none
+    """DELTAWIRE_HEARTBEAT: seconds between heartbeats in the bucket; 0: none."""
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Settings:
