@@ -53,16 +53,20 @@ def store() -> ObjectStore:
 def test_old_weights_are_counted_where_they_are(
     kind: str, device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`context` with several captures on their way: none of their old weights comes to the host."""
+    """`context` with several captures on their way: none of their old weights comes to the host, and a trainer does not
+    wait until there is room for the old weights of another block."""
+    monkeypatch.setattr("deltawire.trainer.captures.BLOCKS", 1)
     monkeypatch.setattr("deltawire.trainer.device.DeviceDetector._counts_on_device", lambda self: True)
     monkeypatch.setattr("deltawire.core.codecs.context.old.HostBlock", None)
     coded: list[int] = []
     later = threading.Event()
 
-    def encode(*arguments: Any) -> Any:
+    def encode(changes: Any, before: Any) -> Any:
         # captures come meanwhile: what is counted must be what was, not what is
+        old = before.block([change.region for change in changes])
         assert later.wait(WAIT)
-        found = context.encode_tiles(*arguments)
+        del old
+        found = context.encode_tiles(changes, before)
         coded.append(len(found.streams["tiles"]))
         return found
 

@@ -52,8 +52,9 @@ class DeviceBlock:
         with copying():
             parts = [read(region) for region in regions]
             self._units = torch.empty(int(self._ends[-1]), dtype=parts[0].dtype, device=parts[0].device)
-            for start, part in zip(self._starts.tolist(), parts, strict=True):
-                self._units[start : start + part.numel()] = part
+            places = zip(self._starts.tolist(), parts, strict=True)
+            # one call: each gives up the interpreter's lock, which other encoders are waiting for
+            torch._foreach_copy_([self._units[start : start + part.numel()] for start, part in places], parts)
             _wait(self._units)
 
     def undo(self, changes: Sequence[Change]) -> None:

@@ -8,6 +8,7 @@ the trainer is already at 43, with one copy of the model, or none but the traine
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cached_property
@@ -21,6 +22,9 @@ from .detectors import Detector, Found, merged, now
 
 if TYPE_CHECKING:
     from ..kernels.block import DeviceBlock
+
+BLOCKS = 12
+"""Blocks of old weights that are on a device for the encoder at a time, 64 MB each."""
 
 
 class Capture:
@@ -70,6 +74,7 @@ class Mirror:
         self._pending: list[Capture] = []
         # oldest first
         self._lock = threading.Lock()
+        self._room = threading.BoundedSemaphore(BLOCKS)
 
     @cached_property
     def nbytes(self) -> int:
@@ -162,10 +167,19 @@ class Mirror:
 
     def _block(self, regions: Sequence[Region], capture: Capture, *also: Capture) -> DeviceBlock | None:
         """The same for regions on a device."""
-        with self._lock:
-            found = self.detector.block(regions)
-            later = self._pending[self._pending.index(capture) + 1 :]
-        if found is not None:
+        # before the lock: who captures must not wait until an encoder is done with a block
+        self._room.acquire()
+        try:
+            with self._lock:
+                found = self.detector.block(regions)
+                later = self._pending[self._pending.index(capture) + 1 :]
+        except BaseException:
+            self._room.release()
+            raise
+        if found is None:
+            self._room.release()
+        else:
+            weakref.finalize(found, self._room.release)
             for undone in (*reversed(later), *also):
                 found.undo([undone.blocks[block][number] for block, number in map(self._place.__getitem__, regions)])
         return found

@@ -7,7 +7,6 @@ put into the core's terms by a thread of its own, while training goes on.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,9 +30,6 @@ from .gpu_snapshot import HeldPart, Part, regions_of, snapshot_parts, undo_withi
 
 _CHANGE_BYTES = 8
 """What a changed unit of 16 bits takes on the host: position, old and new bits."""
-
-_BLOCKS = 6
-"""Blocks of old weights that are on the device for the encoder at a time, about 64 MB each."""
 
 _AT_ONCE = 1 << 27
 """Elements that are cast at a time where a digest needs them in the wire dtype."""
@@ -64,7 +60,6 @@ class DeviceDetector:
         self.plan = blocks(source.schema)
         tensors = list(view.tensors.values())
         self.device = tensors[0].device
-        self._room = threading.BoundedSemaphore(_BLOCKS)
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
             self._counter = torch.cuda.Stream(self.device)
@@ -124,15 +119,8 @@ class DeviceDetector:
     def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
         if not self._counts_on_device() or any(self._part_of[r.tensor.name].copy is None for r in regions):
             return None
-        self._room.acquire()
-        try:
-            taken = self._taken if self._stream is not None else None
-            found = DeviceBlock(regions, self._copy, lambda: self._beside(taken), self._counting)
-        except BaseException:
-            self._room.release()
-            raise
-        weakref.finalize(found, self._room.release)
-        return found
+        taken = self._taken if self._stream is not None else None
+        return DeviceBlock(regions, self._copy, lambda: self._beside(taken), self._counting)
 
     def _counts_on_device(self) -> bool:
         # in host memory the codec's own kernels are faster
