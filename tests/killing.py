@@ -90,8 +90,8 @@ def publish(task: dict[str, Any], death: Death) -> None:
         around(death, os, name)
     store = HookedStore(LocalStore(task["run"]), death)
     with Publisher(store, anchor_every=5, skip_every=4, encoding=task["encoding"]) as publisher:
-        run = publisher._writer.committer.newest if publisher._writer else None
-        step = -1 if run is None else int(run.step or 0)
+        newest = None if publisher.version is None else Run.open(task["run"]).manifest(publisher.version)
+        step = -1 if newest is None else int(newest.step or 0)
         for number in range(step + 1, step + 1 + task["count"]):
             publisher.publish(weights(number), step=number, wait=number % 3 == 0).result(60)
 

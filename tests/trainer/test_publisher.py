@@ -33,7 +33,7 @@ from deltawire.replica import Replica
 from deltawire.store import LocalStore, Retrying, Store
 from deltawire.testing import FlakyStore
 from deltawire.trainer import Publisher, SnapshotDetector, stream
-from deltawire.trainer.captures import Mirror
+from deltawire.trainer.captures import Captures
 from support import (
     HookedStore,
     Model,
@@ -600,10 +600,12 @@ def test_through_a_bucket_that_drops_delays_truncates_and_repeats(store: Store, 
 def test_a_change_too_dense_to_hold_is_streamed(store: Store, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`publish` then returns after the commit, with the same bits in the bucket."""
     captured: list[str] = []
-    monkeypatch.setattr(Mirror, "settle", lambda self, capture: captured.append("background"))
     versions = history(5, changes=40)
     with Publisher(store, max_pending=64, encoding=encoding) as publisher:
-        for weights in versions:
+        # the first version has nothing to hold but the copy of the model
+        publisher.publish(versions[0]).result(WAIT)
+        monkeypatch.setattr(Captures, "settle", lambda self, capture: captured.append("background"))
+        for weights in versions[1:]:
             handle = publisher.publish(weights)
             assert handle.done()
     assert captured == []
@@ -644,7 +646,7 @@ def test_streaming_waits_for_what_is_in_flight(store: Store) -> None:
     versions = history(4, changes=2)
     dense = trained(versions[3], 5, changes=200)
     with Publisher(HookedStore(store, gate), max_pending=2000) as publisher:
-        publisher.publish(versions[0])
+        publisher.publish(versions[0]).result(WAIT)
         publisher.publish(versions[1])
         assert gate.reached.wait(WAIT)
         publisher.publish(versions[2])

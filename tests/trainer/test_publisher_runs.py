@@ -32,7 +32,7 @@ from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Store
 from deltawire.trainer import Publisher
-from deltawire.trainer.captures import Capture, Mirror
+from deltawire.trainer.captures import Capture, Captures
 from deltawire.trainer.detectors import HostDetector
 from deltawire.trainer.policy import AnchorPolicy
 from support import (
@@ -524,7 +524,7 @@ def test_a_rerun_under_the_same_name_is_another_run(tmp_path: Path) -> None:
     assert Replica(tmp_path / "run", heartbeat=0).sync(live) == 3
 
 
-# ── the mirror ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── captures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @given(
@@ -537,32 +537,32 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
 ) -> None:
     """Captures come, merge, settle and fold in any order; each pending one must still give its weights and digest."""
     newest = random_bag(schema, seed)
-    mirror = Mirror(HostDetector.of(State(schema)))
-    mirror.settle(mirror.capture(newest, 1 << 30))
+    captures = Captures(HostDetector.of(State(schema)), StateDigest())
+    captures.settle(captures.capture(newest, 1 << 30))
     pending: list[tuple[Capture, Any, Any]] = []  # (capture, weights before, weights after)
     for move, density, step in moves:
         if move in ("capture", "merge"):
             before, newest = newest, moved_bag(newest, step, density)
             if move == "merge" and pending:
                 last, first_before, _ = pending.pop()
-                pending.append((mirror.capture(newest, 1 << 30, last), first_before, newest))
+                pending.append((captures.capture(newest, 1 << 30, last), first_before, newest))
             else:
-                pending.append((mirror.capture(newest, 1 << 30), before, newest))
+                pending.append((captures.capture(newest, 1 << 30), before, newest))
         elif move == "settle" and pending:
             capture, _, _ = pending.pop(0)
-            mirror.settle(capture)
+            captures.settle(capture)
         elif move == "fold" and len(pending) > 1:
             (a, before, _), (b, _, after) = pending[0], pending[1]
-            pending[:2] = [(mirror.fold(a, b), before, after)]
+            pending[:2] = [(captures.fold(a, b), before, after)]
         for capture, before, after in pending:
-            assert mirror.digest_at(capture) == after.digest()
-            for block in mirror.plan:
+            assert capture.digest() == after.digest()
+            for block in captures.plan:
                 for region in block:
-                    assert mirror.at(capture)(region).tolist() == after.region(region).tolist()
-                    assert mirror.before(capture)(region).tolist() == before.region(region).tolist()
+                    assert capture.weights(region).tolist() == after.region(region).tolist()
+                    assert captures.read(region, capture, capture).tolist() == before.region(region).tolist()
             moved = sum((c.digest() for block in capture.blocks for c in block), StateDigest())
             assert capture.moved == moved
-    assert mirror.digest == newest.digest()
+    assert captures.digest == newest.digest()
 
 
 def test_continuing_a_run_by_accident_is_said(store: Store, caplog: pytest.LogCaptureFixture) -> None:

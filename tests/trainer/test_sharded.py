@@ -271,18 +271,14 @@ def test_shards_on_a_gpu(tmp_path: Path) -> None:
 def test_what_several_hold_is_shared_out_evenly_and_gaps_are_refused() -> None:
     tensors = [TensorSpec(f"t{i}", "BF16", (8, 4)) for i in range(6)]
     schema = Schema.build(tensors)
-    everything = [sides(whole(tensor)) for tensor in tensors]
+    everything = [whole(tensor) for tensor in tensors]
     assert [len(mine) for mine in share_out([everything] * 3, schema)] == [2, 2, 2]
-    halves = [sides(Region(tensors[0], row, 4, 0, 4)) for row in (0, 4)]
+    halves = [Region(tensors[0], row, 4, 0, 4) for row in (0, 4)]
     cut = [[halves[0], *everything[1:]], [halves[1], *everything[1:]]]
     assert set().union(*share_out(cut, schema)) == {*halves, *everything[1:]}
     for bad in ([[halves[0]], [halves[0]]], [[halves[0]], [everything[0]]], [[]]):
         with pytest.raises(SchemaMismatch):
             share_out(bad, Schema.build(tensors[:1]))
-
-
-def sides(region: Region) -> Any:
-    return region.tensor.name, region.row, region.rows, region.column, region.columns
 
 
 def delta_of(manifest: Manifest) -> Link:

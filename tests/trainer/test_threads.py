@@ -173,7 +173,7 @@ def test_flush_returns_while_others_go_on_publishing(store: Store) -> None:
         publisher.publish(versions[1])
         assert gates.reached[keys.manifest(1)].wait(WAIT)
         waits = threading.Event()
-        flushing = in_thread(lambda: publisher._background.flush(WAIT, waits.set))
+        flushing = in_thread(lambda: publisher._pipeline.background.flush(WAIT, waits.set))
         assert waits.wait(WAIT)
         last = publisher.publish(versions[2])
         gates.open[keys.manifest(1)].set()
@@ -204,10 +204,11 @@ def test_ranks_that_publish_together_refuse_a_second_thread(store: Store) -> Non
     class Together:
         """Stands in for what publishes with the other ranks."""
 
-        depth, version = 0, None
+        version, together, is_open = None, True, True
 
         def __init__(self) -> None:
             self.reached, self.go = threading.Event(), threading.Event()
+            self.background = self
 
         def publish(self, *_: Any) -> None:
             self.reached.set()
@@ -220,7 +221,7 @@ def test_ranks_that_publish_together_refuse_a_second_thread(store: Store) -> Non
             pass
 
     publisher = Publisher(store)
-    publisher._sharded = together = Together()  # type: ignore[assignment]
+    publisher._pipeline = together = Together()  # type: ignore[assignment]
     publishing = in_thread(lambda: publisher.publish(blank(model())))
     assert together.reached.wait(WAIT)
     second = in_thread(lambda: publisher.publish(blank(model())))

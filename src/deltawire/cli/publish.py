@@ -138,7 +138,7 @@ def _newest(run: str) -> str | None:
 
 def _check_encoding(encoding: str) -> None:
     from ..core.errors import UnknownFormat
-    from ..trainer.auto import EncodingChooser
+    from ..trainer.policy import EncodingChooser
 
     try:
         EncodingChooser(encoding)

@@ -31,15 +31,19 @@ class Region:
 
     tensor: TensorSpec
     row: int
-    # first row
+    """First row."""
     rows: int
     column: int
-    # first column
+    """First column."""
     columns: int
 
     @property
     def units(self) -> int:
         return self.rows * self.columns
+
+    @property
+    def nbytes(self) -> int:
+        return self.units * self.tensor.unit_size
 
     @property
     def base(self) -> int:
@@ -55,6 +59,20 @@ class Region:
         """(base, width, stride): position p is unit base + p // width · stride + p % width of the tensor."""
         stride = max(self.tensor.columns, 1)
         return self.base, stride if self.contiguous else self.columns, stride
+
+    def meet(self, other: Region) -> Region | None:
+        """What two regions have in common; None if nothing."""
+        if self.tensor.name != other.tensor.name:
+            return None
+        row, column = max(self.row, other.row), max(self.column, other.column)
+        rows = min(self.row + self.rows, other.row + other.rows) - row
+        columns = min(self.column + self.columns, other.column + other.columns) - column
+        return Region(self.tensor, row, rows, column, columns) if rows > 0 and columns > 0 else None
+
+    def within(self, other: Region) -> tuple[slice, slice]:
+        """Rows and columns of another region, which contains this one."""
+        row, column = self.row - other.row, self.column - other.column
+        return slice(row, row + self.rows), slice(column, column + self.columns)
 
     def matrix(self, bits: Bits) -> Bits:
         """The region as a 2-D view of the whole tensor's flat bits."""

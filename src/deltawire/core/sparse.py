@@ -198,6 +198,12 @@ class DeltaWriter:
     def close(self) -> None:
         self._spool.close()
 
+    def __enter__(self) -> DeltaWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRef:

@@ -1,4 +1,4 @@
-"""What goes on behind the trainer's back: one job in flight, and one that waits and takes in every further publish."""
+"""The background thread of a publisher: one job in flight, and one that waits and takes in every further publish."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from ..core.errors import (
     RunReplaced,
     WriterConflict,
 )
-from .captures import Capture, Mirror
-from .skips import Skips
+from .captures import Capture
 from .writer import Published
 
 log = logging.getLogger("deltawire")
 
 _LASTING = (WriterConflict, RankLost, OutOfStep, RunNotFound, RunReplaced)
-"""What no later publish can mend."""
+"""Failures after which no later publish can succeed."""
 
 _LOOK = 0.5
-_FAREWELL = 10.0
-"""Seconds that `close` gives the last words to other ranks: all that was published here is in the bucket by then."""
+_LAST_MESSAGE = 10.0
+"""Seconds that `close` waits for the last message to other ranks: all that was published here is in the bucket then."""
 
 
 class PublishHandle:
-    """What `publish` returns at once. `result()` waits for the version that carries the publish."""
+    """Returned by `publish` at once. `result()` waits for the version that carries the publish."""
 
     def __init__(self) -> None:
         self._future: Future[Published] = Future()
 
     def result(self, timeout: float | None = None) -> Published:
+        """Wait for the version and return it. Raises what made it fail, or TimeoutError after `timeout` seconds."""
         return self._future.result(timeout)
 
     def done(self) -> bool:
+        """Whether the version is committed or has failed."""
         return self._future.done()
 
     def succeed(self, published: Published) -> None:
@@ -62,16 +63,23 @@ class Job:
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     held: float = 0.0
-    # seconds that the trainer was
+    """Seconds the training loop was blocked."""
     last: int = 0
-    # the number of the newest publish in it
+    """Number of the newest publish in it."""
+
+    def add(self, later: Job, capture: Capture) -> None:
+        """Take in a later job; `capture` is both captures merged."""
+        self.capture = capture
+        self.handles += later.handles
+        self.step, self.metrics, self.last = later.step, later.metrics, later.last
+        self.held += later.held
 
 
 class Background:
     """A thread that turns jobs into versions, one after the other.
 
-    `forgiving`: a failure is not raised by the next publish, nor at all once a later version has made it good.
-    `farewell`: what the thread does once no publish will come any more, unless something that lasts went wrong.
+    `forgiving`: a failure is not raised by the next publish, nor at all once a later version has made up for it.
+    `leave`: called by the thread when no further publish will come, unless a lasting failure came before.
     """
 
     def __init__(
@@ -80,31 +88,22 @@ class Background:
         where: str,
         *,
         forgiving: bool = False,
-        farewell: Callable[[], None] | None = None,
+        leave: Callable[[], None] | None = None,
     ) -> None:
-        self._publish, self._where, self._forgiving, self._farewell = publish, where, forgiving, farewell
+        self._publish, self._where, self._forgiving, self._leave = publish, where, forgiving, leave
         self._work = threading.Condition()
         self._waiting: Job | None = None
         self._in_flight: Job | None = None
         self._unfinished: set[PublishHandle] = set()
-        # of all jobs that were submitted, also one that is withdrawn for a moment
+        """Of all jobs that were submitted, also one that is withdrawn for a moment."""
         self.leftover: list[Capture] = []
-        # captured but not published, because that failed, oldest first: goes out with the next job
+        """Captures whose publishing failed, oldest first: the next job carries them."""
         self._failure: BaseException | None = None
         self._ending = False
-        # no further publish will come
+        """No further publish will come."""
         self._closed = False
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-
-    def take_over(self, job: Job, committed: int | None, mirror: Mirror, skips: Skips) -> None:
-        """Let a job carry what earlier ones could not publish, less the one that was committed after all."""
-        if committed is not None and self.leftover:
-            first = self.leftover.pop(0)
-            skips.settle(mirror, first, committed, skips.since(first))
-        while self.leftover:
-            job.capture = mirror.fold(self.leftover[-1], job.capture)
-            self.leftover.pop()
 
     @property
     def depth(self) -> int:
@@ -112,7 +111,7 @@ class Background:
             return (self._in_flight is not None) + (self._waiting is not None)
 
     def withdraw(self) -> Job | None:
-        """The job that waits, out of the thread's reach while it grows. Give it back with `submit`."""
+        """Take the job that waits away from the thread while it grows. Give it back with `submit`."""
         with self._work:
             job, self._waiting = self._waiting, None
             return job
@@ -131,14 +130,14 @@ class Background:
             self._thread.start()
 
     def next(self) -> Job | None:
-        """For the thread itself, in the middle of a job: the next one, as soon as there is one. None if none comes."""
+        """The next job, for the thread itself in the middle of a job: waits for it. None if none will come."""
         with self._work:
             self._work.wait_for(lambda: self._waiting is not None or self._ending)
             job, self._waiting = self._waiting, None
             return job
 
     def wait_for(self, handle: PublishHandle) -> None:
-        """Until it is done. What went wrong is raised here, and not a second time by a later publish."""
+        """Wait until it is done. A failure is raised here, and not a second time by a later publish."""
         try:
             handle.result()
         except BaseException as error:
@@ -148,7 +147,7 @@ class Background:
             raise
 
     def flush(self, timeout: float | None = None, overdue: Callable[[], None] | None = None) -> None:
-        """Wait until all that was submitted before is committed; raise what went wrong, or what `overdue` raises."""
+        """Wait until all that was submitted before is committed. Raises a failure, or what `overdue` raises."""
         self.refuse_own_thread()
         deadline = time.monotonic() + timeout if timeout is not None else None
         with self._work:
@@ -162,12 +161,12 @@ class Background:
         self._raise_failure()
 
     def close(self, timeout: float | None = None, overdue: Callable[[], None] | None = None) -> None:
-        """Publish what waits, then stop. Raises a failure that nobody saw yet. After a TimeoutError, call it again."""
+        """Publish what waits, then stop. Raises a failure not raised before. After a TimeoutError, call it again."""
         if self._closed:
             return
         with self._work:
             self._ending = True
-            if self._farewell is not None:
+            if self._leave is not None:
                 self._start()
             self._work.notify_all()
         try:
@@ -175,7 +174,7 @@ class Background:
             if self.leftover:
                 raise PublishFailed(f"the last changes were never published to {self._where}: that failed")
             if self._thread is not None:
-                self._thread.join(_FAREWELL)
+                self._thread.join(_LAST_MESSAGE)
             self._raise_failure()
         except DeltawireError:
             self._closed = True
@@ -183,7 +182,7 @@ class Background:
         self._closed = True
 
     def refuse_own_thread(self) -> None:
-        """What a user's callback calls on this thread would wait for the callback, and a fork has no such thread."""
+        """Raise PublishFailed on the background thread, which would wait for itself, and in a forked process."""
         if os.getpid() != self._process:
             raise PublishFailed(
                 f"this publisher of {self._where} was made before this process was forked, and its thread is in the "
@@ -196,7 +195,7 @@ class Background:
             )
 
     def check(self) -> None:
-        """Before a publish: raise what went wrong, if that must be known."""
+        """Before a publish: raise an earlier failure, unless it is forgiven."""
         if self._ending and not self._closed:
             raise PublisherClosed(f"this publisher of {self._where} is being closed")
         if self._closed or not self._forgiving or isinstance(self._failure, _LASTING):
@@ -224,7 +223,7 @@ class Background:
                 job, self._waiting = self._waiting, None
                 self._in_flight = job
             if job is None:
-                self._leave()
+                self._end()
                 return
             try:
                 published = self._publish(job)
@@ -245,10 +244,10 @@ class Background:
                 self._unfinished.difference_update(job.handles)
                 self._work.notify_all()
 
-    def _leave(self) -> None:
-        if self._farewell is None or isinstance(self._failure, _LASTING):
+    def _end(self) -> None:
+        if self._leave is None or isinstance(self._failure, _LASTING):
             return
         try:
-            self._farewell()
+            self._leave()
         except BaseException as error:
             self._failure = error

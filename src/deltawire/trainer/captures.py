@@ -1,23 +1,25 @@
-"""The publisher's memory of what it has captured, and the captures still on their way to the bucket.
+"""Changes on their way to the bucket.
 
-The detector holds the newest captured weights. A capture keeps the old and new bits of everything it changed, so any
-earlier state is the detector's with later captures undone: that is how an anchor of version 40 can be uploaded while
-the trainer is already at 43, with one copy of the model, or none but the trainer's own.
+A detector holds the weights captured last. A capture keeps the old and new bits of everything it changed, so any
+earlier state is the detector's with later captures undone: an anchor of version 40 can be uploaded while the trainer is
+already at 43, with one copy of the model, or none but the trainer's own.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from ..core.change import Block, Change, Region, no_change
+from ..core.change import Change, Region, no_change
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source
+from ..core.parallel import ordered_map
+from ..core.sparse import EncodedBlock, encode_block
 from .detectors import Detector, Found, merged, now
 
 if TYPE_CHECKING:
@@ -27,14 +29,30 @@ BLOCKS = 12
 """Blocks of old weights that are on a device for the encoder at a time, 64 MB each."""
 
 
-class Capture:
-    """What changed between two moments, block by block. Compared by identity.
+class Changes(Protocol):
+    """What turns one version into the next: a capture, or a `Stream` that compares while it is encoded."""
 
-    It may still be on its way from a device or being merged: whoever looks inside waits for it.
+    def encode(self, encoding: str) -> Iterator[EncodedBlock]:
+        """The coded blocks. Iterate once, to the end, before asking for `digest` or `weights`."""
+        ...
+
+    def digest(self) -> StateDigest:
+        """State digest of the new version, or the share of this rank in it."""
+        ...
+
+    def weights(self, region: Region) -> Bits:
+        """Full weights of the new version, a region at a time."""
+        ...
+
+
+class Capture:
+    """What changed between two moments, block by block. Compared by identity; `Captures` makes them.
+
+    It may still be on its way from a device or being merged: reading it waits for that.
     """
 
-    def __init__(self, found: Future[Found]) -> None:
-        self.found = found
+    def __init__(self, owner: Captures, found: Future[Found]) -> None:
+        self._owner, self.found = owner, found
 
     @property
     def blocks(self) -> list[list[Change]]:
@@ -47,43 +65,50 @@ class Capture:
 
     @property
     def count(self) -> int:
+        """Number of changed units."""
         return sum(change.count for block in self.blocks for change in block)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(change.nbytes for block in self.blocks for change in block)
+    def encode(self, encoding: str, since: Capture | None = None) -> Iterator[EncodedBlock]:
+        """The coded blocks of this capture, or of `since`, which spans several captures and ends with this one."""
+        changes = since or self
+        before = Before(self._owner, self, changes)
+        return ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks)
 
-    @classmethod
-    def empty(cls, plan: Sequence[Block]) -> Capture:
-        return cls(now(lambda: Found([[no_change(region) for region in block] for block in plan], StateDigest())))
+    def digest(self) -> StateDigest:
+        return self._owner.digest_at(self)
+
+    def weights(self, region: Region) -> Bits:
+        return self._owner.read(region, self)
 
     def then(self, later: Capture) -> Capture:
-        """Both as one."""
-        return Capture(now(lambda: merged(self.found, later.found)))
+        """Merge with the capture that follows."""
+        return Capture(self._owner, now(lambda: merged(self.found, later.found)))
 
 
-class Mirror:
-    """The captures in flight over a detector. Only one thread captures; any thread may read."""
+class Captures:
+    """The captures of a detector that are not yet in the bucket. One thread captures; any thread may read."""
 
-    def __init__(self, detector: Detector, digest: StateDigest | None = None) -> None:
+    def __init__(self, detector: Detector, digest: StateDigest) -> None:
+        """`digest` is that of the weights that the detector holds."""
         self.detector = detector
         self.plan = detector.plan
-        self._digest = digest or StateDigest()
-        # of the version before the oldest pending capture
+        self._digest = digest
+        """Of the version before the oldest pending capture."""
         self._place = {region: (b, r) for b, block in enumerate(self.plan) for r, region in enumerate(block)}
-        self._pending: list[Capture] = []
-        # oldest first
+        self.pending: list[Capture] = []
+        """Oldest first."""
         self._lock = threading.Lock()
         self._room = threading.BoundedSemaphore(BLOCKS)
 
     @cached_property
     def nbytes(self) -> int:
+        """Bytes of the weights that the detector covers."""
         return sum(region.units * region.tensor.unit_size for block in self.plan for region in block)
 
     def capture(self, source: Source, budget: int, onto: Capture | None = None) -> Capture:
         """What `source` changed since the last capture, merged with `onto` if that is still waiting.
 
-        The source may change again as soon as this returns.
+        The source may change again as soon as this returns. Raises TooLarge if it would hold more bytes than `budget`.
         """
         if onto is not None:
             # a trainer faster than merging waits here, so that captures do not pile up
@@ -93,86 +118,82 @@ class Mirror:
             try:
                 detected.take()
             except BaseException:
-                # interrupted half-way: be what we were
+                # interrupted half-way: restore the weights captured before
                 detected.give_back()
                 raise
-            capture = Capture(detected.found)
+            capture = Capture(self, detected.found)
             if onto is None:
-                self._pending.append(capture)
+                self.pending.append(capture)
             else:
                 first = onto.found
-                capture = Capture(self.detector.later(lambda: merged(first, detected.found)))
-                self._pending[self._pending.index(onto)] = capture
+                capture = Capture(self, self.detector.later(lambda: merged(first, detected.found)))
+                self.pending[self.pending.index(onto)] = capture
         return capture
 
-    def at(self, capture: Capture) -> Callable[[Region], Bits]:
-        """The weights as they were when a pending capture was taken, a region at a time."""
-        return lambda region: self._read(region, capture)
+    def empty(self) -> Capture:
+        """A capture without a change, which is not pending."""
+        nothing = [[no_change(region) for region in block] for block in self.plan]
+        return Capture(self, now(lambda: Found(nothing, StateDigest())))
 
-    def before(self, capture: Capture, since: Capture | None = None) -> Before:
-        """The weights as they were before a pending capture, or before all of `since`, which ends with it."""
-        return Before(self, capture, since or capture)
-
-    def digest_at(self, capture: Capture) -> StateDigest:
+    def precede(self, found: Found) -> None:
+        """Insert a change that leads to the weights which the detector holds, as if it had been captured."""
         with self._lock:
-            upto = self._pending[: self._pending.index(capture) + 1]
-            return sum((pending.moved for pending in upto), self._digest)
+            self._digest -= found.moved
+            self.pending.insert(0, Capture(self, now(lambda: found)))
+
+    def settle(self, capture: Capture) -> None:
+        """Drop a published capture. Captures settle in the order they were taken."""
+        with self._lock:
+            if self.pending[0] is not capture:
+                raise RuntimeError("captures must be published in the order they were taken")
+            self._digest += self.pending.pop(0).moved
+
+    def fold(self, first: Capture, second: Capture) -> Capture:
+        """Merge two neighbouring pending captures."""
+        with self._lock:
+            both = first.then(second)
+            at = self.pending.index(first)
+            self.pending[at : at + 2] = [both]
+            return both
 
     @property
     def digest(self) -> StateDigest:
-        """Of the weights captured last."""
+        """State digest of the weights captured last."""
         with self._lock:
-            return sum((pending.moved for pending in self._pending), self._digest)
+            return sum((pending.moved for pending in self.pending), self._digest)
 
-    @digest.setter
-    def digest(self, digest: StateDigest) -> None:
+    def move(self, digest: StateDigest) -> None:
+        """The detector took weights over without a capture: those that it holds now have this digest."""
         with self._lock:
-            assert not self._pending
+            if self.pending:
+                raise RuntimeError("the weights captured last were replaced while captures of them are pending")
             self._digest = digest
 
-    def precede(self, found: Found) -> Capture:
-        """Go back to before a change that leads to the weights captured first: it is pending, like a capture."""
+    def digest_at(self, capture: Capture) -> StateDigest:
+        """State digest of the weights when a pending capture was taken."""
         with self._lock:
-            assert not self._pending
-            capture = Capture(now(lambda: found))
-            self._digest -= found.moved
-            self._pending.append(capture)
-            return capture
+            upto = self.pending[: self.pending.index(capture) + 1]
+            return sum((pending.moved for pending in upto), self._digest)
 
-    def settle(self, capture: Capture) -> None:
-        """The capture is published: nobody will ask for the state before it again."""
-        with self._lock:
-            # captures settle in the order they were taken
-            assert self._pending[0] is capture
-            self._digest += self._pending.pop(0).moved
-
-    def fold(self, first: Capture, second: Capture) -> Capture:
-        """Make two neighbouring pending captures one (the first could not be published)."""
-        with self._lock:
-            both = first.then(second)
-            at = self._pending.index(first)
-            self._pending[at : at + 2] = [both]
-            return both
-
-    def _read(self, region: Region, capture: Capture, *also: Capture) -> Bits:
-        """A region with every capture after `capture` undone, and then those in `also`."""
+    def read(self, region: Region, capture: Capture, *undone: Capture) -> Bits:
+        """A region of the weights as they were when a pending capture was taken, with further changes undone."""
         block, number = self._place[region]
         with self._lock:
-            bits = self.detector.region(region).copy()
-            later = self._pending[self._pending.index(capture) + 1 :]
-        for undone in (*reversed(later), *also):
-            change = undone.blocks[block][number]
+            bits: Bits = self.detector.region(region).copy()
+            later = self.pending[self.pending.index(capture) + 1 :]
+        for each in (*reversed(later), *undone):
+            change = each.blocks[block][number]
             bits[change.positions] = change.old
         return bits
 
-    def _block(self, regions: Sequence[Region], capture: Capture, *also: Capture) -> DeviceBlock | None:
-        """The same for regions on a device."""
+    def block(self, regions: Sequence[Region], capture: Capture, *undone: Capture) -> DeviceBlock | None:
+        """The same for regions on a device, which stay there; None if they are in host memory."""
         # before the lock: who captures must not wait until an encoder is done with a block
         self._room.acquire()
         try:
             with self._lock:
                 found = self.detector.block(regions)
-                later = self._pending[self._pending.index(capture) + 1 :]
+                later = self.pending[self.pending.index(capture) + 1 :]
         except BaseException:
             self._room.release()
             raise
@@ -180,19 +201,54 @@ class Mirror:
             self._room.release()
         else:
             weakref.finalize(found, self._room.release)
-            for undone in (*reversed(later), *also):
-                found.undo([undone.blocks[block][number] for block, number in map(self._place.__getitem__, regions)])
+            for each in (*reversed(later), *undone):
+                found.undo([each.blocks[block][number] for block, number in map(self._place.__getitem__, regions)])
         return found
 
 
 class Before:
     """The weights before a capture, by region, or by regions that are counted on their device."""
 
-    def __init__(self, mirror: Mirror, capture: Capture, also: Capture) -> None:
-        self._mirror, self._capture, self._also = mirror, capture, also
+    def __init__(self, captures: Captures, capture: Capture, undone: Capture) -> None:
+        self._captures, self._capture, self._undone = captures, capture, undone
 
     def __call__(self, region: Region) -> Bits:
-        return self._mirror._read(region, self._capture, self._also)
+        return self._captures.read(region, self._capture, self._undone)
 
     def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
-        return self._mirror._block(regions, self._capture, self._also)
+        return self._captures.block(regions, self._capture, self._undone)
+
+
+class Skips:
+    """Everything that changed since a base version, kept to be published as a skip delta beside an ordinary one."""
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._base: tuple[int, Capture] | None = None
+        """The last base version, and what changed since."""
+
+    @property
+    def base(self) -> int | None:
+        """The version that the next skip delta starts from."""
+        return self._base[0] if self._base else None
+
+    def forget(self) -> None:
+        """Start over at the next base version: something was published that was not captured."""
+        self._base = None
+
+    def since(self, capture: Capture, version: int) -> tuple[int, Capture] | None:
+        """(base, changes) of the skip delta that goes with this version; None if none does."""
+        if self._base is None or not self._is_base(version) or self._base[0] == version - 1:
+            return None
+        return self._base[0], self._base[1].then(capture)
+
+    def settle(self, captures: Captures, capture: Capture, version: int) -> None:
+        """Note that a capture is published as this version."""
+        captures.settle(capture)
+        if self._is_base(version):
+            self._base = version, captures.empty()
+        elif self._base is not None:
+            self._base = self._base[0], self._base[1].then(capture)
+
+    def _is_base(self, version: int) -> bool:
+        return bool(self._every) and version % (self._every or 1) == 0

@@ -1,4 +1,4 @@
-"""When a version gets an anchor of its own."""
+"""What is written for a version: an anchor, a delta or both, and in which encoding."""
 
 from __future__ import annotations
 
@@ -6,14 +6,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core import chain
-from ..core.errors import MissingBase, VersionNotFound
+from ..core.codecs import ENCODINGS
+from ..core.costs import AUTO, CODING, bits_at
+from ..core.errors import MissingBase, UnknownFormat, VersionNotFound
 from ..core.manifest import Summary
+from ..core.parallel import default_threads
+from ..core.sparse import DataFile
+
+UNKNOWN_LINK = 125e6
+"""Bytes per second before the first upload was timed: 1 Gbit/s."""
+
+USUAL_DENSITY = 0.01
+"""Share of weights that change, before the first version said more."""
+
+_MEMORY = 0.3
+"""Weight of a new measurement in a running mean."""
+
+_SMALL = 64 << 10
+"""Uploads below this say more about latency than about the link."""
+
+_FEW = 1000
+"""Changes below this say little about an encoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnchorPolicy:
+    """Decides which versions get an anchor, and which a delta."""
+
     every: int | None = None
-    """An anchor at the latest every so many versions; 0: anchors and nothing else."""
+    """A fixed cadence: an anchor at the latest every so many versions; 0: anchors and nothing else."""
     ratio: float = 1.0
     """An anchor once catching up from the last one would cost more than this many times its bytes."""
 
@@ -34,8 +55,9 @@ class AnchorPolicy:
 
 
 def _since_full(versions: dict[int, Summary]) -> dict[int, Summary]:
-    """The last version that has full weights and those after it; none where none has. A run may be long: looked for
-    from the end, so that deciding costs the same at version 100,000 as at version 10. They are in ascending order."""
+    """The last version that has full weights and those after it; none if there is no such version.
+
+    Searched from the end, so that deciding costs the same at version 100,000 as at version 10."""
     found: dict[int, Summary] = {}
     for version in reversed(versions):
         found[version] = versions[version]
@@ -45,9 +67,94 @@ def _since_full(versions: dict[int, Summary]) -> dict[int, Summary]:
 
 
 def replay_bytes(versions: Mapping[int, Summary]) -> int:
-    """What a newcomer must fetch on top of full weights to reach the newest of these versions."""
+    """Bytes that a newcomer must fetch on top of full weights to reach the newest of these versions."""
     try:
         steps = chain.plan(None, max(versions), versions)
     except (MissingBase, VersionNotFound):
         return 1 << 62
     return sum(step.bytes for step in steps if step.kind == "delta")
+
+
+@dataclass(slots=True)
+class Estimate:
+    """What an encoding is expected to need. Per thread, both ways together where it is time."""
+
+    bits_per_changed: float
+    seconds_per_weight: float
+    """Work in proportion to the model."""
+    seconds_per_change: float
+    """Work in proportion to the change."""
+
+    def bytes(self, changed: int) -> float:
+        return changed * self.bits_per_changed / 8
+
+    def work(self, weights: int, changed: int) -> float:
+        return (weights * self.seconds_per_weight + changed * self.seconds_per_change) / default_threads()
+
+
+def _at_first(encoding: str) -> Estimate:
+    coding = CODING[encoding]
+    per_weight = coding.encode_weight + coding.decode_weight
+    return Estimate(bits_at(USUAL_DENSITY, encoding), per_weight, coding.encode_change + coding.decode_change)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a delta is encoded."""
+
+    encoding: str
+    why: str = ""
+    """Empty where the user chose."""
+
+
+class EncodingChooser:
+    """Decides how the next delta is encoded: always the same way, or with `auto` the way that arrives soonest.
+
+        time = bytes / link speed + encode + decode
+
+    The link is measured by the publisher's own uploads; what an encoding costs and saves is measured by its own use,
+    starting from what `deltawire plan` goes by (core/costs.py). A replica is taken to have a link and a processor like
+    the trainer's.
+    """
+
+    def __init__(self, encoding: str) -> None:
+        if encoding not in (AUTO, *ENCODINGS):
+            raise UnknownFormat(f"encoding {encoding!r} is unknown; choose packed, context, auto or raw")
+        self._fixed = None if encoding == AUTO else Choice(encoding)
+        self.link = UNKNOWN_LINK
+        self.measured = False
+        self.estimates = {name: _at_first(name) for name in ("packed", "context")} if encoding == AUTO else {}
+        self._density = USUAL_DENSITY
+
+    def choose(self, weights: int, changed: int | None = None) -> Choice:
+        """For a delta of this size, or one as dense as the last where the size is not known yet."""
+        if self._fixed is not None:
+            return self._fixed
+        changed = round(weights * self._density) if changed is None else changed
+        times = {name: self._time(estimate, weights, changed) for name, estimate in self.estimates.items()}
+        best, other = sorted(times, key=lambda name: times[name])[:2]
+        speed = f"{self.link * 8 / 1e6:.3g} Mbit/s {'measured' if self.measured else 'assumed'}"
+        return Choice(best, f"{times[best]:.2g} s, {other} {times[other]:.2g} s, at {speed}")
+
+    def learn(self, choice: Choice, file: DataFile, weights: int, encode: float, put: float) -> None:
+        """Learn from a delta that was encoded in `encode` seconds and uploaded in `put`. Decoding counts the same."""
+        if self._fixed is not None:
+            return
+        self._density = file.changed / max(weights, 1)
+        if file.size >= _SMALL and put > 0:
+            speed = file.size / put
+            self.link = (1 - _MEMORY) * self.link + _MEMORY * speed if self.measured else speed
+            self.measured = True
+        estimate = self.estimates.get(choice.encoding)
+        if estimate is None or file.changed < _FEW:
+            return
+        estimate.bits_per_changed += _MEMORY * (8 * file.size / file.changed - estimate.bits_per_changed)
+        ratio = 2 * encode / max(estimate.work(weights, file.changed), 1e-9)
+        # one sample may have been held up by something else
+        ratio = (1 - _MEMORY) + _MEMORY * min(max(ratio, 0.25), 4.0)
+        estimate.seconds_per_weight *= ratio
+        estimate.seconds_per_change *= ratio
+
+    def _time(self, estimate: Estimate, weights: int, changed: int) -> float:
+        # once up to the bucket, once down from it
+        return 2 * estimate.bytes(changed) / self.link + estimate.work(weights, changed)

@@ -1,7 +1,7 @@
-"""What one rank writes of a sharded model: rectangles of the checkpoint's tensors, and where they lie in its memory.
+"""What one rank writes of a sharded model: regions of the checkpoint's tensors, and where they lie in its memory.
 
 A DTensor says how it is cut (placements) and where this rank stands (mesh); along each dimension that gives the indices
-held here, and these make rectangles of the tensor's matrix. A plain tensor is held whole by every rank. What several
+held here, and these make regions of the tensor's matrix. A plain tensor is held whole by every rank. What several
 ranks hold (replicas, DDP, buffers) is written by one of them, so that all have about as much to write.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..bucket.replay import State
 from ..core import digest
 from ..core.change import Block, Change, Region, compare, tile
 from ..core.digest import StateDigest
@@ -32,66 +33,108 @@ from ..huggingface import Band
 from ..kernels.block import DeviceBlock
 from ..models import ModelView, is_module, tensors_of
 from .adamw import AdamWDetector, local_tensor
+from .captures import Captures
+from .collective import Group
 from .detectors import Detected, Detector, Found, HostDetector, default_detector
 from .device import FusedDetector
 
 Indices = npt.NDArray[np.int64]
-Sides = tuple[str, int, int, int, int]
-"""tensor, row, rows, column, columns: a region as it is told to other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A rectangle that this rank holds."""
+class LocalRegion:
+    """A region of a checkpoint's tensor that this rank holds."""
 
     region: Region
     row: int
+    """Row of the local tensor, seen as a matrix, at which it begins."""
     column: int
-    # where it begins in the local tensor, seen as a matrix
-
-    @property
-    def sides(self) -> Sides:
-        region = self.region
-        return region.tensor.name, region.row, region.rows, region.column, region.columns
+    """Column of the local tensor at which it begins, in units."""
 
     @property
     def name(self) -> str:
-        """Of the local tensor that stands for it. Sorts as the rectangles of a tensor do."""
+        """Name of the local tensor that stands for it. Sorts as the regions of a tensor do."""
         return f"{self.region.tensor.name}@{self.region.row:015d},{self.region.column:015d}"
 
     def cut(self, local: Tensor) -> Tensor:
+        """The region as a view of the local tensor."""
         per = lookup(self.region.tensor.dtype).units_per_element
         rows = local.detach().reshape(-1, local.shape[-1] if local.dim() else 1)
         first, last = self.column // per, (self.column + self.region.columns) // per
         return rows[self.row : self.row + self.region.rows, first:last]
 
 
-class Reader:
-    """Looks at a model on this rank, the same way at every publish."""
+class Shards:
+    """The parts of a model that this rank holds. `WholeModel` (pipeline.py) has the same methods for all of a model."""
 
-    def __init__(self, wire_dtype: str | None, buffers: bool) -> None:
-        self._wire, self._buffers = wire_dtype, buffers
+    streams = False
+    """However dense a change is, it is captured: a rank could not turn to another way on its own."""
+
+    def __init__(self, wire_dtype: str | None, buffers: bool, detector: Detector | None) -> None:
+        """`detector` is the user's, for the local tensors."""
+        self._wire, self._buffers, self._detector = wire_dtype, buffers, detector
         self._known: Any = None
+        self._parts: list[LocalRegion] = []
+        self._schema: Schema | None = None
+        """Of the local tensors."""
 
-    def tensors(self, model: Any) -> dict[str, Any]:
+    @property
+    def regions(self) -> list[Region]:
+        """What this rank writes."""
+        return [part.region for part in self._parts]
+
+    def open(self, model: Any, group: Group) -> tuple[Schema, Source]:
+        """Agree on what each rank writes. Returns the checkpoint's schema and the weights that this rank writes."""
+        schema = group.together(lambda: self._schema_of(model))[0]
+        held = group.together(lambda: self._hold(model, schema, group.rank))
+        mine = share_out(held, schema)[group.rank]
+        self._parts = [part for part in self._parts if part.region in mine]
+        view = group.each(lambda: self._view(model))
+        self._schema = view.schema
+        return schema, view
+
+    def source(self, model: Any) -> Source:
+        """The present weights that this rank writes. Raises SchemaMismatch if the model is cut in another way."""
+        view = self._view(model)
+        if view.schema != self._schema:
+            raise SchemaMismatch("this model is cut in another way than the one published before")
+        return view
+
+    def detector(self, source: ModelView) -> ShardDetector:
+        """A detector that is bound to the local tensors."""
+        return ShardDetector(self._parts, source, self._detector)
+
+    def captures(self, source: Source, detector: ShardDetector, state: State | None) -> Captures:
+        """What later weights are compared with. `state` is a version from the bucket that these weights follow."""
+        captures = Captures(detector, detector.load(source))
+        if state is not None:
+            captures.precede(detector.since(state, source))
+        return captures
+
+    def _tensors(self, model: Any) -> dict[str, Any]:
         return tensors_of(model, buffers=self._buffers)
 
-    def schema(self, model: Any) -> Schema:
-        """In checkpoint coordinates. Ties are seen by shared memory, which a rank with an empty shard cannot."""
+    def _schema_of(self, model: Any) -> Schema:
+        """The checkpoint's schema. Ties are seen by shared memory, which a rank with an empty shard cannot."""
         if is_module(model) and any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
             raise SchemaMismatch(
                 "FullyShardedDataParallel keeps flattened weights; shard with torch.distributed.fsdp.fully_shard"
             )
-        tensors = self.tensors(model)
+        tensors = self._tensors(model)
         with torch.no_grad():
             local = ModelView({n: _stand_in(t) for n, t in tensors.items()}, self._wire, of=model).schema
         specs = [TensorSpec(t.name, t.dtype, tuple(tensors[t.name].shape)) for t in local.tensors]
         return Schema.build(specs, local.ties)
 
-    def parts(self, model: Any, schema: Schema) -> list[Part]:
-        """All that this rank holds."""
-        tensors, parts = self.tensors(model), []
-        wholes: dict[int, list[Part]] = {}
+    def _hold(self, model: Any, schema: Schema, rank: int) -> list[Region]:
+        """Note and return all regions that this rank holds."""
+        ours = self._schema_of(model)
+        if rank:
+            # a rank with an empty shard cannot see what is tied; rank 0 always has a piece of everything
+            untied = [tensor for tensor in ours.tensors if tensor.name not in schema.ties]
+            Schema.build(untied, schema.ties).require_equal(schema, ours=f"rank {rank}", theirs="rank 0")
+        tensors, parts = self._tensors(model), []
+        wholes: dict[int, list[LocalRegion]] = {}
         # of tensors that bands are cut from: a layer's experts are hundreds of bands
         for spec in schema.tensors:
             tensor = tensors[spec.name]
@@ -102,13 +145,14 @@ class Reader:
                 parts += _of_band(tensor, spec, wholes[id(tensor.whole)])
             else:
                 parts += held(tensor, spec)
-        return parts
+        self._parts = parts
+        return [part.region for part in parts]
 
-    def view(self, model: Any, mine: Sequence[Part]) -> ModelView:
-        """The parts that this rank writes, each as a tensor of its own."""
-        tensors = self.tensors(model)
+    def _view(self, model: Any) -> ModelView:
+        """The regions that this rank writes, each as a tensor of its own."""
+        tensors = self._tensors(model)
         with torch.no_grad():
-            local = {part.name: part.cut(_local(tensors[part.region.tensor.name])) for part in mine}
+            local = {part.name: part.cut(_local(tensors[part.region.tensor.name])) for part in self._parts}
         view = ModelView(local, self._wire, known=self._known, of=model)
         self._known = view.known
         return view
@@ -125,8 +169,8 @@ def _stand_in(tensor: Any) -> Tensor:
     return local.new_empty(0) if isinstance(tensor, Band) else local
 
 
-def held(tensor: Any, spec: TensorSpec) -> list[Part]:
-    """The rectangles of a tensor that this rank has."""
+def held(tensor: Any, spec: TensorSpec) -> list[LocalRegion]:
+    """The regions of a tensor that this rank holds."""
     if tuple(tensor.shape) != spec.shape:
         raise SchemaMismatch(f"{spec.name!r} is {list(tensor.shape)} on this rank and {list(spec.shape)} on rank 0")
     axes = [np.arange(side) for side in spec.shape]
@@ -153,20 +197,20 @@ def held(tensor: Any, spec: TensorSpec) -> list[Part]:
         raise SchemaMismatch(f"{spec.name!r} has a shard of scattered columns, {tensor.placements}: not understood")
     per = lookup(spec.dtype).units_per_element
     (column, _, width) = columns[0]
-    return [Part(Region(spec, row, count, column * per, width * per), at, 0) for row, at, count in _runs(rows)]
+    return [LocalRegion(Region(spec, row, count, column * per, width * per), at, 0) for row, at, count in _runs(rows)]
 
 
-def _of_band(band: Band, spec: TensorSpec, parts: Sequence[Part]) -> list[Part]:
-    """What this rank has of a band, from the parts it has of the whole tensor."""
+def _of_band(band: Band, spec: TensorSpec, parts: Sequence[LocalRegion]) -> list[LocalRegion]:
+    """What this rank holds of a band, from what it holds of the whole tensor."""
     if band.shape != spec.shape:
         raise SchemaMismatch(f"{spec.name!r} is {list(band.shape)} on this rank and {list(spec.shape)} on rank 0")
     found = []
     for part in parts:
         there = part.region
-        first, last = max(there.row, band.row), min(there.row + there.rows, band.row + spec.rows)
-        if first < last:
-            here = Region(spec, first - band.row, last - first, there.column, there.columns)
-            found.append(Part(here, part.row + first - there.row, part.column))
+        common = there.meet(Region(there.tensor, band.row, spec.rows, 0, there.tensor.columns))
+        if common is not None:
+            here = Region(spec, common.row - band.row, common.rows, common.column, common.columns)
+            found.append(LocalRegion(here, part.row + common.row - there.row, part.column))
     return found
 
 
@@ -199,29 +243,28 @@ def _runs(indices: Indices) -> list[tuple[int, int, int]]:
     return [(int(indices[a]), a, b - a) for a, b in pairwise(starts)]
 
 
-def share_out(held: Sequence[Sequence[Sides]], schema: Schema) -> list[set[Sides]]:
+def share_out(held: Sequence[Sequence[Region]], schema: Schema) -> list[set[Region]]:
     """Which rank writes what, from what each of them holds. The same on every rank.
 
-    SchemaMismatch if they do not hold every weight, or hold parts that overlap without being the same.
+    Raises SchemaMismatch if they do not hold every weight, or hold regions that overlap without being the same.
     """
-    holders: dict[Sides, list[int]] = {}
-    for rank, parts in enumerate(held):
-        for sides in parts:
-            holders.setdefault(sides, []).append(rank)
-    known = schema.by_name()
-    regions = {sides: Region(known[sides[0]], *sides[1:]) for sides in holders}
-    tile(regions.values(), schema, "this trainer")
+    holders: dict[Region, list[int]] = {}
+    for rank, regions in enumerate(held):
+        for region in regions:
+            holders.setdefault(region, []).append(rank)
+    tile(holders, schema, "this trainer")
     load = [0] * len(held)
-    mine: list[set[Sides]] = [set() for _ in held]
+    mine: list[set[Region]] = [set() for _ in held]
 
-    def nbytes(sides: Sides) -> int:
-        return regions[sides].units * regions[sides].tensor.unit_size
+    def order(region: Region) -> tuple[Any, ...]:
+        # what only one rank has comes first, the rest evens it out, largest first
+        place = region.tensor.name, region.row, region.rows, region.column, region.columns
+        return len(holders[region]) > 1, -region.nbytes, place
 
-    # what nobody else has comes first, the rest evens it out, largest first
-    for sides in sorted(holders, key=lambda s: (len(holders[s]) > 1, -nbytes(s), s)):
-        rank = min(holders[sides], key=lambda rank: (load[rank], rank))
-        load[rank] += nbytes(sides)
-        mine[rank].add(sides)
+    for region in sorted(holders, key=order):
+        rank = min(holders[region], key=lambda rank: (load[rank], rank))
+        load[rank] += region.nbytes
+        mine[rank].add(region)
     return mine
 
 
@@ -230,7 +273,7 @@ class ShardDetector:
 
     writes_parts = False
 
-    def __init__(self, parts: Sequence[Part], view: ModelView, inner: Detector | None = None) -> None:
+    def __init__(self, parts: Sequence[LocalRegion], view: ModelView, inner: Detector | None = None) -> None:
         if isinstance(inner, FusedDetector):
             # FSDP2 makes the bf16 weights anew for every forward pass and lets go of them: there is no copy to keep
             raise SchemaMismatch(
@@ -244,10 +287,15 @@ class ShardDetector:
         self._there = {here: _shifted(here, place) for block in self._inner.plan for here in block}
         self._here = {there: here for here, there in self._there.items()}
         self.plan = [tuple(self._there[here] for here in block) for block in self._inner.plan]
-        self.rectangles = list(place.values())
+
+    def bind(self, source: Source) -> None:
+        """Nothing to do: bound when it was made."""
 
     def suits(self, source: Source) -> bool:
-        return self._inner.suits(source)
+        """True, or SchemaMismatch: a rank cannot turn to another detector on its own."""
+        if not self._inner.suits(source):
+            raise SchemaMismatch("this model lies elsewhere than the one published before")
+        return True
 
     def digest_of(self, source: Source) -> StateDigest:
         """This rank's share of the digest, from local weights."""
@@ -277,6 +325,9 @@ class ShardDetector:
 
     def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
         return self._inner.block([self._here[region] for region in regions])
+
+    def write(self, changes: Sequence[Change]) -> None:
+        raise NotImplementedError("a rank's weights are taken over as a whole")
 
     def later(self, work: Callable[[], Found]) -> Future[Found]:
         return self._inner.later(work)

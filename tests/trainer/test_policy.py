@@ -11,7 +11,7 @@ import deltawire as dw
 from deltawire.bucket.run import Run
 from deltawire.core.errors import UnknownFormat
 from deltawire.core.sparse import DataFile
-from deltawire.trainer.auto import EncodingChooser
+from deltawire.trainer.policy import EncodingChooser
 
 WEIGHTS, CHANGED = 596_000_000, 6_900_000
 

@@ -1,0 +1,211 @@
+"""Messages between the processes that publish a model together. A process that publishes alone is a group of one.
+
+Several ranks use gloo process groups of their own: their messages never come between the collectives of the training,
+and one that waits in a background thread blocks nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from ..core.errors import (
+    DivergedRun,
+    OutOfStep,
+    PublishFailed,
+    RankLost,
+    RunNotFound,
+    RunReplaced,
+    SchemaMismatch,
+    WriterConflict,
+)
+from ..models import is_module, is_torch
+
+LAST_WAIT = 600.0
+"""Seconds that `close` waits for ranks that have neither published as often as this one nor closed."""
+
+_PATIENCE = timedelta(days=1)
+"""A training step may take as long as it likes. A rank that died is noticed by its closed connection."""
+
+_REMIND = 30.0
+_MISSING = "waiting for all of %d ranks to call `publish`; where only one does, it needs Publisher(…, group=None)"
+
+_SAME_EVERYWHERE = {
+    kind.__name__: kind for kind in (DivergedRun, RunNotFound, RunReplaced, SchemaMismatch, WriterConflict)
+}
+
+T = TypeVar("T")
+
+log = logging.getLogger("deltawire")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    kind: str
+    message: str
+
+
+class Group:
+    """The processes that publish a model together; this class itself is a group of one.
+
+    Every method is called by all ranks, in the same order, and each group by one thread at a time. `work` that fails on
+    one rank fails on all: each raises an error.
+    """
+
+    rank = 0
+    size = 1
+
+    def exchange(self, message: T) -> list[T]:
+        """Messages of all ranks, in the order of ranks."""
+        return [message]
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Do work on every rank. Returns the results of all ranks."""
+        return [work()]
+
+    def each(self, work: Callable[[], T]) -> T:
+        """Do work on every rank. Returns the own result, which stays on this rank."""
+        return work()
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Do work on rank 0. Returns its result on all ranks."""
+        return work()
+
+
+class Ranks(Group):
+    """The ranks of a torch process group."""
+
+    def __init__(self, group: Any) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        ranks = dist.get_process_group_ranks(group)
+        reminder = threading.Timer(_REMIND, log.warning, (_MISSING, len(ranks)))
+        reminder.daemon = True
+        reminder.start()
+        # members alone make it; others of the world need not know
+        self._group = dist.new_group(ranks, _PATIENCE, backend="gloo", use_local_synchronization=True)
+        reminder.cancel()
+        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+
+    def exchange(self, message: T) -> list[T]:
+        heard: list[Any] = [None] * self.size
+        try:
+            self._dist.all_gather_object(heard, message, group=self._group)
+        except RuntimeError as error:
+            raise RankLost(
+                "another rank of this trainer does not answer any more, so no version can be finished; "
+                "restart the training from its checkpoint, and the run goes on from there"
+            ) from error
+        return heard
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        error: Exception | None = None
+        try:
+            mine: Any = work()
+        except Exception as caught:
+            error, mine = caught, _Failed(type(caught).__name__, str(caught))
+        heard = self.exchange(mine)
+        if error is not None:
+            raise error
+        for rank, answer in enumerate(heard):
+            if isinstance(answer, _Failed):
+                raise _SAME_EVERYWHERE.get(answer.kind, PublishFailed)(f"rank {rank}: {answer.message}")
+        return heard
+
+    def each(self, work: Callable[[], T]) -> T:
+        own: list[T] = []
+        self.together(lambda: own.append(work()))
+        return own[0]
+
+    def first(self, work: Callable[[], T]) -> T:
+        return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a rank is when all ranks meet."""
+
+    publishes: int
+    """Number of its newest publish."""
+    changed: int
+    """Weights that the next version would change here."""
+    closed: bool
+    """Whether no further publish will come from it."""
+
+
+class Meeting:
+    """Keeps ranks at the same number of publishes: each reports its own before a version is made, and when it closes.
+
+    Used by the background thread of each rank, except for `overdue`.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._waits_since: float | None = None
+
+    def meet(self, publishes: int, changed: int = 0, *, closed: bool = False) -> list[Standing]:
+        """Exchange standings. Raises OutOfStep on all ranks if some are closed and others are not."""
+        self._waits_since = time.monotonic()
+        heard = self._group.exchange(Standing(publishes, changed, closed))
+        self._waits_since = None
+        if len({rank.closed for rank in heard}) > 1:
+            counts = (f"rank {n} {rank.publishes}{' and closed' * rank.closed}" for n, rank in enumerate(heard))
+            raise OutOfStep(
+                f"ranks did not publish equally often: {', '.join(counts)}. What some have not published is in no "
+                "version; let all ranks call publish after the same steps"
+            )
+        return heard
+
+    def leave(self, publishes: int) -> None:
+        """Tell the others that no further publish will come from this rank."""
+        try:
+            self.meet(publishes, closed=True)
+        except RankLost:
+            # that rank ended without closing, and all that was published here is in the bucket
+            log.debug("another rank ended without closing its publisher")
+
+    def overdue(self, patience: float) -> Callable[[], None]:
+        """A check for the trainer's thread while it waits for the background's: OutOfStep if others do not come."""
+        began = time.monotonic()
+
+        def check() -> None:
+            since = self._waits_since
+            if since is not None and time.monotonic() - max(since, began) > patience:
+                raise OutOfStep(
+                    f"rank {self._group.rank} closes; for {patience:g} s other ranks have neither published as often "
+                    "nor closed, so its last publishes are in no version"
+                )
+
+        return check
+
+
+def may_share(group: Any) -> bool:
+    """Whether a model could be published by several processes together. `group` as in `group_of`."""
+    torch = sys.modules.get("torch")
+    if group is None or torch is None or not torch.distributed.is_available():
+        return False
+    return bool(torch.distributed.is_initialized())
+
+
+def group_of(model: Any, group: Any) -> Any | None:
+    """The process group whose ranks hold the model between them; None where one process publishes alone.
+
+    `group` is what the user said: a process group, None for alone, or "auto".
+    """
+    if not may_share(group):
+        return None
+    if is_module(model):
+        tensors = list(model.parameters())
+    else:
+        tensors = [t for t in model.values() if is_torch(t)] if isinstance(model, Mapping) else []
+    dist = sys.modules["torch"].distributed
+    group = dist.group.WORLD if isinstance(group, str) else group
+    shared = dist.get_world_size(group) > 1 or any(type(t).__name__ == "DTensor" for t in tensors)
+    return group if tensors and shared else None
