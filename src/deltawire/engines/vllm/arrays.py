@@ -25,7 +25,8 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def create(path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Array]:
-    """A new file with arrays of these dtypes and shapes, mapped and ready to be filled."""
+    """A new file with arrays of these dtypes and shapes, mapped and ready to be filled. OSError where there is no
+    room."""
     layout, at = [], 0
     for name, (dtype, shape) in shapes.items():
         layout.append((name, dtype, shape, at))
@@ -33,7 +34,16 @@ def create(path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dic
     head = json.dumps(layout).encode()
     start = -(-(_PREFIX + len(head)) // _ALIGNED) * _ALIGNED
     with open(path, "w+b") as file:
-        file.truncate(start + at)
+        try:
+            # all of it now: a page that a full /dev/shm cannot give later ends the process that touches it
+            os.posix_fallocate(file.fileno(), 0, start + at)
+        except OSError as error:
+            path.unlink()
+            raise OSError(
+                error.errno,
+                f"no room for {(start + at) / 1e6:.0f} MB in {path.parent}: {error.strerror}. A container may need "
+                "more shared memory (--shm-size)",
+            ) from error
         memory = mmap.mmap(file.fileno(), start + at)
     memory[: _PREFIX + len(head)] = len(head).to_bytes(_PREFIX, "little") + head
     return _views(memory, layout, start)
