@@ -1,4 +1,4 @@
-"""AdamW that notes what its own steps change in bf16, so that publishing needs no copy of the model and no second look.
+"""AdamW that notes what its own steps change in bf16, so that publishing needs no copy of the model and no comparison.
 
 optimizer = DeltaAdamW(model.parameters(), lr=1e-6)
 publisher = Publisher("s3://runs/wordle", detector=optimizer)
@@ -26,7 +26,7 @@ from ..kernels.plan import TILE, units
 from ..models import ModelView
 from .detectors import Detector, LostTrack
 from .device import DeviceDetector
-from .gpu_snapshot import Part, fetched, regions_of, snapshot_parts
+from .gpu_snapshot import TensorGroup, fetched, regions_of, snapshot_parts
 
 _REFUSED = ("foreach", "capturable", "differentiable")
 
@@ -76,14 +76,14 @@ class DeltaAdamW(torch.optim.AdamW):
             raise TypeError(f"DeltaAdamW has no option {sorted(unknown)[0]!r}")
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
         self._steps = threading.RLock()
-        # held by a step, and by whoever reads parameters and log as one
+        """Held by a step, and by a reader that needs parameters and log to belong together."""
         self._log: ops.ChangeLog | None = None
         self._elements: ops.Elements | None = None
         self._kept: _Kept | None = None
         self._versions: list[int] = []
-        # autograd's count of writes to each parameter after our last one
+        """Autograd's count of writes to each parameter after the last step."""
         self._written: Any = None
-        # CUDA event: our last write
+        """CUDA event: the last write of a step."""
 
     # ── as an optimizer ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -216,9 +216,9 @@ class AdamWDetector(DeviceDetector):
         super().__init__()
         self._optimizer = optimizer
         self.covers_model = True
-        # False where it is bound to what one of several ranks writes, which may be nothing that the optimizer steps
+        """False where it is bound to what one of several ranks writes, which the optimizer may not step at all."""
 
-    def _make_parts(self, view: ModelView) -> list[Part]:
+    def _make_parts(self, view: ModelView) -> list[TensorGroup]:
         places: dict[str, tuple[int, int]] = {}
         find = _finder(self._optimizer._held())
         for name, tensor in view.tensors.items():
@@ -232,7 +232,9 @@ class AdamWDetector(DeviceDetector):
         if not places and self.covers_model:
             raise SchemaMismatch("the optimizer given as detector steps none of this model's parameters")
         rest = [name for name in view.tensors if name not in places]
-        parts: list[Part] = [LogPart(self._optimizer, places, regions_of(self.plan, list(places)))] if places else []
+        parts: list[TensorGroup] = (
+            [LoggedParameters(self._optimizer, places, regions_of(self.plan, list(places)))] if places else []
+        )
         return parts + (snapshot_parts(view, rest, self.plan, self.device, "device") if rest else [])
 
 
@@ -253,7 +255,7 @@ def _finder(params: Sequence[Tensor]) -> Callable[[Tensor], tuple[int, int] | No
     return find
 
 
-class LogPart:
+class LoggedParameters:
     """Parameters that one optimizer steps: what it captured last is what they are, with its log undone."""
 
     def __init__(self, optimizer: DeltaAdamW, places: dict[str, tuple[int, int]], regions: Sequence[Region]) -> None:

@@ -37,7 +37,7 @@ def merged(model: Any) -> Merged:
     """The base weights of a PeftModel with its active adapters merged, as `merge_and_unload` would leave them.
 
     The model itself stays as it is. Every publish makes a copy of the layers that an adapter touches, merges there as
-    PEFT does, and lets go of it when it has seen what changed.
+    PEFT does, and frees it once what changed is known.
     """
     peft_model = _peft_model(model)
     if not hasattr(peft_model.base_model, "merge_and_unload"):
@@ -71,7 +71,7 @@ def _require_no_ties(base: Any) -> None:
 
 
 class _View:
-    """Named tensors with the manners of a module: fp32 travels as bf16 unless the publisher is told otherwise."""
+    """Named tensors that are treated as those of a module: fp32 travels as bf16 unless the publisher says otherwise."""
 
     def __init__(self, peft_model: Any) -> None:
         self._model = peft_model

@@ -20,7 +20,7 @@ from ..core.dtypes import Bits
 from ..core.full import Source
 from ..core.parallel import ordered_map
 from ..core.sparse import EncodedBlock, encode_block
-from .detectors import Detector, Found, merged, now
+from .detectors import Detector, Found, done, merge
 
 if TYPE_CHECKING:
     from ..kernels.block import DeviceBlock
@@ -82,7 +82,7 @@ class Capture:
 
     def then(self, later: Capture) -> Capture:
         """Merge with the capture that follows."""
-        return Capture(self._owner, now(lambda: merged(self.found, later.found)))
+        return Capture(self._owner, done(lambda: merge(self.found, later.found)))
 
 
 class Captures:
@@ -126,20 +126,20 @@ class Captures:
                 self.pending.append(capture)
             else:
                 first = onto.found
-                capture = Capture(self, self.detector.later(lambda: merged(first, detected.found)))
+                capture = Capture(self, self.detector.later(lambda: merge(first, detected.found)))
                 self.pending[self.pending.index(onto)] = capture
         return capture
 
     def empty(self) -> Capture:
         """A capture without a change, which is not pending."""
         nothing = [[no_change(region) for region in block] for block in self.plan]
-        return Capture(self, now(lambda: Found(nothing, StateDigest())))
+        return Capture(self, done(lambda: Found(nothing, StateDigest())))
 
     def precede(self, found: Found) -> None:
         """Insert a change that leads to the weights which the detector holds, as if it had been captured."""
         with self._lock:
             self._digest -= found.moved
-            self.pending.insert(0, Capture(self, now(lambda: found)))
+            self.pending.insert(0, Capture(self, done(lambda: found)))
 
     def settle(self, capture: Capture) -> None:
         """Drop a published capture. Captures settle in the order they were taken."""

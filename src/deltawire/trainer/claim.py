@@ -37,14 +37,14 @@ _MAX_MANIFEST = 64 << 20
 
 
 class Claim:
-    """`Claim.take` makes one."""
+    """The exclusive right to publish to a run. `Claim.take` makes one."""
 
     def __init__(self, store: Store, writer: Writer) -> None:
         self._store = store
         self._writer = writer
         self._etag: str | None = None
         self._first: tuple[str, bytes, str | None] | None = None
-        # key, content and etag of the first manifest written under this claim
+        """Key, content and etag of the first manifest written under this claim."""
 
     @classmethod
     def take(cls, store: Store, sleep: Callable[[float], None] = time.sleep) -> Claim:
@@ -138,4 +138,4 @@ def _time(at: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
     except (ValueError, OverflowError, OSError):
-        return "a time that is none"
+        return "an invalid timestamp"

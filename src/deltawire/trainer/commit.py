@@ -24,6 +24,8 @@ log = logging.getLogger("deltawire")
 
 
 def put_object(store: Store, key: str, file: DataFile, progress: Callable[[int], None] | None = None) -> Blob:
+    """Upload a data file. `progress` is called with the bytes of each chunk."""
+
     def chunks() -> Iterator[bytes]:
         for chunk in file.chunks():
             yield chunk
@@ -66,7 +68,7 @@ class Committer:
         self.run = run
         self.writer = secrets.token_hex(4)
         self._unsure = ""
-        # the mark of the last commit, where it failed in a way that leaves open whether it happened
+        """Mark of the last commit if it failed and may have happened all the same."""
         self._claim: Claim | None = None
         if not self._store_refuses():
             self._claim = Claim.take(run.store)

@@ -41,9 +41,9 @@ class Found:
     """What changed between two moments, on the host."""
 
     blocks: list[list[Change]]
-    # one list per block of the plan, one change per region of it, empty ones included
+    """One list per block of the plan, one change per region of it, empty ones included."""
     moved: StateDigest
-    # how the state digest moves
+    """How the state digest moves."""
 
     @classmethod
     def of(cls, found: Sequence[list[Change]]) -> Found:
@@ -52,13 +52,13 @@ class Found:
 
 
 class Detected(Protocol):
-    """What `detect` saw and the detector has yet to take over."""
+    """What `detect` found and the detector has not yet taken over."""
 
     found: Future[Found]
-    # there once it was taken over; may still be on its way from the device
+    """Set by `take`; may still be on its way from the device."""
 
     def take(self) -> None:
-        """From now on these are the weights captured last."""
+        """Make these the weights captured last."""
         ...
 
     def give_back(self) -> None:
@@ -70,16 +70,16 @@ class Detector(Protocol):
     """Holds, in whatever form, the weights captured last."""
 
     plan: list[Block]
-    # what it was bound to, cut into blocks
+    """What it was bound to, cut into blocks."""
     writes_parts: bool
-    # whether `write` takes a part of the model over; if not, only `load` and `detect` move it
+    """Whether `write` can take over a part of the model. If not, only `load` and `detect` move it."""
 
     def bind(self, source: Source) -> None:
-        """Get to know the tensors. Called once, before anything else."""
+        """Prepare for the tensors of a source. Called once, before anything else."""
         ...
 
     def suits(self, source: Source) -> bool:
-        """Whether it can compare this source; if not the publisher takes another."""
+        """Whether it can compare this source; if not, the publisher uses another detector."""
         ...
 
     def digest_of(self, source: Source) -> StateDigest:
@@ -110,21 +110,21 @@ class Detector(Protocol):
         ...
 
     def later(self, work: Callable[[], Found]) -> Future[Found]:
-        """Merge captures: at once, or where that would hold up the trainer, after what was asked for before."""
+        """Merge captures: at once, or in a thread of its own where that would block the trainer. Keeps the order."""
         ...
 
     def close(self) -> None: ...
 
 
-def now(work: Callable[[], Found]) -> Future[Found]:
+def done(work: Callable[[], Found]) -> Future[Found]:
     """A future that is done."""
     future: Future[Found] = Future()
     future.set_result(work())
     return future
 
 
-def merged(first: Future[Found], second: Future[Found]) -> Found:
-    """A weight that came back to its old bits is no longer in it."""
+def merge(first: Future[Found], second: Future[Found]) -> Found:
+    """Both as one change. A weight that came back to its old bits is no longer in it."""
     a, b = first.result(), second.result()
     pairs = zip(a.blocks, b.blocks, strict=True)
     both = ordered_map(lambda pair: [compose(x, y) for x, y in zip(*pair, strict=True)], pairs)
@@ -187,7 +187,7 @@ class HostDetector:
             change.write(self.state.bits(change.region.tensor.name))
 
     def later(self, work: Callable[[], Found]) -> Future[Found]:
-        return now(work)
+        return done(work)
 
     def close(self) -> None:
         pass
@@ -197,7 +197,7 @@ class _OnHost:
     def __init__(self, state: State, found: Found) -> None:
         self._state = state
         self._blocks = found.blocks
-        self.found = now(lambda: found)
+        self.found = done(lambda: found)
 
     def take(self) -> None:
         for _ in ordered_map(self._write, self._blocks):

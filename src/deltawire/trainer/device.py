@@ -25,8 +25,8 @@ from ..core.full import Source
 from ..core.schema import Schema
 from ..kernels.block import DeviceBlock
 from ..models import Known, ModelView, tensors_of
-from .detectors import Detected, Found, TooLarge, merged
-from .gpu_snapshot import HeldPart, Part, regions_of, snapshot_parts, undo_within
+from .detectors import Detected, Found, TooLarge, merge
+from .gpu_snapshot import DeviceCopy, TensorGroup, regions_of, snapshot_parts, undo_within
 
 _CHANGE_BYTES = 8
 """What a changed unit of 16 bits takes on the host: position, old and new bits."""
@@ -36,19 +36,19 @@ _AT_ONCE = 1 << 27
 
 
 class DeviceDetector:
-    """What the detectors of this module share. Parts cover the schema's tensors, each of them once."""
+    """Base of the detectors of this module. Its parts cover the schema's tensors, each of them once."""
 
     writes_parts = False
 
     def __init__(self) -> None:
-        self._parts: list[Part] = []
+        self._parts: list[TensorGroup] = []
         self._stream: Any = None
         self._known: Known | None = None
-        # a view that says the same of itself was looked at before
+        """Of a view that was checked before: one with the same needs no check."""
 
-    # ── what a kind of detector says ──
+    # ── what a kind of detector defines ──
 
-    def _make_parts(self, view: ModelView) -> list[Part]:
+    def _make_parts(self, view: ModelView) -> list[TensorGroup]:
         raise NotImplementedError
 
     # ── the interface ──
@@ -100,7 +100,7 @@ class DeviceDetector:
         return self._detect(self._view(source).tensors, budget // _CHANGE_BYTES)
 
     def _detect(self, tensors: Mapping[str, Tensor], most: int) -> _OnDevice:
-        found: list[tuple[Part, Any]] = []
+        found: list[tuple[TensorGroup, Any]] = []
         try:
             for part in self._parts:
                 found.append((part, part.find(self._live(tensors, part), most)))
@@ -153,11 +153,11 @@ class DeviceDetector:
     def _is_known(self, view: ModelView) -> bool:
         return view.known is not None and view.known is self._known
 
-    def _live(self, tensors: Mapping[str, Tensor], part: Part) -> list[Tensor]:
+    def _live(self, tensors: Mapping[str, Tensor], part: TensorGroup) -> list[Tensor]:
         live = [tensors[name] for name in part.names]
         return live if all(map(Tensor.is_contiguous, live)) else [tensor.detach().contiguous() for tensor in live]
 
-    def _fetch(self, found: list[tuple[Part, Any]], ready: Any) -> Found:
+    def _fetch(self, found: list[tuple[TensorGroup, Any]], ready: Any) -> Found:
         with self._beside(ready):
             changes = {change.region: change for part, what in found for change in part.changes(what)}
         return Found.of([[changes.get(region) or no_change(region) for region in block] for block in self.plan])
@@ -191,9 +191,9 @@ class DeviceDetector:
 @dataclass(slots=True)
 class _OnDevice:
     detector: DeviceDetector
-    parts: list[tuple[Part, Any]]
+    parts: list[tuple[TensorGroup, Any]]
     ready: Any
-    # CUDA event: what was found is there
+    """CUDA event: what was found is there."""
     found: Future[Found] = field(init=False)
 
     def take(self) -> None:
@@ -223,7 +223,7 @@ class SnapshotDetector(DeviceDetector):
             raise ValueError(f"a snapshot can be in 'device' or 'host' memory, not in {memory!r}")
         self._memory = memory
 
-    def _make_parts(self, view: ModelView) -> list[Part]:
+    def _make_parts(self, view: ModelView) -> list[TensorGroup]:
         return snapshot_parts(view, list(view.tensors), self.plan, self.device, self._memory)
 
 
@@ -239,10 +239,10 @@ class FusedDetector(DeviceDetector):
         super().__init__()
         self._copies = copies
         self._since: Future[Found] | None = None
-        # what was cast since the last capture, and is in the copies already
+        """What was cast since the last capture, and is in the copies already."""
         self._casting = threading.Lock()
 
-    def _make_parts(self, view: ModelView) -> list[Part]:
+    def _make_parts(self, view: ModelView) -> list[TensorGroup]:
         copies = {name: tensor.detach() for name, tensor in tensors_of(self._copies).items()}
         held = {}
         for name in view.tensors:
@@ -256,7 +256,7 @@ class FusedDetector(DeviceDetector):
         kinds: dict[bool, list[str]] = {}
         for name, copy in held.items():
             kinds.setdefault(copy.dtype == view.tensors[name].dtype, []).append(name)
-        return [HeldPart({n: held[n] for n in members}, regions_of(self.plan, members)) for members in kinds.values()]
+        return [DeviceCopy({n: held[n] for n in members}, regions_of(self.plan, members)) for members in kinds.values()]
 
     def cast(self, masters: Any) -> None:
         """Write the masters' rounding to the copies, as training wants after every step."""
@@ -299,7 +299,7 @@ class FusedDetector(DeviceDetector):
         return found
 
     def _joined(self, first: Future[Found] | None, found: Future[Found]) -> Future[Found]:
-        return found if first is None else self.later(lambda: merged(first, found))
+        return found if first is None else self.later(lambda: merge(first, found))
 
 
 @dataclass(slots=True)

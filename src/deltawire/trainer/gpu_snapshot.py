@@ -19,13 +19,13 @@ from ..kernels.plan import Plan, flat, units
 from ..models import ModelView, torch_bits
 
 
-class Part(Protocol):
+class TensorGroup(Protocol):
     """Tensors whose changes are found in the same way."""
 
     names: Sequence[str]
 
     def load(self, live: Sequence[Tensor]) -> None:
-        """Take these as the weights captured last."""
+        """Make these the weights captured last."""
         ...
 
     def find(self, live: Sequence[Tensor], most: int) -> Any:
@@ -48,7 +48,7 @@ class Part(Protocol):
     """The same on the device, as flat units that are not to be written; None where they are not there."""
 
 
-class HeldPart:
+class DeviceCopy:
     """Weights captured last in tensors on the live ones' device, in the wire dtype."""
 
     def __init__(self, held: Mapping[str, Tensor], regions: Sequence[Region]) -> None:
@@ -98,14 +98,14 @@ def _differences(held: Sequence[Tensor], live: Sequence[Tensor], plan: Plan, mos
 
 @dataclass(slots=True, eq=False)
 class _Streamed:
-    """What differs, block by block on the device until somebody needs it on the host."""
+    """What differs, block by block on the device until it is needed on the host."""
 
     blocks: list[tuple[Plan, kernels.Changed, Sequence[Region]]]
     changes: list[Change] | None = None
     taken: bool = False
 
 
-class StreamedPart:
+class PinnedCopy:
     """Weights captured last in pinned host memory: they visit the device a block at a time to be compared there.
 
     The trainer waits for the visit and nothing else. What differs stays on the device until the thread that fetches it,
@@ -127,7 +127,7 @@ class StreamedPart:
         self._stream = torch.cuda.Stream(device) if pin else None
         self._plans: dict[int, tuple[list[Tensor], Plan]] = {}
         self._last: _Streamed | None = None
-        # taken, and perhaps not yet written to `held`
+        """Taken, and perhaps not yet written to `held`."""
         self._writing = threading.Lock()
 
     def load(self, live: Sequence[Tensor]) -> None:
@@ -219,23 +219,23 @@ def _elements(region: Region) -> slice:
 
 def snapshot_parts(
     view: ModelView, names: Sequence[str], plan: Sequence[Block], device: torch.device, memory: str
-) -> list[Part]:
+) -> list[TensorGroup]:
     """Tensors that travel as they are, those that are cast from fp32 to bf16, and others apart from each other."""
     wire = {name: view.wire_dtype(name) for name in names}
     kinds: dict[tuple[Any, Any] | None, list[str]] = {}
     for name in names:
         pair = (view.tensors[name].dtype, wire[name])
         kinds.setdefault(None if pair[0] == pair[1] else pair, []).append(name)
-    parts: list[Part] = []
+    parts: list[TensorGroup] = []
     for members in kinds.values():
         if memory == "host":
             own = set(members)
             regions = [[r for r in block if r.tensor.name in own] for block in plan]
             specs = {name: (view.tensors[name].numel(), wire[name]) for name in members}
-            parts.append(StreamedPart(specs, [block for block in regions if block], device))
+            parts.append(PinnedCopy(specs, [block for block in regions if block], device))
         else:
             held = {n: torch.empty(view.tensors[n].shape, dtype=wire[n], device=device) for n in members}
-            parts.append(HeldPart(held, regions_of(plan, members)))
+            parts.append(DeviceCopy(held, regions_of(plan, members)))
     return parts
 
 

@@ -134,8 +134,8 @@ class Shards:
             untied = [tensor for tensor in ours.tensors if tensor.name not in schema.ties]
             Schema.build(untied, schema.ties).require_equal(schema, ours=f"rank {rank}", theirs="rank 0")
         tensors, parts = self._tensors(model), []
+        # of tensors that bands are cut from, found once: a layer's experts are hundreds of bands
         wholes: dict[int, list[LocalRegion]] = {}
-        # of tensors that bands are cut from: a layer's experts are hundreds of bands
         for spec in schema.tensors:
             tensor = tensors[spec.name]
             if isinstance(tensor, Band):
@@ -216,16 +216,16 @@ def _of_band(band: Band, spec: TensorSpec, parts: Sequence[LocalRegion]) -> list
 
 def _along(axis: Indices, dim: int, cuts: Sequence[tuple[Any, int, int]], name: str) -> Indices:
     """What is left of a dimension's indices here; mesh dimensions cut one after the other."""
-    for placement, parts, at in cuts:
+    for placement, size, at in cuts:
         if isinstance(placement, Replicate):
             continue
         if isinstance(placement, _StridedShard):
             if placement.dim == dim:
                 whole = placement.split_factor
-                axis = np.concatenate([_chunk(_chunk(axis, whole, i), parts, at) for i in range(whole)])
+                axis = np.concatenate([_chunk(_chunk(axis, whole, i), size, at) for i in range(whole)])
         elif isinstance(placement, Shard):
             if placement.dim == dim:
-                axis = _chunk(axis, parts, at)
+                axis = _chunk(axis, size, at)
         else:
             raise SchemaMismatch(f"{name!r} is placed as {placement}: such weights cannot be published")
     return axis
@@ -269,7 +269,7 @@ def share_out(held: Sequence[Sequence[Region]], schema: Schema) -> list[set[Regi
 
 
 class ShardDetector:
-    """Finds changes in local tensors and tells of them in checkpoint coordinates."""
+    """Finds changes in local tensors and returns them in checkpoint coordinates."""
 
     writes_parts = False
 
