@@ -72,8 +72,8 @@ def command(
 
 
 def _server(url: str, run: str | None, token_file: Path | None, json: bool) -> None:
+    from ..engines.access import read_token
     from ..engines.doctor import examine
-    from ..engines.server.access import read_token
 
     report = examine(url, read_token(token_file), run, None if json else _say)
     emit({"server": url, "healthy": report.healthy, "checks": report.findings}, lambda out: None, json)

@@ -154,7 +154,7 @@ def command(
     if ctx.args and engine is not Engine.vllm:
         raise typer.BadParameter(f"{ctx.args[0]!r} is for vLLM, and needs --engine vllm")
 
-    from ..engines.server.access import check_guarded, read_token
+    from ..engines.access import check_guarded, read_token
 
     token = read_token(token_file)
     check_guarded(host, token)

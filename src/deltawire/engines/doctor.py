@@ -27,8 +27,8 @@ MOST = 1 << 20
 """Bytes of an answer that are read."""
 
 _TOKEN = "put the server's token into DELTAWIRE_TOKEN here (or --token-file)"
-_PROBES = {"vllm": ("POST", "/update_weights", b'{"doctor": true}'), "builtin": ("GET", "/is_paused", None)}
-"""Per engine, a control route that changes nothing when it is asked this way."""
+_PROBE = b'{"doctor": true}'
+"""Sent to /deltawire/pin, which refuses it and changes nothing."""
 
 
 class Answer(NamedTuple):
@@ -93,7 +93,7 @@ def _checks(url: str, token: str | None, run: str | None) -> Iterator[Told]:
     yield Told("plugin", "ok", f"engine {status.get('engine')}, model {status.get('model')}")
     yield from _following(status, run)
     yield _guard(status)
-    yield _token(url, str(status.get("engine")), token)
+    yield _token(url, token)
 
 
 def _without_path(url: str) -> str:
@@ -160,18 +160,16 @@ def _guard(status: dict[str, Any]) -> Told:
     return Told("guard", "warning", f"{guard}; every version costs a full load in the pause (docs/vllm.md says when)")
 
 
-def _token(url: str, engine: str, token: str | None) -> Told:
+def _token(url: str, token: str | None) -> Told:
     """Who may control the server: asked without a token, then with the one we have."""
-    if engine not in _PROBES:
-        return Told("token", "skipped", f"control routes of engine {engine!r} are unknown here")
-    open_to_all = _ask(url, *_PROBES[engine][:2], None, _PROBES[engine][2])
+    open_to_all = _ask(url, "POST", "/deltawire/pin", None, _PROBE)
     if open_to_all.status == 403:
         return Told("token", "warning", "nobody can control it: start it with DELTAWIRE_TOKEN, or --host 127.0.0.1")
     if open_to_all.status != 401:
         return Told("token", "ok", "none: whoever is on its machine may control it")
     if token is None:
         return Told("token", "ok", f"control routes ask for one; to use them, {_TOKEN}")
-    if _ask(url, *_PROBES[engine][:2], token, _PROBES[engine][2]).status == 401:
+    if _ask(url, "POST", "/deltawire/pin", token, _PROBE).status == 401:
         return Told("token", "failed", f"the server has another token than this one: {_TOKEN}")
     return Told("token", "ok", "control routes ask for one, and take this one")
 

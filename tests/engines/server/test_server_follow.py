@@ -193,6 +193,36 @@ def test_a_pinned_server_stays(tmp_path: Path) -> None:
             assert same_bits(server, trainer)
 
 
+def test_control_routes_are_those_of_all_engines(tmp_path: Path) -> None:
+    trainer = tiny_model()
+    with publisher(tmp_path / "run", checkpoint(tmp_path / "model", trainer)) as it:
+        digests = []
+        for version in range(3):
+            nudge(trainer, version)
+            it.publish(trainer).result(60)
+            digests.append(Run.open(str(tmp_path / "run")).manifest(version).digest)
+        with serving(tmp_path / "run") as (server, client):
+            control = lambda verb, **said: client.post(f"/deltawire/{verb}", json=said)  # noqa: E731
+            assert client.get("/deltawire/digest").json() == {"version": 2, "digest": str(digests[2])}
+            pinned = control("pin", version="v1").json()
+            assert (pinned["version"], pinned["pin"], pinned["syncs"]) == (1, 1, 2)
+            assert client.get("/deltawire/digest").json() == {"version": 1, "digest": str(digests[1])}
+            assert client.post("/v1/completions", json={"prompt": "a"}).headers["deltawire-version"] == "1"
+            assert control("sync", version=0).json()["version"] == 0
+            wait_for(lambda: server.follower.version == 1)
+            for said, status in (({"version": 77}, 404), ({"version": 1.5}, 400), ({"run": "other"}, 400)):
+                refused = client.post("/deltawire/pin", json=said)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (status, status)
+            assert client.post("/deltawire/pin", content=b"[" * 100_000).status_code == 413
+            assert client.post("/deltawire/pin", content=b"[" * 50_000).status_code == 400
+            assert control("pin", version=None).json()["pin"] is None
+            wait_for(lambda: server.follower.version == 2)
+            assert same_bits(server, trainer)
+            shown = client.get("/metrics").text
+            assert "deltawire_syncs_total 5.0" in shown
+            assert "deltawire_newest_version 2.0" in shown
+
+
 def test_another_model_ends_the_server_with_the_reason(tmp_path: Path) -> None:
     trainer = tiny_model()
     with publisher(tmp_path / "run", checkpoint(tmp_path / "model", trainer)) as it:

@@ -270,7 +270,7 @@ def test_a_client_that_does_not_read_is_disconnected(served: tuple[RolloutServer
     with pytest.raises(OSError):
         while True:
             deaf.sendall(request * 1000)
-    assert server.service.state == "healthy"
+    assert server.service.health == ("healthy", "")
 
 
 # ── deadlines ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -230,7 +230,7 @@ def test_a_server_finds_out_what_it_is_catches_up_and_is_served(world: World) ->
     assert world.sync() == newest
     assert (world.follower.state, world.target.guard) == ("healthy", "patch")
     world.holds(newest)
-    assert {"decode", "apply", "prove", "pause", "total"} <= world.follower.last.keys()
+    assert {"decode", "apply", "prove", "pause", "total"} <= world.follower.phases.keys()
 
 
 @pytest.mark.parametrize("rank", (0, 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -12,15 +11,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .. import names
+from .. import control, names
+from ..access import is_bearer
 from ..fingerprint import fingerprint
 from .answers import Answer, ChatAnswer, CompletionAnswer, TokenNames, made_by
 from .follower import Follower
@@ -68,21 +69,15 @@ class Service:
         self.started = time.time()
 
     @property
-    def state(self) -> str:
-        """One of names.STATES."""
-        return self.follower.state if self.scheduler.alive else "failed"
-
-    @property
-    def reason(self) -> str:
-        """Why the state is not healthy; empty where there is nothing to say."""
+    def health(self) -> tuple[str, str]:
+        """State and reason."""
         if not self.scheduler.alive:
-            return "nothing is computed any more; the server's log says why"
-        if self.state == "starting":
-            return self.follower.reason or "catching up with the run"
-        return self.follower.reason
+            return "failed", "nothing is computed any more; the server's log says why"
+        return control.health(self.follower)
 
     def why_not_ready(self) -> str | None:
-        return None if self.state in names.SERVING else f"{self.state}: {self.reason}"
+        state, reason = self.health
+        return None if state in names.SERVING else f"{state}: {reason}"
 
     def sequences(
         self,
@@ -134,28 +129,21 @@ class Service:
             return {"version": version, "sha256": fingerprint(self.loaded.model.state_dict(), dtype, exact=True)}
 
     def status(self) -> dict[str, Any]:
-        replica, last = self.follower.replica, self.follower.last
-        return {
-            "engine": "builtin",
-            "model": self.name,
-            "state": self.state,
-            "reason": self.reason,
-            "run": replica.url,
-            "id": replica.id,
-            "version": replica.version,
-            "newest": replica.newest,
-            "lag": replica.lag,
-            "pin": self.follower.pin,
-            "syncs": self.follower.syncs,
-            "failures": self.follower.replica.failures,
-            "timings": {} if last is None else last.phases,
-            "is_paused": self.scheduler.paused,
-            "kv_policy": self.scheduler.kv_policy,
-            "running": self.scheduler.running,
-            "waiting": self.scheduler.waiting,
-            "counts": msgspec.to_builtins(self.scheduler.counts),
-            "uptime_s": time.time() - self.started,
-        }
+        state, reason = self.health
+        scheduler = self.scheduler
+        return control.status(
+            "builtin",
+            self.name,
+            self.follower,
+            state=state,
+            reason=reason,
+            is_paused=scheduler.paused,
+            kv_policy=scheduler.kv_policy,
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            counts=msgspec.to_builtins(scheduler.counts),
+            uptime_s=time.time() - self.started,
+        )
 
 
 def build(service: Service) -> FastAPI:
@@ -195,17 +183,13 @@ def build(service: Service) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
-        ready = service.state in names.SERVING
-        said = names.health(service.state, service.reason)
-        return _json(said) if ready else _json(said, 503, _RETRY)
+        state, reason = service.health
+        said = names.health(state, reason)
+        return _json(said) if state in names.SERVING else _json(said, 503, _RETRY)
 
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/deltawire/status")
-    async def status() -> Response:
-        return _json(service.status())
 
     @app.get("/deltawire/fingerprint")
     async def live_weights(dtype: str = "bf16") -> Response:
@@ -230,15 +214,22 @@ def build(service: Service) -> FastAPI:
     async def is_paused() -> Response:
         return _json({"is_paused": service.scheduler.paused})
 
-    app.add_middleware(_Guard, service=service)
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> Response:
+        return _problem(error.status_code, str(error.detail), "invalid_request_error")
+
+    # the middleware below has asked for the token
+    app.include_router(control.routes(lambda: service.follower, service.status, lambda request: None))
+    paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(_Guard, service=service, paths=paths)
     return app
 
 
 class _Guard:
     """Asks for the token where it is needed, and counts answers. Plain ASGI: streams and disconnects pass untouched."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        self._app, self._options, self._metrics = app, service.options, service.metrics
+    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]) -> None:
+        self._app, self._options, self._metrics, self._paths = app, service.options, service.metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -247,7 +238,7 @@ class _Guard:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = scope["path"] if scope["path"] in _ROUTES else "other"
+                route = scope["path"] if scope["path"] in self._paths else "other"
                 self._metrics.requests.labels(route, str(message["status"])).inc()
             await send(message)
 
@@ -259,20 +250,13 @@ class _Guard:
             await refusal(scope, receive, counted)
 
 
-_ROUTES = {
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/deltawire/status",
-    "/deltawire/fingerprint", "/pause", "/resume", "/is_paused",
-}  # fmt: skip
-
-
 def _may(scope: Scope, options: Options) -> bool:
     # what is routed by; a URL made of it would have the client's Host header in it
     path = scope["path"]
     needed = path.startswith(_CONTROL) or (options.guard_all and path not in _OPEN)
     if options.token is None or not needed:
         return True
-    scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), options.token.encode())
+    return is_bearer(Headers(scope=scope).get("authorization", ""), options.token)
 
 
 # ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...core.digest import StateDigest
 from ...core.errors import DeltawireError
 from ...replica import Replica
+from ...replica.model import ModelTarget
 from ...store import Store
 
 log = logging.getLogger("deltawire")
@@ -35,7 +37,7 @@ class Sync:
 
 
 class Follower:
-    """`hold` keeps the weights from being computed with while they are written. `pin` stays at one version."""
+    """A control.Follower. `hold` keeps the weights from being computed with while they are written."""
 
     def __init__(
         self,
@@ -59,8 +61,9 @@ class Follower:
         """The thread has ended because of it: no later version will fit either."""
         self.still = threading.Lock()
         """Held while weights are written, and by whoever reads them all and wants one version."""
-        self._model, self._hold = model, hold
+        self._target, self._hold = ModelTarget(model), hold
         self.pin, self._poll = pin, poll
+        """`pin` is a version to stay at."""
         self._on_sync, self._on_failure = on_sync, on_failure
         self._paused_s = 0.0
         self._stop = threading.Event()
@@ -100,6 +103,27 @@ class Follower:
         """What is wrong; empty where nothing is."""
         return str(self.failure or self.replica.trouble)
 
+    @property
+    def phases(self) -> dict[str, float]:
+        return {} if self.last is None else self.last.phases
+
+    def live(self) -> tuple[int | None, StateDigest]:
+        with self.still:
+            return self.version, self._target.digest()
+
+    def command(self, version: int | str | None, *, pin: bool = False) -> None:
+        """Go to a version (the newest by default); with `pin`, stay there; a pin of None follows again."""
+        if pin and version is None:
+            self.pin = None
+            return
+        with self.replica.lock:
+            clock, before = time.perf_counter(), self.version
+            reached = self.replica.sync(self._target, version)
+            if pin:
+                self.pin = reached
+            if reached != before:
+                self._reached(reached, time.perf_counter() - clock)
+
     @contextmanager
     def _pause(self) -> Iterator[None]:
         with self.still, self._hold():
@@ -128,7 +152,7 @@ class Follower:
 
     def _follow(self) -> None:
         clock = time.perf_counter()
-        for version in self.replica.follow(self._model, poll=self._poll, stop=self._stop, pin=lambda: self.pin):
+        for version in self.replica.follow(self._target, poll=self._poll, stop=self._stop, pin=lambda: self.pin):
             self._reached(version, time.perf_counter() - clock)
             if self._stop.is_set():
                 return

@@ -22,9 +22,9 @@ from ...bucket.run import Run
 from ...bucket.versions import resolve
 from ...core.errors import RunNotFound
 from ...store import Store
+from ..access import check_guarded
 from ..http import Connections, Server, listen
 from ..names import model_name
-from .access import check_guarded
 from .app import Service, build
 from .follower import Follower, Sync
 from .loading import Loaded, as_folder, dtype_of, load

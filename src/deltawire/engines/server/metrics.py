@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ..names import STATES
+from .. import control
 from .follower import Follower, Sync
 from .scheduler import Scheduler
 
@@ -23,10 +23,8 @@ class Metrics:
         self._pause = Histogram(
             "deltawire_pause_seconds", "No token because of a sync", registry=self.registry, buckets=_SECONDS
         )
-        self._syncs = Counter("deltawire_syncs", "Versions reached", registry=self.registry)
 
     def synced(self, sync: Sync) -> None:
-        self._syncs.inc()
         self._pause.observe(sync.pause_s)
 
     def watch(self, scheduler: Scheduler, follower: Follower) -> None:
@@ -38,28 +36,16 @@ class _Live(Collector):
         self._scheduler, self._follower = scheduler, follower
 
     def collect(self) -> Iterator[Any]:
-        replica, counts = self._follower.replica, self._scheduler.counts
+        yield from control.metrics(self._follower)
         gauges = {
-            "version": ("The version that is served", replica.version),
-            "newest_version": ("Newest version known", replica.newest),
-            "lag_versions": ("Versions behind the newest one known", replica.lag),
             "paused": ("1 while paused by request", self._scheduler.paused),
             "sequences_running": ("In the batch", self._scheduler.running),
             "sequences_waiting": ("In the queue", self._scheduler.waiting),
         }
         for name, (text, value) in gauges.items():
-            if value is not None:
-                yield GaugeMetricFamily(f"deltawire_{name}", text, float(value))
-        states = GaugeMetricFamily("deltawire_state", "1 for the state the server is in", labels=["state"])
-        for state in STATES:
-            states.add_metric([state], float(self._follower.state == state))
-        yield states
-        seconds = GaugeMetricFamily("deltawire_sync_seconds", "The last sync, by phase", labels=["phase"])
-        for phase, value in self._follower.last.phases.items() if self._follower.last else ():
-            seconds.add_metric([phase], value)
-        yield seconds
+            yield GaugeMetricFamily(f"deltawire_{name}", text, float(value))
+        counts = self._scheduler.counts
         totals = {
-            "failures": ("Syncs that failed or were taken back", self._follower.replica.failures),
             "prompt_tokens": ("Prompt tokens computed", counts.prompt_tokens),
             "generated_tokens": ("Tokens drawn", counts.generated_tokens),
             "recomputed_tokens": ("Tokens computed again under new weights", counts.recomputed_tokens),

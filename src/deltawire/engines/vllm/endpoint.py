@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
 import json
 import logging
 import os
 import signal
 import threading
 from collections.abc import Callable
-from types import NoneType
 from typing import Any
 
-from fastapi import APIRouter, Body, HTTPException, Request
+from fastapi import HTTPException, Request
 
 from ...bucket.run import Run
 from ...bucket.versions import number, resolve
 from ...core.errors import DeltawireError, Misconfigured
-from .. import names
+from .. import control, names
+from ..access import is_bearer, is_loopback
 from . import BACKEND_FLAG, NAME, settings
 from .follower import EngineFollower
 from .metrics import Metrics
@@ -45,15 +43,11 @@ class Plugin:
     # ── what vLLM calls ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach_router(self, app: Any) -> None:
-        router = APIRouter()
-        router.add_api_route("/deltawire/status", self.status, methods=["GET"])
-        router.add_api_route("/deltawire/digest", self.digest, methods=["GET"])
-        router.add_api_route("/deltawire/sync", self.sync, methods=["POST"])
-        router.add_api_route("/deltawire/pin", self.pin, methods=["POST"])
+        router = control.routes(self._followed, self._status, self._authorize)
         router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
         app.include_router(router)
         app.add_middleware(VersionMiddleware, present=self._version)
-        app.add_middleware(HealthMiddleware, health=self._health)
+        app.add_middleware(HealthMiddleware, health=lambda: control.health(self._follower))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         if engine_client is None:
@@ -69,7 +63,7 @@ class Plugin:
             log.info("no run to follow yet: set DELTAWIRE_RUN, or name one to POST /update_weights")
         self._host = getattr(args, "host", None)
         self._model = (args.served_model_name or [args.model])[0]
-        if not self._settings.token and not _is_loopback(self._host):
+        if not self._settings.token and not is_loopback(self._host):
             log.warning("nobody can pin or sync this server: set DELTAWIRE_TOKEN, or start it with --host 127.0.0.1")
         self._target = EngineTarget(engine_client, asyncio.get_running_loop(), self._settings.policy)
         observe(engine_client, self._version)
@@ -96,51 +90,10 @@ class Plugin:
 
     # ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def status(self) -> dict[str, Any]:
-        follower = self._follower
-        state, reason = self._health()
-        said = {"engine": "vllm", "model": self._model, "state": state, "reason": reason}
-        if follower is None:
-            return {**said, "run": None, "version": None}
-        return {
-            **said,
-            "run": follower.replica.url,
-            "version": follower.version,
-            "newest": follower.replica.newest,
-            "lag": follower.replica.lag,
-            "pin": follower.pin,
-            "guard": follower.target.guard,
-            "syncs": follower.syncs,
-            "failures": follower.replica.failures,
-            "timings": {phase: round(seconds, 6) for phase, seconds in follower.last.items()},
-            "id": follower.replica.id,
-        }
-
-    async def digest(self, request: Request) -> dict[str, Any]:
-        """The state digest of the live weights, computed now, by every rank over what it holds."""
-        self._authorize(request)
-        follower = self._followed()
-        if follower.target.refused:
-            raise HTTPException(409, f"vLLM's weights cannot be read as a checkpoint here: {follower.target.refused}")
-        version, found = await asyncio.to_thread(follower.live)
-        return {"version": version, "digest": str(found)}
-
-    async def sync(self, request: Request, version: int | str | None = Body(None, embed=True)) -> dict[str, Any]:
-        """Go to a version now (the newest by default), without pinning it."""
-        self._authorize(request)
-        return await self._command(self._followed(), version)
-
-    async def pin(self, request: Request, version: int | str | None = Body(None, embed=True)) -> dict[str, Any]:
-        """Go to a version and stay there, older ones included; null follows again."""
-        self._authorize(request)
-        return await self._command(self._followed(), version, pin=True)
-
-    async def update_weights(self, request: Request, body: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
+    async def update_weights(self, request: Request) -> dict[str, Any]:
         """A trainer that drives: {"run": …, "version": …}, plain or as vLLM's `update_info`."""
         self._authorize(request)
-        info = body.get("update_info", body)
-        if not isinstance(info, dict) or not set(info) <= {"run", "version"}:
-            raise HTTPException(400, "deltawire expects {'run': address, 'version': number or tag}, both optional")
+        info = await control.read(request, {"run", "version"})
         run, version = info.get("run"), info.get("version")
         if self._follower is None:
             if not isinstance(run, str) or not run:
@@ -155,7 +108,8 @@ class Plugin:
             raise HTTPException(
                 409, f"this server follows {self._follower.replica.url}; another run needs another server"
             )
-        return await self._command(self._followed(), version)
+        await control.command(self._followed(), version)
+        return self._status()
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -169,45 +123,31 @@ class Plugin:
         try:
             follower = self._begin(run, target)
         except DeltawireError as error:
-            raise _refusal(error) from error
+            raise control.refusal(error) from error
         try:
-            return await self._command(follower, version)
+            await control.command(follower, version)
+            return self._status()
         except HTTPException:
             if follower.state == "starting":
                 self._follower = None
             raise
 
-    async def _command(self, follower: EngineFollower, version: Any, pin: bool = False) -> dict[str, Any]:
-        if not isinstance(version, (int, str, NoneType)) or isinstance(version, bool):
-            raise HTTPException(400, f"a version is a number or a tag, not {version!r:.40}")
-        try:
-            await asyncio.to_thread(follower.command, version, pin=pin)
-        except DeltawireError as error:
-            log.warning("did not go to the version that was asked for: %s", error)
-            raise _refusal(error) from error
-        return await self.status()
+    def _status(self) -> dict[str, Any]:
+        more = {} if self._follower is None else {"guard": self._follower.target.guard}
+        return control.status("vllm", self._model, self._follower, **more)
 
     def _authorize(self, request: Request) -> None:
         """Control routes change what is served. Anybody on this machine may, unless a token is set; others need it."""
         if not self._settings.token:
-            if not _is_loopback(self._host):
+            if not is_loopback(self._host):
                 raise HTTPException(403, "set DELTAWIRE_TOKEN to control a server that listens beyond this machine")
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(given.encode(), self._settings.token.encode()):
+        if not is_bearer(request.headers.get("authorization", ""), self._settings.token):
             raise HTTPException(401, "this route needs the header 'Authorization: Bearer <DELTAWIRE_TOKEN>'")
 
     def _version(self) -> int | None:
         """The version that tokens come out under; it is proven a moment later where weights are in host memory."""
         return self._follower.target.named if self._follower is not None else None
-
-    def _health(self) -> tuple[str, str]:
-        """State and reason."""
-        follower = self._follower
-        if follower is None:
-            return "idle", "no run: set DELTAWIRE_RUN, or name one to POST /update_weights"
-        state = follower.state
-        return state, follower.reason or ("catching up with the run" if state == "starting" else "")
 
 
 class HealthMiddleware:
@@ -249,22 +189,9 @@ def _pinned(run: str, text: str) -> int | None:
         raise Misconfigured(f"DELTAWIRE_PIN is {text[:80]!r}: {error}") from error
 
 
-def _refusal(error: DeltawireError) -> HTTPException:
-    return HTTPException({2: 400, 4: 404, 5: 503}.get(error.exit_code, 409), f"{type(error).__name__}: {error}")
-
-
 def _end() -> None:
     """End the server: it was told to follow a run that it cannot load, and would keep its clients waiting for ever."""
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _is_loopback(host: str | None) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host or "0.0.0.0").is_loopback
-    except ValueError:
-        return False
 
 
 def make() -> Plugin:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from ...core.digest import StateDigest
-from ...core.errors import SchemaError
+from ...core.errors import SchemaError, SchemaMismatch
 from ...replica import Replica, Synced
 from ...store import Store
 from .target import EngineTarget, WorkerError
@@ -44,7 +44,7 @@ class EngineFollower:
         self.pin = pin
         self.syncs = 0
         """Versions reached since the start."""
-        self.last: dict[str, float] = {}
+        self.phases: dict[str, float] = {}
         """Seconds of the last sync that moved the weights, by phase."""
         self._following = following
         self._on_failure = on_failure
@@ -84,6 +84,8 @@ class EngineFollower:
 
     def live(self) -> tuple[int | None, StateDigest]:
         """The version, and the digest of the weights that tokens are computed with, while nobody writes them."""
+        if self.target.refused:
+            raise SchemaMismatch(f"vLLM's weights cannot be read as a checkpoint here: {self.target.refused}")
         with self.replica.lock:
             return self.version, self.target.live_digest()
 
@@ -140,6 +142,6 @@ class EngineFollower:
 
     def _moved(self, synced: Synced) -> None:
         self.syncs += 1
-        self.last = {**synced.timings, "total": synced.seconds}
-        took = "  ".join(f"{phase} {seconds * 1e3:.0f} ms" for phase, seconds in self.last.items())
+        self.phases = {**synced.timings, "total": synced.seconds}
+        took = "  ".join(f"{phase} {seconds * 1e3:.0f} ms" for phase, seconds in self.phases.items())
         log.info("serving v%d  %s", synced.version, took)

@@ -1,28 +1,36 @@
-"""Who may reach a server. Imports nothing heavy: a refusal should come at once."""
+"""Who may reach and control a server. Imports nothing heavy: a refusal should come at once."""
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import os
 from pathlib import Path
 
-from ...core.errors import Unguarded
+from ..core.errors import Unguarded
 
 
 def check_guarded(host: str, token: str | None) -> None:
     """Whoever can reach /pause can stop the server."""
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         raise Unguarded(
             f"listening on {host} lets others reach /pause and /resume: set a bearer token in DELTAWIRE_TOKEN "
             "(or --token-file), or listen on 127.0.0.1"
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str | None) -> bool:
+    """Whether a server that listens there can be reached from this machine only; None listens everywhere."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host or "0.0.0.0").is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_bearer(header: str, token: str) -> bool:
+    """Whether an Authorization header carries this token."""
+    scheme, _, given = header.partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
 
 
 def read_token(file: Path | None) -> str | None:

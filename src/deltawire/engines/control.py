@@ -1,0 +1,182 @@
+"""What every server that follows a run has beside completions: control routes, status and metrics.
+
+GET  /deltawire/status                     how it is; `status` has the fields
+GET  /deltawire/digest                     the state digest of the live weights, computed now
+POST /deltawire/sync   {"version": 41}     go to a version now, the newest by default
+POST /deltawire/pin    {"version": 41}     go to a version and stay there; null follows again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from fastapi import APIRouter, HTTPException, Request
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from ..core.digest import StateDigest
+from ..core.errors import DeltawireError
+from ..replica import Replica
+from .names import STATES
+
+log = logging.getLogger("deltawire")
+
+MAX_BODY = 1 << 16
+"""Bytes of a request to a control route."""
+
+
+class Follower(Protocol):
+    """Keeps the weights of a server at a version of a run."""
+
+    replica: Replica
+    pin: int | None
+    syncs: int
+    """Versions reached since the start."""
+
+    @property
+    def state(self) -> str:
+        """One of names.STATES."""
+
+    @property
+    def reason(self) -> str:
+        """What is wrong; empty where nothing is."""
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds of the last sync, by phase."""
+
+    def command(self, version: int | str | None, *, pin: bool = False) -> None:
+        """Go to a version (the newest by default); with `pin`, stay there; a pin of None follows again."""
+
+    def live(self) -> tuple[int | None, StateDigest]:
+        """The version, and the digest of the weights that tokens are computed with."""
+
+
+def health(follower: Follower | None) -> tuple[str, str]:
+    """State and reason, as GET /health says them."""
+    if follower is None:
+        return "idle", "no run: set DELTAWIRE_RUN, or name one to POST /update_weights"
+    state = follower.state
+    return state, follower.reason or ("catching up with the run" if state == "starting" else "")
+
+
+def status(engine: str, model: str, follower: Follower | None, **more: Any) -> dict[str, Any]:
+    """The answer to GET /deltawire/status; `more` are fields that this engine alone has, or says otherwise."""
+    state, reason = health(follower)
+    said = {"engine": engine, "model": model, "state": state, "reason": reason}
+    if follower is None:
+        return {**said, "run": None, "version": None, **more}
+    replica = follower.replica
+    return {
+        **said,
+        "run": replica.url,
+        "id": replica.id,
+        "version": replica.version,
+        "newest": replica.newest,
+        "lag": replica.lag,
+        "pin": follower.pin,
+        "syncs": follower.syncs,
+        "failures": replica.failures,
+        "timings": {phase: round(seconds, 6) for phase, seconds in follower.phases.items()},
+        **more,
+    }
+
+
+def metrics(follower: Follower | None) -> Iterator[Any]:
+    """What GET /metrics says of a follower."""
+    if follower is None:
+        return
+    replica = follower.replica
+    gauges = {
+        "version": ("The version that is served", replica.version),
+        "newest_version": ("Newest version known", replica.newest),
+        "lag_versions": ("Versions behind the newest one known", replica.lag),
+    }
+    for name, (text, value) in gauges.items():
+        if value is not None:
+            yield GaugeMetricFamily(f"deltawire_{name}", text, float(value))
+    state = GaugeMetricFamily("deltawire_state", "1 for the state the server is in", labels=["state"])
+    for name in STATES:
+        state.add_metric([name], float(follower.state == name))
+    yield state
+    yield CounterMetricFamily("deltawire_syncs", "Versions reached since the start", follower.syncs)
+    yield CounterMetricFamily("deltawire_failures", "Syncs that failed or were taken back", replica.failures)
+    seconds = GaugeMetricFamily("deltawire_sync_seconds", "The last sync, by phase", labels=["phase"])
+    for phase, value in follower.phases.items():
+        seconds.add_metric([phase], value)
+    yield seconds
+
+
+# ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def routes(
+    follower: Callable[[], Follower], status: Callable[[], dict[str, Any]], authorize: Callable[[Request], None]
+) -> APIRouter:
+    """`follower` and `authorize` raise HTTPException where there is none, or the client may not."""
+    router = APIRouter()
+
+    @router.get("/deltawire/status")
+    async def show_status() -> dict[str, Any]:
+        return status()
+
+    @router.get("/deltawire/digest")
+    async def digest(request: Request) -> dict[str, Any]:
+        authorize(request)
+        try:
+            version, found = await asyncio.to_thread(follower().live)
+        except DeltawireError as error:
+            raise refusal(error) from error
+        return {"version": version, "digest": str(found)}
+
+    @router.post("/deltawire/sync")
+    async def sync(request: Request) -> dict[str, Any]:
+        authorize(request)
+        await command(follower(), (await read(request, {"version"})).get("version"))
+        return status()
+
+    @router.post("/deltawire/pin")
+    async def pin(request: Request) -> dict[str, Any]:
+        authorize(request)
+        await command(follower(), (await read(request, {"version"})).get("version"), pin=True)
+        return status()
+
+    return router
+
+
+async def read(request: Request, fields: set[str]) -> dict[str, Any]:
+    """The JSON object that a control route was sent, plain or as vLLM's `update_info`.
+
+    Raises HTTPException where it is too large, no JSON object, or has other fields.
+    """
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY} bytes")
+    try:
+        said = json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, f"the body is not JSON: {error}") from None
+    said = said.get("update_info", said) if isinstance(said, dict) else said
+    if not isinstance(said, dict) or not set(said) <= fields:
+        raise HTTPException(400, f"expected a JSON object with {' and '.join(sorted(fields))}, all optional")
+    return said
+
+
+async def command(follower: Follower, version: Any, *, pin: bool = False) -> None:
+    """Have a follower go to a version; raises HTTPException where it cannot."""
+    if not isinstance(version, int | str | None) or isinstance(version, bool):
+        raise HTTPException(400, f"a version is a number or a tag, not {version!r:.40}")
+    try:
+        await asyncio.to_thread(follower.command, version, pin=pin)
+    except DeltawireError as error:
+        log.warning("did not go to the version that was asked for: %s", error)
+        raise refusal(error) from error
+
+
+def refusal(error: DeltawireError) -> HTTPException:
+    return HTTPException({2: 400, 4: 404, 5: 503}.get(error.exit_code, 409), f"{type(error).__name__}: {error}")
