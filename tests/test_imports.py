@@ -9,6 +9,7 @@ import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,26 +63,32 @@ FILES = [*modules()]
 every_file = pytest.mark.parametrize("room, path", FILES, ids=[str(path.relative_to(SOURCE)) for _, path in FILES])
 
 
-def imported(path: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imported(path: Path) -> list[tuple[str, bool]]:
     """Absolute names of everything a module imports, and whether that happens when the module itself is imported."""
     package = ["deltawire", *path.relative_to(SOURCE).parts[:-1]]
-    tree = ast.parse(path.read_text())
-    inside: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            inside.update(ast.walk(node))
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            inside.update(ast.walk(node))
-    for node in ast.walk(tree):
-        at_once = node not in inside
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, at_once
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            stem = ".".join([*base, *([node.module] if node.module else [])])
-            for alias in node.names:
-                yield f"{stem}.{alias.name}", at_once
+    found = []
+    nodes: list[tuple[ast.AST, bool]] = [(parsed(path), True)]
+    while nodes:
+        node, at_once = nodes.pop()
+        match node:
+            case ast.Import():
+                found += [(alias.name, at_once) for alias in node.names]
+            case ast.ImportFrom():
+                base = package[: len(package) - node.level + 1] if node.level else []
+                stem = ".".join([*base, *([node.module] if node.module else [])])
+                found += [(f"{stem}.{alias.name}", at_once) for alias in node.names]
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                at_once = False
+            case ast.If() if "TYPE_CHECKING" in ast.unparse(node.test):
+                at_once = False
+        nodes += [(child, at_once) for child in ast.iter_child_nodes(node)]
+    return found
 
 
 def test_every_room_has_a_rule() -> None:
@@ -122,7 +129,7 @@ def test_the_public_surface() -> None:
 
 @every_file
 def test_all_is_sorted_and_true(room: str, path: Path) -> None:
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names = ast.literal_eval(node.value)
             # as ruff sorts them: constants, classes, functions

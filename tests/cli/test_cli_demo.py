@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,31 +16,27 @@ from cli_support import invoke, spawn
 
 pytest.importorskip("torch")
 
+from deltawire.rl.demo import Plan
+
 LOADED = pytest.mark.timeout(400)
 # five processes that import torch, on a machine that may have other things to do
 
 
 @LOADED
-def test_the_demo(tmp_path: Path) -> None:
-    """As `make demo` runs it, in a process of its own, with few steps, and with a server that dies on the way."""
-    out = tmp_path / "out"
-    process = spawn("demo", "--steps", 6, "--games", 16, "--kill-replica", "--keep", "--out", out)
-    seen = _watch(process)
-    text, err = process.communicate()
-    assert process.returncode == 0, text + err
-    assert not _alive(seen)
-    lines = text.splitlines()
+def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As short as it can be: two steps and one server."""
+    monkeypatch.setattr("deltawire.rl.demo.Plan", partial(Plan, replicas=1))
+    out, before = tmp_path / "out", _children()
+    lines = invoke("demo", "--steps", 2, "--games", 4, "--keep", "--out", out).stdout.splitlines()
+    assert not _children() - before
     assert "· training" in lines
-    assert any(line.startswith("✓ 2 replicas hold the trainer's bits, all 7 versions verified") for line in lines)
+    assert any(line.startswith("✓ 1 replicas hold the trainer's bits, all 3 versions verified") for line in lines)
     story = json.loads((out / "report.json").read_bytes())
     assert story["ok"]
-    assert [step["step"] for step in story["steps"]] == [1, 2, 3, 4, 5, 6]
-    assert [version["version"] for version in story["published"]] == [*range(7)]
-    assert [found["version"] for found in story["evaluated"]] == [0, 6]
-    assert set(story["equal"]) == {"replica-1", "replica-2"}
-    remarks = [text for _, text in story["remarks"]]
-    assert "replica-2 is killed (SIGKILL)" in remarks
-    assert any(text.startswith("replica-2 starts again") for text in remarks)
+    assert [step["step"] for step in story["steps"]] == [1, 2]
+    assert [version["version"] for version in story["published"]] == [0, 1, 2]
+    assert [found["version"] for found in story["evaluated"]] == [0, 2]
+    assert set(story["equal"]) == {"replica-1"}
     page = (out / "report.html").read_text()
     assert page.count("<svg") >= 6
     assert not re.search(r"(src|href)\s*=", page), "it needs no other file"
@@ -51,11 +48,34 @@ def test_the_demo(tmp_path: Path) -> None:
 
 
 @LOADED
+@pytest.mark.slow
+def test_a_server_dies_and_comes_back(tmp_path: Path) -> None:
+    """As `make demo --kill-replica` runs it, in a process of its own, with few steps."""
+    out = tmp_path / "out"
+    process = spawn("demo", "--steps", 6, "--games", 16, "--kill-replica", "--out", out)
+    seen = _watch(process)
+    text, err = process.communicate()
+    assert process.returncode == 0, text + err
+    assert not _alive(seen)
+    lines = text.splitlines()
+    assert any(line.startswith("✓ 2 replicas hold the trainer's bits, all 7 versions verified") for line in lines)
+    story = json.loads((out / "report.json").read_bytes())
+    assert story["ok"]
+    assert [step["step"] for step in story["steps"]] == [1, 2, 3, 4, 5, 6]
+    assert [version["version"] for version in story["published"]] == [*range(7)]
+    assert [found["version"] for found in story["evaluated"]] == [0, 6]
+    assert set(story["equal"]) == {"replica-1", "replica-2"}
+    remarks = [text for _, text in story["remarks"]]
+    assert "replica-2 is killed (SIGKILL)" in remarks
+    assert any(text.startswith("replica-2 starts again") for text in remarks)
+
+
+@LOADED
 @pytest.mark.parametrize(
     "sent, when",
     [
-        pytest.param(signal.SIGINT, "· training", id="interrupt"),
-        pytest.param(signal.SIGINT, "· starting", marks=pytest.mark.slow, id="interrupt-at-once"),
+        pytest.param(signal.SIGINT, "· starting", id="interrupt-at-once"),
+        pytest.param(signal.SIGINT, "· training", marks=pytest.mark.slow, id="interrupt"),
         pytest.param(signal.SIGTERM, "· waiting for the replicas", marks=pytest.mark.slow, id="terminate"),
         pytest.param(signal.SIGKILL, "· training", marks=pytest.mark.slow, id="kill"),
     ],
@@ -124,6 +144,10 @@ def _watch(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
             continue
     assert len(seen) >= 4
     return seen
+
+
+def _children() -> set[psutil.Process]:
+    return {*psutil.Process().children(recursive=True)}
 
 
 def _alive(processes: dict[int, psutil.Process]) -> list[psutil.Process]:
