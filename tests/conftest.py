@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from deltawire.store import ObjectStore, Store
 from deltawire.testing.seaweed import SeaweedFS
+from precompile import precompile
 from tests.hub_stand_in import HubStandIn
 
 # no deadline: the first call of a kernel may compile it
@@ -41,6 +42,12 @@ if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts what it runs in the background deaf to Ctrl-C, and the programs under test would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before the workers of a parallel run start."""
+    if getattr(session.config.option, "numprocesses", None):
+        precompile()
 
 
 @pytest.fixture
