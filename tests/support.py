@@ -53,16 +53,12 @@ def random_bits(rng: np.random.Generator, tensor: TensorSpec) -> Bits:
 
 def moved(rng: np.random.Generator, bits: Bits, dtype: str, density: float) -> Bits:
     """The bits with about this share of them changed: by an ulp, to a special pattern, or to anything at all."""
-    new = bits.copy()
     where = np.flatnonzero(rng.random(bits.size) < density)
-    for position in where:
-        kind = rng.integers(4)
-        if kind < 2:
-            new[position : position + 1] += new.dtype.type(1 if kind else np.iinfo(new.dtype).max)
-        elif kind == 2:
-            new[position] = rng.choice(specials(dtype))
-        else:
-            new[position] = rng.integers(0, np.iinfo(new.dtype).max, endpoint=True)
+    old, most = bits[where], np.iinfo(bits.dtype).max
+    anything = rng.integers(0, most, where.size, bits.dtype, endpoint=True)
+    kinds = [old - old.dtype.type(1), old + old.dtype.type(1), rng.choice(specials(dtype), where.size), anything]
+    new = bits.copy()
+    new[where] = np.choose(rng.integers(4, size=where.size), kinds)
     return new
 
 

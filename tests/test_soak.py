@@ -1,4 +1,4 @@
-"""The fault soak in its one-minute form. `make soak` is the long one; docs/soak.md says what happens in it."""
+"""The fault soak in forms of seconds and of a minute. `make soak` is the long one; docs/soak.md says what happens in it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,17 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.timeout(900)
-def test_a_minute_of_faults(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "minutes, pace, replicas",
+    [
+        pytest.param(0.15, 0.45, 3, id="seconds"),
+        pytest.param(0.75, 1.5, 12, marks=pytest.mark.slow, id="a minute"),
+    ],
+)
+def test_nothing_is_wrong_after_faults(tmp_path: Path, minutes: float, pace: float, replicas: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "soak", "--minutes", "0.75", "--pace", "1.5", "--seed", "20261115",
+        [sys.executable, "-m", "soak", "--minutes", str(minutes), "--pace", str(pace), "--replicas", str(replicas),
+         "--seed", "20261115",
          "--json", str(tmp_path / "result.json"), "--keep", str(tmp_path / "soak")],
         cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": _path()},
     )  # fmt: skip

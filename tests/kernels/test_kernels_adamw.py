@@ -89,9 +89,9 @@ def test_the_log_is_exact(
     assert log is not None
     from deltawire import kernels
 
-    for publish in range(2):
+    for publish, steps in enumerate((2, 1)):
         before = bits(mine)
-        for step in range(2):
+        for step in range(steps):
             give_gradients([mine], 10 * publish + step)
             optimizer.step()
         found = adamw.changes(elements, adamw.noted(elements, mine, log, kernels.operations(device)))
