@@ -1,4 +1,4 @@
-"""The fault soak in forms of seconds and of a minute. `make soak` is the long one; docs/soak.md says what happens in it."""
+"""The fault soak for seconds and for a minute. `make soak` is the long one; docs/soak.md says what happens in it."""
 
 from __future__ import annotations
 
