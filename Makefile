@@ -15,6 +15,9 @@ DEVICE ?= cpu
 APART  := density pause pause_server sync netns_demo real_models service_proof wordle_seeds
 BENCH  ?= $(filter-out $(APART:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py)))
 
+# a file's tests stay in one worker, so that what they share is made once
+PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile
+
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
@@ -35,10 +38,10 @@ netns-demo: $(READY)  ## the same in four network namespaces over links of 20 Mb
 	@$(BIN)/python benchmarks/netns_demo.py $(ARGS)
 
 test: $(READY)  ## run the tests, except the slow ones
-	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-all: $(READY)  ## run all tests, the slow ones too
-	@$(BIN)/python -m pytest -n $(JOBS) -m "" --timeout 900 $(ARGS)
+	@$(PYTEST) -m "" --timeout 900 $(ARGS)
 
 soak: $(READY)  ## one trainer, twelve replicas, a real S3 server and faults, for MINUTES=10 (SEED= repeats a run)
 	@$(BIN)/python -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
