@@ -74,6 +74,7 @@ def test_replicas(run: Path) -> None:
         opened.store.put(keys.replica(beat.replica), dump(beat))
     replicas = {beat["replica"]: beat for beat in invoke_json("log", run)["replicas"]}
     assert {name: (beat["version"], beat["lag"], beat["health"]) for name, beat in replicas.items()} == {
+        "box-1": (None, None, "failing"),
         "box-2": (1, 2, "ok"),
         "box-3": (3, 0, "failing"),
         "box-4": (None, None, "silent"),

@@ -27,14 +27,27 @@ _oldest: ContextVar[list[int] | None] = ContextVar("deltawire_oldest", default=N
 
 
 class VersionedLoop(_AsyncRolloutLoop):  # type: ignore[misc]
-    """Notes the versions in the server's answers, rollout by rollout."""
+    """Asks for the model that the server has, and notes the versions in its answers, rollout by rollout."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._groups: dict[int, int] = {}
-        # oldest version in the answers so far, by group
+        """Oldest version in the answers so far, by group."""
+        self._served = ""
+        """Name of the model at the server, once it is known."""
+
+    async def _served_name(self, name: str) -> str:
+        """The trainer's name for the model if the server knows it, else the server's own."""
+        if not self._served:
+            async with self.session.get(f"{self.vllm_server_url}/v1/models") as response:
+                response.raise_for_status()
+                names = [model["id"] for model in (await response.json())["data"]]
+            self._served = name if name in names or not names else names[0]
+        return self._served
 
     async def _post(self, path: str, payload: dict[str, Any], *args: Any, **options: Any) -> dict[str, Any]:
+        if self.lora_name is None and "model" in payload:
+            payload = {**payload, "model": await self._served_name(payload["model"])}
         answer: dict[str, Any] = await super()._post(path, payload, *args, **options)
         seen = _oldest.get()
         if seen is not None:
