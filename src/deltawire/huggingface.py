@@ -76,17 +76,22 @@ def checkpoint_tensors(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
 
     `tensors` are the model's, by its own names. What comes back shares their memory. Where a conversion is more than a
     cut, which few are, it is a copy. Part of a DTensor is a `Band`. Any other model than one of transformers has the
-    names of its checkpoint already.
+    names of its checkpoint already. Names that `save_pretrained` leaves out because they are tied to another one come
+    last, so that it is the other one that is stored.
     """
     if not is_pretrained(model):
         return tensors
     ignored = set(model._keys_to_ignore_on_save or ())
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    # transformers 5 says which tie each name has, transformers 4 only the names
+    tied = set(getattr(model, "all_tied_weights_keys", model._tied_weights_keys) or ())
+    order = sorted(tensors, key=lambda name: name in tied)
+    tensors = {name: tensors[name] for name in order if name not in ignored}
     conversion = _conversion(model, tensors)
     if conversion is None:
         return tensors
     if conversion.views:
-        return {name: _cut(name, tensors[view.source], view) for name, view in conversion.views.items()}
+        views = sorted(conversion.views.items(), key=lambda item: item[1].source in tied)
+        return {name: _cut(name, tensors[view.source], view) for name, view in views}
     return _revert(model, tensors)
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+import deltawire as dw
 from deltawire.bucket.run import Run
 from deltawire.core.errors import PublishFailed, SchemaMismatch, StoreUnavailable, WriterConflict
-from deltawire.engines.trl import BucketTransfer, DeltaSyncCallback, Syncs, versions_in
+from deltawire.engines.trl import BucketTransfer, DeltaSyncCallback, Sent, Syncs, versions_in
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
 from deltawire.trainer import Published, PublishHandle
@@ -134,6 +135,17 @@ def test_a_transfer_publishes_what_it_is_sent(store: Store) -> None:
         transfer.resume()
     transfer.destroy()
     assert newest(store) == bits(model)
+
+
+def test_of_tied_weights_the_one_that_save_pretrained_writes_is_stored(store: Store) -> None:
+    """TRL sends the head; a checkpoint without embeddings is loaded by vLLM with whatever lies in their place."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32, tie_word_embeddings=True))
+    sent = dict(reversed(model.state_dict().items()))
+    assert [*sent].index("lm_head.weight") < [*sent].index("model.embed_tokens.weight")
+    with dw.Publisher(store) as publisher:
+        publisher.publish(Sent(sent, model)).result()
+    assert Run.open(store).schema.ties == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_a_bucket_that_is_away_does_not_stop_the_training(store: Store) -> None:

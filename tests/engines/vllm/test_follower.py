@@ -489,6 +489,19 @@ def test_a_loader_that_ignores_names_is_found_out(world: World, tmp_path: Path) 
         EngineFollower(store, world.target, heartbeat=0).command(None)
 
 
+def test_a_run_that_ties_what_the_server_holds_apart_is_refused(world: World, tmp_path: Path) -> None:
+    """Its loader is given one of the two names, and would serve the other with whatever lies there."""
+    for model in world.client.models:
+        model.head = torch.nn.Linear(SIZES["hidden"], SIZES["vocab"], bias=False)
+    before = world.client.bytes()
+    weights = as_model(random_bag(Fused(world=1, **SIZES).schema(), 1))
+    with Publisher(str(tmp_path / "tied")) as publisher:
+        publisher.publish({**weights, "head.weight": weights["embed.weight"]}).result()
+    with pytest.raises(SchemaMismatch, match=r"'head.weight' is tied to it, but this server holds them apart"):
+        EngineFollower(str(tmp_path / "tied"), world.target, heartbeat=0).command(None)
+    assert world.client.bytes() == before
+
+
 def test_a_rank_whose_loader_drops_tensors_is_not_patched(world: World) -> None:
     world.client.models[0].load_weights = lambda weights: [_ for _ in weights]  # type: ignore[method-assign]
     world.sync()

@@ -139,6 +139,12 @@ class EngineTarget:
         """Now, while nothing was touched: a loader that does not know the run's names could not load it either."""
         failure = next((answer["failure"] for answer in answers if answer["failure"]), "")
         missing = [name for answer in answers for name in answer["untouched"]]
+        if apart := sorted(set(missing).intersection(schema.ties)):
+            raise SchemaMismatch(
+                f"the run stores {schema.ties[apart[0]]!r} and says that {apart[0]!r} is tied to it, but this server "
+                "holds them apart and would leave the second one as it is. Publish the module rather than its state "
+                "dict, or start the server from the model that save_pretrained writes"
+            )
         if not failure and not (unused and missing):
             return
         differences: list[str] = []
