@@ -84,15 +84,13 @@ def checkpoint_tensors(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     ignored = set(model._keys_to_ignore_on_save or ())
     # transformers 5 says which tie each name has, transformers 4 only the names
     tied = set(getattr(model, "all_tied_weights_keys", model._tied_weights_keys) or ())
-    order = sorted(tensors, key=lambda name: name in tied)
-    tensors = {name: tensors[name] for name in order if name not in ignored}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
     conversion = _conversion(model, tensors)
-    if conversion is None:
-        return tensors
-    if conversion.views:
+    if conversion is not None and conversion.views:
         views = sorted(conversion.views.items(), key=lambda item: item[1].source in tied)
         return {name: _cut(name, tensors[view.source], view) for name, view in views}
-    return _revert(model, tensors)
+    tensors = dict(sorted(tensors.items(), key=lambda item: item[0] in tied))
+    return tensors if conversion is None else _revert(model, tensors)
 
 
 def kept_in_fp32(model: Any) -> re.Pattern[str] | None:
