@@ -43,8 +43,8 @@ from urllib.parse import urlsplit
 from _namespaces import Namespaces
 from _report import about, print_about, write_json
 from deltawire.cli.common import ended_by_sigterm
-from deltawire.rl.demo import QUIET
-from deltawire.rl.processes import Box, uninterrupted
+from deltawire_wordle.demo import QUIET
+from deltawire_wordle.processes import Box, uninterrupted
 
 RESULTS = Path(__file__).parent / "results" / "netns.json"
 REPLICAS = ("replica-a", "replica-b")
@@ -204,7 +204,7 @@ class World:
         given = self._given
         servers = [word for machine in REPLICAS for word in ("--server", self.url(machine, ROLLOUTS))]
         return [
-            sys.executable, "-m", "deltawire.rl.train", "--run", RUN, "--env", self.url("services", ENVIRONMENT),
+            sys.executable, "-m", "deltawire_wordle.train", "--run", RUN, "--env", self.url("services", ENVIRONMENT),
             *servers, *GAME, "--policy", str(self._policy), "--seconds", str(given.seconds), "--games", "0",
             "--lr", str(given.lr), "--secrets", str(given.secrets), "--generations", str(given.generations),
             "--seed", "1", *(["--full"] if self.case.full else []),
@@ -389,7 +389,7 @@ def make_policy(inner: int, folder: Path) -> Path:
     from transformers import Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from deltawire.rl import small_policy
+    from deltawire_wordle import small_policy
 
     disable_progress_bar()
     torch.manual_seed(0)

@@ -5,8 +5,8 @@
     python benchmarks/real_models.py --model qwen3-0.6b-shape --lr 1e-6 --steps 20 --device cuda     random weights
     python benchmarks/real_models.py --model smollm2 --lr 1e-6 3e-6 --steps 100 --engine vllm --device cuda
 
-One training run per learning rate. The trainer is this process: fp32 master weights and AdamW (deltawire.rl.grpo), bf16
-on the wire. Two rollout servers (`deltawire serve`) sample and follow through the bucket. The reward is for short
+One training run per learning rate. The trainer is this process: fp32 master weights and AdamW (deltawire_wordle.grpo),
+bf16 on the wire. Two rollout servers (`deltawire serve`) sample and follow through the bucket. The reward is for short
 sentences. Afterwards the run is read once more from the bucket, version by version, to count what changed and to encode
 each step in every encoding. The checkpoint folders are made by examples/models; see there for what SmolLM2's is.
 
@@ -45,12 +45,12 @@ from _shapes import QWEN3_06B
 from deltawire.bucket.run import Run
 from deltawire.cli.common import ended_by_sigterm, sparkline
 from deltawire.engines.fingerprint import fingerprint
-from deltawire.rl.demo import QUIET
-from deltawire.rl.errors import ServerUnavailable
-from deltawire.rl.fleet import Fleet
-from deltawire.rl.grpo import Group, Learner, Ledger, Rollout, Rollouts, Settings, Step, train
-from deltawire.rl.processes import Box, free_port
-from deltawire.rl.train import PATIENCE_S, wait_for
+from deltawire_wordle.demo import QUIET
+from deltawire_wordle.errors import ServerUnavailable
+from deltawire_wordle.fleet import Fleet
+from deltawire_wordle.grpo import Group, Learner, Ledger, Rollout, Rollouts, Settings, Step, train
+from deltawire_wordle.processes import Box, free_port
+from deltawire_wordle.train import PATIENCE_S, wait_for
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "engines" / "vllm"))
@@ -107,7 +107,7 @@ def random_qwen3(folder: Path, device: str) -> Subject:
     """Qwen3-0.6B by its dimensions. Its rewards mean nothing; how much AdamW changes in weights of that size does."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from deltawire.rl import small_policy
+    from deltawire_wordle import small_policy
 
     shape = QWEN3_06B
     config = Qwen3Config(

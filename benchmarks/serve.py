@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 
 from _report import about, print_about, write_json
-from deltawire.rl import small_policy
+from deltawire_wordle import small_policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from typing import Any
 
 from _report import about, print_about, write_json
 from deltawire.cli.common import sparkline
-from deltawire.rl.charts import chart
-from deltawire.rl.report import smoothed
+from deltawire_wordle.charts import chart
+from deltawire_wordle.report import smoothed
 
 RESULTS = Path(__file__).parent / "results" / "wordle-seeds.json"
 EVERY = 10

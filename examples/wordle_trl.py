@@ -29,10 +29,10 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from deltawire.rl.env_client import EnvClient
-from deltawire.rl.env_protocol import Result
-from deltawire.rl.errors import ServerUnavailable
 from deltawire.trl import BucketTransfer
+from deltawire_wordle.env_client import EnvClient
+from deltawire_wordle.env_protocol import Result
+from deltawire_wordle.errors import ServerUnavailable
 
 log = logging.getLogger("deltawire")
 T = TypeVar("T")

@@ -32,8 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "trainer": {*BASE, "kernels"},
     "replica": {*BASE, "kernels"},
     "engines": {*BASE, "kernels", "trainer", "replica", "api"},
-    "rl": {*BASE, "kernels", "trainer", "replica", "api", "engines", "testing"},
-    "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines", "rl"},
+    "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines"},
     "__init__": {"api", "bucket", "core", "replica", "trainer"},
     "trl": {"engines"},
     "__main__": {"cli"},
@@ -41,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
 CORE_MAY_USE = {"blake3", "llvmlite", "msgspec", "numba", "numpy", "safetensors", "zstandard"}
 EXTRAS = {"huggingface_hub", "peft", "torch", "transformers", "triton", "trl", "vllm", "ml_dtypes"}
 # rooms that exist for an extra may import it at their top
-OPTIONAL_ROOMS = {"kernels", "engines", "rl"}
+OPTIONAL_ROOMS = {"kernels", "engines"}
 # and so may modules that are loaded only for models that are torch's
 OPTIONAL_FILES = {
     "trainer/adamw.py",
@@ -93,6 +92,13 @@ def imported(path: Path) -> list[tuple[str, bool]]:
 
 def test_every_room_has_a_rule() -> None:
     assert {room for room, _ in FILES} <= ROOMS.keys()
+
+
+def test_the_product_does_not_know_its_demonstration() -> None:
+    """Only the table of commands names deltawire_wordle, as text: nothing of it is needed by anything else."""
+    naming = {str(path.relative_to(SOURCE)) for _, path in FILES if "deltawire_wordle" in path.read_text()}
+    assert naming == {"cli/__init__.py"}
+    assert not [path for _, path in FILES for name, _ in imported(path) if name.startswith("deltawire_wordle")]
 
 
 @every_file

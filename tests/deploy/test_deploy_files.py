@@ -151,7 +151,7 @@ def test_command_lines_are_accepted(compose: dict[str, Any]) -> None:
             command = click_app.commands[words[1]]  # type: ignore[attr-defined]
             command.make_context(words[1], words[2:], resilient_parsing=False)
             parsed.append(words[1])
-        elif words[:3] == ["python", "-m", "deltawire.rl.train"]:
+        elif words[:3] == ["python", "-m", "deltawire_wordle.train"]:
             # argparse reads all options before it obeys --help
             done = subprocess.run([sys.executable, *words[1:], "--help"], capture_output=True, text=True)
             assert done.returncode == 0, done.stderr

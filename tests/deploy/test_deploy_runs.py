@@ -20,9 +20,9 @@ from test_deploy_files import DEPLOY, ROOT
 import environments
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
-from deltawire.rl import small_policy
 from deltawire.testing.seaweed import SeaweedFS
 from deltawire.trainer import Publisher
+from deltawire_wordle import small_policy
 from servers import Server, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "engines" / "trl")]
 import wordle_trl  # noqa: E402
 
-from deltawire.rl.wordle import Rules  # noqa: E402
-from deltawire.rl.wordlists import load  # noqa: E402
+from deltawire_wordle.wordle import Rules  # noqa: E402
+from deltawire_wordle.wordlists import load  # noqa: E402
 
 GUESSES = 5
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -173,9 +173,9 @@ class Environments:
 
     def __init__(self) -> None:
         from deltawire.engines.http import listen
-        from deltawire.rl.env_server import create_app, serve
-        from deltawire.rl.wordle import Rules
-        from deltawire.rl.wordlists import load
+        from deltawire_wordle.env_server import create_app, serve
+        from deltawire_wordle.wordle import Rules
+        from deltawire_wordle.wordlists import load
 
         listener = listen("127.0.0.1", 0)
         self._port = listener.getsockname()[1]

@@ -7,6 +7,7 @@ torch, the stores) is imported inside it, so that --help answers at once.
 from __future__ import annotations
 
 import errno
+import importlib
 import logging
 import sys
 import time
@@ -15,7 +16,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import checkout, demo, diff, doctor, env, follow, log, plan, prune, publish, runs, serve, show, tag, verify
 from .common import clean, complain
 
 __all__ = ["app", "main"]
@@ -115,25 +115,29 @@ def options(
         logger.addHandler(_Stderr())
 
 
-for _name, _module in {
-    "demo": demo,
-    "publish": publish,
-    "checkout": checkout,
-    "follow": follow,
-    "serve": serve,
-    "env": env,
-    "log": log,
-    "show": show,
-    "diff": diff,
-    "tag": tag,
-    "runs": runs,
-    "verify": verify,
-    "prune": prune,
-    "plan": plan,
-    "doctor": doctor,
-}.items():
+COMMANDS = {
+    "demo": "deltawire_wordle.demo_command",
+    "publish": "deltawire.cli.publish",
+    "checkout": "deltawire.cli.checkout",
+    "follow": "deltawire.cli.follow",
+    "serve": "deltawire.cli.serve",
+    "env": "deltawire_wordle.env_command",
+    "log": "deltawire.cli.log",
+    "show": "deltawire.cli.show",
+    "diff": "deltawire.cli.diff",
+    "tag": "deltawire.cli.tag",
+    "runs": "deltawire.cli.runs",
+    "verify": "deltawire.cli.verify",
+    "prune": "deltawire.cli.prune",
+    "plan": "deltawire.cli.plan",
+    "doctor": "deltawire.cli.doctor",
+}
+"""The module of each command. This table is the only place where deltawire refers to deltawire_wordle."""
+
+for _name, _module in COMMANDS.items():
     # only `serve` passes arguments on, to another program
-    app.command(_name, context_settings={**HELP, "allow_extra_args": _module is serve})(_module.command)
+    _settings = {**HELP, "allow_extra_args": _name == "serve"}
+    app.command(_name, context_settings=_settings)(importlib.import_module(_module).command)
 
 
 def main() -> None:

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from deltawire.core.errors import PublishFailed, StoreUnavailable
-from deltawire.rl import fleet, grpo, small_policy
-from deltawire.rl.errors import ServerRefused
-from deltawire.rl.fleet import Fleet, versions_of
-from deltawire.rl.grpo import Group, Learner, Ledger, Rollout, Settings, advantages, clipped_loss
-from deltawire.rl.layout import BOS, render, spell
-from deltawire.rl.sampling import Sample
 from deltawire.store import ObjectStore
 from deltawire.trainer import Publisher
+from deltawire_wordle import fleet, grpo, small_policy
+from deltawire_wordle.errors import ServerRefused
+from deltawire_wordle.fleet import Fleet, versions_of
+from deltawire_wordle.grpo import Group, Learner, Ledger, Rollout, Settings, advantages, clipped_loss
+from deltawire_wordle.layout import BOS, render, spell
+from deltawire_wordle.sampling import Sample
 from support import HookedStore
 
 # ── advantages and clipping ──────────────────────────────────────────────────────────────────────────────────────────

@@ -23,11 +23,11 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_now
 
 from deltawire.cli import app
-from deltawire.rl.env_client import EnvClient
-from deltawire.rl.env_server import LARGEST_FRAME
-from deltawire.rl.errors import ServerRefused, ServerUnavailable
-from deltawire.rl.wordle import Rules
-from deltawire.rl.wordlists import load
+from deltawire_wordle.env_client import EnvClient
+from deltawire_wordle.env_server import LARGEST_FRAME
+from deltawire_wordle.errors import ServerRefused, ServerUnavailable
+from deltawire_wordle.wordle import Rules
+from deltawire_wordle.wordlists import load
 
 RULES = Rules(load("toy"), 5)
 
@@ -346,7 +346,7 @@ if len(sys.argv) > 1:
     sys.modules[sys.argv[1]] = None
     from deltawire.cli import app
     app(["env", "wordle", "--port", "0"])
-import deltawire.rl.env_server, deltawire.rl.env_client
+import deltawire_wordle.env_server, deltawire_wordle.env_client
 print({"torch", "transformers", "numba"} & {*sys.modules})
 """
     missing = subprocess.run([sys.executable, "-c", code, "uvicorn"], capture_output=True, text=True, timeout=60)

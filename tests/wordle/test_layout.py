@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.rl.layout import BOS, EOS, PAD, VOCABULARY, parse, render, spell
-from deltawire.rl.small_policy import tokenizer
+from deltawire_wordle.layout import BOS, EOS, PAD, VOCABULARY, parse, render, spell
+from deltawire_wordle.small_policy import tokenizer
 
 words = st.text("abcdefghijklmnopqrstuvwxyz", min_size=5, max_size=5)
 answers = st.text("GYX", min_size=5, max_size=5)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.rl.errors import IllegalMove
-from deltawire.rl.wordle import Game, Rules, colours, consistent
+from deltawire_wordle.errors import IllegalMove
+from deltawire_wordle.wordle import Game, Rules, colours, consistent
 
 # few letters, so that they repeat and meet
 words = st.text("abcd", min_size=5, max_size=5)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from .common import JsonOption, emit_line, ended_by_sigterm
-from .quantities import seconds
+from deltawire.cli.common import JsonOption, emit_line, ended_by_sigterm
+from deltawire.cli.quantities import seconds
 
 
 class Environment(str, Enum):
@@ -43,18 +43,19 @@ def command(
       deltawire env wordle --host 0.0.0.0 --port 7860 --max-sessions 2000
       deltawire env wordle --port 0 --json           for programs
     """
-    from ..core.errors import MissingExtra
-    from ..core.extras import install_command
+    from deltawire.core.errors import MissingExtra
+    from deltawire.core.extras import install_command
 
     if idle <= 0:
         raise typer.BadParameter("a session needs some time to play", param_hint="--idle")
     try:
-        from ..engines.http import listen
-        from ..rl.env_server import create_app, serve, sessions_allowed
+        from deltawire.engines.http import listen
+
+        from .env_server import create_app, serve, sessions_allowed
     except ModuleNotFoundError as error:
         raise MissingExtra(f"an environment needs {error.name}: {install_command('rl')}") from None
-    from ..rl.wordle import Rules
-    from ..rl.wordlists import load
+    from .wordle import Rules
+    from .wordlists import load
 
     try:
         rules = Rules(load(words), guesses)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cli_support import invoke, spawn
+
+from tests.cli.cli_support import invoke, spawn
 
 pytest.importorskip("torch")
 
-from deltawire.rl.demo import Plan
+from deltawire_wordle.demo import Plan
 
 LOADED = pytest.mark.timeout(400)
 # five processes that import torch, on a machine that may have other things to do
@@ -25,7 +26,7 @@ LOADED = pytest.mark.timeout(400)
 @LOADED
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As short as it can be: two steps and one server."""
-    monkeypatch.setattr("deltawire.rl.demo.Plan", partial(Plan, replicas=1))
+    monkeypatch.setattr("deltawire_wordle.demo.Plan", partial(Plan, replicas=1))
     out, before = tmp_path / "out", _children()
     lines = invoke("demo", "--steps", 2, "--games", 4, "--keep", "--out", out).stdout.splitlines()
     assert not _children() - before

@@ -1,6 +1,6 @@
 """The trainer of a Wordle run, a process that shares nothing with its servers but a bucket:
 
-    python -m deltawire.rl.train --run s3://runs/wordle --env http://host:8000 --server http://a:8000 --server http://b:8000
+    python -m deltawire_wordle.train --run s3://runs/wordle --env http://host:8000 --server http://a:8000 --server http://b:8000
 
 Publishes the policy as version 0, waits for the servers to have it, measures how well they play, trains, and measures
 again once they have the last version. Writes one JSON object per line, `event` says which: phase, published, evaluated,
@@ -22,11 +22,12 @@ from typing import Any
 import httpx
 import torch
 
-from ..core import full
-from ..core.errors import DeltawireError
-from ..engines.fingerprint import fingerprint
-from ..models import ModelView
-from ..trainer import Published, Publisher
+from deltawire.core import full
+from deltawire.core.errors import DeltawireError
+from deltawire.engines.fingerprint import fingerprint
+from deltawire.models import ModelView
+from deltawire.trainer import Published, Publisher
+
 from . import small_policy
 from .errors import ServerRefused, ServerUnavailable
 from .evaluate import GAMES, evaluate

@@ -19,11 +19,12 @@ from typing import Any
 
 import httpx
 
-from .. import __version__
-from ..bucket.run import Run
-from ..bucket.verify import verify
-from ..core.errors import RunNotFound
-from ..store import Store, open_store
+from deltawire import __version__
+from deltawire.bucket.run import Run
+from deltawire.bucket.verify import verify
+from deltawire.core.errors import RunNotFound
+from deltawire.store import Store, open_store
+
 from . import small_policy
 from .errors import RLError, ServerUnavailable
 from .processes import Box, free_port, uninterrupted
@@ -149,7 +150,7 @@ class Demo:
     def _bucket(self) -> Iterator[Bucket]:
         where = self._plan.run
         if where == OWN_S3:
-            from ..testing.seaweed import BUCKET, SeaweedFS
+            from deltawire.testing.seaweed import BUCKET, SeaweedFS
 
             with SeaweedFS(self._plan.folder / "s3") as server:
                 yield Bucket(f"s3://{BUCKET}/wordle", server.store(f"{BUCKET}/wordle"), server.environment, near=True)

@@ -34,8 +34,9 @@ import httpx
 import torch
 from torch import Tensor
 
-from ..core.errors import PublishFailed, StoreError
-from ..trainer import Published, Publisher, PublishHandle
+from deltawire.core.errors import PublishFailed, StoreError
+from deltawire.trainer import Published, Publisher, PublishHandle
+
 from .fleet import ANSWER_S, REST_S, Fleet
 from .sampling import Sample
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 
-from ..engines import names
+from deltawire.engines import names
+
 from .errors import ServerRefused, ServerUnavailable
 from .sampling import Sample
 

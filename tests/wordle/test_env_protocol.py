@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.rl.env_protocol import LARGEST_MESSAGE, Closed, Session
-from deltawire.rl.wordle import Rules
+from deltawire_wordle.env_protocol import LARGEST_MESSAGE, Closed, Session
+from deltawire_wordle.wordle import Rules
 
 RULES = Rules(("crane", "eerie", "slate", "geese"), 3)
 SEED_OF_SLATE = 7

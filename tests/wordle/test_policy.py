@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
-from deltawire.rl.evaluate import Evaluation, evaluate, play
-from deltawire.rl.layout import BOS, EOS, VOCABULARY, parse, render, spell
-from deltawire.rl.make_policy import STEPS, synthetic_game, train
-from deltawire.rl.sampling import ModelSampler, Sample
-from deltawire.rl.small_policy import FOLDER, GUESSES, WORDS, config, load, save
-from deltawire.rl.wordle import Game, Rules, consistent
-from deltawire.rl.wordlists import load as load_words
+from deltawire_wordle.evaluate import Evaluation, evaluate, play
+from deltawire_wordle.layout import BOS, EOS, VOCABULARY, parse, render, spell
+from deltawire_wordle.make_policy import STEPS, synthetic_game, train
+from deltawire_wordle.sampling import ModelSampler, Sample
+from deltawire_wordle.small_policy import FOLDER, GUESSES, WORDS, config, load, save
+from deltawire_wordle.wordle import Game, Rules, consistent
+from deltawire_wordle.wordlists import load as load_words
 
 RULES = Rules(load_words(WORDS), GUESSES)
 

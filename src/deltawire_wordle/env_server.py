@@ -20,8 +20,9 @@ from fastapi import FastAPI, Request, Response, WebSocket
 from starlette.requests import ClientDisconnect
 from starlette.websockets import WebSocketDisconnect
 
-from .. import __version__
-from ..engines.http import Connections, Server
+from deltawire import __version__
+from deltawire.engines.http import Connections, Server
+
 from .env_protocol import LARGEST_MESSAGE, Action, Closed, Observation, Reset, Seed, Session, State, error
 from .errors import IllegalMove
 from .wordle import Rules

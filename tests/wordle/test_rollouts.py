@@ -11,12 +11,12 @@ import torch
 from env_support import wordle_server
 from test_evaluate_server import rollout_server
 
-from deltawire.rl import games, small_policy
-from deltawire.rl.games import Games
-from deltawire.rl.grpo import Group, Rollouts, Settings
-from deltawire.rl.processes import free_port
-from deltawire.rl.train import wait_for
 from deltawire.trainer import Publisher
+from deltawire_wordle import games, small_policy
+from deltawire_wordle.games import Games
+from deltawire_wordle.grpo import Group, Rollouts, Settings
+from deltawire_wordle.processes import free_port
+from deltawire_wordle.train import wait_for
 
 SETTINGS = Settings(secrets=2, games=4, workers=2, staleness=1)
 GAME = ("--words", "toy", "--guesses", "5")

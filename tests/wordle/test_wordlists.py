@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.rl.wordlists import LISTS, load
+from deltawire_wordle.wordlists import LISTS, load
 
 
 def test_the_lists_that_ship() -> None:
@@ -15,7 +15,7 @@ def test_the_lists_that_ship() -> None:
 
 
 def test_the_notice_ships_with_the_words() -> None:
-    notice = (resources.files("deltawire.rl") / "words" / "COPYRIGHT").read_text("utf-8")
+    notice = (resources.files("deltawire_wordle") / "words" / "COPYRIGHT").read_text("utf-8")
     assert "Copyright 2000-2011 by Kevin Atkinson" in notice
     assert "provided that the above copyright notice appears in all copies" in notice
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.errors import DeltawireError
+from deltawire.core.errors import DeltawireError
 
 
 class RLError(DeltawireError):

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from deltawire.cli import app
 from deltawire.engines.server.launch import Options, RolloutServer
-from deltawire.rl.errors import ServerRefused, ServerUnavailable
-from deltawire.rl.evaluate import evaluate
-from deltawire.rl.sampling import ModelSampler, ServerSampler, Spread
-from deltawire.rl.small_policy import FOLDER, GUESSES, WORDS
-from deltawire.rl.wordle import Rules
-from deltawire.rl.wordlists import load
+from deltawire_wordle.errors import ServerRefused, ServerUnavailable
+from deltawire_wordle.evaluate import evaluate
+from deltawire_wordle.sampling import ModelSampler, ServerSampler, Spread
+from deltawire_wordle.small_policy import FOLDER, GUESSES, WORDS
+from deltawire_wordle.wordle import Rules
+from deltawire_wordle.wordlists import load
 
 RULES = Rules(load(WORDS), GUESSES)
 GAMES = 64

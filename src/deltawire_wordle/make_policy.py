@@ -1,6 +1,6 @@
 """Make the policy that ships: imitate synthetic games whose guesses agree with all answers so far.
 
-    python -m deltawire.rl.make_policy [-o FOLDER]        about a minute
+    python -m deltawire_wordle.make_policy [-o FOLDER]        about a minute
 
 Seeded: the same machine and torch give the same bits again; another CPU may round differently and end a little
 elsewhere, as good.

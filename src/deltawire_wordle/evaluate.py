@@ -1,7 +1,7 @@
 """How well a policy plays: games in step, one batch of prompts per turn, against any sampler.
 
-python -m deltawire.rl.evaluate                              the policy that ships, in this process
-python -m deltawire.rl.evaluate --server http://host:8000 --model NAME      what a rollout server holds right now
+python -m deltawire_wordle.evaluate                              the policy that ships, in this process
+python -m deltawire_wordle.evaluate --server http://host:8000 --model NAME      what a rollout server holds right now
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from ..core.errors import DeltawireError
+from deltawire.core.errors import DeltawireError
+
 from .layout import render
 from .sampling import ModelSampler, Sample, ServerSampler, Spread
 from .small_policy import GUESSES, WORDS

@@ -12,12 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import JsonOption, console, duration, emit, ended_by_sigterm, percent, size, sparkline, table, times
+from deltawire.cli.common import (
+    JsonOption,
+    console,
+    duration,
+    emit,
+    ended_by_sigterm,
+    percent,
+    size,
+    sparkline,
+    table,
+    times,
+)
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from ..rl.demo import Demo, Glimpse, Story
+    from .demo import Demo, Glimpse, Story
 
 PLAIN_EVERY = 10
 # steps between two lines where there is no terminal
@@ -67,8 +78,8 @@ def command(
       deltawire demo --no-sync                  the same without updates
     """
     _need_extras()
-    from ..rl import report
-    from ..rl.demo import Demo, Plan
+    from . import report
+    from .demo import Demo, Plan
 
     if bucket not in ("file", "s3"):
         _need_nothing_at(bucket)
@@ -109,8 +120,8 @@ def command(
 def _need_extras() -> None:
     from importlib.util import find_spec
 
-    from ..core.errors import MissingExtra
-    from ..core.extras import install_command
+    from deltawire.core.errors import MissingExtra
+    from deltawire.core.extras import install_command
 
     for name in ("torch", "transformers", "httpx", "fastapi", "uvicorn", "websockets", "prometheus_client"):
         if find_spec(name) is None:
@@ -118,8 +129,8 @@ def _need_extras() -> None:
 
 
 def _need_nothing_at(where: str) -> None:
-    from ..bucket.run import Run
-    from ..core.errors import RunNotFound
+    from deltawire.bucket.run import Run
+    from deltawire.core.errors import RunNotFound
 
     try:
         Run.open(where)
@@ -204,7 +215,7 @@ def _picture(story: Story) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    from ..rl.report import smoothed
+    from .report import smoothed
 
     rates = smoothed([step["figures"]["solved"] for step in story.steps])
     rows = table("", " ", left=("", " "))

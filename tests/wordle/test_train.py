@@ -13,8 +13,8 @@ import pytest
 
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
-from deltawire.rl.processes import Box, free_port
 from deltawire.testing.seaweed import SeaweedFS
+from deltawire_wordle.processes import Box, free_port
 
 QUIET = {"OMP_NUM_THREADS": "1", "DELTAWIRE_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -51,8 +51,9 @@ def test_a_bucket_that_dies_and_comes_back(tmp_path: Path, boxes: list[Box]) -> 
         trainer = Box(
             "trainer",
             [
-                sys.executable, "-m", "deltawire.rl.train", "--run", run, "--env", environment.ready("ready")["url"],
-                "--server", f"http://127.0.0.1:{port}", "--steps", "16", "--games", "0", "--staleness", "2",
+                sys.executable, "-m", "deltawire_wordle.train", "--run", run,
+                "--env", environment.ready("ready")["url"], "--server", f"http://127.0.0.1:{port}",
+                "--steps", "16", "--games", "0", "--staleness", "2",
                 "--secrets", "2", "--generations", "4", "--workers", "2",
             ],
             tmp_path,

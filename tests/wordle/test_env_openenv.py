@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from env_support import wordle_server
 
-from deltawire.rl.wordle import Rules
-from deltawire.rl.wordlists import load
+from deltawire_wordle.wordle import Rules
+from deltawire_wordle.wordlists import load
 from environments import environment
 
 SESSIONS = 64
