@@ -64,12 +64,14 @@ class DeviceBlock:
 
     def exponents(self, shift: int, mask: int, every: Sequence[int]) -> Counts:
         with self._beside():
-            found = []
-            for number, step in enumerate(every):
-                rows = self._matrix(number)[::step].reshape(-1)
-                found.append((rows >> shift).bitwise_and_(mask).to(torch.int32).add_(256 * number))
-            count = torch.bincount(torch.cat(found), minlength=256 * len(every))
-            return count.cpu().numpy().reshape(len(every), 256)  # type: ignore[no-any-return]
+            rows = [self._matrix(number)[::step].reshape(-1) for number, step in enumerate(every)]
+            sizes = torch.tensor([row.numel() for row in rows], device=self._units.device)
+            # all regions at once: what each call costs is the interpreter's lock
+            first = torch.arange(0, 256 * len(rows), 256, dtype=torch.int32, device=self._units.device)
+            first = first.repeat_interleave(sizes, output_size=sum(row.numel() for row in rows))
+            found = (torch.cat(rows) >> shift).bitwise_and_(mask).to(torch.int32).add_(first)
+            count = torch.bincount(found, minlength=256 * len(rows))
+            return count.cpu().numpy().reshape(len(rows), 256)  # type: ignore[no-any-return]
 
     def by_row(self, number: int, rule: Table, plus: LevelBytes, kinds: int) -> npt.NDArray[np.float32]:
         with self._beside():

@@ -6,8 +6,8 @@ along memory where the region is in one piece, in bands of whole rows where it i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ _WORTH_THREADS = 1 << 18
 
 _AT_A_TIME = 8
 """Regions that one of them takes."""
+
+T = TypeVar("T")
 
 
 def region_plan(names: Sequence[str], tensors: Sequence[Tensor], regions: Sequence[Region], tile: int = TILE) -> Plan:
@@ -49,16 +51,18 @@ def to_changes(plan: Plan, changed: Changed, regions: Sequence[Region]) -> list[
     starts, positions, old, new = (fetched(t) for t in (changed.starts, changed.positions, changed.old, changed.new))
     if plan.device.type == "cuda":
         torch.cuda.current_stream(plan.device).synchronize()
-    result = []
-    for number, region in enumerate(regions):
-        first, last = plan.first_tile[number : number + 2]
-        edges = starts.numpy()[first : last + 1]
-        here = slice(int(edges[0]), int(edges[-1]))
+    edges, first_tile = starts.numpy(), plan.first_tile.tolist()
+
+    def change(number: int) -> Change:
+        region = regions[number]
+        own = edges[first_tile[number] : first_tile[number + 1] + 1]
+        here = slice(int(own[0]), int(own[-1]))
         flat = np.empty(here.stop - here.start, np.uint32)
-        _add_bases(positions.numpy()[here], edges - edges[0], _bases(plan.segments[number]), flat)
+        _add_bases(positions.numpy()[here], own - own[0], _bases(plan.segments[number]), flat)
         unit = lookup(region.tensor.dtype).unit
-        result.append(Change(region, flat, *(bits.numpy()[here].astype(unit) for bits in (old, new))))
-    return result
+        return Change(region, flat, *(bits.numpy()[here].astype(unit) for bits in (old, new)))
+
+    return _by_region(change, len(regions), changed.count)
 
 
 def from_changes(plan: Plan, changes: Sequence[Change]) -> Changed:
@@ -94,16 +98,20 @@ def send_moves(plan: Plan, moves: Sequence[RegionMoves]) -> Moves:
     out = starts.numpy(), kinds.numpy(), positions.numpy(), values.numpy()
     ends, tiles = begin.tolist(), plan.first_tile.tolist()
 
-    def put(first: int) -> None:
-        for number in range(first, min(first + _AT_A_TIME, len(moves))):
-            move = moves[number]
-            _put(move.positions, move.values, move.kind, bases[number], tiles[number], ends[number], *out)
+    def put(number: int) -> None:
+        move = moves[number]
+        _put(move.positions, move.values, move.kind, bases[number], tiles[number], ends[number], *out)
 
-    # hundreds of regions, most of them small: a task for each would take longer than the work
-    work = range(0, len(moves), _AT_A_TIME)
-    for _ in ordered_map(put, work, None if begin[-1] >= _WORTH_THREADS else 1):
-        pass
+    _by_region(put, len(moves), int(begin[-1]))
     return Moves(*(t.to(plan.device, non_blocking=True) for t in (starts, positions, values, kinds)))
+
+
+def _by_region(work: Callable[[int], T], regions: int, changes: int) -> list[T]:
+    """The work of all regions in order; on several threads where there are many changes."""
+    # hundreds of regions, most of them small: a task for each would take longer than the work
+    groups = [range(first, min(first + _AT_A_TIME, regions)) for first in range(0, regions, _AT_A_TIME)]
+    threads = None if changes >= _WORTH_THREADS else 1
+    return [found for group in ordered_map(lambda group: [*map(work, group)], groups, threads) for found in group]
 
 
 def fetched(tensor: Tensor) -> Tensor:

@@ -148,39 +148,10 @@ def _exponents(segments: list[Segment], old: OldBlock, shift: int, mask: int) ->
     return total, changed
 
 
-def _bits(n: float, steps: Floats) -> float:
-    """What positions and steps cost if n weights, steps.sum() of which changed, share a class."""
-    k = float(steps.sum())
-    p = min(max(k / max(n, 1e-9), 1e-12), 1 - 1e-12)
-    return float(-(k * np.log2(p) + max(n - k, 0) * np.log2(1 - p))) + _entropy(steps)
-
-
-def _entropy(counts: Floats) -> float:
-    c = counts[counts > 0]
-    return float(-(c * np.log2(c / c.sum())).sum())
-
-
 def _choose_rule(total: Floats, changed: Floats, shift: int, mask: int, leveled: bool) -> Rule:
-    """The exponents worth telling apart: merge at both ends while that costs next to nothing."""
-    used = np.flatnonzero(total)
-    low, high = int(used[0]), int(used[-1])
-    classes = [(total[e], changed[e], _bits(total[e], changed[e])) for e in range(low, high + 1)]
-    limit = max(32.0, 2e-4 * sum(bits for _, _, bits in classes))
+    """The exponents worth telling apart."""
     most = CLASSES - ROW_NEUTRAL - COLUMN_NEUTRAL if leveled else CLASSES - 1
-
-    def merged(a: int, b: int) -> tuple[tuple[Any, Any, float], float]:
-        n, steps = classes[a][0] + classes[b][0], classes[a][1] + classes[b][1]
-        bits = _bits(n, steps)
-        return (n, steps, bits), bits - classes[a][2] - classes[b][2]
-
-    while len(classes) > 1:
-        (bottom, bottom_cost), (top, top_cost) = merged(0, 1), merged(-1, -2)
-        if min(bottom_cost, top_cost) > limit and len(classes) <= most:
-            break
-        if bottom_cost <= top_cost:
-            classes[:2], low = [bottom], low + 1
-        else:
-            classes[-2:], high = [top], high - 1
+    low, high = _merge_ends(total.copy(), changed.copy(), most)
     return Rule(high, high - low + 1, leveled, shift, mask)
 
 
@@ -236,6 +207,51 @@ def _step_tables(histogram: npt.NDArray[np.int64]) -> tuple[list[list[int]], npt
 
 
 # ── kernels ──
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _entropy(counts: Any) -> Any:
+    total, bits = counts.sum(), 0.0
+    for count in counts:
+        if count > 0:
+            bits -= count * np.log2(count / total)
+    return bits
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _bits(n: Any, steps: Any) -> Any:
+    """What positions and steps cost if n weights, steps.sum() of which changed, share a class."""
+    k = steps.sum()
+    p = min(max(k / max(n, 1e-9), 1e-12), 1 - 1e-12)
+    return _entropy(steps) - (k * np.log2(p) + max(n - k, 0.0) * np.log2(1 - p))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _merge_ends(total: Any, changed: Any, most: Any) -> Any:
+    """The lowest and highest exponent left when both ends were merged while that costs next to nothing, and until
+    there are at most so many. Writes to its arguments."""
+    used = np.flatnonzero(total)
+    low, high = used[0], used[-1]
+    bits = np.zeros(total.size)
+    for e in range(low, high + 1):
+        bits[e] = _bits(total[e], changed[e])
+    limit = max(32.0, 2e-4 * bits.sum())
+    while low < high:
+        bottom = _bits(total[low] + total[low + 1], changed[low] + changed[low + 1])
+        top = _bits(total[high] + total[high - 1], changed[high] + changed[high - 1])
+        bottom_cost, top_cost = bottom - bits[low] - bits[low + 1], top - bits[high] - bits[high - 1]
+        if min(bottom_cost, top_cost) > limit and high - low < most:
+            break
+        if bottom_cost <= top_cost:
+            end, low, merged = low, low + 1, bottom
+            into = low
+        else:
+            end, high, merged = high, high - 1, top
+            into = high
+        total[into] += total[end]
+        changed[into] += changed[end]
+        bits[into] = merged
+    return low, high
 
 
 @njit(**LEAN)
