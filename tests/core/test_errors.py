@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
+import deltawire as dw
 from deltawire.core import errors
 from deltawire.core.errors import DeltawireError
 
@@ -30,3 +31,11 @@ def test_the_docstring_is_the_tree() -> None:
 def test_exit_codes_leave_0_and_shell_codes_alone() -> None:
     classes = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, DeltawireError)]
     assert all(0 < cls.exit_code < 64 for cls in classes)
+
+
+def test_the_public_module_has_every_error_and_each_says_what_it_means() -> None:
+    assert dw.errors.__doc__ == errors.__doc__
+    for name, cls in vars(errors).items():
+        if inspect.isclass(cls) and issubclass(cls, DeltawireError):
+            assert getattr(dw.errors, name) is cls
+            assert (vars(cls)["__doc__"] or "").split("\n")[0].endswith(".")

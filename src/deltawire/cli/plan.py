@@ -13,7 +13,7 @@ from .quantities import count, rate, seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..core.costs import Costs, Figure, Setup
+    from .estimate import Costs, Figure, Setup
 
 
 def command(
@@ -79,7 +79,8 @@ def command(
       deltawire plan --params 7B --bandwidth 100Mbit --encoding auto --all
       deltawire plan --params 70B --price-storage 0.023 --price-egress 0.09
     """
-    from ..core.costs import DTYPES, Setup, UnknownCost, estimate
+    from ..core.costs import DTYPES, UnknownCost
+    from .estimate import Setup, estimate
 
     if steps_per_hour is not None and step_seconds is not None:
         raise typer.BadParameter("say it one way: --steps-per-hour or --step-seconds")

@@ -93,9 +93,9 @@ class Change:
 
     region: Region
     positions: npt.NDArray[np.uint32]
-    # ascending, counted within the region
+    """Ascending, counted within the region."""
     old: Bits
-    # the base version's bits at these positions
+    """The base version's bits at these positions."""
     new: Bits
 
     @property

@@ -40,7 +40,7 @@ class Item:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    # first byte, from the beginning of the file
+    """First byte, from the beginning of the file."""
     nbytes: int
 
 
@@ -48,9 +48,9 @@ class Item:
 class Header:
     metadata: dict[str, str]
     items: dict[str, Item]
-    # in file order
+    """In file order."""
     size: int
-    # bytes up to the first data byte
+    """Bytes up to the first data byte."""
     file_size: int
 
 

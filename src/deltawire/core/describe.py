@@ -30,11 +30,11 @@ class Part:
     name: str
     dtype: str
     shape: tuple[int, ...] | None
-    # None where the file does not say, as in `raw`
+    """None where the file does not say, as in `raw`."""
     changed: int | None
-    # None for full weights
+    """None for full weights."""
     nbytes: int | None
-    # None where it is coded together with others
+    """None where it is coded together with others."""
 
     @property
     def elements(self) -> int | None:
@@ -49,7 +49,7 @@ class IndexStats:
     last: int
     ascending: bool
     low: float | None
-    # smallest and largest value; None where there is no number to show
+    """Smallest and largest value; None where there is no number to show."""
     high: float | None
 
 

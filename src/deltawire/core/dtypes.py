@@ -23,13 +23,13 @@ UNIT_TYPES: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint1
 @dataclass(frozen=True, slots=True)
 class Dtype:
     name: str
-    # as safetensors spells it
+    """As safetensors spells it."""
     size: int
-    # bytes per element
+    """Bytes per element."""
     is_float: bool
-    # sign-magnitude: an ulp step needs the order-preserving key
+    """Sign-magnitude: an ulp step needs the order-preserving key."""
     exponent_shift: int = 0
-    # lowest bit of the exponent field
+    """Lowest bit of the exponent field."""
     exponent_bits: int = 0
 
     @property

@@ -1,163 +1,179 @@
 """Every error deltawire raises on purpose.
 
 DeltawireError
-├── FormatError              bytes that are not what they claim to be; no weight was touched
-│   ├── TruncatedFile        the file ends before the data it promises
-│   ├── HeaderError          a safetensors header that is too large, not JSON, or whose offsets do not tile the data
-│   ├── UnknownFormat        a format version or encoding this build does not know
-│   ├── CorruptStream        a compressed stream that lies about its size or does not decode
-│   ├── PositionError        changed positions out of range or not ascending
-│   ├── CountMismatch        a stated number of elements that the data does not hold
-│   ├── HashMismatch         an object whose bytes do not have the hash its manifest names
-│   └── ObjectTooLarge       an object larger than anything it could honestly be; not read
+├── FormatError
+│   ├── TruncatedFile
+│   ├── HeaderError
+│   ├── UnknownFormat
+│   ├── CorruptStream
+│   ├── PositionError
+│   ├── CountMismatch
+│   ├── HashMismatch
+│   └── ObjectTooLarge
 ├── SchemaError
-│   ├── SchemaMismatch       names, shapes or dtypes differ from the run's schema
-│   ├── UnsafeName           a tensor, file or object name that could escape its folder, or that no folder can hold
-│   ├── ModelTooLarge        a run that declares a larger model than is allowed or fits into memory
-│   ├── UnsupportedDtype     a dtype with no integer view
-│   └── UnsupportedTensor    something without bits to read: sparse, on the meta device, lazily conjugated, a list
+│   ├── SchemaMismatch
+│   ├── UnsafeName
+│   ├── ModelTooLarge
+│   ├── UnsupportedDtype
+│   └── UnsupportedTensor
 ├── ChainError
-│   ├── RunNotFound          no run.json at this address
-│   ├── RunReplaced          another run lies at this address now
-│   ├── VersionNotFound      the run has no such version (or it was pruned)
-│   ├── ManifestError        a manifest, head or run file that does not parse or contradicts itself
-│   ├── MissingBase          no path of anchors and deltas leads to the wanted version
-│   ├── ForeignObject        a manifest or file that belongs to another run or version
-│   ├── DigestMismatch       weights that are not, bit for bit, the version they should be
-│   └── ReferenceUnavailable the checkpoint a run starts from cannot be found here
-├── NotRestored              live weights were changed and could not be put back; nobody may compute with them
+│   ├── RunNotFound
+│   ├── RunReplaced
+│   ├── VersionNotFound
+│   ├── ManifestError
+│   ├── MissingBase
+│   ├── ForeignObject
+│   ├── DigestMismatch
+│   └── ReferenceUnavailable
+├── NotRestored
 ├── PublishError
-│   ├── WriterConflict       another writer committed this version first
-│   ├── RunExists            a run is to be made where there is one
-│   ├── DivergedRun          the run's newest version is not what this trainer last published
-│   ├── PublishFailed        a background publish failed; raised on the next call
-│   ├── RankLost             another rank of a sharded trainer does not answer any more
-│   ├── OutOfStep            ranks of a sharded trainer that did not publish equally often
-│   └── PublisherClosed      publish() after close()
+│   ├── WriterConflict
+│   ├── RunExists
+│   ├── DivergedRun
+│   ├── PublishFailed
+│   ├── RankLost
+│   ├── OutOfStep
+│   └── PublisherClosed
 ├── StoreError
 │   ├── ObjectNotFound
-│   ├── AlreadyExists        put_if_absent found the key taken
+│   ├── AlreadyExists
 │   ├── PermissionDenied
-│   ├── StoreUnavailable     the only error worth a retry: time-outs, resets, 5xx, throttling
+│   ├── StoreUnavailable
 │   ├── StoreFull
-│   ├── Unsupported          the store cannot do what was asked of it
+│   ├── Unsupported
 │   └── BadURL
-├── FolderError              a folder on this machine that cannot be written: full, protected, a name too long
-├── Unguarded                a server that others could reach and stop, without a token
-├── CannotListen             a port that is in use, or an address that is not this machine's
-├── UntrustedCode            a checkpoint that asks for code of its own to be run; never done
-├── Misconfigured            settings that are wrong or do not fit together
-└── MissingExtra             an optional dependency is not installed
+├── FolderError
+├── Unguarded
+├── CannotListen
+├── UntrustedCode
+├── Misconfigured
+└── MissingExtra
 
-`exit_code` is what the command line returns for an error of that class.
+This module is public as `deltawire.errors`.
 """
 
 from __future__ import annotations
 
 
 class DeltawireError(Exception):
+    """Base of all errors that deltawire raises on purpose."""
+
     exit_code = 1
+    """What the command line returns for an error of this class."""
 
 
 # ── bytes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class FormatError(DeltawireError):
+    """Bytes are not what they claim to be. No weight was touched."""
+
     exit_code = 3
 
 
 class TruncatedFile(FormatError):
-    pass
+    """A file ends before the data that it promises."""
 
 
 class HeaderError(FormatError):
-    pass
+    """A safetensors header is too large, is not JSON, or its offsets do not tile the data."""
 
 
 class UnknownFormat(FormatError):
-    pass
+    """This build does not know the format version or encoding."""
 
 
 class CorruptStream(FormatError):
-    pass
+    """A compressed stream does not have the size it claims, or does not decode."""
 
 
 class PositionError(FormatError):
-    pass
+    """Changed positions are out of range or not ascending."""
 
 
 class CountMismatch(FormatError):
-    pass
+    """The data does not hold the stated number of elements."""
 
 
 class HashMismatch(FormatError):
-    pass
+    """The bytes of an object do not have the hash that its manifest names."""
 
 
 class ObjectTooLarge(FormatError):
-    pass
+    """An object is larger than anything it could be. It was not read."""
 
 
 # ── schema ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class SchemaError(DeltawireError):
+    """Tensors cannot be published, or are not those of the run."""
+
     exit_code = 3
 
 
 class SchemaMismatch(SchemaError):
-    pass
+    """Names, shapes or dtypes differ from the run's schema."""
 
 
 class UnsafeName(SchemaError):
-    pass
+    """The name of a tensor, file or object leads out of its folder, or no folder can hold it."""
 
 
 class ModelTooLarge(SchemaError):
-    pass
+    """A run declares a larger model than is allowed or fits into memory."""
 
 
 class UnsupportedDtype(SchemaError):
-    pass
+    """A dtype has no integer view."""
 
 
 class UnsupportedTensor(SchemaError):
-    pass
+    """A tensor has no bits to read: sparse, on the meta device, lazily conjugated, a list."""
 
 
 # ── chain ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class ChainError(DeltawireError):
+    """A version cannot be reached, or is not what its manifest says."""
+
     exit_code = 3
 
 
 class RunNotFound(ChainError):
+    """There is no run.json at this address."""
+
     exit_code = 4
 
 
 class RunReplaced(ChainError):
-    pass
+    """Another run is at this address now."""
 
 
 class VersionNotFound(ChainError):
+    """The run has no such version, or it was pruned."""
+
     exit_code = 4
 
 
 class ManifestError(ChainError):
-    pass
+    """A manifest, head or run file does not parse or contradicts itself."""
 
 
 class MissingBase(ChainError):
-    pass
+    """No path of anchors and deltas leads to the wanted version."""
 
 
 class ForeignObject(ChainError):
-    pass
+    """A manifest or file belongs to another run or version."""
 
 
 class DigestMismatch(ChainError):
-    """`expected` is what the manifest names, `found` is what the weights have."""
+    """Weights are not, bit for bit, the version that they should be.
+
+    `expected` is the digest that the manifest names, `found` the digest of the weights, both as 32 hex digits.
+    """
 
     def __init__(self, version: int, expected: str, found: str, hint: str = "") -> None:
         self.version, self.expected, self.found = version, expected, found
@@ -166,69 +182,80 @@ class DigestMismatch(ChainError):
 
 
 class ReferenceUnavailable(ChainError):
+    """The checkpoint that a run starts from cannot be found here."""
+
     exit_code = 4
 
 
 class NotRestored(DeltawireError):
-    pass
+    """Live weights were changed and could not be restored. Nothing may compute with them."""
 
 
 # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class PublishError(DeltawireError):
+    """A version could not be published."""
+
     exit_code = 6
 
 
 class WriterConflict(PublishError):
-    pass
+    """Another writer committed this version first."""
 
 
 class RunExists(PublishError):
-    pass
+    """A run cannot be created because there is one at this address."""
 
 
 class DivergedRun(PublishError):
-    pass
+    """The newest version of the run is not what this trainer last published."""
 
 
 class PublishFailed(PublishError):
-    pass
+    """A publish in the background failed. Raised by the next call."""
 
 
 class RankLost(PublishError):
-    pass
+    """Another rank of a sharded trainer does not answer any more."""
 
 
 class OutOfStep(PublishError):
-    pass
+    """Ranks of a sharded trainer did not publish equally often."""
 
 
 class PublisherClosed(PublishError):
-    pass
+    """`publish` was called after `close`."""
 
 
 # ── stores ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class StoreError(DeltawireError):
+    """A store could not do what was asked."""
+
     exit_code = 5
 
 
 class ObjectNotFound(StoreError):
+    """There is no object with this key."""
+
     exit_code = 4
 
 
 class AlreadyExists(StoreError):
-    pass
+    """An object with this key exists, and must not be overwritten."""
 
 
 class PermissionDenied(StoreError):
-    pass
+    """The store refused the credentials or the operation."""
 
 
 class StoreUnavailable(StoreError):
-    """`retry_after` is how many seconds the store asked to be left alone; None where it did not say."""
+    """A request timed out, was reset or throttled, or got a 5xx answer. The only error that is worth a retry.
+
+    `retry_after` is the number of seconds that the store asked to wait; None if it did not say.
+    """
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -236,14 +263,16 @@ class StoreUnavailable(StoreError):
 
 
 class StoreFull(StoreError):
-    pass
+    """The store has no room left."""
 
 
 class Unsupported(StoreError):
-    pass
+    """This store does not have the operation."""
 
 
 class BadURL(StoreError):
+    """An address is not one that a store has."""
+
     exit_code = 2
 
 
@@ -251,24 +280,34 @@ class BadURL(StoreError):
 
 
 class FolderError(DeltawireError):
-    pass
+    """A folder on this machine cannot be written: full, protected, a name too long."""
 
 
 class Unguarded(DeltawireError):
+    """A server would be reachable by others, who could stop it, without a token."""
+
     exit_code = 2
 
 
 class CannotListen(DeltawireError):
+    """A port is in use, or an address does not belong to this machine."""
+
     exit_code = 2
 
 
 class UntrustedCode(DeltawireError):
+    """A checkpoint asks for code of its own to be run, which is never done."""
+
     exit_code = 3
 
 
 class Misconfigured(DeltawireError):
+    """Settings are wrong or do not fit together."""
+
     exit_code = 2
 
 
 class MissingExtra(DeltawireError):
+    """An optional dependency is not installed."""
+
     exit_code = 2

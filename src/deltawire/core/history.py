@@ -17,7 +17,7 @@ STRIDE = RECENT
 class Page(msgspec.Struct, frozen=True):
     run: str
     end: int
-    # covers the versions from end − span(end) up to, not including, end
+    """Covers the versions from end − span(end) up to, not including, end."""
     versions: tuple[Summary, ...]
 
 

@@ -55,7 +55,7 @@ class Blob(msgspec.Struct, frozen=True, omit_defaults=True):
     size: int
     hash: str
     head_size: int = 0
-    # header and index, for readers that fetch a part; 0 where there is nothing to check them by
+    """Header and index, for readers that fetch a part; 0 where there is nothing to check them by."""
     head_hash: str = ""
 
 
@@ -64,17 +64,17 @@ class Link(msgspec.Struct, frozen=True, omit_defaults=True):
 
     kind: Kind
     base: int | None = None
-    # the version a delta starts from
+    """The version a delta starts from."""
     objects: tuple[Blob, ...] = ()
     encoding: str = ""
     why: str = ""
-    # what `auto` weighed when it chose the encoding
+    """What `auto` weighed when it chose the encoding."""
     changed: int = 0
-    # elements that differ from the base
+    """Elements that differ from the base."""
     source: str = ""
-    # a reference's folder or hub id
+    """A reference's folder or hub id."""
     nbytes: int = 0
-    # of a reference: the size of its weights
+    """Bytes of the weights, for a reference."""
 
     @property
     def bytes(self) -> int:
@@ -120,25 +120,25 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     version: int
     parent: int | None
     schema: str
-    # hash of the run's schema
+    """Hash of the run's schema."""
     digest: str
-    # state digest of the version's weights
+    """State digest of the version's weights."""
     links: tuple[Link, ...]
     created: float
-    # seconds since the epoch
+    """Seconds since the epoch."""
     writer: str
     format: int = FORMAT
     step: int | None = None
-    # the trainer's own count
+    """The step number of the trainer."""
     changed: int = 0
-    # elements that differ from the parent
+    """Elements that differ from the parent."""
     metrics: dict[str, float] = {}
-    # whatever the trainer wants to be seen in `log`
+    """Figures that the trainer wants `log` to show."""
     timings: dict[str, float] = {}
-    # seconds: detect, encode, put
+    """Seconds: detect, encode, put."""
     files: tuple[File, ...] = ()
     recent: tuple[Summary, ...] = ()
-    # the versions since the last page of history
+    """The versions since the last page of history."""
 
     def summary(self) -> Summary:
         links = tuple(SummaryLink(x.kind, x.base, x.bytes, len(x.objects), x.encoding, x.why) for x in self.links)
@@ -159,28 +159,28 @@ class RunInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """run.json: created once, with the run."""
 
     run: str
-    # a random id, so that a rerun under the same name is not mistaken for this one
+    """Random id: a rerun under the same name is another run."""
     created: float
     schema: Schema
     schema_hash: str
     format: int = FORMAT
     model: str = ""
-    # what the user calls it
+    """What the user calls it."""
 
 
 class Head(msgspec.Struct, frozen=True):
-    """The newest version, as a hint. Manifests are the truth."""
+    """head.json: the newest version, as a hint. Only manifests count."""
 
     run: str
     version: int
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """Versions that nobody starts to read any more. Written before anything of them goes."""
+    """pruned.json: versions that no reader may start with any more. Written before their objects are deleted."""
 
     run: str
     versions: tuple[tuple[int, int], ...]
-    # the first and last of each range, ascending: runs are pruned from below, so these are few
+    """First and last version of each range, ascending. Runs are pruned from below, so there are few."""
 
     @classmethod
     def of(cls, run: str, versions: Iterable[int]) -> Pruned:
@@ -218,26 +218,26 @@ class Writer(msgspec.Struct, frozen=True):
     """writer.json: who may publish, where the store cannot refuse a second writer."""
 
     epoch: int
-    # how many have claimed the run, this one included
+    """Number of writers that have claimed the run, this one included."""
     writer: str
-    # the claimant's own mark
+    """Mark of the writer that claimed it last."""
     at: float
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a replica says of itself."""
+    """replicas/<id>.json: the state that a replica reports."""
 
     run: str
     replica: str
     version: int | None
-    # the version whose digest its weights matched
+    """The version whose digest its weights matched."""
     newest: int | None
     healthy: bool
     at: float
     error: str = ""
     timings: dict[str, float] = {}
     reading: tuple[tuple[int, int], ...] = ()
-    # ranges of versions whose objects it fetches now: prune leaves them while this is fresh
+    """Ranges of versions whose objects it is fetching: prune keeps them while the heartbeat is fresh."""
 
 
 T = TypeVar("T")

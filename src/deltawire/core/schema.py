@@ -56,9 +56,9 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 class Schema(msgspec.Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
-    # sorted by name; each stored and travelling once
+    """Sorted by name. Tied tensors are stored once."""
     ties: dict[str, str] = {}
-    # alias → the tensor above that it shares storage with
+    """Alias → the tensor above that it shares storage with."""
 
     @classmethod
     def build(cls, tensors: Iterable[TensorSpec], ties: Mapping[str, str] | None = None) -> Schema:

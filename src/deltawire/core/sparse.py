@@ -63,7 +63,7 @@ Read = Callable[[int, int], bytes]
 
 class _Block(CodedBlock, frozen=True):
     hash: str = ""
-    # blake3 of the block's bytes as stored, so that a part fetched alone can be checked
+    """blake3 of the block's bytes as stored, so that a part fetched alone can be checked."""
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -76,11 +76,11 @@ class EncodedBlock:
     """A coded block on its way into a file."""
 
     tensors: list[TensorSpec]
-    # those its regions lie in, in order
+    """Those its regions lie in, in order."""
     record: _Block | None
-    # None for `raw`, whose index is its names
+    """None for `raw`, whose index is its names."""
     parts: list[tuple[str, str, bytes]]
-    # (file tensor, dtype, bytes); block encodings use the name ""
+    """(file tensor, dtype, bytes); block encodings use the name ""."""
     changed: int
 
 
@@ -116,7 +116,7 @@ class DataFile:
     size: int
     hash: str
     head_size: int
-    # header and index: what must be read to know where the rest is
+    """Header and index: what must be read to know where the rest is."""
     head_hash: str
     changed: int
     chunks: Callable[[], Iterator[bytes]]
@@ -210,11 +210,11 @@ class BlockRef:
     """A block of an opened file: where it is and which regions it changes. Nothing of it was read yet."""
 
     regions: tuple[tuple[Region, int], ...]
-    # (region, changed)
+    """(region, changed)."""
     start: int
     nbytes: int
     record: _Block | None
-    # None for `raw`
+    """None for `raw`."""
     indices: container.Item | None = None
     values: container.Item | None = None
 

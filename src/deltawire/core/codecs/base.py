@@ -25,9 +25,9 @@ class Stream(msgspec.Struct, frozen=True, array_like=True):
     """One byte stream of a coded block, zstd-compressed where that made it smaller."""
 
     raw: int
-    # bytes after decompression
+    """Bytes after decompression."""
     stored: int
-    # bytes in the file; equal to `raw` when stored as it is
+    """Bytes in the file; equal to `raw` when stored as it is."""
 
 
 class CodedBlock(msgspec.Struct, frozen=True):
@@ -35,9 +35,9 @@ class CodedBlock(msgspec.Struct, frozen=True):
 
     encoding: str
     regions: list[tuple[int, int, int, int, int, int]]
-    # (tensor number, row, rows, column, columns, changed)
+    """(tensor number, row, rows, column, columns, changed)."""
     streams: dict[str, Stream]
-    # in file order
+    """In file order."""
     parameters: dict[str, int] = {}
 
 
@@ -47,7 +47,7 @@ class Coded(msgspec.Struct, frozen=True):
     streams: dict[str, bytes]
     parameters: dict[str, int] = {}
     encoding: str | None = None
-    # whose streams these are, where an encoder found that another one serves the block better
+    """Whose streams these are, where an encoder found that another one serves the block better."""
 
 
 class Encoding(Protocol):

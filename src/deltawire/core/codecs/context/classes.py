@@ -51,15 +51,15 @@ class Rule:
     """How a block's weights get their class: clamp(top − exponent, 0, span − 1) + row level + column level."""
 
     top: int
-    # exponents from here up are the least likely class
+    """Exponents from here up are the least likely class."""
     span: int
-    # exponents told apart, downwards from top
+    """Exponents told apart, downwards from top."""
     leveled: bool
-    # whether any segment has row or column levels
+    """Whether any segment has row or column levels."""
     shift: int
-    # lowest bit of the dtype's exponent
+    """Lowest bit of the dtype's exponent."""
     mask: int
-    # and its mask, both 0 for a dtype without one
+    """Mask of the exponent after the shift. Both are 0 for a dtype without an exponent."""
 
     def table(self, classes: int) -> Table:
         """Shift, mask, low, top, offset, classes: as kernels take it.

@@ -34,20 +34,20 @@ class Segment:
 
     rows: int
     columns: int
-    # as they are walked
+    """As they are walked."""
     positions: npt.NDArray[np.uint32]
     zigzags: npt.NDArray[np.uint32]
     exponents: npt.NDArray[np.uint8]
-    # of the old weights that changed
+    """Of the old weights that changed."""
     grid: tuple[int, int]
     per_row: npt.NDArray[np.int64]
     per_column: npt.NDArray[np.int64]
-    # how many changed
+    """How many changed."""
     row_levels: LevelBytes | None = None
     column_levels: LevelBytes | None = None
     n: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, CLASSES), np.int64))
     k: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, CLASSES), np.int64))
-    # per tile and class: weights, changed ones
+    """Per tile and class: weights, changed ones."""
 
     @property
     def leveled(self) -> bool:

@@ -33,15 +33,16 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A segment's line of the head."""
+    """The tiles of one region, as the head describes them."""
 
     down: int
+    """Tiles along the rows."""
     across: int
-    # tiles per axis
+    """Tiles along the columns."""
     flags: int
-    # which levels it has
+    """Which levels it has."""
     offset: int
-    # how far its rates are from the block's, in eighths of an octave
+    """How far its rates are from the block's, in eighths of an octave."""
 
     @property
     def tiles(self) -> int:
@@ -58,17 +59,17 @@ class Head:
     rule: Rule
     classes: int
     spread: int
-    # which set of count tables
+    """Which set of count tables."""
     rates: npt.NDArray[np.uint8]
-    # per class
+    """Per class: how often it changes, in eighths of an octave below 1."""
     inverse: npt.NDArray[np.bool_]
-    # per class: the rate is of the unchanged
+    """Per class: the rate is of the unchanged."""
     steps: Sequence[Sequence[int]]
-    # scaled step tables
+    """Scaled step tables."""
     step_table: npt.NDArray[np.uint8]
-    # per class: its step table
+    """Per class: its step table."""
     grids: Sequence[Grid]
-    # per segment
+    """Per segment."""
 
     def step_tables(self) -> list[Cumulative]:
         return [unscale(table) for table in self.steps]

@@ -31,9 +31,9 @@ class Matrix:
     """Old weights as kernels want them: weight [r, c] is unit r · stride + c."""
 
     units: npt.NDArray[np.uint8]
-    # their bytes, from the first weight to the last; read-only
+    """Their bytes, from the first weight to the last; read-only."""
     size: int
-    # bytes per unit
+    """Bytes per unit."""
     stride: int
     rows: int
     columns: int
