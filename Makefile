@@ -15,6 +15,9 @@ DEVICE ?= cpu
 APART  := density pause pause_server sync netns_demo real_models service_proof wordle_seeds
 BENCH  ?= $(filter-out $(APART:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py)))
 
+# without cached bytecode every worker and every program that a test starts compiles the package anew
+unexport PYTHONDONTWRITEBYTECODE
+
 # a file's tests stay in one worker, so that what they share is made once
 PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile
 
@@ -41,7 +44,7 @@ test: $(READY)  ## run the tests, except the slow ones
 	@$(PYTEST) $(ARGS)
 
 test-all: $(READY)  ## run all tests, the slow ones too
-	@$(PYTEST) -m "" --timeout 900 $(ARGS)
+	@$(PYTEST) -m "" --timeout 900 --hypothesis-profile thorough $(ARGS)
 
 soak: $(READY)  ## one trainer, twelve replicas, a real S3 server and faults, for MINUTES=10 (SEED= repeats a run)
 	@$(BIN)/python -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)

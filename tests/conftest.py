@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import signal
@@ -9,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+import typer.testing
 from hypothesis import HealthCheck, settings
 
 from deltawire.store import ObjectStore, Store
@@ -16,9 +18,15 @@ from deltawire.testing.seaweed import SeaweedFS
 from precompile import precompile
 from tests.hub_stand_in import HubStandIn
 
-# no deadline: the first call of a kernel may compile it
-settings.register_profile("deltawire", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("deltawire")
+# `make test-all` takes the second; no deadline: the first call of a kernel may compile it
+for profile, examples in (("everyday", 20), ("thorough", 200)):
+    settings.register_profile(
+        profile, deadline=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile("everyday")
+
+# Typer builds all commands anew for each call of one, which takes longer than most of them
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 
 def _interpret_triton() -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from deltawire.cli import app
 from deltawire.core import keys
 from deltawire.core.full import Checkpoint
 from deltawire.store import LocalStore
@@ -25,9 +27,12 @@ BAD = "\x1b]0;pwned\x07\x1b[31m\x9b31m\u202e"
 """Sets a terminal's title, its colours (also in one C1 byte), and the direction of its text."""
 
 
-def deltawire(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deltawire.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
+def deltawire(*arguments: str) -> Any:
+    """A command in this process; whatever it raises that `main` would show as a traceback is raised here."""
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
 
 
 def obeyed(text: str) -> list[str]:
@@ -68,7 +73,7 @@ def test_nothing_of_a_bucket_reaches_the_terminal_as_a_command(run: LocalStore) 
     edit(run, keys.manifest(2), run=BAD)
     for arguments in (("checkout", run.url, "-o", "x"), ("verify", run.url), ("-vv", "log", run.url)):
         done = deltawire(*arguments)
-        assert done.returncode == 3
+        assert done.exit_code == 3
         assert obeyed(done.stdout + done.stderr) == [], arguments
 
 
@@ -77,7 +82,7 @@ def test_a_folder_name_that_no_disk_can_hold(run: LocalStore, tmp_path: Path, co
     place = str(tmp_path / ("x" * 300))
     options = ("-o", place) if command == "checkout" else ("--once", "--dir", place)
     done = deltawire(command, run.url, *options)
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert done.stderr.count("\n") == 1
     assert f"cannot write {place}: File name too long" in done.stderr
 
@@ -126,9 +131,9 @@ def test_follow_outlives_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_checkout_to_a_full_disk_names_the_folder(run: LocalStore, tmp_path: Path) -> None:
     place = tmp_path / "out"
-    done = deltawire(
-        "checkout", run.url, "-o", str(place),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+    done = subprocess.run(
+        [sys.executable, "-m", "deltawire.cli", "checkout", run.url, "-o", str(place)], capture_output=True, text=True,
+        timeout=100, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
     )  # fmt: skip
     assert done.returncode == 1
     assert f"cannot write {place}: File too large" in done.stderr
@@ -140,6 +145,6 @@ def test_an_index_of_a_checkpoint_that_is_not_utf8(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_bytes(b'{"weight_map": {"x": "\xff\xfe"}}')
     done = deltawire("publish", str(folder), str(tmp_path / "run"))
-    assert done.returncode == 3
+    assert done.exit_code == 3
     assert "does not parse" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.core.change import Change, Region
@@ -33,7 +33,6 @@ def encodings(blob: bytes) -> list[str]:
     return [block.record.encoding for block in opened(blob).blocks if block.record]
 
 
-@settings(max_examples=120)
 @given(data=st.data())
 def test_any_tensors(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(seeds))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
+import importlib.util
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -15,8 +16,37 @@ LARGER = {
     "CLASS_RANKS": {"CHUNKS": 32, "BLOCK": 256},
     "PLACE": {"BLOCK": 256},
     "ADAMW": {"WORDS": 1024},
+    "GATHER": {"BLOCK": 4096},
 }
 """The interpreter takes its time per operation, however long the vectors are: fewer turns of a loop, but several."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patch_the_language_once_per_launch() -> Iterator[None]:
+    """Triton's interpreter patches `triton.language` again at each call of a function within a kernel, which takes a
+    third of its time. Once per launch and module is enough."""
+    if _CUDA or not importlib.util.find_spec("triton"):
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patched: set[int] = set()
+    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+
+    def launched(self: object, *arguments: object, **options: object) -> object:
+        patched.clear()
+        return launch(self, *arguments, **options)
+
+    def patch_once(function: FunctionType) -> object:
+        if id(function.__globals__) in patched:
+            return None
+        patched.add(id(function.__globals__))
+        return patch(function)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+        monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""One rank of a sharded trainer. Run by test_sharded.py: torchrun sharded_rank.py SCENARIO,… FOLDER."""
+"""One rank of a sharded trainer. Run by test_sharded.py: torchrun sharded_rank.py SCENARIO,…/SCENARIO,… FOLDER."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from moe_models import make as make_experts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -161,6 +161,8 @@ class Rank:
 
     def experts(self) -> None:
         """Fused experts: each rank has some of a layer's, and publishes them one by one."""
+        from moe_models import make as make_experts
+
         make = partial(make_experts, "qwen3_moe", vocab_size=301)
         model = make()
         for layer in model.model.layers:
@@ -435,17 +437,33 @@ class Rank:
 
 
 def main(scenarios: str, folder: Path) -> None:
+    """Scenarios after a slash start with a new process group. All but the last group run in a fork of this process:
+    a fork costs nothing, starting ranks anew costs seconds for each."""
     torch.set_num_threads(1)
+    *before, last = scenarios.split("/")
+    for names in before:
+        if not (child := os.fork()):
+            play(names, folder)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"{names} failed")
+    play(last, folder)
+
+
+def play(names: str, folder: Path) -> NoReturn:
     rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
     # not by torchrun's own store: after a restart it still has the addresses at which gloo was before
-    meeting = f"file://{folder}/rendezvous-{scenarios}-{attempt}"
+    meeting = f"file://{folder}/rendezvous-{names}-{attempt}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     me = Rank(rank, size, folder)
-    for scenario in scenarios.split(","):
-        began = time.perf_counter()
-        getattr(me, scenario)()
-        print(f"rank {rank}: {scenario} in {time.perf_counter() - began:.1f} s", flush=True)
-    (folder / f"{scenarios}-{rank}.json").write_text(json.dumps(me.report))
+    try:
+        for scenario in names.split(","):
+            began = time.perf_counter()
+            getattr(me, scenario)()
+            print(f"rank {rank}: {scenario} in {time.perf_counter() - began:.1f} s", flush=True)
+        (folder / f"{names}-{rank}.json").write_text(json.dumps(me.report))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     # a group that lost a member waits for it when it is taken down
     os._exit(0)
 
