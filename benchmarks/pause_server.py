@@ -28,6 +28,7 @@ after it is served. The control phase is cut into windows of the same lengths. I
     served     from the commit of a version until it is served and proven, the wait for the next poll included
     total      the same from when the server has noticed it; fetch, decode, pause, stop, apply, prove: parts of it
 `--chart RESULT.json CHART.svg` draws tokens around a sync.
+`--make FOLDER` only makes the versions of these phases; `--made FOLDER` measures with what that has made, or is making.
 `--turns FOLDER` is for measuring several servers that are started at once: before each phase it waits for a file of its
 name there, and writes NAME.done after it.
 """
@@ -45,7 +46,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
@@ -229,14 +230,20 @@ def _pin_session(session: int, cores: list[int]) -> None:
 def make_versions(model: Path, folder: Path, device: str, order: list[tuple[str, float]], last: bool) -> None:
     """Publish version 0, a reference to the model, version 1, which is the same, and one for each (encoding, density).
 
-    What each adds to the bucket is kept as folder/VERSION, as links (that of 0 with 1). Prints a line per version. With
-    `last`, the newest version is written as a checkpoint, and what one more step would change as the rivals need it.
+    What each adds to the bucket is kept as folder/VERSION, as links (that of 0 with 1), and a line about it in
+    folder/made.jsonl. With `last`, the newest version is written as a checkpoint, and what one more step would change
+    as the rivals need it.
     """
     import torch
     from safetensors.torch import load_file, save_file
 
     from deltawire.trainer import Publisher
 
+    def note(line: dict[str, Any]) -> None:
+        with open(folder / "made.jsonl", "a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    folder.mkdir(parents=True, exist_ok=True)
     weights = load_file(model / "model.safetensors", device=device)
     generator = torch.Generator(device).manual_seed(1)
     bucket, seen = folder / "made", {}
@@ -255,9 +262,10 @@ def make_versions(model: Path, folder: Path, device: str, order: list[tuple[str,
         result = publisher.publish(weights).result(600)
         assert result.version == version, f"version {result.version} where {version} was expected"
         seen |= _keep_new(bucket, seen, folder / str(version))
-        print(json.dumps({
+        note({
             "version": version, "encoding": encoding, "changed": result.changed, "bytes": result.bytes,
-        }), flush=True)  # fmt: skip
+            "timings": result.timings, "at": time.time(),
+        })  # fmt: skip
     assert publisher is not None
     publisher.close()
     if last:
@@ -271,7 +279,7 @@ def make_versions(model: Path, folder: Path, device: str, order: list[tuple[str,
             patches |= {f"{name}.shape": torch.tensor(tensor.shape), f"{name}.indices": where,
                         f"{name}.old": before[where], f"{name}.new": tensor.reshape(-1)[where]}  # fmt: skip
         save_file(patches, folder / "patches.safetensors")
-    print(json.dumps({"done": True}), flush=True)
+    note({"done": True})
 
 
 def _move(tensor: Any, density: float, generator: Any) -> Any:
@@ -323,7 +331,7 @@ class Versions:
 # ── the measurement ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def measure(options: argparse.Namespace, report: dict[str, Any]) -> None:
+def measure(options: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
     """Fill the report phase by phase: what is there when a later one fails was measured."""
     from vllm_live import ON_GPU, Server
 
@@ -340,11 +348,9 @@ def measure(options: argparse.Namespace, report: dict[str, Any]) -> None:
         followed, other = folder / "run", folder / "other"
         device = "cuda" if ON_GPU else "cpu"
         model = options.model or make_model(folder / "model", sizes, device)
-        making = _Making(
-            model, folder, device, [*_order(options)], last={"equal", "rivals"} & {*options.phases} != set()
-        )
+        making = _Making(options, model, folder, device)
         making.wait(1)
-        versions = Versions(folder, making.made)
+        versions = Versions(making.folder, making.made)
         versions.publish(followed)
         versions.publish(other, 1)
         flags = ["--no-enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "4096", "--max-num-seqs",
@@ -359,7 +365,7 @@ def measure(options: argparse.Namespace, report: dict[str, Any]) -> None:
             # not before: what is compiled at the start may use all cores
             _pin_session(server.process.pid, server_cores)
             print(f"{len(making.made)} versions are made", flush=True)
-            _Phases(options, report, server, versions, followed, other, client_cores, folder).run()
+            _Phases(options, report, server, versions, followed, other, client_cores, making.folder, save).run()
             report["status"] = server.status()
         except BaseException:
             print(server.tail())
@@ -394,39 +400,44 @@ def _encodings(options: argparse.Namespace) -> list[str]:
 
 
 class _Making:
-    """The process that makes all versions."""
+    """The process that makes all versions, or the folder where another has made them."""
 
-    def __init__(self, model: Path, folder: Path, device: str, order: list[tuple[str, float]], last: bool) -> None:
-        self.made: list[dict[str, Any]] = []
-        command = [sys.executable, __file__, "--as", "publisher", str(model), str(folder), device, json.dumps(order),
-                   str(int(last))]  # fmt: skip
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    def __init__(self, options: argparse.Namespace, model: Path, folder: Path, device: str) -> None:
+        self.folder, self.made, self._done = options.made or folder, list[dict[str, Any]](), False
+        self._process = None
+        if not options.made:
+            last = {"equal", "rivals"} & {*options.phases} != set()
+            command = [sys.executable, __file__, "--as", "publisher", str(model), str(folder), device,
+                       json.dumps([*_order(options)]), str(int(last))]  # fmt: skip
+            self._process = subprocess.Popen(command)
 
     def wait(self, version: int | None = None) -> None:
         """Until a version is made; without one, until all are."""
-        assert self._process.stdout is not None
-        while version is None or len(self.made) < version:
-            line = self._process.stdout.readline()
-            if not line:
+        lines = self.folder / "made.jsonl"
+        while not self._done and (version is None or len(self.made) < version):
+            failed = self._process is not None and self._process.poll()
+            # what follows the last line break is still being written
+            text = lines.read_text().split("\n")[:-1] if lines.exists() else []
+            found = [json.loads(line) for line in text]
+            self.made[:] = [line for line in found if "version" in line]
+            self._done = len(found) > len(self.made)
+            if failed:
                 raise SystemExit("the process that makes versions has failed")
-            found = json.loads(line)
-            if "done" in found:
-                self._process.wait(60)
-                return
-            self.made.append(found)
+            time.sleep(0.2)
 
     def stop(self) -> None:
-        self._process.kill()
-        self._process.wait(60)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(60)
 
 
 class _Phases:
     def __init__(
         self, options: argparse.Namespace, report: dict[str, Any], server: Any, versions: Versions, followed: Path,
-        other: Path, cores: list[int], folder: Path,
+        other: Path, cores: list[int], folder: Path, save: Callable[[], None],
     ) -> None:  # fmt: skip
         self.options, self.report, self.server, self.versions = options, report, server, versions
-        self.followed, self.other, self.cores, self.folder = followed, other, cores, folder
+        self.followed, self.other, self.cores, self.folder, self.save = followed, other, cores, folder, save
         self.quiet: Gaps | None = None
 
     def run(self) -> None:
@@ -442,6 +453,7 @@ class _Phases:
             self.report[phase] = {**found, "seconds": round(time.monotonic() - clock, 1)}
             shown = {key: value for key, value in self.report[phase].items() if key != "timeline"}
             print(f"{phase}: {json.dumps(shown)}", flush=True)
+            self.save()
             if self.options.turns:
                 (self.options.turns / f"{phase}.done").touch()
 
@@ -763,20 +775,31 @@ def main() -> None:
     parser.add_argument("--rivals", type=int, default=10, help="times that each rival is measured; even")
     parser.add_argument("--requests", type=int, default=1000, help="of the prefix phase")
     parser.add_argument("--flags", default="--gpu-memory-utilization 0.5", help="more flags of vllm serve, in quotes")
+    parser.add_argument("--make", type=Path, help="only make the versions, in this folder")
+    parser.add_argument("--made", type=Path, help="folder with versions that --make has made, or is making")
     parser.add_argument("--turns", type=Path, help="folder with files that say which phase may begin")
     parser.add_argument("--scratch", type=Path, help="where model and buckets go while it runs")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")
     parser.add_argument("--log", type=Path, help="file for the server's log")
     options = parser.parse_args()
+    if options.make:
+        last = {"equal", "rivals"} & {*options.phases} != set()
+        device = "cuda" if os.environ.get("DEVICE") == "cuda" else "cpu"
+        make_versions(options.model, options.make, device, [*_order(options)], last)
+        return
     facts = about()
     print_about(facts)
     report: dict[str, Any] = {}
-    try:
-        with ended_by_sigterm():
-            measure(options, report)
-    finally:
+
+    def save() -> None:
         if options.out and report:
             write_json(options.out, {**facts, **report})
+
+    try:
+        with ended_by_sigterm():
+            measure(options, report, save)
+    finally:
+        save()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from ..core.change import Change, Region
 from ..core.codecs.context.classes import Table
 from ..core.codecs.context.old import Counts, Levels, Ranked
 from ..core.codecs.context.tiles import LevelBytes, walked
+from ..core.dtypes import Bits
 from .host import fetched
 from .plan import Plan, Remember, grid
 from .results import rules
@@ -59,8 +60,7 @@ class DeviceBlock:
 
     def undo(self, changes: Sequence[Change]) -> None:
         """Put old bits back; one change per region."""
-        with self._beside():
-            self._put(self._units, changes, [change.old for change in changes])
+        self._put(self._units, changes, [change.old for change in changes])
 
     def exponents(self, shift: int, mask: int, every: Sequence[int]) -> Counts:
         with self._beside():
@@ -95,25 +95,26 @@ class DeviceBlock:
     ) -> list[Ranked]:
         from . import class_ranks, detect
 
+        plan = self._plan(grids)
         with self._beside():
-            plan = self._plan(grids)
             # comparing is how positions get into the order of the tiles
             new = self._units.clone()
-            self._put(new, changes, [change.new for change in changes])
+        self._put(new, changes, [change.new for change in changes])
+        with self._beside():
             changed = detect([self._units], [new], plan=plan)
             if changed.count != sum(change.count for change in changes):
                 raise RuntimeError("these are not the weights that the change was taken from")
             found = class_ranks([self._units], plan, rules(plan, [rule] * len(grids), levels), changed)
-            sizes, counts, ranks, steps = map(fetched, (found.sizes, found.counts, found.ranks, found.steps))
+            fetching = [fetched(part) for part in (found.sizes, found.counts, found.ranks, found.steps)]
             _wait(self._units)
         self._units = self._units.new_empty(0)
+        n, k = (counted.numpy().astype(np.int64) for counted in fetching[:2])
+        ranks, steps = (each.numpy().astype(np.uint32) for each in fetching[2:])
+        tiles, ends = plan.first_tile.tolist(), np.cumsum([0, *(change.count for change in changes)]).tolist()
         result: list[Ranked] = []
-        ends = np.cumsum([0, *(change.count for change in changes)]).tolist()
         for number in range(len(changes)):
-            tiles = slice(*plan.first_tile[number : number + 2].tolist())
-            here = slice(*ends[number : number + 2])
-            n, k = (counted.numpy()[tiles].astype(np.int64) for counted in (sizes, counts))
-            result.append((n, k, *(each.numpy()[here].astype(np.uint32) for each in (ranks, steps))))  # type: ignore[arg-type]
+            own, here = slice(*tiles[number : number + 2]), slice(*ends[number : number + 2])
+            result.append((n[own], k[own], ranks[here], steps[here]))
         return result
 
     def _plan(self, grids: Sequence[tuple[int, int]]) -> Plan:
@@ -133,13 +134,14 @@ class DeviceBlock:
         shift, mask, low, top = (int(value) for value in rule[:4])
         return top - (units >> shift).bitwise_and_(mask).to(torch.int16).clamp_(low, top)
 
-    def _put(self, units: Tensor, changes: Sequence[Change], bits: Sequence[npt.NDArray[Any]]) -> None:
-        starts = zip(self._starts.tolist(), changes, strict=True)
-        where = np.concatenate([change.positions.astype(np.int64) + start for start, change in starts])
-        if where.size:
-            values = np.concatenate(bits)
-            signed = values.view(f"i{values.itemsize}") if values.itemsize > 1 else values
-            units[self._sent(where)] = self._sent(signed)
+    def _put(self, units: Tensor, changes: Sequence[Change], bits: Sequence[Bits]) -> None:
+        positions, values = np.concatenate([change.positions for change in changes]), np.concatenate(bits)
+        starts = np.stack([self._starts, [change.count for change in changes]])
+        signed = values.view(f"i{values.itemsize}") if values.itemsize > 1 else values
+        with self._beside():
+            first, counts = self._sent(starts)
+            where = self._sent(positions.view(np.int32)) + first.repeat_interleave(counts, output_size=positions.size)
+            units[where] = self._sent(signed)
 
     def _sent(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._units.device)

@@ -42,6 +42,7 @@ class DeviceDetector:
 
     def __init__(self) -> None:
         self._parts: list[TensorGroup] = []
+        self._turn = threading.Lock()
         self._stream: Any = None
         self._known: Known | None = None
         """Of a view that was checked before: one with the same needs no check."""
@@ -164,11 +165,15 @@ class DeviceDetector:
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """On the stream where old weights are counted: what is copied from live ones must not wait for that."""
+        """On the stream where old weights are counted: what is copied from live ones must not wait for that.
+
+        One encoder at a time: each call into torch gives up the interpreter's lock, and with many threads after it, the
+        trainer's among them, passing it on takes longer than the work.
+        """
         if self._stream is None:
             yield
             return
-        with torch.cuda.device(self.device), torch.cuda.stream(self._counter):
+        with self._turn, torch.cuda.device(self.device), torch.cuda.stream(self._counter):
             yield
 
     @contextmanager
