@@ -39,7 +39,7 @@ from deltawire import Published, Publisher
 from deltawire.bucket import prune
 from deltawire.bucket.browse import below
 from deltawire.bucket.doctor import examine
-from deltawire.bucket.replay import as_run
+from deltawire.bucket.references import as_run
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.bucket.versions import resolve, set_tag
@@ -261,7 +261,7 @@ class _Chat:
 def _verified(url: str) -> str:
     result = verify(Run.open(url))
     if result.failure is not None:
-        raise Failed(f"{result.failure.object}: {result.failure.what}")
+        raise Failed(f"{result.failure.object}: {result.failure.message}")
     return f"{result.versions} versions verified, {result.proven} anchors and deltas proven"
 
 

@@ -214,7 +214,7 @@ def test_a_reference_on_the_hub_says_which_extra_it_needs() -> None:
     out = run_without(
         EXTRAS,
         """
-from deltawire.bucket.replay import find_reference
+from deltawire.bucket.references import find_reference
 from deltawire.core.errors import ReferenceUnavailable
 try:
     find_reference("org/model", 0)

@@ -270,7 +270,7 @@ class Demo:
             return
         self.story.verified = {"ok": result.ok, "versions": result.versions, "proven": result.proven}
         if result.failure is not None:
-            self.story.problems.append(f"the run does not verify: {result.failure.what}")
+            self.story.problems.append(f"the run does not verify: {result.failure.message}")
 
 
 # ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -196,7 +196,7 @@ def test_heartbeats_without_end(store: Store, monkeypatch: pytest.MonkeyPatch) -
 def test_more_manifests_than_fit_into_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.open(ForgedRun(store).store)
     assert verify(run).ok
-    monkeypatch.setattr("deltawire.bucket.records._ALL_MANIFESTS", 1000)
+    monkeypatch.setattr("deltawire.bucket.run.ALL_MANIFESTS", 1000)
     for work in (lambda: verify(run), lambda: prune(run, Retention(last=1))):
         with pytest.raises(ObjectTooLarge, match="1,000 bytes"):
             work()

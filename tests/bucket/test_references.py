@@ -13,7 +13,7 @@ from pathlib import Path
 COMMIT = "0" * 40
 FETCH = """
 import sys
-from deltawire.bucket.replay import find_reference
+from deltawire.bucket.references import find_reference
 from deltawire.core.errors import ReferenceUnavailable
 try:
     folder = find_reference("org/model", int(sys.argv[1]))

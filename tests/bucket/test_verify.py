@@ -169,7 +169,7 @@ def test_a_bad_object_is_named(
     problem = check(run, quick=quick).failure
     assert problem is not None
     assert (problem.version, problem.object, problem.error) == (version, key, error)
-    assert key.rpartition("/")[2] in problem.what
+    assert key.rpartition("/")[2] in problem.message
 
 
 def test_the_advice_says_who_is_stranded(run: LocalStore) -> None:
@@ -199,7 +199,7 @@ def test_a_bad_companion_file(run: LocalStore) -> None:
     problem = check(run, quick=True).failure
     assert problem is not None
     assert (problem.version, problem.object, problem.error) == (0, file.key, "HashMismatch")
-    assert file.name in problem.what
+    assert file.name in problem.message
 
 
 @pytest.mark.parametrize("kind", ["anchor", "delta"])
@@ -248,7 +248,7 @@ def test_a_wrong_digest_in_the_newest_manifest(run: LocalStore) -> None:
     problem = check(run).failure
     assert problem is not None
     assert (problem.version, problem.error) == (newest, "DigestMismatch")
-    assert keys.manifest(newest) in problem.what
+    assert keys.manifest(newest) in problem.message
 
 
 # ── bad records ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -351,7 +351,7 @@ def test_a_bad_record_is_named(run: LocalStore, case: str) -> None:
     problem = check(run, quick=True).failure
     assert problem is not None
     assert (problem.version, problem.object) == (version, key)
-    assert what in problem.what
+    assert what in problem.message
     assert problem.advice
 
 

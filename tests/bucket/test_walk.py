@@ -1,16 +1,23 @@
-"""Ways to a version: the cheapest, another around a bad link, and none."""
+"""Ways to a version: the cheapest, another around a bad link, and none; what is needed next is prefetched."""
 
 from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
 
 import pytest
 
 from deltawire.bucket.run import Run
-from deltawire.bucket.walk import Walker
+from deltawire.bucket.verify import verify
+from deltawire.bucket.walk import Walker, prefetch
+from deltawire.core import chain
 from deltawire.core.chain import Step
 from deltawire.core.errors import DeltawireError, HashMismatch, MissingBase, StoreUnavailable
 from deltawire.store import Store
+from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
-from support import history
+from support import history, publish
 
 
 @pytest.fixture
@@ -42,15 +49,12 @@ def test_what_is_left_out_is_planned_around(run: Run) -> None:
 def test_it_goes_on_until_no_way_is_left(run: Run, failure: DeltawireError) -> None:
     walker, tried = Walker(run), []
 
-    def go(steps: list[Step]) -> DeltawireError:
-        tried.append(kinds(steps))
-        walker.leave_out(steps[-1:])
-        return failure
-
     # an object that stays away is as good as lost; damage is named as it is
     with pytest.raises(HashMismatch if isinstance(failure, HashMismatch) else MissingBase, match=str(failure)):
-        walker.reach(4, lambda: 3, go)
-    assert tried == [[(4, "delta")], [(4, "anchor")]]
+        for step, _ in walker.walk(lambda: 3, 4):
+            tried.append((step.version, step.kind))
+            walker.reject(step, failure)
+    assert tried == [(4, "delta"), (4, "anchor")]
 
 
 def test_a_manifest_that_was_replaced_excuses_its_link_once(run: Run, store: Store) -> None:
@@ -62,3 +66,36 @@ def test_a_manifest_that_was_replaced_excuses_its_link_once(run: Run, store: Sto
     store.put(key, data.replace(b'"changed":', b'"changed":1', 1))
     assert walker.renew(step)
     assert not walker.renew(step)
+
+
+def test_dropped_half_way_it_does_not_wait_for_what_is_being_fetched(store: Store) -> None:
+    publish(store, history(6), anchor_ratio=1e6)
+    release, started = threading.Event(), threading.Event()
+
+    class Slow(CountingStore):
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            if "step_000003" in key:
+                started.set()
+                release.wait(30)
+            return super().get_range(key, start, length)
+
+    run = Run.open(Slow(store))
+    coming: Any = prefetch(run, chain.plan(None, 5, run.timeline(5)))
+    assert next(coming)[1].result().manifest.version == 0
+    assert started.wait(30)
+    coming.close()
+    assert not release.is_set()
+    release.set()
+
+
+def test_a_walk_that_ends_in_an_error_leaves_nothing_that_waits(store: Store) -> None:
+    """The collector runs wherever an object is made, also while a worker thread starts."""
+    publish(store, history(20), anchor_ratio=1e6)
+    store.delete(Run.open(store).manifest(5).links[0].objects[0].key)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        for _ in range(40):
+            assert not verify(Run.open(store)).ok
+    finally:
+        gc.set_threshold(*thresholds)

@@ -15,7 +15,8 @@ import torch
 import zstandard
 from safetensors import safe_open
 
-from deltawire.bucket.replay import Weights, checkout
+from deltawire.bucket.references import Weights
+from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.core import full, keys
 from deltawire.core.codecs import ENCODINGS

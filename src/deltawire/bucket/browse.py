@@ -10,9 +10,8 @@ from ..core.errors import DeltawireError, Unsupported
 from ..core.parallel import ordered_map
 from ..store import Store, open_store
 from ..store.base import Browsing
-from .run import Run
+from .run import REQUESTS, Run
 
-_REQUESTS = 16
 MAX_FOLDERS = 10_000
 """Folders that are looked into; what anybody may write into a bucket must not keep us for ever."""
 
@@ -48,7 +47,7 @@ def find(store: Store, depth: int) -> list[str]:
         level = level[: MAX_FOLDERS - looked]
         looked += len(level)
         below: list[str] = []
-        for prefix, (folders, objects) in zip(level, ordered_map(browsing.folders, level, _REQUESTS), strict=True):
+        for prefix, (folders, objects) in zip(level, ordered_map(browsing.folders, level, REQUESTS), strict=True):
             if any(item.key == prefix + keys.RUN for item in objects):
                 found.append(prefix)
             elif left:
@@ -82,4 +81,4 @@ def look(url: str, *, stored: bool = False) -> Listed:
 
 
 def look_at_all(store: Store, depth: int, *, stored: bool = False) -> list[Listed]:
-    return [*ordered_map(lambda prefix: look(below(store, prefix), stored=stored), find(store, depth), _REQUESTS)]
+    return [*ordered_map(lambda prefix: look(below(store, prefix), stored=stored), find(store, depth), REQUESTS)]

@@ -1,7 +1,7 @@
 """Fetch a data object whole and checked.
 
-What is small stays in memory, what is large goes to a temporary file. Where replicas of a host share a cache, all of
-it goes there, and is read from there.
+Small objects stay in memory, large ones go to a temporary file. Where the processes of a host share a cache, objects
+are kept and read there.
 """
 
 from __future__ import annotations
@@ -10,38 +10,36 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from blake3 import blake3
 
 from ..core.errors import HashMismatch, ObjectNotFound, StoreFull, TruncatedFile
 from ..core.manifest import Blob
+from ..core.parallel import ordered_map
 from ..store import Store
 from ..store.base import Settling
 from .cache import Cache, hash_of
-
-T = TypeVar("T")
 
 IN_MEMORY = 64 << 20
 PART = 8 << 20
 CONNECTIONS = 8
 
 Progress = Callable[[int], None]
+"""Called with the number of bytes that have arrived since the last call, from any thread."""
 
 
-class Fetched:
-    """The verified bytes of an object: in memory, in a file that has no name, or in one that the host shares."""
+class FetchedObject:
+    """The bytes of an object: in memory, or in an open file where there is a descriptor."""
 
-    def __init__(self, data: bytes | bytearray | None, descriptor: int, size: int, hashing: float = 0.0) -> None:
-        self._data, self._descriptor, self.size = data, descriptor, size
-        self.hashing = hashing
-        # seconds of the fetch that went into the hash; none where another process of this host did it
+    def __init__(self, size: int, descriptor: int = -1) -> None:
+        self.size = size
+        self.hashing_s = 0.0
+        """Seconds of the fetch spent on the hash; 0 where another process of this host has done it."""
+        self._data = bytearray(size if descriptor < 0 else 0)
+        self._descriptor = descriptor
 
     def read(self, start: int, length: int) -> bytes:
-        if isinstance(self._data, bytes):
-            return self._data[start : start + length]
-        if self._data is not None:
+        if self._descriptor < 0:
             return bytes(memoryview(self._data)[start : start + length])
         parts = []
         # one call gives at most 2 GB, and may give less
@@ -50,12 +48,24 @@ class Fetched:
             start, length = start + len(data), length - len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def write(self, start: int, data: bytes) -> None:
+        if self._descriptor < 0:
+            self._data[start : start + len(data)] = data
+            return
+        rest = memoryview(data)
+        while rest:
+            done = os.pwrite(self._descriptor, rest, start)
+            rest, start = rest[done:], start + done
+
+    def hash(self) -> str:
+        return blake3(self._data).hexdigest(length=16) if self._descriptor < 0 else hash_of(self._descriptor)
+
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __enter__(self) -> Fetched:
+    def __enter__(self) -> FetchedObject:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,123 +74,78 @@ class Fetched:
 
 def fetch(
     store: Store, blob: Blob, progress: Progress | None = None, *, shared: bool = True, one_of: int = 1
-) -> Fetched:
-    """The object a manifest names, or HashMismatch. A bad transfer is tried once more before the object is blamed.
+) -> FetchedObject:
+    """Fetch the object that a manifest names. Raises HashMismatch if it is not that object.
 
-    `shared` lets it come from the cache of this host, if there is one (see cache.py). `one_of` is how many objects are
-    fetched at the same time and stay open: they share the memory and the connections that one would have.
+    shared   allow the cache of this host, if there is one (cache.py)
+    one_of   number of objects fetched and kept open at the same time: they share memory and connections
     """
     cache = Cache.of_this_host(store) if shared else None
     if cache is not None:
         moved = False
 
-        def download(handle: int) -> None:
+        def download(descriptor: int) -> None:
             nonlocal moved
             moved = True
-            _twice(store, lambda again: _into_file(store, blob, handle, None if again else progress, one_of))
+            _download(store, blob, FetchedObject(blob.size, descriptor), progress, one_of)
 
-        handle = cache.obtain(blob, download)
-        if handle is not None:
+        descriptor = cache.obtain(blob, download)
+        if descriptor is not None:
             if progress and not moved:
                 progress(blob.size)
-            return Fetched(None, handle, blob.size)
+            return FetchedObject(blob.size, descriptor)
         if moved:
-            # it is only told once
-            progress = None
-    return _twice(store, lambda again: _fetch(store, blob, None if again else progress, one_of))
-
-
-def _twice(store: Store, work: Callable[[bool], T]) -> T:
-    try:
-        return _when_there(store, lambda: work(False))
-    except (HashMismatch, TruncatedFile):
-        return work(True)
-
-
-def _when_there(store: Store, work: Callable[[], T]) -> T:
-    """A manifest names the object, so it was put; a store that takes its time to show it is given that time."""
-    end = time.monotonic() + (store.settles_s if isinstance(store, Settling) else 0.0)
-    pause = 0.1
-    while True:
-        try:
-            return work()
-        except ObjectNotFound:
-            if time.monotonic() + pause > end:
-                raise
-        time.sleep(pause)
-        pause *= 2
-
-
-def _fetch(store: Store, blob: Blob, progress: Progress | None, one_of: int) -> Fetched:
+            progress = None  # already reported
     if blob.size <= IN_MEMORY // one_of:
-        _check_size(store, blob)
-        data = _in_memory(store, blob, progress, one_of)
-        return Fetched(data, -1, blob.size, _check(blob, lambda: blake3(data).hexdigest(length=16)))
+        return _download(store, blob, FetchedObject(blob.size), progress, one_of)
     try:
-        # it has no name: nothing is left of it, however we end
+        # it has no name: nothing is left of it, whatever happens
         with tempfile.TemporaryFile(prefix="deltawire-") as file:
-            hashing = _into_file(store, blob, file.fileno(), progress, one_of)
-            return Fetched(None, os.dup(file.fileno()), blob.size, hashing)
+            fetched = FetchedObject(blob.size, os.dup(file.fileno()))
+        try:
+            return _download(store, blob, fetched, progress, one_of)
+        except BaseException:
+            fetched.close()
+            raise
     except OSError as error:
         raise StoreFull(
             f"no room for the {blob.size:,} bytes of {blob.key} in {tempfile.gettempdir()}: {error}"
         ) from error
 
 
-def _into_file(store: Store, blob: Blob, handle: int, progress: Progress | None, one_of: int) -> float:
-    _check_size(store, blob)
-    if os.fstat(handle).st_size != blob.size:
-        os.truncate(handle, blob.size)
-    _parts(store, blob, lambda start, data: _write(handle, data, start), progress, one_of)
-    return _check(blob, lambda: hash_of(handle))
+def _download(store: Store, blob: Blob, into: FetchedObject, progress: Progress | None, one_of: int) -> FetchedObject:
+    """Download all parts and check the hash. A bad transfer is repeated once before the object is blamed.
 
+    A manifest names the object, so it has been put: a store that shows objects late is given that time.
+    """
 
-def _write(handle: int, data: bytes, start: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        done = os.pwrite(handle, rest, start)
-        rest, start = rest[done:], start + done
-
-
-def _check_size(store: Store, blob: Blob) -> None:
-    """What has the wrong size need not be fetched. Worth a request of its own only where it would be several."""
-    if blob.size > PART and (size := store.head(blob.key).size) != blob.size:
-        raise HashMismatch(f"{blob.key} has {size:,} bytes, its manifest says {blob.size:,}")
-
-
-def _in_memory(store: Store, blob: Blob, progress: Progress | None, one_of: int) -> bytes | bytearray:
-    if blob.size <= PART:
-        data = store.get_range(blob.key, 0, blob.size)
-        if progress:
-            progress(len(data))
-        return data
-    whole = bytearray(blob.size)
-
-    def keep(start: int, data: bytes) -> None:
-        whole[start : start + len(data)] = data
-
-    _parts(store, blob, keep, progress, one_of)
-    return whole
-
-
-def _parts(
-    store: Store, blob: Blob, keep: Callable[[int, bytes], object], progress: Progress | None, one_of: int
-) -> None:
-    def one(start: int) -> None:
+    def part(start: int) -> None:
         data = store.get_range(blob.key, start, min(PART, blob.size - start))
-        keep(start, data)
+        into.write(start, data)
         if progress:
             progress(len(data))
 
-    with ThreadPoolExecutor(max(1, CONNECTIONS // one_of), thread_name_prefix="deltawire-fetch") as pool:
-        for _ in pool.map(one, range(0, blob.size, PART)):
-            pass
-
-
-def _check(blob: Blob, hash: Callable[[], str]) -> float:
-    """HashMismatch, or the seconds it took to find out that there is none."""
-    clock = time.perf_counter()
-    found = hash()
-    if found != blob.hash:
-        raise HashMismatch(f"{blob.key} has the hash {found}, its manifest says {blob.hash}")
-    return time.perf_counter() - clock
+    connections = max(1, min(CONNECTIONS // one_of, -(-blob.size // PART)))
+    visible_at = time.monotonic() + (store.settles_s if isinstance(store, Settling) else 0.0)
+    pause, repeated = 0.1, False
+    while True:
+        try:
+            # worth a request of its own only where the download would be several
+            if blob.size > PART and (size := store.head(blob.key).size) != blob.size:
+                raise HashMismatch(f"{blob.key} has {size:,} bytes, its manifest says {blob.size:,}")
+            for _ in ordered_map(part, range(0, blob.size, PART), connections):
+                pass
+            clock = time.perf_counter()
+            if (found := into.hash()) != blob.hash:
+                raise HashMismatch(f"{blob.key} has the hash {found}, its manifest says {blob.hash}")
+            into.hashing_s = time.perf_counter() - clock
+            return into
+        except ObjectNotFound:
+            if repeated or time.monotonic() + pause > visible_at:
+                raise
+            time.sleep(pause)
+            pause *= 2
+        except (HashMismatch, TruncatedFile):
+            if repeated:
+                raise
+            repeated, progress = True, None

@@ -31,12 +31,8 @@ from ..core.manifest import Head, Manifest, Pruned, dump, now
 from ..core.parallel import ordered_map
 from ..store import ObjectInfo
 from ..store.base import Sweeping
-from .records import Room, blobs
-from .run import Run
+from .run import REQUESTS, Run, blobs, lean
 from .versions import tags
-
-_REQUESTS = 16
-"""Small requests at a time: all they cost is the round trip."""
 
 _READERS = 10_000
 """Replicas that may say what they read. All of them are asked, since what one reads must stay; so more are refused."""
@@ -221,19 +217,13 @@ def _plan(run: Run, rule: Retention, listing: list[ObjectInfo], at: float, marke
     """By the manifests themselves, not by history: what is deleted does not come back. As if `marked` were marked."""
     pruned = run.pruned().also(marked)
 
-    def read(version: int) -> Manifest | None:
-        try:
-            return run.manifest(version)
-        except VersionNotFound:
-            if version in pruned or version in run.pruned():
-                return None  # another prune was here
-            raise
-
-    found = (keys.version_of(item.key) for item in listing)
-    versions = sorted({v for v in found if v is not None})
-    room = Room()
-    manifests = zip(versions, ordered_map(read, versions, _REQUESTS), strict=True)
-    there = {v: room.keep(m) for v, m in manifests if m is not None}
+    listed = (keys.version_of(item.key) for item in listing)
+    there: dict[int, Manifest] = {}
+    for version, found in run.manifests(sorted({v for v in listed if v is not None})):
+        if isinstance(found, Manifest):
+            there[version] = lean(found)
+        elif not isinstance(found, VersionNotFound) or (version not in pruned and version not in run.pruned()):
+            raise found  # else another prune was here
     tagged: dict[int, str] = {}
     for name, tag in tags(run, strict=True).items():
         tagged[tag.version] = f"{tagged[tag.version]}, {name}" if tag.version in tagged else name
@@ -249,7 +239,7 @@ def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Co
             f"of replicas that do not exist ({fresh[0].key}, …)"
         )
     reading: set[int] = set()
-    for beat in ordered_map(lambda item: run.heartbeat(item.key), fresh, _REQUESTS):
+    for beat in ordered_map(lambda item: run.heartbeat(item.key), fresh, REQUESTS):
         if beat is not None and beat.reading:
             lease = Pruned(run.info.run, beat.reading)
             reading |= {v for v in versions if v in lease}
@@ -269,7 +259,7 @@ def apply_prune(run: Run, plan: PrunePlan, progress: Callable[[ObjectInfo], None
         return item
 
     for group in (plan.manifests, (*plan.data, *plan.files, *plan.heartbeats)):
-        for item in ordered_map(delete, group, _REQUESTS):
+        for item in ordered_map(delete, group, REQUESTS):
             if progress:
                 progress(item)
     # those that went are named again in case another prune, writing at the same moment, has lost them

@@ -6,7 +6,9 @@ import logging
 import secrets
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+import msgspec
 
 from ..core import history, keys
 from ..core.errors import (
@@ -24,6 +26,8 @@ from ..core.errors import (
     VersionNotFound,
 )
 from ..core.manifest import (
+    Blob,
+    File,
     Head,
     Heartbeat,
     Manifest,
@@ -37,7 +41,9 @@ from ..core.manifest import (
     parse_manifest,
     parse_pruned,
     parse_run,
+    spans,
 )
+from ..core.parallel import ordered_map
 from ..core.schema import Schema
 from ..core.settings import gigabytes
 from ..store import Store, open_store
@@ -68,8 +74,17 @@ MAX_MODEL_GB = 4000.0
 KEPT_MANIFESTS = 16 << 20
 """Bytes of manifests that stay in memory: they hardly ever change, so the latest are kept."""
 
+ALL_MANIFESTS = 256 << 20
+"""Bytes of all `lean` manifests of a run, as JSON; some 400,000 versions. In memory they take three times as much."""
+
 LOST_MANIFESTS = 1024
 """How many manifests are read in place of lost pages of history; each tells of sixteen versions."""
+
+REQUESTS = 16
+"""Small objects are read this many at a time: all they cost is the round trip."""
+
+DAMAGE = (ChainError, FormatError, SchemaError, ObjectNotFound)
+"""Errors caused by what is in the bucket, not by the way to it."""
 
 HEARTBEATS = 1000
 """How many replicas are looked at, the most recent ones."""
@@ -244,8 +259,32 @@ class Run:
         before = self.forget(version)
         try:
             return before is not None and self.manifest(version) != before
-        except (ChainError, FormatError, SchemaError):
+        except DAMAGE:
             return True
+
+    def manifests(self, versions: Iterable[int]) -> Iterator[tuple[int, Manifest | DeltawireError]]:
+        """Read many manifests, several at a time; where one is damaged, its error comes in its place.
+
+        A caller that keeps them keeps `lean` ones. Raises ObjectTooLarge where those exceed ALL_MANIFESTS bytes.
+        """
+
+        def read(version: int) -> Manifest | DeltawireError:
+            try:
+                return self.manifest(version)
+            except DAMAGE as error:
+                return error
+
+        left = ALL_MANIFESTS
+        wanted = list(versions)
+        for version, found in zip(wanted, ordered_map(read, wanted, REQUESTS), strict=True):
+            if isinstance(found, Manifest):
+                left -= len(dump(lean(found)))
+                if left < 0:
+                    raise ObjectTooLarge(
+                        f"the manifests up to version {version} take more than {ALL_MANIFESTS:,} bytes, all that is "
+                        "read at once: remove versions that nobody needs"
+                    )
+            yield version, found
 
     def timeline(self, newest: int, since: int = 0) -> dict[int, Summary]:
         """Summaries from `since` to `newest`, in O(log n) requests; pruned versions are left out.
@@ -292,6 +331,23 @@ class Run:
         except (ObjectNotFound, ManifestError, ObjectTooLarge) as error:
             log.warning("ignoring %s: %s", key, error)
             return None
+
+
+def lean(manifest: Manifest) -> Manifest:
+    """Return a manifest without what only people read."""
+    return msgspec.structs.replace(manifest, recent=(), metrics={}, timings={})
+
+
+def blobs(manifest: Manifest) -> Iterator[Blob | File]:
+    """Every object that a manifest names."""
+    yield from manifest.files
+    for link in manifest.links:
+        yield from link.objects
+
+
+def ranges(versions: Iterable[int]) -> str:
+    """Numbers as text for people: 1–3, 7."""
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in spans(versions))
 
 
 class _Past:
@@ -344,7 +400,7 @@ class _Past:
             self._reads -= 1
             try:
                 manifest = self._run.manifest(version)
-            except (ChainError, FormatError, SchemaError):
+            except DAMAGE:
                 end = version
                 continue
             yield from (*manifest.recent, manifest.summary())

@@ -1,44 +1,68 @@
 """Check a run from end to end: every record against the others, every object by its hash, every version by its digest.
 
-One copy of the weights walks up the versions. Standing at version v it proves every delta that starts there, skip
-deltas too: the digest of v, moved by the delta's changes, must be the digest that the manifest at its other end names.
-Only the delta to the next version is also written. An anchor is proven by the digest of its own content.
+First the small JSON objects, which must agree with each other. Then one copy of the weights walks up the versions.
+Standing at version v it proves every delta that starts there, skip deltas too: the digest of v, moved by the delta's
+changes, must be the digest that the manifest at its other end names. Only the delta to the next version is written. An
+anchor is proven by the digest of its own content.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NoReturn
 
+import msgspec
 from blake3 import blake3
 
-from ..core import chain, full, keys
-from ..core.digest import StateDigest
-from ..core.errors import DigestMismatch, HashMismatch, MissingBase, ReferenceUnavailable, VersionNotFound
-from ..core.manifest import File, Link, Manifest
-from ..core.sparse import DeltaFile
-from .ahead import Parcel, arrivals
-from .records import Found, Problem, Records, blame, blobs, ranges
-from .replay import Resolve, State, as_anchor, as_delta, find_reference, reference_source, take
-from .run import Run
-from .versions import existing
-from .walk import Walker
-
-Progress = Callable[[int, int], None]
-"""(bytes read since the last call, bytes to read in all)."""
+from ..core import chain, full, history, keys
+from ..core.errors import (
+    DeltawireError,
+    HashMismatch,
+    ManifestError,
+    MissingBase,
+    ReferenceUnavailable,
+    VersionNotFound,
+)
+from ..core.manifest import Link, Manifest, Pruned, Summary
+from ..core.parallel import ordered_map
+from .references import Resolve, find_reference
+from .replay import State, require_digest
+from .run import DAMAGE, REQUESTS, Run, blobs, lean, ranges
+from .versions import existing, tags
+from .walk import FetchedLink, Walker, prefetch
 
 _QUICK = "not replayed, as asked"
 _NO_BASE = "starts from a version that is pruned or was not asked for"
 _NO_REFERENCE = "the reference is not available here"
 
+_RESTORE = "restore it from a copy of the bucket"
+_RESTORE_FILE = "publish again with the checkpoint's files, or restore it from a copy of the bucket"
+_RESTORE_BASE = "restore the versions it is built on from a copy of the bucket, or publish an anchor and prune it"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The first bad thing that was found."""
+
+    version: int | None
+    """The version it makes unusable; None for a problem of the run as a whole."""
+    object: str
+    """Key of the object, or the source of a reference."""
+    error: str
+    """Class of the error, see core/errors.py."""
+    message: str
+    advice: str
+
 
 @dataclass(slots=True)
 class Verification:
-    """What was looked at and what came of it."""
+    """What was checked and the result."""
 
     versions: int = 0
     objects: int = 0
@@ -49,7 +73,7 @@ class Verification:
     not_proven: dict[str, int] = field(default_factory=dict)
     """Links whose objects were only hashed, by reason."""
     warnings: list[str] = field(default_factory=list)
-    """What harms no reader."""
+    """Findings that harm no reader."""
     failure: Problem | None = None
 
     @property
@@ -64,14 +88,15 @@ def verify(
     last: int | None = None,
     quick: bool = False,
     resolve: Resolve = find_reference,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Check every record of a run and every object of the versions from `first` to `last`; stop at the first bad thing.
+    """Check every record of a run and every object of the versions from `first` to `last`; stop at the first problem.
 
     `quick` hashes the objects but replays nothing. Needs memory for one copy of the weights plus a few blocks.
+    `progress` is called with the bytes read since the last call and the bytes to read in all.
     """
     result = Verification()
-    records = Records(run)
+    records = _Records(run)
     try:
         records.check()
         chosen = [v for v in records.manifests if (first is None or v >= first) and (last is None or v <= last)]
@@ -79,17 +104,167 @@ def verify(
             start = "" if first is None else f" from {first}"
             end = " on" if last is None else f" up to {last}"
             raise VersionNotFound(f"{run.store.url} has no version{start}{end}; {existing(run)}")
-        _Walk(records, chosen, quick, resolve, result).go(progress)
-    except Found as found:
-        result.failure = found.problem
-        if _was_pruned_since(run, records, found.problem.version):
+        _Replay(records, chosen, quick, resolve, result).check(progress)
+    except _Found as found:
+        result.failure, version = found.problem, found.problem.version
+        if version is not None and version not in records.pruned and version in run.pruned():
             result.failure = replace(found.problem, advice="it was pruned while verify ran: run verify again")
     result.warnings = records.warnings
     return result
 
 
-def _was_pruned_since(run: Run, records: Records, version: int | None) -> bool:
-    return version is not None and version not in records.pruned and version in run.pruned()
+class _Found(Exception):
+    """Ends the check with a problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+
+@contextmanager
+def _blame(version: int | None, key: str, advice: Callable[[], str] = lambda: _RESTORE) -> Iterator[None]:
+    """Turn an error inside into a problem of this object. A store that cannot be reached proves nothing, and raises."""
+    try:
+        yield
+    except ReferenceUnavailable:
+        raise  # not here, but perhaps elsewhere: says nothing about the run
+    except DAMAGE as error:
+        raise _Found(Problem(version, key, type(error).__name__, str(error), advice())) from error
+
+
+def _fail(version: int, key: str, message: str, advice: str = _RESTORE) -> NoReturn:
+    raise _Found(Problem(version, key, ManifestError.__name__, message, advice))
+
+
+# ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Records:
+    """The small JSON objects of a run, each by itself and against the others: pruned, manifests, history, head."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.warnings: list[str] = []
+        self.pruned = Pruned(run.info.run, ())
+        self.manifests: dict[int, Manifest] = {}
+        """Of every version that is not pruned, ascending."""
+        self.summaries: dict[int, Summary] = {}
+        self._recent: dict[int, tuple[Summary, ...]] = {}
+
+    def check(self) -> None:
+        """Raise _Found at the first contradiction."""
+        with _blame(None, keys.PRUNED):
+            self.pruned = self.run.pruned()
+        listed = self.run.listed()
+        if not listed:
+            self.warnings.append("the run has no version yet")
+            return
+        self._check_gaps(listed)
+        self._read_manifests(listed)
+        stranded = sorted(self.manifests.keys() - chain.reachable(self.summaries))
+        if stranded:
+            with _blame(stranded[0], keys.manifest(stranded[0]), lambda: _RESTORE_BASE):
+                chain.plan(None, stranded[0], self.summaries)
+        self._check_history()
+        self._check_head(listed[-1])
+        self._check_leftovers(listed)
+        for name, tag in tags(self.run).items():
+            if tag.version not in self.manifests:
+                self.warnings.append(f"the tag {name} names version {tag.version}, which the run does not have")
+
+    def _check_gaps(self, listed: list[int]) -> None:
+        newest = listed[-1]
+        hidden = self.pruned.last
+        if hidden >= newest:
+            _fail(hidden, keys.PRUNED, f"it hides version {hidden}, but the newest version is {newest}")
+        # in ranges: the newest version may have any number
+        first, last = self.pruned.also(listed).versions[0]
+        missing = 0 if first else last + 1
+        if missing < newest:
+            advice = f"restore it from a copy of the bucket, or add version {missing} to {keys.PRUNED} if it is to go"
+            _fail(missing, keys.manifest(missing), f"is missing, and {keys.PRUNED} does not name it", advice)
+
+    def _read_manifests(self, listed: list[int]) -> None:
+        for version, found in self.run.manifests(v for v in listed if v not in self.pruned):
+            with _blame(version, keys.manifest(version)):
+                if isinstance(found, DeltawireError):
+                    raise found
+            self.summaries[version] = found.summary()
+            # as a rule they are what the manifests before it say: then they take no memory of their own
+            self._recent[version] = tuple(
+                known if (known := self.summaries.get(told.version)) == told else told for told in found.recent
+            )
+            self.manifests[version] = lean(found)
+
+    def _check_history(self) -> None:
+        """What readers see of a version without reading its manifest must be what the manifest says."""
+        tellers: Counter[int] = Counter()
+        wrong: dict[int, list[tuple[str, Summary]]] = defaultdict(list)
+        for key, summaries, covered in self._tellers():
+            found = {s.version: s for s in summaries if s.version not in self.pruned}
+            for version in sorted({v for v in covered if v in self.manifests} ^ found.keys()):
+                what = "tells of a version that does not belong there:" if version in found else "leaves out version"
+                _fail(version, key, f"it {what} {version}")
+            for version, summary in found.items():
+                tellers[version] += 1
+                if summary != self.summaries[version]:
+                    wrong[version].append((key, summary))
+        if not wrong:
+            return
+        # where records contradict each other, several that agree are believed rather than one
+        version = min(wrong)
+        truth, key, (teller, other) = self.summaries[version], keys.manifest(version), wrong[version][0]
+        what = next(name for name in truth.__struct_fields__ if getattr(truth, name) != getattr(other, name))
+        if len(wrong[version]) == tellers[version] > 1:
+            _fail(version, key, f"{tellers[version]} records, such as {teller}, tell other {what} of it")
+        _fail(version, teller, f"it tells other {what} of version {version} than {key}")
+
+    def _tellers(self) -> Iterator[tuple[str, Iterable[Summary], range]]:
+        """(key, summaries in it, versions it must have), for every record that has summaries of versions."""
+
+        def read(end: int) -> history.Page | DeltawireError:
+            try:
+                return self.run.page(end)
+            except DAMAGE as error:
+                return error
+
+        ends = sorted({end for version in self.manifests for end in history.pages(version)})
+        for end, found in zip(ends, ordered_map(read, ends, REQUESTS), strict=True):
+            with _blame(None, keys.history(end)):
+                if isinstance(found, DeltawireError):
+                    raise found
+            yield keys.history(end), found.versions, range(end - history.span(end), end)
+        for version in self.manifests:
+            yield keys.manifest(version), self._recent[version], range(history.recent_start(version), version)
+
+    def _check_head(self, newest: int) -> None:
+        head = self.run.head_hint()
+        if head is None:
+            self.warnings.append(f"{keys.HEAD} is missing or unreadable: readers list the manifests instead")
+        elif head < newest or not self.run.exists(head):
+            self.warnings.append(f"{keys.HEAD} points to version {head}; the newest is {newest}")
+
+    def _check_leftovers(self, listed: list[int]) -> None:
+        half = [v for v in listed if v in self.pruned]
+        if half:
+            self.warnings.append(
+                f"{len(half)} pruned versions still have a manifest ({ranges(half)}): run `prune --apply` again"
+            )
+        named = {blob.key for m in self.manifests.values() for blob in blobs(m)}
+        orphans = [
+            item
+            for prefix in (keys.ANCHORS, keys.DELTAS, keys.FILES)
+            for item in self.run.store.list(prefix)
+            if item.key not in named
+        ]
+        if orphans:
+            size = sum(item.size for item in orphans)
+            self.warnings.append(
+                f"{len(orphans)} objects ({size:,} bytes) belong to no version, such as {orphans[0].key}: "
+                "left by a crash, or on their way; `prune` takes the old ones"
+            )
+
+
+# ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +272,11 @@ class _Visit:
     """One link to check."""
 
     at: int
-    """The version the walk has come to: a delta's base, else the link's own version."""
+    """The version that the walk has come to: a delta's base, else the link's own version."""
     manifest: Manifest
     link: Link
     go_on: bool = False
-    """The state moves along this delta."""
+    """Whether the state moves along this delta."""
     hash_only: str = ""
     """Why nothing is replayed."""
 
@@ -111,7 +286,7 @@ class _Visit:
 
 
 def _route(manifests: list[Manifest], quick: bool) -> list[_Visit]:
-    """Every link of these versions once, in the order in which one state can prove them."""
+    """Return every link of these versions once, in the order in which one state can prove them."""
     versions = [manifest.version for manifest in manifests]
     chosen = set(versions)
     starting: dict[int, list[tuple[Manifest, Link]]] = defaultdict(list)
@@ -134,151 +309,105 @@ def _route(manifests: list[Manifest], quick: bool) -> list[_Visit]:
     return route
 
 
-class _Walk:
-    """Up the versions with one copy of the weights. Every object is fetched once, some of them ahead."""
+class _Replay:
+    """Walks up the versions with one copy of the weights. Every object is fetched once, some of them ahead."""
 
     def __init__(
-        self, records: Records, versions: list[int], quick: bool, resolve: Resolve, result: Verification
+        self, records: _Records, versions: list[int], quick: bool, resolve: Resolve, result: Verification
     ) -> None:
         self.records, self.run, self.resolve, self.result = records, records.run, resolve, result
         self.versions = versions
         self.manifests = [records.manifests[version] for version in versions]
         self.route = _route(self.manifests, quick)
         self.bases = {visit.at for visit in self.route if visit.link.base == visit.at}
-        self.state: State | None = None
         self.walker = Walker(self.run, records.summaries)
 
-    def go(self, progress: Progress | None) -> None:
+    @cached_property
+    def state(self) -> State:
+        return State(self.run.schema)
+
+    def check(self, progress: Callable[[int, int], None] | None) -> None:
+        result = self.result
         total = sum({blob.key: blob.size for m in self.manifests for blob in blobs(m)}.values())
         advance = (lambda n: progress(n, total)) if progress else None
         for manifest, file in {file.key: (m, file) for m in reversed(self.manifests) for file in m.files}.values():
-            self._file(manifest, file)
+            with _blame(manifest.version, file.key, lambda: _RESTORE_FILE):
+                found = blake3(self.run.store.get(file.key, limit=file.size).data).hexdigest(length=16)
+                if found != file.hash:
+                    raise HashMismatch(f"{file.name} has the hash {found}, its manifest says {file.hash}")
+            result.objects += 1
+            result.bytes += file.size
             if advance:
                 advance(file.size)
-        # what lies in the bucket is to be verified, not what this host has of it
-        coming = arrivals(self.run, [visit.step for visit in self.route], advance, shared=False)
-        for visit, arrival in zip(self.route, coming, strict=True):
-            self.result.versions = bisect_left(self.versions, visit.at)
-            with self._blame(visit.manifest, visit.link):
-                parcel = arrival.parcel()
-                reason = self._check(visit, parcel)
-            self.result.objects += len(parcel.objects)
-            self.result.bytes += sum(data.size for data in parcel.objects)
+        # verify what is in the bucket, not this host's cache of it
+        coming = prefetch(self.run, [visit.step for visit in self.route], advance, shared=False)
+        for visit, (_, pending) in zip(self.route, coming, strict=True):
+            result.versions = bisect_left(self.versions, visit.at)
+            with self._blame_link(visit.manifest, visit.link):
+                fetched = pending.result()
+                reason = self._prove(visit, fetched)
+            result.objects += len(fetched.objects)
+            result.bytes += sum(data.size for data in fetched.objects)
             if reason:
-                self.result.not_proven[reason] = self.result.not_proven.get(reason, 0) + 1
+                result.not_proven[reason] = result.not_proven.get(reason, 0) + 1
             else:
-                self.result.proven += 1
-        self.result.versions = len(self.versions)
+                result.proven += 1
+        result.versions = len(self.versions)
 
-    def _file(self, manifest: Manifest, file: File) -> None:
-        advice = "publish again with the checkpoint's files, or restore it from a copy of the bucket"
-        with blame(manifest.version, file.key, lambda: advice):
-            data = self.run.store.get(file.key, limit=file.size).data
-            found = blake3(data).hexdigest(length=16)
-            if found != file.hash:
-                raise HashMismatch(f"{file.name} has the hash {found}, its manifest says {file.hash}")
-        self.result.objects += 1
-        self.result.bytes += file.size
-
-    def _check(self, visit: _Visit, parcel: Parcel) -> str:
-        """Replay one link, whose objects have been hashed. Returns why not, where it could not be."""
-        manifest, link = visit.manifest, visit.link
-        if link.kind == "reference":
-            return visit.hash_only or self._reference(manifest, link)
-        if link.kind == "anchor":
-            weights = as_anchor(self.run, manifest.version, parcel.objects)
-            if not visit.hash_only:
-                self._full(manifest, weights)
-            return visit.hash_only
+    def _prove(self, visit: _Visit, fetched: FetchedLink) -> str:
+        """Replay one link, whose objects have been hashed. Returns the reason where it could not be replayed."""
+        manifest, kind = visit.manifest, visit.link.kind
+        if kind == "delta":
+            reason = visit.hash_only or ("" if self._stand_at(visit.at) else _NO_REFERENCE)
+            if reason:
+                fetched.deltas()
+            else:
+                self.state.take(fetched, self.resolve, write=visit.go_on)
+            return reason
         if visit.hash_only:
-            for data in parcel.objects:
-                as_delta(self.run, manifest, link, data)
+            if kind == "anchor":
+                fetched.weights(self.resolve)
             return visit.hash_only
-        state = self._stand_at(visit.at)
-        present = state.digest if state else None
-        files = [as_delta(self.run, manifest, link, data, present) for data in parcel.objects]
-        if state is None:
-            return _NO_REFERENCE
-        self._delta(state, manifest, files, visit.go_on)
-        return ""
-
-    def _reference(self, manifest: Manifest, link: Link) -> str:
         try:
-            self._full(manifest, reference_source(self.run, link, self.resolve))
+            if manifest.version in self.bases and self.state.version != manifest.version:
+                self.state.take(fetched, self.resolve)
+            else:
+                require_digest(manifest, full.digest_of(fetched.weights(self.resolve)))
         except ReferenceUnavailable:
             self.walker.leave_out_references()
             return _NO_REFERENCE
         return ""
 
-    def _full(self, manifest: Manifest, weights: full.Source) -> None:
-        """Compare the digest of full weights. They become the state where it is needed and no delta led there."""
-        if manifest.version in self.bases and not self._stands_at(manifest.version):
-            state = self._private_state()
-            state.load(weights)
-            found, state.version = state.digest, manifest.version
-        else:
-            found = full.digest_of(weights)
-        _require(manifest, found)
+    def _stand_at(self, version: int) -> bool:
+        """Bring the state to a version, where neither the walk nor an anchor led there. False if no way does."""
+        while self.state.version != version:
+            try:
+                for step, pending in prefetch(self.run, self.walker.plan(self.state.version, version), shared=False):
+                    manifest = self.records.manifests[step.version]
+                    with self._blame_link(manifest, manifest.link(step.kind, step.base)):
+                        self.state.take(pending.result(), self.resolve)
+            except MissingBase:
+                return False
+            except ReferenceUnavailable:
+                self.walker.leave_out_references()
+        return True
 
-    def _delta(self, state: State, manifest: Manifest, files: list[DeltaFile], go_on: bool) -> None:
-        """If it fails while the state moves along, the state is spoiled; but so is the run, and the walk ends."""
-        moved = StateDigest()
-        for file in files:
-            for changes in file.patches(state.bits) if go_on else file.changes(state.bits):
-                moved += sum((change.digest() for change in changes), StateDigest())
-        _require(manifest, state.digest + moved)
-        if go_on:
-            state.digest, state.version = state.digest + moved, manifest.version
-
-    # ── the state ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _stand_at(self, version: int) -> State | None:
-        """The state at a version, rebuilt where neither the walk nor an anchor led there. None if it cannot be had."""
-        if self._stands_at(version):
-            return self.state
-        state = self._private_state()
-        try:
-            for arrival in arrivals(self.run, self.walker.plan(state.version, version), shared=False):
-                manifest = self.records.manifests[arrival.step.version]
-                with self._blame(manifest, manifest.link(arrival.step.kind, arrival.step.base)):
-                    take(self.run, state, arrival.parcel(), self.resolve)
-        except MissingBase:
-            return None
-        except ReferenceUnavailable:
-            self.walker.leave_out_references()
-            return self._stand_at(version)
-        return state
-
-    def _stands_at(self, version: int) -> bool:
-        return self.state is not None and self.state.version == version
-
-    def _private_state(self) -> State:
-        if self.state is None:
-            self.state = State(self.run.schema)
-        return self.state
-
-    # ── what to say ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _blame(self, manifest: Manifest, link: Link) -> AbstractContextManager[None]:
-        place = ", ".join(blob.key for blob in link.objects) or link.source
-        return blame(manifest.version, place, lambda: self._advice(manifest, link))
-
-    def _advice(self, manifest: Manifest, link: Link) -> str:
-        if link.kind == "reference":
-            return "name the folder of the checkpoint that the run was started from (--reference)"
-        stranded = self.records.stranded_without(manifest.version, link)
-        if not stranded:
+    def _blame_link(self, manifest: Manifest, link: Link) -> AbstractContextManager[None]:
+        def advice() -> str:
+            if link.kind == "reference":
+                return "name the folder of the checkpoint that the run was started from (--reference)"
+            before, summary = self.records.summaries, self.records.summaries[manifest.version]
+            rest = tuple(x for x in summary.links if (x.kind, x.base) != (link.kind, link.base))
+            without = {**before, manifest.version: msgspec.structs.replace(summary, links=rest)}
+            stranded = chain.reachable(before) - chain.reachable(without)
+            if not stranded:
+                return (
+                    "every version can still be reached another way; restore it from a copy, or let prune remove it in "
+                    "time"
+                )
             return (
-                "every version can still be reached another way; restore it from a copy, or let prune take it in time"
+                f"without it version {ranges(stranded)} cannot be reached; restore it from a copy of the bucket, "
+                "or publish an anchor (`deltawire publish --anchor`), from which replicas can go on"
             )
-        return (
-            f"without it version {ranges(stranded)} cannot be reached; restore it from a copy of the bucket, "
-            "or publish an anchor (`deltawire publish --anchor`), from which replicas can go on"
-        )
 
-
-def _require(manifest: Manifest, found: StateDigest) -> None:
-    if str(found) != manifest.digest:
-        raise DigestMismatch(
-            manifest.version, manifest.digest, str(found), f"or {keys.manifest(manifest.version)} lies"
-        )
+        return _blame(manifest.version, ", ".join(blob.key for blob in link.objects) or link.source, advice)

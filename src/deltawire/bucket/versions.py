@@ -16,12 +16,11 @@ from ..core.errors import BadURL, ManifestError, ObjectNotFound, ObjectTooLarge,
 from ..core.manifest import Tag, dump, now, parse_tag
 from ..core.parallel import ordered_map
 from ..store import Store
-from .run import SMALL, Run
+from .run import REQUESTS, SMALL, Run
 
 log = logging.getLogger("deltawire")
 
 NEWEST = ("latest", "newest")
-_REQUESTS = 16
 _MOST = 10_000
 _COUNTED = re.compile(r"v?([0-9]{1,18})|(-[1-9][0-9]{0,17})", re.ASCII)
 _MARKED = re.compile(r"(.+)@([^/@?]+)", re.DOTALL)
@@ -165,7 +164,7 @@ def tags(run: Run, *, strict: bool = False) -> dict[str, Tag]:
             log.warning("ignoring the tag %s: %s", name, error)
             return None
 
-    found = zip(names, ordered_map(read, names, _REQUESTS), strict=True)
+    found = zip(names, ordered_map(read, names, REQUESTS), strict=True)
     return {name: tag for name, tag in found if tag is not None and tag.run == run.info.run}
 
 

@@ -1,71 +1,107 @@
-"""Find a way to a version, and another where a link of it turns out bad: for live weights and private copies alike."""
+"""Walk the chain of a run: plan the cheapest way to a version, prefetch its objects, plan anew around a bad link.
+
+For live weights (`replica/`), private copies (`replay.py`) and `verify` alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 
-from ..core import chain
+from ..core import chain, full
 from ..core.chain import Step
+from ..core.digest import StateDigest
 from ..core.errors import (
-    ChainError,
     DeltawireError,
-    FormatError,
+    ForeignObject,
+    ManifestError,
     MissingBase,
-    ObjectNotFound,
-    SchemaError,
     StoreUnavailable,
 )
-from ..core.manifest import Summary
+from ..core.manifest import Link, Manifest, Summary
+from ..core.parallel import ordered_map
+from ..core.sparse import DeltaClaim, DeltaFile, open_delta
+from .fetch import CONNECTIONS, FetchedObject, Progress, fetch
+from .references import Resolve, reference_source
 from .run import Run
 
-BAD_LINK = (FormatError, SchemaError, ChainError, ObjectNotFound)
-"""What makes a reader look for another way to the same version."""
+log = logging.getLogger("deltawire")
+
+PREFETCH_BYTES = 128 << 20
+"""Objects that may wait in memory or on disk, beside the one in use."""
 
 
 class Walker:
-    """Plans ways through a run. Remembers what not to use: make a new one for each attempt, since what was bad the last
-    time may have been a bad transfer, or repaired since.
+    """Plans ways through a run and remembers which links not to use.
 
-    known   all versions that plans may use; asked of the run, as few as a plan needs, by default
+    Make a new one for each attempt: what was bad the last time may have been a bad transfer, or repaired since.
+
+    known   all versions that plans may use; by default as few as a plan needs are asked of the run
     """
 
     def __init__(self, run: Run, known: Mapping[int, Summary] | None = None) -> None:
         self._run, self._known = run, known
         self._bad: set[tuple[int, str, int | None]] = set()
         self._renewed: set[int] = set()
+        self._failure: DeltawireError | None = None
+        self._must_plan = False
 
-    def reach(
+    def walk(
         self,
-        want: int,
         have: Callable[[], int | None],
-        go: Callable[[list[Step]], DeltawireError | None],
+        want: int,
         steps: list[Step] | None = None,
-    ) -> None:
-        """Plan and go until `have()` is `want`. `go` returns what was wrong with the step it could not take, of which
-        it has told `renew` or `leave_out`. `steps` is a way that was planned before.
+        *,
+        begin: Callable[[list[Step]], bool] = lambda steps: True,
+        progress: Progress | None = None,
+    ) -> Iterator[tuple[Step, Future[FetchedLink]]]:
+        """Yield the steps to `want` with their objects, until `have()` is `want`.
 
-        MissingBase, or the last failure, when no way is left, and after chain.MAX_PLANS of them.
+        The caller applies a link before it asks for the next one, and calls `reject` or `plan_again` where that fails.
+        `steps` is a way that was planned before. `begin` is called with each plan before anything is fetched; if it
+        returns False, another plan is made. Raises the last failure, or MissingBase, when no way is left, and after
+        chain.MAX_PLANS plans.
         """
-        failure: DeltawireError | None = None
         for _ in range(chain.MAX_PLANS):
             if have() == want:
                 return
             try:
                 steps = steps or self.plan(have(), want)
             except MissingBase:
+                failure = self._failure
                 if failure is not None and not isinstance(failure, StoreUnavailable):
                     raise failure from None
-                # an object that stays away is as good as lost
+                # an object that stays unavailable is as good as lost
                 missing = f"no path leads from version {have()} to {want} in {self._run.store.url}"
                 raise MissingBase(f"{missing}: {failure}" if failure else missing) from failure
-            failure, steps = go(steps) or failure, None
+            if begin(steps):
+                self._must_plan = False
+                for item in prefetch(self._run, steps, progress):
+                    yield item
+                    if self._must_plan:
+                        break
+            steps = None
         if have() != want:
-            raise chain.gave_up(want, self._run.store.url, failure) from failure
+            raise chain.gave_up(want, self._run.store.url, self._failure) from self._failure
+
+    def reject(self, step: Step, error: DeltawireError) -> None:
+        """Plan again without this link, or with it where its manifest has been replaced meanwhile."""
+        log.warning("cannot use the %s to version %d of %s: %s", step.kind, step.version, self._run.store.url, error)
+        if not self.renew(step):
+            self.leave_out([step])
+        self.plan_again(error)
+
+    def plan_again(self, error: DeltawireError) -> None:
+        """Plan again from what `have()` says now; the link was not at fault."""
+        self._failure, self._must_plan = error, True
 
     def plan(self, have: int | None, want: int) -> list[Step]:
-        """The cheapest way. Asks for as little history as it takes: the manifest's own, back to `have`, all of it."""
+        """Plan the cheapest way. Reads as little history as it needs: the manifest's own, back to `have`, all of it."""
         if self._known is not None:
             return chain.plan(have, want, self._usable(self._known))
         manifest = self._run.manifest(want)
@@ -87,21 +123,123 @@ class Walker:
         self._bad |= {(step.version, step.kind, step.base) for step in steps}
 
     def leave_out_references(self) -> None:
-        """Plan without checkpoints that lie outside the run. For a walker that knows all versions."""
+        """Plan without checkpoints outside the run. For a walker that knows all versions."""
         self._bad |= {(v, "reference", link.base) for v, s in (self._known or {}).items() for link in s.links}
 
     def renew(self, step: Step) -> bool:
-        """Read the manifests of a step anew. True if they were replaced since they were read, once per version: where a
-        store cannot create exclusively, that may be why the step does not fit."""
+        """Read the manifests of a step again. True if they have been replaced, once per version.
+
+        Where a store cannot create exclusively, that may be why the step does not fit.
+        """
         replaced = {v for v in (step.version, step.base) if v is not None and self._run.renew(v)} - self._renewed
         self._renewed |= replaced
         return bool(replaced)
 
     def _usable(self, versions: Mapping[int, Summary]) -> Mapping[int, Summary]:
-        """Summaries without the links that are left out."""
+        """Return the summaries without the links that are left out."""
         if not self._bad:
             return versions
         return {
             v: msgspec.structs.replace(s, links=tuple(x for x in s.links if (v, x.kind, x.base) not in self._bad))
             for v, s in versions.items()
         }
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedLink:
+    """A link of a version with all its objects, whose hashes have been checked."""
+
+    run: Run
+    manifest: Manifest
+    link: Link
+    objects: list[FetchedObject]
+    """One per object of the link."""
+
+    def claim(self, present: StateDigest | None = None) -> DeltaClaim:
+        """What the delta must be to be the one of this link. `present` is the digest of what it is applied to."""
+        manifest, digest = self.manifest, StateDigest.parse(self.manifest.digest)
+        return DeltaClaim(self.run.info.run, self.link.base, manifest.version, digest, present)
+
+    def deltas(self, present: StateDigest | None = None) -> list[DeltaFile]:
+        """The objects as the deltas that the manifest says they are."""
+        claim = self.claim(present)
+        return [open_delta(data.read, data.size, self.run.schema, claim) for data in self.objects]
+
+    def weights(self, resolve: Resolve) -> full.Source:
+        """The full weights of an anchor or a reference."""
+        if self.link.kind == "reference":
+            return reference_source(self.run, self.link, resolve)
+        files = [full.FullFile(data.read, data.size) for data in self.objects]
+        for file in files:
+            run, version = file.metadata.get("run"), file.metadata.get("model_version")
+            if (run, version) != (self.run.info.run, str(self.manifest.version)):
+                raise ForeignObject(
+                    f"an anchor of version {self.manifest.version} says it is run {str(run)[:32]}, "
+                    f"version {str(version)[:32]}"
+                )
+        return full.Anchor(files, self.run.schema)
+
+    def close(self) -> None:
+        for item in self.objects:
+            item.close()
+
+
+def prefetch(
+    run: Run, steps: Sequence[Step], progress: Progress | None = None, *, shared: bool = True
+) -> Iterator[tuple[Step, Future[FetchedLink]]]:
+    """Yield the steps of a plan in order, and fetch the objects of the next ones meanwhile.
+
+    The future raises what went wrong with the step's manifest or objects. A link is closed when the next is asked for.
+    `shared` as in `fetch`.
+    """
+    waiting: deque[tuple[Step, Future[FetchedLink]]] = deque()
+    todo = deque(steps)
+    pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="deltawire-prefetch")
+    try:
+        while todo or waiting:
+            while todo and (not waiting or sum(s.bytes for s, _ in waiting) + todo[0].bytes <= PREFETCH_BYTES):
+                step = todo.popleft()
+                waiting.append((step, pool.submit(_fetch_link, run, step, progress, shared)))
+            yield waiting[0]
+            _discard(waiting.popleft()[1])
+    finally:
+        for _, pending in waiting:
+            _discard(pending)
+        # no waiting: this may run in the garbage collector, in a thread that holds a lock the workers need
+        pool.shutdown(wait=False)
+
+
+def _fetch_link(run: Run, step: Step, progress: Progress | None, shared: bool) -> FetchedLink:
+    manifest = run.manifest(step.version)
+    link = manifest.link(step.kind, step.base)
+    if link.bytes != step.bytes:
+        # how much is prefetched was decided by what history says
+        raise ManifestError(
+            f"history says that the {step.kind} to version {step.version} has {step.bytes:,} bytes, its manifest says "
+            f"{link.bytes:,}"
+        )
+    # one object, or the small ones of many writers
+    count = len(link.objects)
+    fetched = FetchedLink(run, manifest, link, [])
+    try:
+        for data in ordered_map(
+            lambda blob: fetch(run.store, blob, progress, shared=shared, one_of=count),
+            link.objects,
+            min(count, CONNECTIONS),
+        ):
+            fetched.objects.append(data)
+    except BaseException:
+        fetched.close()
+        raise
+    return fetched
+
+
+def _discard(pending: Future[FetchedLink]) -> None:
+    """Close the link, now or as soon as it is there."""
+
+    def close(done: Future[FetchedLink]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            done.result().close()
+
+    if not pending.cancel():
+        pending.add_done_callback(close)

@@ -33,7 +33,8 @@ def command(
       deltawire checkout s3://runs/chat -o models/chat --force
     """
     from ..bucket import folder
-    from ..bucket.replay import checkout, resolver
+    from ..bucket.references import resolver
+    from ..bucket.replay import checkout
     from ..core import chain
 
     with folder.writing(output):

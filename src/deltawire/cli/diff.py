@@ -132,7 +132,8 @@ def _open(first: _Side, second: _Side, scratch: Path, reference: Path | None, ba
 
 def _checkout(run: Run, version: int | None, state: State | None, reference: Path | None, bar: Bar) -> State:
     """The weights of a version, from `state` on where a path leads on from there."""
-    from ..bucket.replay import checkout, resolver
+    from ..bucket.references import resolver
+    from ..bucket.replay import checkout
     from ..core import chain
 
     assert version is not None

@@ -143,7 +143,7 @@ class _Keeper:
 
     def _load(self, folder: Path) -> None:
         """Start from what is on disk, so that a restart needs deltas only."""
-        from ..bucket.replay import as_run
+        from ..bucket.references import as_run
         from ..core.errors import DeltawireError
         from ..core.full import Checkpoint
 

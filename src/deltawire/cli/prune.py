@@ -80,7 +80,7 @@ def _value(plan: PrunePlan) -> dict[str, Any]:
 
 
 def _render(out: Console, plan: PrunePlan, applied: bool) -> None:
-    from ..bucket.records import ranges
+    from ..bucket.run import ranges
 
     stay = table("versions that stay", "why", left=("versions that stay", "why"))
     for why in dict.fromkeys(plan.kept.values()):
@@ -100,7 +100,7 @@ def _render(out: Console, plan: PrunePlan, applied: bool) -> None:
 
 
 def _render_objects(out: Console, plan: PrunePlan, applied: bool) -> None:
-    from ..bucket.records import ranges
+    from ..bucket.run import ranges
 
     go = table("what went" if applied else "what can go", "objects", "bytes", left=("what went", "what can go"))
     for name, items in (

@@ -165,7 +165,7 @@ def _absolute(reference: str | None) -> str | None:
 
 
 def _source(checkpoint: Path, run: str) -> Source:
-    from ..bucket.replay import as_run
+    from ..bucket.references import as_run
     from ..bucket.run import Run
     from ..core.errors import RunNotFound
     from ..core.full import Checkpoint

@@ -202,7 +202,8 @@ def _needs_base(link: Link) -> bool:
 
 
 def _replayed(run: Run, version: int, reference: Path | None) -> Any:
-    from ..bucket.replay import checkout, resolver
+    from ..bucket.references import resolver
+    from ..bucket.replay import checkout
     from ..core import chain
 
     steps = chain.plan(None, version, run.timeline(version))

@@ -53,7 +53,7 @@ def command(
       deltawire verify s3://runs/chat --from 400 --to 450  a part of it
       deltawire verify s3://runs/chat --json | jq .failure
     """
-    from ..bucket.replay import resolver
+    from ..bucket.references import resolver
     from ..bucket.verify import verify
 
     opened = open_run(run)
@@ -110,6 +110,6 @@ def _render(out: Console, url: str, result: Verification) -> None:
         line("good", "green", f"{url}: {read} read, {result.proven:,} anchors and deltas proven")
         return
     line("bad", "red", problem.object if problem.version is None else f"version {problem.version}: {problem.object}")
-    line("", "", f"{problem.what} ({problem.error})")
+    line("", "", f"{problem.message} ({problem.error})")
     line("", "", f"what to do: {problem.advice}")
     line("", "", f"good up to there: {read}")

@@ -183,7 +183,7 @@ class DeviceMemory:
             stream = torch.cuda.current_stream(part.device)
             part = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
             stream.synchronize()
-        return part.numpy().view(lookup(region.tensor.dtype).unit)  # type: ignore[no-any-return]
+        return part.numpy().view(lookup(region.tensor.dtype).unit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..bucket.ahead import Parcel, arrivals
 from ..bucket.cache import Cache
 from ..bucket.fetch import Progress
-from ..bucket.replay import State, as_anchor, claim_of, reference_source, resolver, take
-from ..bucket.run import Run
+from ..bucket.references import resolver
+from ..bucket.replay import State
+from ..bucket.run import DAMAGE, Run
 from ..bucket.versions import address_only, resolve
-from ..bucket.walk import BAD_LINK, Walker
+from ..bucket.walk import Walker
 from ..bucket.watch import Watcher, following
 from ..core import keys
 from ..core.chain import Step
@@ -280,7 +280,7 @@ class Replica:
                 raise  # another model: no later version will fit either
             if str(error) != before:
                 log.warning("%s stays at version %s: %s", self.id, self.version, error)
-            if every and want is not None and isinstance(error, BAD_LINK):
+            if every and want is not None and isinstance(error, DAMAGE):
                 self._note_failure(want)
             watcher.forget()
             self._beat(error=str(error))
@@ -386,14 +386,51 @@ class Replica:
 
     def _reach(self, run: Run, target: AnyTarget, want: int, progress: Progress | None) -> None:
         walker, self._strayed = Walker(run), False
-
-        def go(steps: list[Step]) -> DeltawireError | None:
-            return self._walk(run, target, walker, steps, progress) if self._reserve(run, walker, want, steps) else None
+        copy: State | None = None
 
         def start() -> int | None:
             return self.version if target.takes_deltas or self.version == want else None
 
-        walker.reach(want, start, go)
+        def begin(steps: list[Step]) -> bool:
+            nonlocal copy
+            if not self._reserve(run, walker, want, steps):
+                return False
+            # a way that first leads back is gone on a copy: weights in use never fall behind the version they are
+            leads_back = self.version is not None and steps[0].version < self.version
+            copy = State(run.schema) if len(steps) > 1 and (leads_back or not target.takes_deltas) else None
+            return True
+
+        def told(count: int) -> None:
+            # a replica that fetches for long must not look abandoned
+            self._beat()
+            if progress:
+                progress(count)
+
+        for step, pending in walker.walk(start, want, begin=begin, progress=told):
+            try:
+                clock = time.perf_counter()
+                fetched = pending.result()
+                waited = time.perf_counter() - clock
+                verify = min(waited, sum(data.hashing_s for data in fetched.objects))
+                self._note({"fetch": waited - verify, "verify": verify})
+                self._fetched += fetched.link.bytes
+                if copy is not None:
+                    copy.take(fetched, self._resolve)
+                    if step.version == want:
+                        self._apply(target, fetched.manifest, "copy", copy)
+                elif step.kind == "delta":
+                    self._apply(
+                        target, fetched.manifest, step.kind, Delta(fetched.claim(self._digest), fetched.objects)
+                    )
+                else:
+                    self._apply(target, fetched.manifest, step.kind, fetched.weights(self._resolve))
+            except (*DAMAGE, StoreUnavailable) as error:
+                if isinstance(error, StoreUnavailable) and not self._stays_away(step):
+                    raise
+                if self._has_strayed(target, error) or self._was_replaced(run, step):
+                    walker.plan_again(error)
+                else:
+                    walker.reject(step, error)
 
     def _reserve(self, run: Run, walker: Walker, want: int, steps: list[Step]) -> bool:
         """Say what we are about to read, so that prune leaves it there. False if some of it is to go: plan again.
@@ -413,66 +450,17 @@ class Replica:
         walker.leave_out(marked)
         return not marked
 
-    def _walk(
-        self, run: Run, target: AnyTarget, walker: Walker, steps: list[Step], progress: Progress | None
-    ) -> DeltawireError | None:
-        """Go as far as the steps are good; returns what was wrong with the one that was not."""
-        # a way that leads back first is gone on a copy: weights that are served never fall behind what they are
-        leads_back = self.version is not None and steps[0].version < self.version
-        copy = State(run.schema) if len(steps) > 1 and (leads_back or not target.takes_deltas) else None
-
-        def told(count: int) -> None:
-            # what takes long must not look abandoned
-            self._beat()
-            if progress:
-                progress(count)
-
-        for arrival in arrivals(run, steps, told):
-            step = arrival.step
-            try:
-                clock = time.perf_counter()
-                parcel = arrival.parcel()
-                waited = time.perf_counter() - clock
-                verify = min(waited, sum(data.hashing for data in parcel.objects))
-                self._note({"fetch": waited - verify, "verify": verify})
-                self._fetched += parcel.link.bytes
-                if copy is None:
-                    self._apply(target, parcel.manifest, step.kind, self._content(run, parcel))
-                else:
-                    take(run, copy, parcel, self._resolve)
-                    if step is steps[-1]:
-                        self._apply(target, parcel.manifest, "copy", copy)
-            except (*BAD_LINK, StoreUnavailable) as error:
-                if isinstance(error, StoreUnavailable) and not self._stays_away(step):
-                    raise
-                if isinstance(error, DigestMismatch) and self._has_strayed(target):
-                    return error
-                log.warning("%s: cannot use the %s to version %d: %s", self.id, step.kind, step.version, error)
-                if not (walker.renew(step) | self._was_replaced(run, step)):
-                    walker.leave_out([step])
-                return error
-        return None
-
-    def _content(self, run: Run, parcel: Parcel) -> Delta | Source:
-        manifest, link = parcel.manifest, parcel.link
-        if link.kind == "delta":
-            return Delta(claim_of(run, manifest, link, self._digest), parcel.objects)
-        if link.kind == "anchor":
-            return as_anchor(run, manifest.version, parcel.objects)
-        return reference_source(run, link, self._resolve)
-
     def _stays_away(self, step: Step) -> bool:
         """Whether an object could not be had so often that it is the object, and not the store, that is broken."""
         before, times = self._away
         self._away = step, times + 1 if step == before else 1
         return self._away[1] >= TRIES
 
-    def _has_strayed(self, target: AnyTarget) -> bool:
-        """Whether somebody else changed the weights: then no delta is to blame, and only full weights help."""
-        found = target.digest()
-        if self._strayed or found == self._digest:
+    def _has_strayed(self, target: AnyTarget, error: DeltawireError) -> bool:
+        """Whether something else changed the weights: then no delta is to blame, and only full weights help."""
+        if self._strayed or not isinstance(error, DigestMismatch) or (found := target.digest()) == self._digest:
             return False
-        log.warning("%s: these weights are no longer what they were: somebody changed them", self.id)
+        log.warning("%s: the weights were changed by something other than this replica", self.id)
         self._strayed, self._digest = True, found
         self._lose_name()
         return True
@@ -481,7 +469,8 @@ class Replica:
         """Whether the version that these weights are was replaced in the bucket: then they have no name any more, and
         only full weights lead on from them."""
         if self.version is not None and self.version == step.base:
-            with suppress(*BAD_LINK):
+            run.forget(self.version)
+            with suppress(*DAMAGE):
                 if run.manifest(self.version).digest != str(self._digest):
                     log.warning("%s: version %d was replaced in %s", self.id, self.version, self._store.url)
                     self._lose_name()

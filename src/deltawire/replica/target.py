@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from ..bucket.fetch import Fetched
+from ..bucket.fetch import FetchedObject
 from ..core.digest import StateDigest
 from ..core.errors import DigestMismatch
 from ..core.full import Source
@@ -20,7 +20,7 @@ class Delta:
 
     claim: DeltaClaim
     """What its manifest says it is."""
-    files: Sequence[Fetched]
+    files: Sequence[FetchedObject]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bucket.replay import State, find_reference
+from ..bucket.references import find_reference
+from ..bucket.replay import State
 from ..bucket.run import Run
 from ..core import full
 from ..core.change import Region, whole

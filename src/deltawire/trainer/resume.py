@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..bucket.replay import Resolve, State, Weights, as_run, checkout, reference_source
+from ..bucket.references import Resolve, Weights, as_run, reference_source
+from ..bucket.replay import State, checkout
 from ..bucket.run import Run
 from ..core import chain, full
 from ..core.errors import ChainError, DeltawireError, FormatError, ObjectNotFound, ReferenceUnavailable

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...bucket.replay import resolver
+from ...bucket.references import resolver
 from ...bucket.run import Run
 from ...bucket.versions import resolve
 from ...core.errors import RunNotFound

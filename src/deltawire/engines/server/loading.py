@@ -17,7 +17,8 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from ...bucket import folder
-from ...bucket.replay import Resolve, checkout, find_reference
+from ...bucket.references import Resolve, find_reference
+from ...bucket.replay import checkout
 from ...bucket.run import Run
 from ...core.errors import ReferenceUnavailable, SchemaMismatch, UntrustedCode, VersionNotFound
 from ...core.full import weight_files

@@ -12,7 +12,8 @@ from typing import NoReturn
 
 from ...bucket import folder
 from ...bucket.fetch import Progress
-from ...bucket.replay import checkout, resolver
+from ...bucket.references import resolver
+from ...bucket.replay import checkout
 from ...bucket.run import Run
 from ...bucket.versions import resolve
 from ...bucket.watch import watch

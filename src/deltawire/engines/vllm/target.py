@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ...bucket.replay import as_run
+from ...bucket.references import as_run
 from ...core import full
 from ...core.digest import StateDigest
 from ...core.errors import ChainError, DeltawireError, DigestMismatch, MissingBase, NotRestored, SchemaMismatch

@@ -1,0 +1,95 @@
+"""The checkpoint that a run starts from: a folder, or a model of the Hugging Face Hub, instead of an anchor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..core import full
+from ..core.errors import DeltawireError, ReferenceUnavailable
+from ..core.extras import install_command
+from ..core.manifest import MAX_ALL_FILES, Link
+from ..core.schema import Schema
+from .run import Run
+
+Resolve = Callable[[str, int], Path]
+"""(name, most) → where the checkpoint folder is that a reference names; at most so many bytes are fetched for it."""
+
+
+class Weights:
+    """Full weights from an opened checkpoint, seen by the run's schema (which knows about ties)."""
+
+    def __init__(self, source: full.Source, schema: Schema) -> None:
+        self.schema, self.region = schema, source.region
+
+
+def resolver(reference: str | Path | None) -> Resolve:
+    """How to find the checkpoint that a run starts from: where the user says it is, else by the run's name for it."""
+    return find_reference if reference is None else lambda *_: Path(reference)
+
+
+def find_reference(source: str, most: int) -> Path:
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute():
+        raise ReferenceUnavailable(
+            f"the run starts from {source!r}, a folder that is not here; pass the folder it is in here with --reference"
+        )
+    return hub_folder(source, most)
+
+
+def hub_folder(source: str, most: int) -> Path:
+    """A hub model in the local cache, by the `hub` extra. What is missing is fetched, if it is at most so many bytes:
+    the name comes from a bucket."""
+    name, _, revision = source.removeprefix("hf://").partition("@")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import DryRunError
+    except ImportError:
+        raise ReferenceUnavailable(
+            f"the run starts from {source!r}: no such folder here, and huggingface_hub is not installed "
+            f"({install_command('hub')}), or pass the folder with --reference"
+        ) from None
+    wanted: dict[str, Any] = {"revision": revision or None, "allow_patterns": ["*.safetensors", "*.json"]}
+    try:
+        try:
+            missing = [file for file in snapshot_download(name, dry_run=True, **wanted) if file.will_download]
+        except DryRunError:
+            # there is no way to the Hub: what is here costs nothing
+            return Path(snapshot_download(name, local_files_only=True, **wanted))
+        # a size that the Hub does not state is no reason to fetch without one
+        size = sum(most + 1 if file.file_size is None else file.file_size for file in missing)
+        if size > most:
+            raise ReferenceUnavailable(
+                f"the run starts from {source!r}, of which {size:,} bytes would be fetched; the run's model explains "
+                f"{most:,}. If that is meant, fetch it yourself and pass the folder with --reference"
+            )
+        return Path(snapshot_download(name, **wanted))
+    except DeltawireError:
+        raise
+    except Exception as error:
+        raise ReferenceUnavailable(
+            f"the run starts from {source!r}, which cannot be had: {error}; pass a folder that has it with --reference"
+        ) from error
+
+
+def reference_source(run: Run, link: Link, resolve: Resolve) -> Weights:
+    """The checkpoint a run starts from."""
+    folder = resolve(link.source, 2 * run.schema.nbytes + MAX_ALL_FILES)
+    try:
+        checkpoint = full.Checkpoint(folder)
+    except OSError as error:
+        raise ReferenceUnavailable(
+            f"the run starts from {link.source!r}, which cannot be read here: {error}; pass a folder that has it with "
+            "--reference"
+        ) from error
+    return as_run(checkpoint, run.schema, f"the reference {link.source!r}")
+
+
+def as_run(checkpoint: full.Checkpoint, schema: Schema, what: str, advice: str = "") -> Weights:
+    """A checkpoint folder as weights of a run. Folders know nothing of ties and may spell a tied tensor out."""
+    stored = [t for t in checkpoint.schema.tensors if t.name not in schema.ties]
+    Schema.build(stored, schema.ties).require_equal(schema, ours=what, theirs="the run", advice=advice)
+    return Weights(checkpoint, schema)
