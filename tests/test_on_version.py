@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from deltawire import Publisher, Replica
-from deltawire.core.errors import CannotListen
+from deltawire.core.errors import Misconfigured
 from deltawire.metrics import Prometheus
 from deltawire.replica import Synced
 from deltawire.store import Store
@@ -152,5 +152,5 @@ def test_wandb_and_trackio_take_a_report(tmp_path: Path) -> None:
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(CannotListen, match=rf"Prometheus\(port={port}\) cannot listen at 127\.0\.0\.1"):
+        with pytest.raises(Misconfigured, match=rf"Prometheus\(port={port}\) cannot listen at 127\.0\.0\.1"):
             Prometheus(port, registry=CollectorRegistry())

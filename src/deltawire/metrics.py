@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from .core.errors import CannotListen, MissingExtra
+from .core.errors import Misconfigured, MissingExtra
 from .core.extras import install_command
 
 
@@ -52,7 +52,7 @@ class Prometheus:
             try:
                 prometheus_client.start_http_server(port, address, self._registry)
             except OSError as error:
-                raise CannotListen(
+                raise Misconfigured(
                     f"Prometheus(port={port}) cannot listen at {address} ({error.strerror}): choose another port, or "
                     "end what listens there"
                 ) from None

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deltawire.cli import app
-from deltawire.engines.server.launch import Options, RolloutServer
+from deltawire.engines.server import Options, RolloutServer
 from deltawire_wordle.errors import ServerRefused, ServerUnavailable
 from deltawire_wordle.evaluate import evaluate
 from deltawire_wordle.sampling import ModelSampler, ServerSampler, Spread

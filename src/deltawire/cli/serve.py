@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +13,6 @@ from .common import JsonOption, ReferenceOption, duration, emit_line, ended_by_s
 
 if TYPE_CHECKING:
     from ..engines.server import RolloutServer
-    from ..engines.server.follower import Sync
 
 
 class Engine(str, Enum):
@@ -209,7 +209,7 @@ def command(
     # while it waits or loads; the server has its own way to end once it is up
     with ended_by_sigterm():
         try:
-            server = RolloutServer(options, on_sync=lambda sync: _say(sync, json))
+            server = RolloutServer(options, on_version=lambda version, timings: _say(version, timings, json))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         server.run(on_listening=lambda: _listening(server, host, json))
@@ -230,17 +230,13 @@ def _pin(text: str) -> tuple[str, int | None]:
 def _listening(server: RolloutServer, host: str, json: bool) -> None:
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{server.port}"
-    value = {"event": "listening", "url": url, "host": host, "port": server.port, "model": server.service.name}
+    value = {"event": "listening", "url": url, "host": host, "port": server.port, "model": server.name}
     emit_line(value, f"listening on {url}", json)
 
 
-def _say(sync: Sync, json: bool) -> None:
-    value = {
-        "event": "version",
-        "version": sync.version,
-        "pause_s": sync.pause_s,
-        "total_s": sync.total_s,
-        "timings": sync.timings,
-    }
-    took = "  ".join(f"{name} {duration(seconds)}" for name, seconds in sync.timings.items())
-    emit_line(value, f"v{sync.version}  pause {sync.pause_s * 1e3:.1f} ms  {took or 'already here'}", json)
+def _say(version: int, timings: Mapping[str, float], json: bool) -> None:
+    phases = {name: seconds for name, seconds in timings.items() if name != "pause"}
+    pause, total = timings.get("pause", 0.0), sum(phases.values())
+    value = {"event": "version", "version": version, "pause_s": pause, "total_s": total, "timings": phases}
+    took = "  ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items())
+    emit_line(value, f"v{version}  pause {pause * 1e3:.1f} ms  {took or 'already here'}", json)

@@ -43,9 +43,6 @@ DeltawireError
 │   ├── Unsupported
 │   └── BadURL
 ├── FolderError
-├── Unguarded
-├── CannotListen
-├── UntrustedCode
 ├── Misconfigured
 └── MissingExtra
 
@@ -283,26 +280,8 @@ class FolderError(DeltawireError):
     """A folder on this machine cannot be written: full, protected, a name too long."""
 
 
-class Unguarded(DeltawireError):
-    """A server would be reachable by others, who could stop it, without a token."""
-
-    exit_code = 2
-
-
-class CannotListen(DeltawireError):
-    """A port is in use, or an address does not belong to this machine."""
-
-    exit_code = 2
-
-
-class UntrustedCode(DeltawireError):
-    """A checkpoint asks for code of its own to be run, which is never done."""
-
-    exit_code = 3
-
-
 class Misconfigured(DeltawireError):
-    """Settings are wrong or do not fit together."""
+    """Settings are wrong, do not fit together, or cannot work here: a port that is in use, a server without a token."""
 
     exit_code = 2
 

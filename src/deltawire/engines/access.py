@@ -7,13 +7,13 @@ import ipaddress
 import os
 from pathlib import Path
 
-from ..core.errors import Unguarded
+from ..core.errors import Misconfigured
 
 
 def check_guarded(host: str, token: str | None) -> None:
     """Whoever can reach /pause can stop the server."""
     if token is None and not is_loopback(host):
-        raise Unguarded(
+        raise Misconfigured(
             f"listening on {host} lets others reach /pause and /resume: set a bearer token in DELTAWIRE_TOKEN "
             "(or --token-file), or listen on 127.0.0.1"
         )

@@ -11,48 +11,30 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from ..core.digest import StateDigest
-from ..core.errors import DeltawireError
-from ..replica import Replica
+from ..core.errors import (
+    BadURL,
+    DeltawireError,
+    Misconfigured,
+    MissingExtra,
+    ObjectNotFound,
+    ReferenceUnavailable,
+    RunNotFound,
+    StoreError,
+    VersionNotFound,
+)
+from .follower import Follower
 from .names import STATES
 
 log = logging.getLogger("deltawire")
 
 MAX_BODY = 1 << 16
 """Bytes of a request to a control route."""
-
-
-class Follower(Protocol):
-    """Keeps the weights of a server at a version of a run."""
-
-    replica: Replica
-    pin: int | None
-    syncs: int
-    """Versions reached since the start."""
-
-    @property
-    def state(self) -> str:
-        """One of names.STATES."""
-
-    @property
-    def reason(self) -> str:
-        """What is wrong; empty where nothing is."""
-
-    @property
-    def phases(self) -> Mapping[str, float]:
-        """Seconds of the last sync, by phase."""
-
-    def command(self, version: int | str | None, *, pin: bool = False) -> None:
-        """Go to a version (the newest by default); with `pin`, stay there; a pin of None follows again."""
-
-    def live(self) -> tuple[int | None, StateDigest]:
-        """The version, and the digest of the weights that tokens are computed with."""
 
 
 def health(follower: Follower | None) -> tuple[str, str]:
@@ -178,5 +160,15 @@ async def command(follower: Follower, version: Any, *, pin: bool = False) -> Non
         raise refusal(error) from error
 
 
+_STATUS: tuple[tuple[tuple[type[DeltawireError], ...], int], ...] = (
+    ((RunNotFound, VersionNotFound, ReferenceUnavailable, ObjectNotFound), 404),
+    ((BadURL, Misconfigured, MissingExtra), 400),
+    ((StoreError,), 503),
+)
+"""HTTP status of an error, by the first line that its class is in; 409 for all others."""
+
+
 def refusal(error: DeltawireError) -> HTTPException:
-    return HTTPException({2: 400, 4: 404, 5: 503}.get(error.exit_code, 409), f"{type(error).__name__}: {error}")
+    """The HTTP answer to a control request that ended in this error."""
+    status = next((status for kinds, status in _STATUS if isinstance(error, kinds)), 409)
+    return HTTPException(status, f"{type(error).__name__}: {error}")

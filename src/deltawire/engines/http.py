@@ -27,7 +27,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..core.errors import CannotListen
+from ..core.errors import Misconfigured
 
 RESERVED = 64
 """File descriptors that are left for everything but connections."""
@@ -82,7 +82,7 @@ def listen(host: str, port: int) -> socket.socket:
         bound.set_inheritable(True)
     except OSError as error:
         bound.close()
-        raise CannotListen(_why_not(host, port, error)) from None
+        raise Misconfigured(_why_not(host, port, error)) from None
     return bound
 
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import DeltawireError, MissingExtra, PublishFailed, WriterConflict
+from ..core.errors import MissingExtra, PublishFailed, StoreError
 from ..core.extras import install_command
 from ..models import is_peft, unwrapped
 from ..trainer import Published, Publisher, PublishHandle, adapter, merged
@@ -265,14 +265,10 @@ def publish(publisher: Publisher, weights: Mapping[str, Any] | Any, step: int) -
     for _ in range(2):
         try:
             return publisher.publish(weights, step=step)
-        except WriterConflict:
-            raise
         except PublishFailed as error:
             # what an earlier publish ran into, said once; this one has not been tried yet
             log.warning("%s", error)
-        except DeltawireError as error:
-            if error.exit_code != 5:  # not the store's
-                raise
+        except StoreError as error:
             log.warning("sync %d was not published, a later one carries it: %s", step, error)
             return None
     return None

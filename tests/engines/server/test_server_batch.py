@@ -20,8 +20,7 @@ from deltawire.core.errors import SchemaMismatch
 from deltawire.engines.server.batch import require_batchable
 from deltawire.engines.server.sampling import Draw, Sampling, draw
 from deltawire.engines.server.scheduler import Limits, QueueFull, Scheduler
-from deltawire.engines.server.sequence import Sequence
-from deltawire.engines.server.text import TextStream
+from deltawire.engines.server.sequence import Sequence, TextStream
 
 EOS = frozenset({2})
 
@@ -369,7 +368,7 @@ def test_half_a_character_is_held_back() -> None:
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_stop_string_over_several_tokens_never_leaks(keep: bool) -> None:
     codec = tokenizer()
-    stream = TextStream(codec, Sampling(1, stop=("stop", "halt"), keep_stop=keep))
+    stream = TextStream(codec, Sampling(1, stop=("stop", "halt"), include_stop_str_in_output=keep))
     out = ""
     for token in codec.encode("ab st hal sto stop it"):
         ended = stream.push(token)

@@ -12,8 +12,7 @@ from serving import checkpoint, publisher, tiny_model
 from deltawire.bucket.run import Run
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.engines.server import Options
-from deltawire.engines.server.launch import _dtype
-from deltawire.engines.server.loading import dtype_of
+from deltawire.engines.server.loading import compute_dtype, dtype_of
 
 
 @pytest.mark.parametrize("device, dtype", [("cpu", torch.float32), ("cuda:1", torch.bfloat16)])
@@ -24,8 +23,8 @@ def test_a_run_that_began_with_a_wider_checkpoint(tmp_path: Path, device: str, d
     with publisher(tmp_path / "run", folder) as publish:
         publish.publish(trainer).result(60)
     run = str(tmp_path / "run")
-    assert _dtype(Options(run, device=device), lambda: Run.open(run)) == dtype
-    assert _dtype(Options(run, device=device, dtype="float16"), lambda: Run.open(run)) == torch.float16
+    assert compute_dtype(Options(run, device=device), lambda: Run.open(run)) == dtype
+    assert compute_dtype(Options(run, device=device, dtype="float16"), lambda: Run.open(run)) == torch.float16
 
 
 def test_most_weights_decide() -> None:

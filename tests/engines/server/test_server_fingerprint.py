@@ -46,6 +46,6 @@ def test_the_server_gives_that_of_its_live_weights(tmp_path: Path) -> None:
                 found = client.get("/deltawire/fingerprint").json()
                 assert found == {"version": version, "sha256": fingerprint(model.state_dict(), "bf16")}
             with torch.no_grad():
-                next(server.service.loaded.model.parameters()).view(-1)[0] += 1e-6
+                next(server.loaded.model.parameters()).view(-1)[0] += 1e-6
             assert client.get("/deltawire/fingerprint").status_code == 400
             assert client.get("/deltawire/fingerprint", params={"dtype": "int4"}).status_code == 400

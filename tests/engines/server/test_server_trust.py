@@ -18,9 +18,8 @@ from serving import checkpoint, publisher, serving, tiny_model, tokenizer
 from starlette.datastructures import URL
 from starlette.requests import HTTPConnection
 
-from deltawire.core.errors import UntrustedCode
 from deltawire.engines.server import Connections, Limits, RolloutServer, app, template
-from deltawire.engines.server.loading import load
+from deltawire.engines.server.loading import UntrustedCode, load
 from deltawire.engines.server.template import ChatTemplate, TemplateFailed
 
 TOKEN = "correct horse"
@@ -206,15 +205,14 @@ def test_no_chat_ends_in_a_500(client: httpx.Client, messages: Any, status: int)
 
 def test_large_requests_are_not_all_held_at_once(served: tuple[RolloutServer, httpx.Client], wire: Any) -> None:
     server, client = served
-    service = server.service
-    service.held += app.BODIES_AT_ONCE * service.options.max_body
+    server.held += app.BODIES_AT_ONCE * server.options.max_body
     try:
         answer = client.post("/v1/completions", json={"prompt": "a"})
     finally:
-        service.held -= app.BODIES_AT_ONCE * service.options.max_body
+        server.held -= app.BODIES_AT_ONCE * server.options.max_body
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
-    assert service.held == 0
+    assert server.held == 0
 
 
 # ── slow clients ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -270,7 +268,7 @@ def test_a_client_that_does_not_read_is_disconnected(served: tuple[RolloutServer
     with pytest.raises(OSError):
         while True:
             deaf.sendall(request * 1000)
-    assert server.service.health == ("healthy", "")
+    assert server.health == ("healthy", "")
 
 
 # ── deadlines ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -300,7 +298,7 @@ def test_tokenizing_that_never_ends_holds_up_neither_others_nor_the_end(
 
     try:
         with serving(run) as (server, client):
-            server.service.reader = server.service.reader.__class__(Stuck(), None, 256, 10)
+            server.reader = server.reader.__class__(Stuck(), None, 256, 10)
             for _ in range(app.PREPARED_AT_ONCE + 1):
                 answer = client.post("/v1/completions", json={"prompt": "a"})
                 assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

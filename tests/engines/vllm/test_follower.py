@@ -177,7 +177,7 @@ class World:
             model.load_weights(tensors(self.bags[0]))
         self.target = EngineTarget(self.client, loop, Policy(kv="clear"))
         self.target.run(self.target.hold())
-        self.follower = EngineFollower(store, self.target, heartbeat=0)
+        self.follower = EngineFollower(store, self.target, heartbeat=0, poll=0.01)
 
     def publish(self, density: float = 0.02, **options: Any) -> int:
         self.bags.append(moved_bag(self.bags[-1], len(self.bags), density))
@@ -337,7 +337,7 @@ def test_going_back_and_staying_there(world: World) -> None:
 def followed(world: World) -> Iterator[World]:
     """A world whose follower is at work."""
     world.sync()
-    thread = threading.Thread(target=world.follower.loop, args=(0.01,), daemon=True)
+    thread = threading.Thread(target=world.follower.loop, daemon=True)
     thread.start()
     yield world
     world.follower.stop()
@@ -471,7 +471,7 @@ def test_a_run_of_other_names_or_shapes_is_refused_before_anything_is_touched(
     other_run(store, names, rows)
     ended: list[bool] = []
     follower = EngineFollower(store, world.target, heartbeat=0, on_failure=lambda: ended.append(True))
-    follower.loop(0.01)
+    follower.loop()
     assert (follower.state, ended, world.client.paused) == ("failed", [True], True)
     assert re.search(said, follower.reason)
     assert world.client.bytes() == before

@@ -9,21 +9,19 @@ from ...core.extras import install_command
 
 if TYPE_CHECKING:
     from ..http import Connections
-    from .launch import Options, RolloutServer
     from .scheduler import Limits
+    from .server import Options, RolloutServer
 
 __all__ = ["Connections", "Limits", "Options", "RolloutServer"]
 
-_HOMES = {"Connections": "launch", "Limits": "scheduler", "Options": "launch", "RolloutServer": "launch"}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
     try:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        return getattr(import_module(".server", __name__), name)
     except ImportError as error:
         if error.name is None or error.name.startswith("deltawire"):
             raise

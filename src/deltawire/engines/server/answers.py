@@ -2,117 +2,90 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 from ..names import VERSIONS_FIELD
-from .protocol import ChatRequest, CompletionRequest
+from .requests import ChatRequest, CommonRequest, CompletionRequest
 from .sequence import Delta, Sequence
 
 _LOWEST = -9999.0
 """JSON has no −∞; this is what vLLM says."""
 
 
-class TokenNames:
-    """The text of single tokens, each decoded once."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._text = lru_cache(maxsize=1 << 16)(self._decode)
-
-    def __call__(self, token: int, as_id: bool) -> str:
-        return f"token_id:{token}" if as_id else self._text(token)
-
-    def _decode(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"token_id:{token}"
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text
-
-
 def made_by(sequences: Iterable[Sequence]) -> str:
-    """For the header: every version that had a part in it, ascending."""
+    """The versions that had a part in these sequences, ascending, as the response header has them."""
     return ",".join(map(str, sorted({version for s in sequences for version, _ in s.spans})))
 
 
-def usage(sequences: list[Sequence], choices: int) -> dict[str, int]:
-    # the prompt of a request with several choices counts once
-    prompt = sum(len(s.prompt) for s in sequences) // choices
-    made = sum(len(s.tokens) for s in sequences)
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
-
-
-def _versions(sequence: Sequence) -> list[dict[str, int]]:
-    ends = [*accumulate((tokens for _, tokens in sequence.spans), initial=0)]
-    return [
-        {"version": version, "start": start, "end": end}
-        for (version, _), (start, end) in zip(sequence.spans, pairwise(ends), strict=True)
-    ]
-
-
-@dataclass(slots=True)
 class Answer:
-    """How one request is answered: `_choice` differs between the two routes. A whole answer is one large chunk."""
+    """The answer to one request, whole or in chunks: a whole answer is one large chunk. The routes differ in `_choice`.
 
+    `name` gives the text of a single token.
+    """
+
+    prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    request: CompletionRequest | ChatRequest
-    id: str
-    model: str
-    names: TokenNames
-    created: int = field(default_factory=lambda: int(time.time()))
+    def __init__(self, request: CommonRequest, model: str, name: Callable[[int], str]) -> None:
+        self.request = request
+        self._head = {"id": f"{self.prefix}-{secrets.token_hex(16)}", "created": int(time.time()), "model": model}
+        self._name = "token_id:{}".format if request.return_tokens_as_token_ids else name
 
     def whole(self, sequences: list[Sequence]) -> dict[str, Any]:
-        choices = [self._choice(s, Delta(s.text, 0, len(s.tokens), True), streamed=False) for s in sequences]
-        return {
-            **self._head(self.whole_object),
-            "choices": [{**choice, **_end(s)} for choice, s in zip(choices, sequences, strict=True)],
-            "usage": usage(sequences, self.request.choices),
-        }
-
-    def chunk(self, sequence: Sequence, delta: Delta) -> dict[str, Any]:
-        choice = {**self._choice(sequence, delta, streamed=True), **_end(sequence, delta.finished)}
-        return {**self._head(self.chunk_object), "choices": [choice]}
+        """The body of an answer that is not streamed."""
+        choices = [
+            {**self._choice(s, Delta(s.text, 0, len(s.tokens), True), streamed=False), **_end(s)} for s in sequences
+        ]
+        return {**self._head, "object": self.whole_object, "choices": choices, **self.usage(sequences)}
 
     def opening(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
-        """Chunks before the first token."""
+        """The chunks before the first token."""
         return []
 
+    def chunk(self, sequence: Sequence, delta: Delta) -> dict[str, Any]:
+        """The chunk for what a step added."""
+        end = _end(sequence) if delta.finished else {"finish_reason": None, "stop_reason": None}
+        return self._chunk({**self._choice(sequence, delta, streamed=True), **end})
+
     def usage_chunk(self, sequences: list[Sequence]) -> dict[str, Any]:
-        return {**self._head(self.chunk_object), "choices": [], "usage": usage(sequences, self.request.choices)}
+        """The chunk after the last token, if the client asked for it."""
+        return {**self._chunk(), **self.usage(sequences)}
+
+    def usage(self, sequences: list[Sequence]) -> dict[str, Any]:
+        """How many tokens there were. The prompt of a request with several choices counts once."""
+        prompt, made = sum(len(s.prompt) for s in sequences) // self.request.n, sum(len(s.tokens) for s in sequences)
+        return {"usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_object, "choices": [*choices]}
 
     def _choice(self, sequence: Sequence, delta: Delta, *, streamed: bool) -> dict[str, Any]:
         raise NotImplementedError
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-    def _name(self, token: int) -> str:
-        return self.names(token, bool(self.request.return_tokens_as_token_ids))
 
     def _ids(self, sequence: Sequence, delta: Delta) -> dict[str, Any]:
         return {"token_ids": sequence.tokens[delta.first : delta.last]} if self.request.return_token_ids else {}
 
 
-@dataclass(slots=True)
 class CompletionAnswer(Answer):
-    whole_object = chunk_object = "text_completion"
-
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
     request: CompletionRequest
-    offsets: dict[int, int] = field(default_factory=dict)
-    """By choice, where its next token begins in its text."""
+
+    def __init__(self, request: CompletionRequest, model: str, name: Callable[[int], str]) -> None:
+        super().__init__(request, model, name)
+        self._offsets: dict[int, int] = {}
+        """Where the next token of each choice begins in its text."""
 
     def _choice(self, sequence: Sequence, delta: Delta, *, streamed: bool) -> dict[str, Any]:
-        first = sequence.index not in self.offsets
+        first = sequence.index not in self._offsets
         echo = self._echo(sequence) if first else ""
-        offset = self.offsets.get(sequence.index, 0) + len(echo)
+        offset = self._offsets.get(sequence.index, 0) + len(echo)
         logprobs = self._logprobs(sequence, delta, offset)
-        self.offsets[sequence.index] = offset + sum(len(token) for token in logprobs["tokens"]) if logprobs else offset
+        self._offsets[sequence.index] = offset + sum(map(len, logprobs["tokens"])) if logprobs else offset
         choice = {"index": sequence.index, "text": echo + delta.text, "logprobs": logprobs}
         if self.request.return_token_ids:
             choice["prompt_token_ids"] = sequence.prompt if first else None
@@ -122,11 +95,8 @@ class CompletionAnswer(Answer):
         if not self.request.echo or sequence.tokenizer is None:
             return ""
         prompts = [self.request.prompt] if isinstance(self.request.prompt, str) else self.request.prompt
-        said = prompts[sequence.index // self.request.choices]
-        if isinstance(said, str):
-            return said
-        text: str = sequence.tokenizer.decode(sequence.prompt, skip_special_tokens=False)
-        return text
+        said = prompts[sequence.index // self.request.n]
+        return said if isinstance(said, str) else str(sequence.tokenizer.decode(sequence.prompt))
 
     def _logprobs(self, sequence: Sequence, delta: Delta, offset: int) -> dict[str, Any] | None:
         if self.request.logprobs is None:
@@ -143,21 +113,16 @@ class CompletionAnswer(Answer):
         }
 
 
-@dataclass(slots=True)
 class ChatAnswer(Answer):
-    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
-
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     request: ChatRequest
 
     def whole(self, sequences: list[Sequence]) -> dict[str, Any]:
-        return {**Answer.whole(self, sequences), **self._prompt(sequences[0])}
+        return {**super().whole(sequences), **self._prompt(sequences[0])}
 
     def opening(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
         opened = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [
-            {**self._head(self.chunk_object), "choices": [{"index": s.index, **opened}], **self._prompt(s)}
-            for s in sequences
-        ]
+        return [{**self._chunk({"index": s.index, **opened}), **self._prompt(s)} for s in sequences]
 
     def _prompt(self, sequence: Sequence) -> dict[str, Any]:
         return {"prompt_token_ids": sequence.prompt} if self.request.return_token_ids else {}
@@ -180,11 +145,14 @@ class ChatAnswer(Answer):
         return {"token": name, "logprob": max(logprob, _LOWEST), "bytes": list(name.encode())}
 
 
-def _end(sequence: Sequence, finished: bool = True) -> dict[str, Any]:
-    if not finished:
-        return {"finish_reason": None, "stop_reason": None}
+def _end(sequence: Sequence) -> dict[str, Any]:
+    """Why a sequence ended, and which versions made its tokens."""
+    ends = [*accumulate((tokens for _, tokens in sequence.spans), initial=0)]
     return {
         "finish_reason": sequence.finish_reason,
         "stop_reason": sequence.stop_reason,
-        VERSIONS_FIELD: _versions(sequence),
+        VERSIONS_FIELD: [
+            {"version": version, "start": start, "end": end}
+            for (version, _), (start, end) in zip(sequence.spans, pairwise(ends), strict=True)
+        ],
     }

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
@@ -22,18 +21,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import control, names
 from ..access import is_bearer
-from ..fingerprint import fingerprint
-from .answers import Answer, ChatAnswer, CompletionAnswer, TokenNames, made_by
-from .follower import Follower
-from .loading import Loaded
-from .metrics import Metrics
-from .offload import Offload
-from .protocol import BadRequest, ChatRequest, CompletionRequest, Reader, parse
-from .scheduler import QueueFull, Scheduler, Told, tell
-from .sequence import Delta, Listener, Sequence
+from .answers import Answer, ChatAnswer, CompletionAnswer, made_by
+from .requests import ChatRequest, CompletionRequest, Refused, parse
+from .scheduler import QueueFull, Told, tell
+from .sequence import Delta, Sequence
 
 if TYPE_CHECKING:
-    from .launch import Options
+    from .server import Options, RolloutServer
 
 PREPARED_AT_ONCE = 2
 """Requests that are tokenized at the same time; the rest of the cores compute."""
@@ -44,109 +38,14 @@ PREPARE_S = 30.0
 BODIES_AT_ONCE = 8
 """Bodies of the largest size that may be in memory, read and not tokenized yet."""
 
-_RETRY = {"retry-after": "1"}
+Events = asyncio.Queue[tuple[Sequence, Delta]]
+
 _CONTROL = ("/pause", "/resume", "/is_paused", "/deltawire/")
-_OPEN = ("/health",)
 
 
-class Service:
-    """The parts of a running server."""
+def build(server: RolloutServer) -> FastAPI:
+    """The application of a server."""
 
-    def __init__(
-        self, options: Options, name: str, loaded: Loaded, scheduler: Scheduler, follower: Follower, metrics: Metrics
-    ) -> None:
-        self.options, self.loaded = options, loaded
-        self.name = name
-        """Of the model, as clients see it."""
-        self.scheduler, self.follower, self.metrics = scheduler, follower, metrics
-        self.names = TokenNames(loaded.tokenizer)
-        self.reader = Reader(
-            loaded.tokenizer, loaded.template, loaded.max_model_len, max_prompts=scheduler.limits.max_queue
-        )
-        self.offload = Offload(PREPARED_AT_ONCE)
-        self.held = 0
-        """Bytes of bodies that are in memory."""
-        self.started = time.time()
-
-    @property
-    def health(self) -> tuple[str, str]:
-        """State and reason."""
-        if not self.scheduler.alive:
-            return "failed", "nothing is computed any more; the server's log says why"
-        return control.health(self.follower)
-
-    def why_not_ready(self) -> str | None:
-        state, reason = self.health
-        return None if state in names.SERVING else f"{state}: {reason}"
-
-    def sequences(
-        self,
-        request: CompletionRequest | ChatRequest,
-        prompts: list[list[int]],
-        limit: int | None,
-        logprobs: int | None,
-        listener: Listener,
-    ) -> list[Sequence]:
-        """A sequence for each prompt and choice, if they can run here at all."""
-        most = self.loaded.max_model_len
-        made: list[Sequence] = []
-        count = self.scheduler.vocabulary
-        for token in (*(token for prompt in prompts for token in prompt), *(request.stop_token_ids or ())):
-            if not 0 <= token < count:
-                raise BadRequest(f"token id {token} is not in the vocabulary of {count}", "prompt")
-        for prompt in prompts:
-            tokens = most - len(prompt) if limit is None else limit
-            if tokens < 1:
-                wanted = f"a prompt of {len(prompt)} tokens" if limit is None else f"max_tokens {limit}"
-                raise BadRequest(
-                    f"{wanted} leaves nothing to generate; this model takes {most} tokens in all", "max_tokens"
-                )
-            sampling = request.sampling(tokens, logprobs)
-            if not self.scheduler.fits(len(prompt) + tokens):
-                raise BadRequest(
-                    f"a prompt of {len(prompt)} tokens and max_tokens {tokens} do not fit: this server takes {most} "
-                    "tokens in all, as far as its memory for keys and values goes", "prompt",
-                )  # fmt: skip
-            for choice in range(request.choices):
-                own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + choice)
-                made.append(
-                    Sequence(
-                        prompt, own, len(made), self.loaded.tokenizer, self.loaded.eos, bool(request.stream), listener
-                    )
-                )
-        return made
-
-    def close(self) -> None:
-        """End what prepares requests."""
-        self.offload.close()
-        if self.reader.template is not None:
-            self.reader.template.close()
-
-    def fingerprint(self, dtype: str) -> dict[str, Any]:
-        """SHA-256 of the weights that tokens are computed with, while nobody writes them."""
-        with self.follower.still:
-            version = self.follower.version
-            return {"version": version, "sha256": fingerprint(self.loaded.model.state_dict(), dtype, exact=True)}
-
-    def status(self) -> dict[str, Any]:
-        state, reason = self.health
-        scheduler = self.scheduler
-        return control.status(
-            "builtin",
-            self.name,
-            self.follower,
-            state=state,
-            reason=reason,
-            is_paused=scheduler.paused,
-            kv_policy=scheduler.kv_policy,
-            running=scheduler.running,
-            waiting=scheduler.waiting,
-            counts=msgspec.to_builtins(scheduler.counts),
-            uptime_s=time.time() - self.started,
-        )
-
-
-def build(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
@@ -156,80 +55,86 @@ def build(service: Service) -> FastAPI:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(tell, told)
 
-        service.scheduler.deliver = deliver
+        server.scheduler.deliver = deliver
         yield
 
     app = FastAPI(title="deltawire", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await _answer(service, request, CompletionRequest)
+        return await _answer(server, request, CompletionRequest)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await _answer(service, request, ChatRequest)
+        return await _answer(server, request, ChatRequest)
 
     @app.get("/v1/models")
     async def models() -> Response:
         model = {
-            "id": service.name,
+            "id": server.name,
             "object": "model",
-            "created": int(service.started),
+            "created": int(server.started),
             "owned_by": "deltawire",
-            "max_model_len": service.loaded.max_model_len,
-            "deltawire": {"version": service.follower.version},
+            "max_model_len": server.loaded.max_model_len,
+            "deltawire": {"version": server.follower.version},
         }
         return _json({"object": "list", "data": [model]})
 
     @app.get("/health")
     async def health() -> Response:
-        state, reason = service.health
-        said = names.health(state, reason)
-        return _json(said) if state in names.SERVING else _json(said, 503, _RETRY)
+        state, reason = server.health
+        return _json(names.health(state, reason), 200 if state in names.SERVING else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/deltawire/fingerprint")
     async def live_weights(dtype: str = "bf16") -> Response:
         try:
-            return _json(await run_in_threadpool(service.fingerprint, dtype))
+            return _json(await run_in_threadpool(server.fingerprint, dtype))
         except ValueError as error:
-            return _problem(400, str(error), "invalid_request_error", "dtype")
+            raise Refused(str(error), "dtype") from None
 
     @app.post("/pause")
-    async def pause(mode: str = "abort", clear_cache: bool = True) -> Response:
-        if mode not in ("abort", "wait", "keep"):
-            return _problem(400, "mode must be abort, wait or keep", "invalid_request_error", "mode")
-        await run_in_threadpool(service.scheduler.pause, mode, clear_cache=clear_cache)
+    async def pause(mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> Response:
+        await run_in_threadpool(server.scheduler.pause, mode, clear_cache=clear_cache)
         return _json({"status": "paused"})
 
     @app.post("/resume")
     async def resume() -> Response:
-        service.scheduler.resume()
+        server.scheduler.resume()
         return _json({"status": "resumed"})
 
     @app.get("/is_paused")
     async def is_paused() -> Response:
-        return _json({"is_paused": service.scheduler.paused})
+        return _json({"is_paused": server.scheduler.paused})
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> Response:
+        return _problem(error)
 
     @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> Response:
-        return _problem(error.status_code, str(error.detail), "invalid_request_error")
+    async def failed(_: Request, error: HTTPException) -> Response:
+        return _problem(Refused(str(error.detail), status=error.status_code))
+
+    @app.exception_handler(RequestValidationError)
+    async def misspelt(_: Request, error: RequestValidationError) -> Response:
+        wrong = error.errors()[0]
+        return _problem(Refused(f"{wrong['loc'][-1]}: {wrong['msg']}", str(wrong["loc"][-1])))
 
     # the middleware below has asked for the token
-    app.include_router(control.routes(lambda: service.follower, service.status, lambda request: None))
+    app.include_router(control.routes(lambda: server.follower, server.status, lambda request: None))
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
-    app.add_middleware(_Guard, service=service, paths=paths)
+    app.add_middleware(_Guard, server=server, paths=paths)
     return app
 
 
 class _Guard:
     """Asks for the token where it is needed, and counts answers. Plain ASGI: streams and disconnects pass untouched."""
 
-    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]) -> None:
-        self._app, self._options, self._metrics, self._paths = app, service.options, service.metrics, paths
+    def __init__(self, app: ASGIApp, server: RolloutServer, paths: frozenset[str]) -> None:
+        self._app, self._server, self._paths = app, server, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -239,21 +144,20 @@ class _Guard:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = scope["path"] if scope["path"] in self._paths else "other"
-                self._metrics.requests.labels(route, str(message["status"])).inc()
+                self._server.metrics.requests.labels(route, str(message["status"])).inc()
             await send(message)
 
-        if _may(scope, self._options):
-            await self._app(scope, receive, counted)
-        else:
-            headers = {"www-authenticate": "Bearer"}
-            refusal = _problem(401, "this route needs the server's bearer token", "authentication_error", None, headers)
-            await refusal(scope, receive, counted)
+        app: ASGIApp = self._app
+        if not _may(scope, self._server.options):
+            refused = Refused("this route needs the server's bearer token", None, 401, "authentication_error")
+            app = _problem(refused, {"www-authenticate": "Bearer"})
+        await app(scope, receive, counted)
 
 
 def _may(scope: Scope, options: Options) -> bool:
-    # what is routed by; a URL made of it would have the client's Host header in it
+    # the path that is routed by; a URL made of it would have the client's Host header in it
     path = scope["path"]
-    needed = path.startswith(_CONTROL) or (options.guard_all and path not in _OPEN)
+    needed = path.startswith(_CONTROL) or (options.guard_all and path != "/health")
     if options.token is None or not needed:
         return True
     return is_bearer(Headers(scope=scope).get("authorization", ""), options.token)
@@ -262,112 +166,124 @@ def _may(scope: Scope, options: Options) -> bool:
 # ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _answer(service: Service, http: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
-    events: asyncio.Queue[tuple[Sequence, Delta]] = asyncio.Queue()
-    body = bytearray()
+async def _answer(server: RolloutServer, http: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
+    events: Events = asyncio.Queue()
     try:
-        async for part in http.stream():
-            body += part
-            service.held += len(part)
-            if len(body) > service.options.max_body:
-                message = f"the body is larger than {service.options.max_body} bytes"
-                return _problem(413, message, "invalid_request_error")
-            if service.held > BODIES_AT_ONCE * service.options.max_body:
-                return _problem(503, "too many large requests at once; try again", "overloaded_error", headers=_RETRY)
-        if (reason := service.why_not_ready()) is not None:
-            return _unready(reason)
-        # tokenizing a long prompt takes long: not in the loop that serves everybody
-        sequences, answer = await service.offload.run(PREPARE_S, _prepare, service, bytes(body), kind, events)
-        service.scheduler.add(sequences)
-    except BadRequest as error:
-        return _problem(error.status, str(error), "invalid_request_error", error.param)
-    except asyncio.TimeoutError:
-        message = f"reading this request took more than {PREPARE_S:g} s; send less text, or try again"
-        return _problem(503, message, "overloaded_error", headers=_RETRY)
-    except QueueFull:
-        return _problem(503, "the queue is full; try again", "overloaded_error", headers=_RETRY)
+        sequences, answer = await _read(server, http, kind, events)
     except ClientDisconnect:
         return Response(status_code=499)
-    finally:
-        service.held -= len(body)
-        del body
-    # at its deadline what there is of an answer is ended: what streams ends with "abort", the rest is a 504
-    loop, seconds = asyncio.get_running_loop(), service.options.request_timeout
-    deadline = loop.call_later(seconds, service.scheduler.cancel, sequences)
+    # at its deadline what there is of an answer is ended: a stream ends with "abort", the rest is a 504
+    loop, seconds = asyncio.get_running_loop(), server.options.request_timeout
+    deadline = loop.call_later(seconds, server.scheduler.cancel, sequences)
     if answer.request.stream:
-        headers = {"cache-control": "no-cache", names.VERSION_HEADER: str(service.follower.version)}
-        chunks = _stream(service, sequences, answer, events, deadline)
+        headers = {"cache-control": "no-cache", names.VERSION_HEADER: str(server.follower.version)}
+        chunks = _stream(server, sequences, answer, events, deadline)
         return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
     try:
-        if not await _finished(service, http, sequences, events):
+        if not await _finished(server, http, sequences, events):
             return Response(status_code=499)
     finally:
         deadline.cancel()
-    if loop.time() >= deadline.when() and any(sequence.finish_reason == "abort" for sequence in sequences):
+    reasons = {sequence.finish_reason for sequence in sequences}
+    if loop.time() >= deadline.when() and "abort" in reasons:
         message = f"no answer within {seconds:g} s; ask for less, or raise --request-timeout"
-        return _problem(504, message, "timeout_error")
-    if any(sequence.finish_reason == "error" for sequence in sequences):
-        return _problem(500, "computing this failed; the server's log says why", "internal_error")
+        raise Refused(message, status=504, kind="timeout_error")
+    if "error" in reasons:
+        raise Refused("computing this failed; the server's log says why", status=500, kind="internal_error")
     return _json(answer.whole(sequences), headers={names.VERSION_HEADER: made_by(sequences)})
 
 
-def _prepare(
-    abandoned: Callable[[], bool],
-    service: Service,
-    body: bytes,
-    kind: type[Any],
-    events: asyncio.Queue[tuple[Sequence, Delta]],
+async def _read(
+    server: RolloutServer, http: Request, kind: type[CompletionRequest] | type[ChatRequest], events: Events
 ) -> tuple[list[Sequence], Answer]:
-    request = parse(body, kind)
-    name = service.name
-    mark = secrets.token_hex(16)
+    """Read and check a request, and queue its sequences."""
+    body, most = bytearray(), server.options.max_body
+    try:
+        async for part in http.stream():
+            body += part
+            server.held += len(part)
+            if len(body) > most:
+                raise Refused(f"the body is larger than {most} bytes", status=413)
+            if server.held > BODIES_AT_ONCE * most:
+                raise Refused("too many large requests at once; try again", status=503, kind="overloaded_error")
+        state, reason = server.health
+        if state not in names.SERVING:
+            raise Refused(f"not ready, {state}: {reason}", status=503, kind="unavailable_error")
+        # tokenizing a long prompt takes long: not in the loop that serves everybody
+        said, until = bytes(body), time.monotonic() + PREPARE_S
+        sequences, answer = await server.offload.run(PREPARE_S, lambda: _prepare(server, said, kind, events, until))
+        server.scheduler.add(sequences)
+        return sequences, answer
+    except asyncio.TimeoutError:
+        message = f"reading this request took more than {PREPARE_S:g} s; send less text, or try again"
+        raise Refused(message, status=503, kind="overloaded_error") from None
+    except QueueFull:
+        raise Refused("the queue is full; try again", status=503, kind="overloaded_error") from None
+    finally:
+        server.held -= len(body)
+
+
+def _prepare(
+    server: RolloutServer,
+    body: bytes,
+    kind: type[CompletionRequest] | type[ChatRequest],
+    events: Events,
+    deadline: float,
+) -> tuple[list[Sequence], Answer]:
+    """Parse and tokenize a request: a sequence for each prompt and choice, if they can run here at all."""
+    request: CompletionRequest | ChatRequest = parse(body, kind)
+    prompts = request.prompts(server.reader, deadline)
+    count, most = server.scheduler.vocabulary, server.loaded.max_model_len
+    for token in (*(token for prompt in prompts for token in prompt), *request.stop_token_ids):
+        if not 0 <= token < count:
+            raise Refused(f"token id {token} is not in the vocabulary of {count}", "prompt")
 
     def listen(sequence: Sequence, delta: Delta) -> None:
         events.put_nowait((sequence, delta))
 
-    answer: Answer
+    made: list[Sequence] = []
+    for prompt in prompts:
+        tokens = most - len(prompt) if request.limit is None else request.limit
+        if tokens < 1:
+            wanted = f"a prompt of {len(prompt)} tokens" if request.limit is None else f"max_tokens {tokens}"
+            message = f"{wanted} leaves nothing to generate; this model takes {most} tokens in all"
+            raise Refused(message, "max_tokens")
+        if not server.scheduler.fits(len(prompt) + tokens):
+            message = f"a prompt of {len(prompt)} tokens and max_tokens {tokens} do not fit: this server takes {most} "
+            raise Refused(f"{message}tokens in all, as far as its memory for keys and values goes", "prompt")
+        for choice in range(request.n):
+            sampling, loaded = request.sampling(tokens, choice), server.loaded
+            made.append(Sequence(prompt, sampling, len(made), loaded.tokenizer, loaded.eos, request.stream, listen))
     if isinstance(request, ChatRequest):
-        limit, logprobs = request.limit, request.wanted_logprobs
-        answer = ChatAnswer(request, f"chatcmpl-{mark}", name, service.names)
-    else:
-        limit, logprobs = request.max_tokens, request.logprobs
-        answer = CompletionAnswer(request, f"cmpl-{mark}", name, service.names)
-    return service.sequences(request, request.prompts(service.reader, abandoned), limit, logprobs, listen), answer
+        return made, ChatAnswer(request, server.name, server.token_text)
+    return made, CompletionAnswer(request, server.name, server.token_text)
 
 
-async def _finished(
-    service: Service, http: Request, sequences: list[Sequence], events: asyncio.Queue[tuple[Sequence, Delta]]
-) -> bool:
+async def _finished(server: RolloutServer, http: Request, sequences: list[Sequence], events: Events) -> bool:
     """Wait for all of them; False if the client has gone, and then they are cancelled."""
 
     async def all_of_them() -> None:
         for _ in sequences:
             await events.get()
 
-    work = asyncio.ensure_future(all_of_them())
-    gone = asyncio.ensure_future(_disconnected(http))
+    async def disconnected() -> None:
+        # the body is read, so the next thing to hear of the client is that it has gone
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    work, gone = asyncio.ensure_future(all_of_them()), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         return work.done()
     finally:
         if not work.done():
-            service.scheduler.cancel(sequences)
+            server.scheduler.cancel(sequences)
         for task in (work, gone):
             task.cancel()
 
 
-async def _disconnected(http: Request) -> None:
-    # the body is read, so the next thing to hear of the client is that it has gone
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _stream(
-    service: Service,
-    sequences: list[Sequence],
-    answer: Answer,
-    events: asyncio.Queue[tuple[Sequence, Delta]],
-    deadline: asyncio.TimerHandle,
+    server: RolloutServer, sequences: list[Sequence], answer: Answer, events: Events, deadline: asyncio.TimerHandle
 ) -> AsyncIterator[bytes]:
     left = len(sequences)
     try:
@@ -377,32 +293,24 @@ async def _stream(
             sequence, delta = await events.get()
             left -= delta.finished
             yield _event(answer.chunk(sequence, delta))
-        if answer.request.wants_usage:
+        if answer.request.stream_options.include_usage:
             yield _event(answer.usage_chunk(sequences))
         yield b"data: [DONE]\n\n"
     finally:
         deadline.cancel()
         if left:
-            service.scheduler.cancel(sequences)
+            server.scheduler.cancel(sequences)
 
 
 def _event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-# ── answers that are no completions ──────────────────────────────────────────────────────────────────────────────────
-
-
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    headers = {**(headers or {}), **({"retry-after": "1"} if status == 503 else {})}
     return Response(msgspec.json.encode(value), status, headers=headers, media_type="application/json")
 
 
-def _problem(
-    status: int, message: str, kind: str, param: str | None = None, headers: dict[str, str] | None = None
-) -> Response:
-    error = {"message": message, "type": kind, "param": param, "code": status}
-    return _json({"error": error}, status, headers)
-
-
-def _unready(reason: str) -> Response:
-    return _problem(503, f"not ready, {reason}", "unavailable_error", headers=_RETRY)
+def _problem(error: Refused, headers: dict[str, str] | None = None) -> Response:
+    said = {"message": str(error), "type": error.kind, "param": error.param, "code": error.status}
+    return _json({"error": said}, error.status, headers)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
@@ -17,14 +18,20 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from ...bucket import folder
-from ...bucket.references import Resolve, find_reference
+from ...bucket.references import resolver
 from ...bucket.replay import checkout
 from ...bucket.run import Run
-from ...core.errors import ReferenceUnavailable, SchemaMismatch, UntrustedCode, VersionNotFound
+from ...bucket.versions import resolve
+from ...bucket.watch import watch
+from ...core.errors import DeltawireError, ReferenceUnavailable, RunNotFound, SchemaMismatch
 from ...core.full import weight_files
 from ...core.schema import Schema
+from ...store import Store, open_store
 from .batch import require_batchable
 from .template import ChatTemplate
+
+if TYPE_CHECKING:
+    from .server import Options
 
 log = logging.getLogger("deltawire")
 
@@ -33,32 +40,61 @@ _COMPUTED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
+class UntrustedCode(DeltawireError):
+    """A checkpoint asks for code of its own to be run, which is never done."""
+
+    exit_code = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
+    """A model that can be served."""
+
     model: Any
     tokenizer: Any
-    # None where the folder has none: then requests are made of token ids
+    """None where the folder has none: then requests are made of token ids."""
     template: ChatTemplate | None
     eos: frozenset[int]
     max_model_len: int
 
 
-@contextmanager
-def as_folder(run: Run, version: int | None, resolve: Resolve = find_reference) -> Iterator[Path]:
-    """A version as a checkpoint folder, for as long as it takes to load it."""
-    version = run.newest() if version is None else version
-    if version is None:
-        raise VersionNotFound(f"the run at {run.store.url} has no version yet")
-    manifest = run.manifest(version)
+def load_options(options: Options) -> Loaded:
+    """Load the model that a server was told to serve; without one, the run's own, once the run has a version."""
+    run = cache(lambda: _wait_for(options.run, options.poll))
+    dtype = compute_dtype(options, run)
+    more = {"device": options.device, "max_model_len": options.max_model_len}
+    if options.model is not None:
+        return load(options.model, dtype=dtype, **more)
+    version = resolve(run(), "latest" if options.pin is None else options.pin)
+    manifest = run().manifest(version)
     if not any(file.name == "config.json" for file in manifest.files):
         raise ReferenceUnavailable(
-            f"the run at {run.store.url} carries no config.json, so it cannot say which model it is: "
+            f"the run at {run().store.url} carries no config.json, so it cannot say which model it is: "
             "serve MODEL --run RUN, or publish it with its files"
         )
-    with tempfile.TemporaryDirectory(prefix="deltawire-serve-") as place:
-        made = Path(place)
-        folder.fill(made, run, manifest, checkout(run, version, resolve=resolve))
-        yield made
+    with tempfile.TemporaryDirectory(prefix="deltawire-serve-") as made:
+        folder.fill(Path(made), run(), manifest, checkout(run(), version, resolve=resolver(options.reference)))
+        return load(made, dtype=dtype, **more)
+
+
+def _wait_for(where: str | Store, poll: float) -> Run:
+    """The run, once it has a version."""
+    with suppress(RunNotFound):
+        run = Run.open(where)
+        if run.newest() is not None:
+            return run
+    log.warning("there is no version at %s yet; waiting for it", open_store(where).url)
+    next(watch(where, poll=poll))
+    return Run.open(where)
+
+
+def compute_dtype(options: Options, run: Callable[[], Run]) -> torch.dtype:
+    """The dtype to compute in. On a CPU, which has no fast 16-bit product, weights may be wider than the run's."""
+    if options.dtype != "auto":
+        return getattr(torch, options.dtype)  # type: ignore[no-any-return]
+    if torch.device(options.device).type == "cpu":
+        return torch.float32
+    return dtype_of(run().schema)
 
 
 def load(source: str, *, dtype: torch.dtype, device: str = "cpu", max_model_len: int | None = None) -> Loaded:

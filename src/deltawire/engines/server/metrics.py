@@ -1,4 +1,4 @@
-"""Figures for Prometheus, read from the parts that keep them whenever somebody asks."""
+"""Figures for Prometheus, read from the parts that count them when somebody asks."""
 
 from __future__ import annotations
 
@@ -10,50 +10,41 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from .. import control
-from .follower import Follower, Sync
+from ..follower import Follower
 from .scheduler import Scheduler
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
-class Metrics:
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter("deltawire_requests", "Requests answered", ["route", "status"], registry=self.registry)
-        self._pause = Histogram(
-            "deltawire_pause_seconds", "No token because of a sync", registry=self.registry, buckets=_SECONDS
-        )
+class Metrics(Collector):
+    """What GET /metrics shows."""
 
-    def synced(self, sync: Sync) -> None:
-        self._pause.observe(sync.pause_s)
-
-    def watch(self, scheduler: Scheduler, follower: Follower) -> None:
-        self.registry.register(_Live(scheduler, follower))
-
-
-class _Live(Collector):
     def __init__(self, scheduler: Scheduler, follower: Follower) -> None:
         self._scheduler, self._follower = scheduler, follower
+        self.registry = CollectorRegistry()
+        self.requests = Counter("deltawire_requests", "Requests answered", ["route", "status"], registry=self.registry)
+        self.pause = Histogram(
+            "deltawire_pause_seconds", "No token because of a sync", registry=self.registry, buckets=_SECONDS
+        )
+        self.registry.register(self)
 
     def collect(self) -> Iterator[Any]:
         yield from control.metrics(self._follower)
-        gauges = {
-            "paused": ("1 while paused by request", self._scheduler.paused),
-            "sequences_running": ("In the batch", self._scheduler.running),
-            "sequences_waiting": ("In the queue", self._scheduler.waiting),
-        }
-        for name, (text, value) in gauges.items():
+        scheduler, counts = self._scheduler, self._scheduler.counts
+        for name, text, value in (
+            ("paused", "1 while paused by request", scheduler.paused),
+            ("sequences_running", "In the batch", scheduler.running),
+            ("sequences_waiting", "In the queue", scheduler.waiting),
+        ):
             yield GaugeMetricFamily(f"deltawire_{name}", text, float(value))
-        counts = self._scheduler.counts
-        totals = {
-            "prompt_tokens": ("Prompt tokens computed", counts.prompt_tokens),
-            "generated_tokens": ("Tokens drawn", counts.generated_tokens),
-            "recomputed_tokens": ("Tokens computed again under new weights", counts.recomputed_tokens),
-            "steps": ("Steps of the batch", counts.steps),
-            "busy_seconds": ("Time in steps", counts.busy_s),
-            "sequences_finished": ("Ended by themselves", counts.finished),
-            "sequences_aborted": ("Ended by a client or a pause", counts.aborted),
-            "sequences_failed": ("Ended by an error", counts.failed),
-        }
-        for name, (text, value) in totals.items():
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens computed", counts.prompt_tokens),
+            ("generated_tokens", "Tokens drawn", counts.generated_tokens),
+            ("recomputed_tokens", "Tokens computed again under new weights", counts.recomputed_tokens),
+            ("steps", "Steps of the batch", counts.steps),
+            ("busy_seconds", "Time in steps", counts.busy_s),
+            ("sequences_finished", "Ended by themselves", counts.finished),
+            ("sequences_aborted", "Ended by a client or a pause", counts.aborted),
+            ("sequences_failed", "Ended by an error", counts.failed),
+        ):
             yield CounterMetricFamily(f"deltawire_{name}", text, float(value))

@@ -6,55 +6,39 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class Offload:
-    """Daemon threads: a thread cannot be ended, but must not keep the process from ending either.
-
-    A function gets, as its first argument, a question to ask now and then: whether nobody waits for it any more.
-    """
+    """A thread pool that does not keep the process from ending: its threads are daemons, unlike concurrent.futures'."""
 
     def __init__(self, threads: int) -> None:
-        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
-    async def run(self, seconds: float, function: Callable[..., T], *args: Any) -> T:
-        """What it returns or raises; asyncio.TimeoutError where that takes longer, the wait for a thread included."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put((loop, future, function, args))
-        return await asyncio.wait_for(future, seconds)
+    async def run(self, seconds: float, function: Callable[[], T]) -> T:
+        """Return or raise what it does; asyncio.TimeoutError after so many seconds, with the wait for a thread."""
+        future: Future[T] = Future()
+        self._jobs.put((future, function))
+        return await asyncio.wait_for(asyncio.wrap_future(future), seconds)
 
     def close(self) -> None:
+        """End the threads that have nothing to do; does not wait for the others."""
         for _ in self._threads:
             self._jobs.put(None)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            loop, future, function, args = job
-            if future.cancelled():
-                continue
-            result, error = None, None
-            try:
-                result = function(future.cancelled, *args)
-            except Exception as raised:
-                error = raised
-            # a loop that is gone has nobody who waits either
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(_settle, future, result, error)
-            del job, args, result, error, future
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
+            future, function = job
+            # False if nobody waits for it any more
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+            del job, future, function

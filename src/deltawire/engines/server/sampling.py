@@ -36,18 +36,17 @@ class Sampling:
     """0 takes the likeliest token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0: all of them."""
+    """0 or -1: all of them."""
     min_p: float = 0.0
     seed: int | None = None
     logprobs: int | None = None
     """None: none; n: of the token that was drawn, and of the n likeliest."""
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Rows[str] = ()
+    stop_token_ids: Rows[int] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
-    keep_stop: bool = False
-    """Leave the stop string in the text."""
+    include_stop_str_in_output: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -113,7 +112,7 @@ def _processed(raw: Tensor, rows: Rows[Draw]) -> Tensor:
 @lru_cache
 def _warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> LogitsProcessorList:
     made = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
-    if top_k:
+    if top_k > 0:
         made.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         made.append(TopPLogitsWarper(top_p))

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -81,11 +80,11 @@ class Plugin:
             following=config.follow and bool(config.run),
             reference=config.reference,
             heartbeat=config.heartbeat,
+            poll=config.poll,
             on_failure=_end,
         )
         if config.run:
-            loop = self._follower.loop
-            threading.Thread(target=loop, args=(config.poll,), name="deltawire-follow", daemon=True).start()
+            self._follower.start()
         return self._follower
 
     # ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,12 +8,13 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from .. import control
+from ..follower import Follower
 
 
 class Metrics:
     """Read from the follower when asked: nothing to keep in step."""
 
-    def __init__(self, follower: Callable[[], control.Follower | None]) -> None:
+    def __init__(self, follower: Callable[[], Follower | None]) -> None:
         self._follower = follower
         REGISTRY.register(self)  # type: ignore[arg-type]
 

@@ -1,0 +1,209 @@
+"""A rollout server from its options to its end: what it is made of, sockets, signals, threads."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ...store import Store
+from .. import control
+from ..access import check_guarded
+from ..fingerprint import fingerprint
+from ..http import Connections, Server, listen
+from ..names import model_name
+from .app import PREPARED_AT_ONCE, build
+from .follower import OnVersion, ServerFollower
+from .loading import load_options
+from .metrics import Metrics
+from .offload import Offload
+from .requests import Reader
+from .sampling import LogprobsMode
+from .scheduler import KvPolicy, Limits, Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything `deltawire serve` can be told."""
+
+    run: str | Store
+    model: str | None = None
+    """A checkpoint folder or hub id; None takes config, tokenizer and weights from the run."""
+    pin: int | None = None
+    """Stay at this version."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any that is free."""
+    name: str | None = None
+    """Name of the model, for clients."""
+    dtype: str = "auto"
+    device: str = "cpu"
+    threads: int | None = None
+    """Threads of torch."""
+    limits: Limits = field(default_factory=Limits)
+    max_model_len: int | None = None
+    kv_policy: KvPolicy = "clear"
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    poll: float = 1.0
+    id: str | None = None
+    """Name of the replica, as `deltawire log` shows it."""
+    reference: Path | None = None
+    token: str | None = field(default=None, repr=False)
+    """Bearer token of the control routes."""
+    guard_all: bool = False
+    """The token is needed for every route but /health."""
+    max_body: int = 8 << 20
+    """Bytes of one request."""
+    request_timeout: float = 600.0
+    """Seconds for an answer."""
+    connections: Connections = field(default_factory=Connections)
+    grace: float = 5.0
+    """Seconds that running requests get when the server is told to end."""
+
+
+class RolloutServer:
+    """A server with its own socket. `run` blocks until `stop` or a signal; afterwards no thread of it is left.
+
+    `on_version` is called with each version that is served from now on, and the seconds by phase it took to get there.
+    """
+
+    def __init__(self, options: Options, on_version: OnVersion = lambda version, timings: None) -> None:
+        check_guarded(options.host, options.token)
+        # before anything that takes long: a port that is taken is reported at once
+        self._socket = listen(options.host, options.port)
+        try:
+            if options.threads:
+                torch.set_num_threads(options.threads)
+            self.options, self.loaded = options, load_options(options)
+            loaded = self.loaded
+            self.scheduler = Scheduler(
+                loaded.model,
+                lambda: self.follower.version if self.follower.caught_up.is_set() else None,
+                limits=replace(options.limits, max_model_len=loaded.max_model_len),
+                kv_policy=options.kv_policy,
+                logprobs_mode=options.logprobs_mode,
+            )
+
+            def served(version: int, timings: Mapping[str, float]) -> None:
+                self.metrics.pause.observe(timings.get("pause", 0.0))
+                self.scheduler.wake()
+                on_version(version, timings)
+
+            self.follower = ServerFollower(
+                options.run,
+                loaded.model,
+                hold=self.scheduler.hold,
+                on_version=served,
+                pin=options.pin,
+                poll=options.poll,
+                id=options.id,
+                reference=options.reference,
+                on_failure=self.stop,
+            )
+            self.metrics = Metrics(self.scheduler, self.follower)
+            self.name = options.name or model_name(self.follower.replica.url)
+            """Name of the model, as clients see it."""
+            self.reader = Reader(loaded.tokenizer, loaded.template, loaded.max_model_len, options.limits.max_queue)
+            self.offload = Offload(PREPARED_AT_ONCE)
+            self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
+            self.held = 0
+            """Bytes of request bodies that are in memory."""
+            self.started = time.time()
+            self._server = _Server(build(self), options.connections, self.scheduler, options.grace)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    @property
+    def port(self) -> int:
+        """The port it listens at."""
+        return int(self._socket.getsockname()[1])
+
+    @property
+    def health(self) -> tuple[str, str]:
+        """State and reason."""
+        if not self.scheduler.alive:
+            return "failed", "nothing is computed any more; the server's log says why"
+        return control.health(self.follower)
+
+    def status(self) -> dict[str, Any]:
+        """The answer to GET /deltawire/status."""
+        state, reason = self.health
+        scheduler = self.scheduler
+        return control.status(
+            "builtin",
+            self.name,
+            self.follower,
+            state=state,
+            reason=reason,
+            is_paused=scheduler.paused,
+            kv_policy=scheduler.kv_policy,
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            counts=scheduler.counts,
+            uptime_s=time.time() - self.started,
+        )
+
+    def fingerprint(self, dtype: str) -> dict[str, Any]:
+        """SHA-256 of the live weights, computed while nothing writes them."""
+        with self.follower.still:
+            version = self.follower.version
+            return {"version": version, "sha256": fingerprint(self.loaded.model.state_dict(), dtype, exact=True)}
+
+    def run(self, on_listening: Any = lambda: None) -> None:
+        """Serve until told to end. Raises what made following the run impossible, or KeyboardInterrupt."""
+        self._server.on_listening = on_listening
+        self.scheduler.start()
+        self.follower.start()
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            self.offload.close()
+            if self.loaded.template is not None:
+                self.loaded.template.close()
+            self.scheduler.drain(0)
+            self.follower.stop(5.0)
+            self._socket.close()
+        if self.follower.failure is not None:
+            raise self.follower.failure
+        if self._server.interrupted:
+            raise KeyboardInterrupt
+
+    def stop(self) -> None:
+        """Ask it to end; from any thread."""
+        self._server.should_exit = True
+
+    def _token_text(self, token: int) -> str:
+        """The text of a single token."""
+        tokenizer = self.loaded.tokenizer
+        return f"token_id:{token}" if tokenizer is None else str(tokenizer.decode([token]))
+
+
+class _Server(Server):
+    def __init__(self, app: Any, connections: Connections, scheduler: Scheduler, grace: float) -> None:
+        super().__init__(app, connections, grace=grace + 5)
+        self._scheduler, self._grace = scheduler, grace
+        self.interrupted = False
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        # open connections end when their sequences do
+        drained = asyncio.create_task(asyncio.to_thread(self._scheduler.drain, self._grace))
+        await super().shutdown(sockets)
+        await drained
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupted |= sig == signal.SIGINT
+        if self.should_exit:
+            # told a second time: end at once; in a thread, for this one may hold the scheduler's lock right now
+            self.force_exit = True
+            threading.Thread(target=self._scheduler.drain, args=(0,), daemon=True).start()
+        self.should_exit = True
