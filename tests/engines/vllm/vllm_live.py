@@ -150,8 +150,8 @@ class Server:
         self.name = "m" if run is None or model is not None else run.name
         env = environment(tp, **({"DELTAWIRE_RUN": str(run)} if run else {}), **more)
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]
-        # so that the server that is compared with fits beside
-        room = ["--gpu-memory-utilization", "0.3"] if ON_GPU else []
+        # small models: other servers fit beside
+        room = ["--gpu-memory-utilization", "0.05"] if ON_GPU else []
         options = [
             *room, "--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "8",
             "--tensor-parallel-size", str(tp), *flags,
