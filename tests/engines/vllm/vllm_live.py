@@ -151,7 +151,7 @@ class Server:
         env = environment(tp, **({"DELTAWIRE_RUN": str(run)} if run else {}), **more)
         listen = ["--host", "127.0.0.1", "--port", str(self.port)]
         # small models: other servers fit beside
-        room = ["--gpu-memory-utilization", "0.05"] if ON_GPU else []
+        room = ["--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(1 << 30)] if ON_GPU else []
         options = [
             *room, "--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager", "--max-num-seqs", "8",
             "--tensor-parallel-size", str(tp), *flags,
