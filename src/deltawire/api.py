@@ -10,7 +10,7 @@ from .core.change import Region, blocks, compare
 from .core.digest import StateDigest
 from .core.dtypes import Bits
 from .core.errors import DigestMismatch, UnknownFormat
-from .core.parallel import ordered_map
+from .core.parallel import ordered_map, threads_for
 from .core.schema import Schema
 from .core.sparse import BASE_DIGEST, DIGEST, DeltaFile, write_delta
 from .models import ModelView, like, require_schema, tensors_of
@@ -41,6 +41,7 @@ def encode(
     def changed(block: Any) -> Any:
         return [compare(region, before.region(region), after.region(region)) for region in block]
 
+    threads = threads_for(schema.elements, threads)
     found = list(ordered_map(changed, blocks(schema), threads))
     count = sum(change.elements for block in found for change in block)
     digest = full.digest_of(before, threads)

@@ -330,8 +330,9 @@ class Dies(CountingStore):
                 raise StoreUnavailable("the machine is gone")
 
 
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_crash_at_any_point_leaves_a_whole_run(template: Store, after: bool) -> None:
+def test_a_crash_at_any_point_leaves_a_whole_run(template: Store, after: bool, stride: int) -> None:
     whole = clone(template)
     # a head to move, and garbage to take: all there is to a prune
     whole.put(keys.HEAD, dump(Head(Run.open(whole).info.run, 20)))
@@ -341,7 +342,7 @@ def test_a_crash_at_any_point_leaves_a_whole_run(template: Store, after: bool) -
     plan = prune(pruned)
     final = {item.key: pruned.get(item.key).data for item in pruned.list()}
     changes = len(plan.objects) + 2
-    for survived in range(1, changes + 1):
+    for survived in (*range(1, changes, stride), changes):
         store = clone(whole)
         with pytest.raises(StoreUnavailable):
             prune(store, by=Dies(store, survived, after))

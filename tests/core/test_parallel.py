@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from deltawire.core.parallel import default_threads, ordered_map
+from deltawire.core.parallel import WORTH_THREADS, default_threads, ordered_map, threads_for
 
 
 def test_where_a_system_does_not_tell_which_cores_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +28,15 @@ def test_an_error_comes_in_its_place(threads: int) -> None:
     assert [next(results) for _ in range(5)] == [2, 2, 3, 5, 10]
     with pytest.raises(ZeroDivisionError):
         next(results)
+
+
+def test_little_work_stays_in_this_thread() -> None:
+    assert threads_for(WORTH_THREADS - 1) == 1
+    assert threads_for(WORTH_THREADS) == default_threads()
+    assert threads_for(1, threads=3) == 3, "what is asked for counts"
+    here = threading.get_ident()
+    assert list(ordered_map(lambda _: threading.get_ident(), [0], 3)) == [here]
+    assert here not in ordered_map(lambda _: threading.get_ident(), [0, 1], 3)
 
 
 def test_a_map_dropped_half_way_does_not_wait_for_its_workers() -> None:

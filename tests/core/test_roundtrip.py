@@ -118,12 +118,12 @@ def test_every_16_bit_pattern_moves_by_every_small_step(encoding: str, dtype: st
 
 @every_encoding
 @every_dtype
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 5), (5, 0), (3, 0, 2), (1, 1, 1, 1), (7, 3), (2, 3, 5, 7)])
-def test_every_dtype_in_every_kind_of_shape(encoding: str, dtype: str, shape: tuple[int, ...]) -> None:
-    schema = Schema.build([TensorSpec("w", dtype, shape)])
-    base = random_bag(schema, 1)
-    for density in (0.0, 0.1, 1.0):
-        check(base, moved_bag(base, 2, density), encoding)
+def test_every_dtype_in_every_kind_of_shape(encoding: str, dtype: str) -> None:
+    for shape in [(), (0,), (1,), (0, 5), (5, 0), (3, 0, 2), (1, 1, 1, 1), (7, 3), (2, 3, 5, 7)]:
+        schema = Schema.build([TensorSpec("w", dtype, shape)])
+        base = random_bag(schema, 1)
+        for density in (0.0, 0.1, 1.0):
+            check(base, moved_bag(base, 2, density), encoding)
 
 
 @every_encoding

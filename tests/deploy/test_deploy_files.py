@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,16 @@ def test_the_commands_of_the_hub_are_its_own() -> None:
     for line in lines:
         words = shlex.split(line, comments=True)
         name = next(i for i, word in enumerate(words) if "/" in word)
-        program = [str(Path(sys.executable).with_name("hf")), *words[1:name]]
-        wide = {**os.environ, "COLUMNS": "200"}
-        done = subprocess.run([*program, "--help"], capture_output=True, text=True, env=wide)
-        assert done.returncode == 0, line
-        known = set(re.findall(r"--[\w-]+", done.stdout))
+        known = _options_of_hf(*words[1:name])
         assert {word for word in words if word.startswith("--") and " " not in word} <= known, line
+
+
+@cache
+def _options_of_hf(*command: str) -> set[str]:
+    program = [str(Path(sys.executable).with_name("hf")), *command, "--help"]
+    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 0, command
+    return set(re.findall(r"--[\w-]+", done.stdout))
 
 
 # ── the compose file ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -76,7 +76,9 @@ def chosen(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltawire.kernels.operations", lambda device: ops)
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F32", "F8_E4M3", "I32"])
+@pytest.mark.parametrize(
+    "dtype", ["BF16", "F8_E4M3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("F32", "I32"))]
+)
 def test_bytes_are_the_host_s(dtype: str, device: torch.device) -> None:
     # narrow ones are walked as a row, odd ones end in a part of a chunk
     model = Model(dtype, {"a": (96, 260), "b": (700,), "c": (40, 9), "d": (64, 128)})

@@ -80,12 +80,20 @@ class Case:
         return result
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
+DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8)
+EVERYDAY = ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False), (torch.float8_e4m3fn, True))
+"""The interpreter takes a second for each: every width of a unit, with levels and without."""
+every_kind = pytest.mark.parametrize(
+    "dtype, leveled",
+    [
+        pytest.param(dtype, leveled, marks=() if (dtype, leveled) in EVERYDAY else pytest.mark.slow)
+        for dtype in DTYPES
+        for leveled in (False, True)
+    ],
+)
 
 
-@pytest.mark.parametrize("leveled", [False, True])
+@every_kind
 def test_counts_ranks_and_steps_by_the_book(
     ops: ModuleType, device: torch.device, dtype: torch.dtype, leveled: bool
 ) -> None:
@@ -108,14 +116,16 @@ def test_counts_ranks_and_steps_by_the_book(
     assert models.equal(found, torch_ops.class_ranks(case.plan, case.old, case.rules, changed))
 
 
-@pytest.mark.parametrize("leveled", [False, True])
-@pytest.mark.parametrize("density", [0.03, 1.0])
-def test_place_takes_ranks_back(
-    ops: ModuleType, device: torch.device, dtype: torch.dtype, leveled: bool, density: float
-) -> None:
-    if density == 1.0 and (leveled or dtype != torch.bfloat16):
-        pytest.skip("one dense case is enough")
-    case = Case(device, dtype, leveled, density)
+@every_kind
+def test_place_takes_ranks_back(ops: ModuleType, device: torch.device, dtype: torch.dtype, leveled: bool) -> None:
+    assert_placed(ops, Case(device, dtype, leveled))
+
+
+def test_place_takes_the_ranks_of_all_weights_back(ops: ModuleType, device: torch.device) -> None:
+    assert_placed(ops, Case(device, torch.bfloat16, False, 1.0))
+
+
+def assert_placed(ops: ModuleType, case: Case) -> None:
     changed = torch_ops.detect(case.plan, case.old, case.new)
     ranks: Ranks = torch_ops.class_ranks(case.plan, case.old, case.rules, changed)
     placed = ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks, ranks.steps)

@@ -15,8 +15,18 @@ from deltawire.core.codecs.ulps import take_steps, zigzags_of
 from deltawire.kernels import CLASSES, Plan, grid, rules, torch_ops
 
 
-@pytest.mark.parametrize("leveled", [False, True])
-@pytest.mark.parametrize("shape", [(64, 512), (40, 130), (1, 5000)])
+@pytest.mark.parametrize(
+    "shape, leveled",
+    [
+        ((64, 512), True),
+        ((40, 130), False),
+        ((1, 5000), False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (((64, 512), False), ((40, 130), True), ((1, 5000), True))
+        ),
+    ],
+)
 def test_ranks_are_the_codec_s(ops: ModuleType, device: torch.device, shape: tuple[int, int], leveled: bool) -> None:
     rows, columns = shape
     old = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02).to(torch.bfloat16)
@@ -67,7 +77,7 @@ def test_ranks_are_the_codec_s(ops: ModuleType, device: torch.device, shape: tup
         assert np.array_equal(placed.positions[here].cpu().numpy(), expected)
 
 
-@pytest.mark.parametrize("step", [1, -1, 2, -3, 0x4000, -0x8000])
+@pytest.mark.parametrize("step", [1, -3, -0x8000, *(pytest.param(n, marks=pytest.mark.slow) for n in (-1, 2, 0x4000))])
 def test_steps_are_the_core_s(ops: ModuleType, device: torch.device, step: int) -> None:
     old = random_tensor((1024,), torch.int16, 5).view(torch.bfloat16)
     bits_before = bits(old)

@@ -88,15 +88,16 @@ def test_old_weights_are_counted_where_they_are(
     assert sum(coded) > 0
 
 
+@pytest.mark.parametrize("total", [30, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_is_followed_bit_by_bit(kind: str, device: str, store: ObjectStore) -> None:
-    """200 real steps, a publish after one to seven of them: the replica is equal, and exactly what changed travels."""
-    trainer = Trainer(kind, store, device, anchor_every=25)
+def test_training_is_followed_bit_by_bit(kind: str, total: int, device: str, store: ObjectStore) -> None:
+    """Real steps, a publish after one to seven of them: the replica is equal, and exactly what changed travels."""
+    trainer = Trainer(kind, store, device, anchor_every=min(25, total // 8))
     live, replica = replica_model(trainer), Replica(store, heartbeat=0)
     rng = np.random.default_rng(0)
     last: dict[str, np.ndarray] | None = None
     steps = 0
-    while steps < 200:
+    while steps < total:
         for _ in range(int(rng.integers(1, 8))):
             trainer.step(lr=float(rng.choice([1e-6, 1e-5, 1e-4])))
             steps += 1

@@ -411,10 +411,18 @@ PLACES: dict[str, Callable[[str, str, str], bool]] = {
     "before-the-manifest": lambda moment, verb, key: moment == "before" and key.startswith("versions/"),
     "after-the-manifest": lambda moment, verb, key: (moment, verb) == ("after", "put_if_absent"),
 }
+EVERYDAY = ("in-the-delta", "before-the-manifest", "after-the-manifest")
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("how", ["background", "streamed", "snapshot"])
+@pytest.mark.parametrize(
+    "how, place",
+    [
+        # at every place in the background; by the other ways, which share the rest, at three
+        pytest.param(how, place, marks=[] if how == "background" or place in EVERYDAY else pytest.mark.slow)
+        for how in ("background", "streamed", "snapshot")
+        for place in PLACES
+    ],
+)
 def test_a_failure_is_raised_once_and_then_nothing_is_lost(store: Store, place: str, how: str) -> None:
     """Version 16 needs a delta, an anchor, a page of history and a manifest: it fails at each, and the next publish
     carries what it should have."""

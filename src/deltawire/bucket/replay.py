@@ -16,7 +16,7 @@ from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.errors import DigestMismatch, ModelTooLarge
 from ..core.manifest import Manifest
-from ..core.parallel import ordered_map
+from ..core.parallel import ordered_map, threads_for
 from ..core.schema import Schema
 from .fetch import Progress
 from .references import Resolve, find_reference
@@ -54,6 +54,7 @@ class State:
                 region.rows, region.columns
             )
 
+        threads = threads_for(self.schema.elements, threads)
         for block in blocks(self.schema, 1 << 22):
             for _ in ordered_map(one, block, threads):
                 pass

@@ -19,7 +19,7 @@ from .change import BLOCK_UNITS, Region, blocks, pieces, tile, whole
 from .dtypes import Bits, lookup
 from .errors import FormatError, ManifestError, SchemaMismatch, TruncatedFile, UnknownFormat, UnsafeName
 from .manifest import MAX_FILE, parse
-from .parallel import ordered_map
+from .parallel import ordered_map, threads_for
 from .schema import Schema, TensorSpec, check_file_name
 from .sparse import FORMAT, FORMAT_VERSION, DataFile, Read
 
@@ -335,7 +335,7 @@ def digest_of(source: Source, threads: int | None = None) -> digest.StateDigest:
 
     total = digest.StateDigest()
     regions = (region for block in blocks(source.schema, _READ_UNITS) for region in block)
-    for part in ordered_map(one, regions, threads):
+    for part in ordered_map(one, regions, threads_for(source.schema.elements, threads)):
         total += part
     return total
 

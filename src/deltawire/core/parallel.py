@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+WORTH_THREADS = 1 << 16
+"""Weights to read, compare or write from which several threads are quicker than one."""
 
 
 def default_threads() -> int:
@@ -21,10 +24,15 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads_for(units: int, threads: int | None = None) -> int:
+    """`threads`, or those of this process; one where starting threads takes longer than the work on so few units."""
+    return threads or (default_threads() if units >= WORTH_THREADS else 1)
+
+
 def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int | None = None) -> Iterator[R]:
     """`map` on several threads: results in order, and never more than one item per thread plus one in memory."""
     threads = threads or default_threads()
-    if threads == 1:
+    if threads == 1 or (isinstance(items, Sized) and len(items) == 1):
         yield from map(work, items)
         return
     pool = ThreadPoolExecutor(threads, thread_name_prefix="deltawire")

@@ -35,7 +35,7 @@ from .errors import (
     UnknownFormat,
 )
 from .moves import RegionMoves
-from .parallel import default_threads, ordered_map
+from .parallel import ordered_map, threads_for
 from .schema import Schema, TensorSpec
 from .typed_json import decode
 
@@ -312,7 +312,8 @@ class DeltaFile:
     def each(self, work: Callable[[BlockRef], T], threads: int | None = None) -> Iterator[T]:
         """Work on all blocks, on as many threads as decoding them leaves memory for; results in order."""
         most = max((block.changed for block in self.blocks), default=0)
-        threads = max(1, min(threads or default_threads(), IN_WORK // (_DECODED * max(most, 1))))
+        wanted = threads_for(sum(block.changed for block in self.blocks), threads)
+        threads = max(1, min(wanted, IN_WORK // (_DECODED * max(most, 1))))
         return ordered_map(work, self.blocks, threads)
 
     def _raw_blocks(self, schema: Schema | None) -> list[BlockRef]:

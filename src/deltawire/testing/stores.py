@@ -232,7 +232,7 @@ class StoreTests:
     def test_quick_overwrites_change_the_etag(self, store: Store) -> None:
         """Also when name, size and second of writing stay the same: a head pointer that counts up looks like that."""
         content: dict[str, bytes] = {}
-        for number in range(100):
+        for number in range(30):
             data = b"%04d" % number
             store.put("key", data)
             etag = store.get("key").etag
@@ -295,10 +295,10 @@ class StoreTests:
         done = threading.Event()
 
         def write() -> int:
-            for number in range(30):
+            for number in range(12):
                 content = contents[number % 3]
                 store.put("key", content if number % 2 else _in_parts(content, 70_000))
-            return 30
+            return 12
 
         def read() -> int:
             etags: dict[str | None, bytes] = {}
@@ -318,7 +318,7 @@ class StoreTests:
             readers = [pool.submit(read) for _ in range(3)]
             writers = [pool.submit(write) for _ in range(2)]
             try:
-                assert [writer.result() for writer in writers] == [30, 30]
+                assert [writer.result() for writer in writers] == [12, 12]
             finally:
                 done.set()
             assert all(reader.result() for reader in readers)

@@ -18,7 +18,7 @@ from ..core.change import Change, Region, no_change
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source
-from ..core.parallel import ordered_map
+from ..core.parallel import ordered_map, threads_for
 from ..core.sparse import EncodedBlock, encode_block
 from .detectors import Detector, Found, done, merge
 
@@ -72,7 +72,9 @@ class Capture:
         """The coded blocks of this capture, or of `since`, which spans several captures and ends with this one."""
         changes = since or self
         before = Before(self._owner, self, changes)
-        return ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks)
+        return ordered_map(
+            lambda block: encode_block(block, encoding, before), changes.blocks, threads_for(changes.count)
+        )
 
     def digest(self) -> StateDigest:
         return self._owner.digest_at(self)

@@ -21,7 +21,7 @@ from ..core.change import Block, Change, Region, blocks, compare, compose
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source
-from ..core.parallel import ordered_map
+from ..core.parallel import ordered_map, threads_for
 from ..models import ModelView
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class HostDetector:
 
         found: list[list[Change]] = []
         moved, held = StateDigest(), 0
-        for changes, digest in ordered_map(one, self.plan):
+        for changes, digest in ordered_map(one, self.plan, threads_for(source.schema.elements)):
             found.append(changes)
             moved += digest
             held += sum(change.nbytes for change in changes)
@@ -200,7 +200,8 @@ class _OnHost:
         self.found = done(lambda: found)
 
     def take(self) -> None:
-        for _ in ordered_map(self._write, self._blocks):
+        changed = sum(change.count for changes in self._blocks for change in changes)
+        for _ in ordered_map(self._write, self._blocks, threads_for(changed)):
             pass
 
     def _write(self, changes: Sequence[Change]) -> None:
