@@ -113,8 +113,7 @@ def _parts(delta: Delta, changed: int) -> dict[str, float]:
 
     def decode() -> None:
         for block in opened.blocks:
-            assert block.record is not None
-            packed.read(block.record, block.regions, opened.streams(block))
+            opened.read(block)
 
     def staged() -> None:
         """All of it decoded before a bit is written: what a replica does with live weights."""

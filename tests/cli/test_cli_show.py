@@ -21,7 +21,7 @@ from cli_support import (
 from deltawire import encode
 from deltawire.bucket.run import Run
 from deltawire.core.dtypes import lookup
-from deltawire.core.ulp_histogram import Histogram, in_ulps
+from deltawire.core.ulps import Histogram, in_ulps
 from support import history, publish
 
 

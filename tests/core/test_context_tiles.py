@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from deltawire.core.change import BLOCK_UNITS, blocks, regions
-from deltawire.core.codecs import context
-from deltawire.core.codecs.context import Block
+from deltawire.core.codecs.context import TiledBlock
 from deltawire.core.codecs.context.tiles import TILE, grid_of
 from deltawire.core.dtypes import Bits
 from deltawire.core.schema import TensorSpec
@@ -19,14 +18,16 @@ from tiled import always_tiles, pair
 SHAPES = [(1024, 1024), (768, 1024), (1024, 3072), (2048, 384), (768, 288), (999, 321), (4096, 48), (77, 64)]
 
 
-def block_of(old: Bag, new: Bag) -> Block:
+def block_of(old: Bag, new: Bag) -> TiledBlock:
     with always_tiles():
         blob = encoded(old, diff(old, new), "context")
     file = opened(blob, old.schema)
     (ref,) = file.blocks
     assert ref.record is not None
     assert ref.record.encoding == "context"
-    return context.open_block(ref.record, ref.regions, file.streams(ref))
+    found = file.read(ref)
+    assert isinstance(found, TiledBlock)
+    return found
 
 
 def matrix(bag: Bag) -> Bits:
@@ -34,7 +35,7 @@ def matrix(bag: Bag) -> Bits:
     return bag.tensors[tensor.name].reshape(tensor.rows, tensor.columns)
 
 
-def decoded(block: Block, rows: slice, columns: slice, old: Bits) -> Bits:
+def decoded(block: TiledBlock, rows: slice, columns: slice, old: Bits) -> Bits:
     """A shard's weights after the delta; `old` is all that it holds."""
     mine = old[rows, columns].copy()
     positions, was, now = block.shard(0, rows, columns, mine)
@@ -131,7 +132,8 @@ def test_blocks_of_columns_decode_alone() -> None:
         assert ref.record is not None
         region = ref.regions[0][0]
         mine = region.matrix(old.tensors["w"]).copy()
-        block = context.open_block(ref.record, ref.regions, file.streams(ref))
+        block = file.read(ref)
+        assert isinstance(block, TiledBlock)
         positions, _, now = block.shard(0, slice(0, region.rows), slice(0, region.columns), mine)
         mine.reshape(-1)[positions] = now
         assert np.array_equal(mine, region.matrix(new.tensors["w"]))

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.core.change import Change, Region, blocks, compare
+from deltawire.core.change import Region, blocks, compare
 from deltawire.core.codecs import BLOCK_ENCODINGS, ENCODINGS, packed, raw
-from deltawire.core.codecs.base import CodedBlock, Stream
+from deltawire.core.codecs.base import BlockRecord, Stream
 from deltawire.core.dtypes import DTYPES, lookup
 from deltawire.core.errors import PositionError
 from deltawire.core.schema import Schema, TensorSpec
@@ -184,28 +184,28 @@ def test_raw_indices_beyond_2_to_the_32() -> None:
     # never touched, so never in memory: pages of zeros
     base = np.zeros(units, np.uint8)
     where = np.array([3, (1 << 31) + 7, (1 << 32) + 5], np.int64)
-    changes: list[Change] = raw.decode(tensor, "I64", where.tobytes(), bytes([1, 2, 3]), lambda name: base)
-    for change in changes:
-        change.write(base)
+    for moves in raw.moves(tensor, "I64", where.tobytes(), bytes([1, 2, 3])):
+        moves.apply(base)
     assert [int(base[at]) for at in where] == [1, 2, 3]
     assert base[5] == 0, "position 2^32 + 5 was written at 5"
 
 
 def test_a_block_is_checked_before_any_of_it_is_written() -> None:
-    """`patch` writes as it goes, so what is wrong with the last region must be known before the first is touched."""
+    """Moves are written as they come, so what is wrong with the last region must be known before the first."""
     rng = np.random.default_rng(0)
     tensors = [TensorSpec(name, "BF16", (64, 64)) for name in ("a", "b")]
     live = {t.name: rng.integers(0, 1 << 16, t.units).astype(np.uint16) for t in tensors}
     regions = [Region(t, 0, 64, 0, 64) for t in tensors]
     changes = [compare(r, live[r.tensor.name], live[r.tensor.name] ^ np.uint16(1)) for r in regions]
     coded = packed.encode(changes, lambda region: live[region.tensor.name])
-    record = CodedBlock(
+    record = BlockRecord(
         packed.name, [], {k: Stream(len(v), len(v)) for k, v in coded.streams.items()}, coded.parameters
     )
     before = {name: bits.copy() for name, bits in live.items()}
     short = [(regions[0], changes[0].count), (Region(tensors[1], 0, 63, 0, 64), changes[1].count)]
     with pytest.raises(PositionError):
-        packed.patch(record, short, coded.streams, live.__getitem__)
+        packed.moves(record, short, coded.streams)
     assert all(np.array_equal(live[name], before[name]) for name in live)
-    packed.patch(record, [(c.region, c.count) for c in changes], coded.streams, live.__getitem__)
+    for moves in packed.moves(record, [(c.region, c.count) for c in changes], coded.streams):
+        moves.apply(live[moves.region.tensor.name])
     assert all(np.array_equal(live[name], before[name] ^ np.uint16(1)) for name in live)

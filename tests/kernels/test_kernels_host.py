@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from deltawire import kernels
-from deltawire.core.change import Change, Region, blocks, compare
-from deltawire.core.codecs.ulps import zigzags_of
+from deltawire.core.change import Change, Region, RegionMoves, blocks, compare
 from deltawire.core.dtypes import lookup
-from deltawire.core.moves import RegionMoves
 from deltawire.core.schema import Schema, TensorSpec
+from deltawire.core.ulps import zigzags_of
 from deltawire.kernels import torch_ops
 from deltawire.models import ModelView
 

@@ -17,7 +17,7 @@ from ..core.change import Region, pieces, whole
 from ..core.dtypes import Bits, Dtype, lookup
 from ..core.full import Source
 from ..core.schema import TensorSpec
-from ..core.ulp_histogram import Histogram, in_ulps
+from ..core.ulps import Histogram, in_ulps
 
 _PIECE = 1 << 20
 """Units compared at a time."""

@@ -146,7 +146,7 @@ def _checkout(run: Run, version: int | None, state: State | None, reference: Pat
 
 
 def _value(first: _Side, second: _Side, found: list[TensorDifference], apart: dict[str, list[str]]) -> dict[str, Any]:
-    from ..core.ulp_histogram import Histogram
+    from ..core.ulps import Histogram
 
     total = Histogram()
     for difference in found:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..core.dtypes import Bits
     from ..core.manifest import Blob, Link
     from ..core.schema import TensorSpec
-    from ..core.ulp_histogram import Histogram
+    from ..core.ulps import Histogram
 
 SHOWN = 2000
 """Tensors in a table for people: laying out a million rows would take minutes."""
@@ -175,7 +175,7 @@ def _spec(tensor: TensorSpec) -> dict[str, Any]:
 
 
 def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[str, Any]:
-    from ..core.ulp_histogram import Histogram
+    from ..core.ulps import Histogram
 
     base = None
     readable = link.kind == "delta" and not _needs_base(link)
@@ -195,10 +195,10 @@ def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[
 
 
 def _needs_base(link: Link) -> bool:
-    """Whether step sizes cannot be read off the delta itself."""
-    from ..core.codecs import BLOCK_ENCODINGS
+    """Whether step sizes cannot be read off the delta itself: `packed` alone stores steps at known places."""
+    from ..core.codecs import packed
 
-    return not hasattr(BLOCK_ENCODINGS.get(link.encoding), "steps")
+    return link.encoding != packed.name
 
 
 def _replayed(run: Run, version: int, reference: Path | None) -> Any:

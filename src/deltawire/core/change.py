@@ -17,6 +17,7 @@ from .scatter import gather as _gather
 from .scatter import scatter as _scatter
 from .schema import Schema, TensorSpec
 from .simd import LANES, difference_mask, trailing_zeros
+from .ulps import step_in_place, take_steps
 
 BLOCK_UNITS = 1 << 24
 """About how many units a block covers: enough for stable statistics, few enough to hold several in memory."""
@@ -127,6 +128,47 @@ class Change:
 
     def undo(self, bits: Bits) -> None:
         scatter(self.region, self.positions, self.old, bits)
+
+
+NEW_BITS, NUMBER_STEPS, BIT_STEPS, FLIPS = range(4)
+"""What the values of `RegionMoves` are: new bits; zigzagged steps along the numbers that bits stand for; the same along
+the bits themselves; old XOR new."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionMoves:
+    """Changed units of a region as a delta has them, without the old bits."""
+
+    region: Region
+    positions: npt.NDArray[np.uint32]
+    """Ascending, counted within the region, and checked."""
+    values: Bits
+    """One per position, as wide as the region's units."""
+    kind: int
+    """What the values are: NEW_BITS, NUMBER_STEPS, BIT_STEPS or FLIPS."""
+
+    def resolve(self, bits: Bits) -> Change:
+        """The change that they are to a tensor with these flat bits."""
+        old = gather(self.region, self.positions, bits)
+        if self.kind == NEW_BITS:
+            new = self.values
+        elif self.kind == FLIPS:
+            new = old ^ self.values
+        else:
+            new = np.empty_like(old)
+            take_steps(self.values, old, self.kind == NUMBER_STEPS, new)
+        return Change(self.region, self.positions, old, new)
+
+    def apply(self, bits: Bits) -> Change:
+        """As `resolve`, and write the new bits."""
+        if self.kind in (NEW_BITS, FLIPS):
+            change = self.resolve(bits)
+            change.write(bits)
+            return change
+        old, new = np.empty_like(self.values), np.empty_like(self.values)
+        signed = self.kind == NUMBER_STEPS
+        step_in_place(bits, self.positions, self.values, signed, old, new, *self.region.geometry)
+        return Change(self.region, self.positions, old, new)
 
 
 def scatter(region: Region, positions: npt.NDArray[np.uint32], values: Bits, bits: Bits) -> None:

@@ -10,7 +10,7 @@ Written by hand because data objects are streamed: they are larger than memory a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -24,6 +24,9 @@ MAX_HEADER = 48 << 20
 """Half of what safetensors allows. Decoded, a header takes eleven times as much memory."""
 
 PREFIX = 8
+
+Read = Callable[[int, int], bytes]
+"""(start, length) → bytes of the file. A memory buffer, a local file or ranged requests."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -46,6 +49,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Header:
+    """What a file holds and where, every claim of it checked."""
+
     metadata: dict[str, str]
     items: dict[str, Item]
     """In file order."""
@@ -54,23 +59,19 @@ class Header:
     file_size: int
 
 
-def header_size(prefix: bytes, file_size: int) -> int:
-    """Bytes before the data, from a file's first eight. Checked before anything is read or allocated on their word."""
-    if len(prefix) < PREFIX or file_size < PREFIX:
+def read_header(read: Read, file_size: int) -> Header:
+    """Read and check the header of a file. Nothing is read or allocated on the word of its first eight bytes alone."""
+    prefix = read(0, min(PREFIX, file_size))
+    if len(prefix) < PREFIX:
         raise TruncatedFile(f"a safetensors file has at least 8 bytes, this one {file_size}")
     claimed = int.from_bytes(prefix[:PREFIX], "little")
     if claimed > MAX_HEADER:
         raise HeaderError(f"the header claims {claimed:,} bytes; at most {MAX_HEADER:,} are read")
     if PREFIX + claimed > file_size:
         raise TruncatedFile(f"the header claims {claimed:,} bytes, the file has {file_size:,} in all")
-    return PREFIX + claimed
-
-
-def parse(head: bytes, file_size: int) -> Header:
-    """The header of a file whose first `header_size` bytes are `head`."""
-    size = header_size(head, file_size)
+    size = PREFIX + claimed
     try:
-        raw = msgspec.json.decode(head[PREFIX:size], type=dict[str, msgspec.Raw])
+        raw = msgspec.json.decode(read(PREFIX, claimed), type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
         entries = {name: decode(entry, _Entry) for name, entry in raw.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -83,7 +84,7 @@ def parse(head: bytes, file_size: int) -> Header:
         if begin != position or end < begin:
             raise HeaderError(f"tensor {name!r} covers bytes {begin}–{end}, but the data before it ends at {position}")
         if not is_shape(entry.shape):
-            raise HeaderError(f"tensor {name!r} cannot have the shape {str(entry.shape)[:80]}")
+            raise HeaderError(f"tensor {name!r} cannot have the shape {str(entry.shape[:20])[:80]}")
         if math.prod(entry.shape) * dtypes.lookup(entry.dtype).size != end - begin:
             raise HeaderError(f"tensor {name!r} is {entry.dtype} {list(entry.shape)} but covers {end - begin} bytes")
         items[name] = Item(name, entry.dtype, entry.shape, size + begin, end - begin)

@@ -13,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from . import container
+from .change import BIT_STEPS, NUMBER_STEPS
 from .codecs import raw
+from .container import Read
 from .dtypes import Bits, lookup
 from .errors import PositionError, SchemaMismatch
 from .schema import TensorSpec
-from .sparse import INDEX, DeltaFile, Read
-from .ulp_histogram import Histogram, in_ulps
+from .sparse import INDEX, DeltaFile
+from .ulps import Histogram, in_ulps, unzigzag
 
 _INDEX_TYPES = {"I32": np.int32, "I64": np.int64, "U32": np.uint32, "U64": np.uint64}
 
@@ -58,8 +60,7 @@ class Contents:
 
     def __init__(self, read: Read, size: int) -> None:
         self._read, self.size = read, size
-        head = read(0, container.header_size(read(0, min(container.PREFIX, size)), size))
-        self.header = container.parse(head, size)
+        self.header = container.read_header(read, size)
         self.metadata = self.header.metadata
         self._pairs = _pairs(self.header)
         self._delta = self._open_delta()
@@ -107,9 +108,13 @@ class Contents:
         return histogram
 
     def _coded_steps(self) -> Iterator[npt.NDArray[np.int64] | None]:
-        if self._delta is not None:
-            yield from map(self._delta.steps, self._delta.blocks)
-        elif self._pairs:
+        for found in map(self._delta.read, self._delta.blocks) if self._delta is not None else ():
+            if not isinstance(found, list) or any(moves.kind not in (NUMBER_STEPS, BIT_STEPS) for moves in found):
+                # the steps of `context` depend on the base, and `planes` has flipped bits
+                yield None
+            else:
+                yield from (unzigzag(moves.values) for moves in found)
+        if self._pairs:
             yield None
 
     def _based_steps(self, base: Callable[[str], tuple[TensorSpec, Bits]]) -> Iterator[npt.NDArray[np.int64]]:

@@ -6,7 +6,6 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,12 +15,13 @@ from blake3 import blake3
 
 from . import container, digest
 from .change import BLOCK_UNITS, Region, blocks, pieces, tile, whole
+from .container import Read
 from .dtypes import Bits, lookup
 from .errors import FormatError, ManifestError, SchemaMismatch, TruncatedFile, UnknownFormat, UnsafeName
 from .manifest import MAX_FILE, parse
 from .parallel import ordered_map, threads_for
 from .schema import Schema, TensorSpec, check_file_name
-from .sparse import FORMAT, FORMAT_VERSION, DataFile, Read
+from .sparse import FORMAT, FORMAT_VERSION, DataFile
 
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -103,8 +103,7 @@ class FullFile:
 
     def __init__(self, read: Read, size: int) -> None:
         self._read = read
-        head = read(0, container.header_size(read(0, min(container.PREFIX, size)), size))
-        self.header = container.parse(head, size)
+        self.header = container.read_header(read, size)
         self.metadata = self.header.metadata
         if self.metadata.get("sparse") == "true":
             raise SchemaMismatch("this file is a delta, not full weights")
@@ -155,25 +154,20 @@ class Anchor:
         parts = self._parts[region.tensor.name]
         # in bands, who starts later also ends later
         at = bisect_left(parts, region.row + 1, key=lambda part: part[0].row + part[0].rows)
-        result: Bits | None = None
+        result = np.empty((region.rows, region.columns), lookup(region.tensor.dtype).unit)
         while at < len(parts) and parts[at][0].row < region.row + region.rows:
             place, stored, file = parts[at]
             at += 1
-            row, column = max(region.row, place.row), max(region.column, place.column)
-            rows = min(region.row + region.rows, place.row + place.rows) - row
-            columns = min(region.column + region.columns, place.column + place.columns) - column
-            if columns <= 0:
+            common = region.meet(place)
+            if common is None:
                 continue
-            bits = file.region(Region(stored, row - place.row, rows, column - place.column, columns))
-            if (rows, columns) == (region.rows, region.columns):
+            bits = file.region(
+                Region(stored, common.row - place.row, common.rows, common.column - place.column, common.columns)
+            )
+            if common == region:
                 return bits
-            if result is None:
-                result = np.empty(region.units, bits.dtype)
-            matrix = result.reshape(region.rows, region.columns)
-            down, across = row - region.row, column - region.column
-            matrix[down : down + rows, across : across + columns] = bits.reshape(rows, columns)
-        assert result is not None  # the parts cover the tensor
-        return result
+            result[common.within(region)] = bits.reshape(common.rows, common.columns)
+        return result.reshape(-1)
 
 
 def _regions(text: str) -> dict[str, tuple[str, int, int, int, int]]:
@@ -324,26 +318,11 @@ def digest_of(source: Source, threads: int | None = None) -> digest.StateDigest:
     """The state digest of any source, recomputed in one pass."""
 
     def one(region: Region) -> digest.StateDigest:
-        bits = source.region(region)
-        if region.contiguous:
-            return digest.of_bits(region.tensor.name, bits, region.base)
-        total = digest.StateDigest()
-        for row in range(region.rows):
-            line = bits[row * region.columns : (row + 1) * region.columns]
-            total += digest.of_bits(region.tensor.name, line, region.base + row * region.tensor.columns)
-        return total
+        matrix = source.region(region).reshape(region.rows, region.columns)
+        return digest.of_rows(region.tensor.name, matrix, region.base, region.tensor.columns)
 
-    total = digest.StateDigest()
     regions = (region for block in blocks(source.schema, _READ_UNITS) for region in block)
-    for part in ordered_map(one, regions, threads_for(source.schema.elements, threads)):
-        total += part
-    return total
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    name: str
-    tensors: list[TensorSpec]
+    return sum(ordered_map(one, regions, threads_for(source.schema.elements, threads)), digest.StateDigest())
 
 
 def write_checkpoint(
@@ -355,13 +334,13 @@ def write_checkpoint(
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """The weights as a checkpoint folder that transformers and vLLM load. The folder must exist."""
-    shards: list[_Shard] = []
+    shards: list[list[TensorSpec]] = []
     room = 0
     for tensor in file_order(source.schema):
         if not shards or tensor.nbytes > room:
-            shards.append(_Shard("", []))
+            shards.append([])
             room = shard_bytes
-        shards[-1].tensors.append(tensor)
+        shards[-1].append(tensor)
         room -= tensor.nbytes
     if not shards:
         raise FormatError("a checkpoint needs at least one tensor")
@@ -369,8 +348,8 @@ def write_checkpoint(
     names = [f"{stem}.safetensors"] if n == 1 else [f"{stem}-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     for name, shard in zip(names, shards, strict=True):
         with open(folder / name, "wb") as out:
-            out.write(container.build(((t.name, t.dtype, t.shape) for t in shard.tensors), {"format": "pt"}))
-            for chunk in chunks(map(whole, shard.tensors), source.region):
+            out.write(container.build(((t.name, t.dtype, t.shape) for t in shard), {"format": "pt"}))
+            for chunk in chunks(map(whole, shard), source.region):
                 out.write(chunk)
                 if progress:
                     progress(chunk.nbytes)
@@ -379,6 +358,6 @@ def write_checkpoint(
     if n > 1:
         index = {
             "metadata": {"total_size": source.schema.nbytes},
-            "weight_map": {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard.tensors},
+            "weight_map": {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard},
         }
         (folder / INDEX_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=2))

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import IO, TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from blake3 import blake3
 
 from . import container, keys
-from .change import Change, Region
-from .codecs import block_encoding, check_encoding, raw
-from .codecs.base import BaseBits, Before, CodedBlock, Stream, expand, squeeze
+from .change import Change, Region, RegionMoves, whole
+from .codecs import block_encoding, check_encoding, context, raw
+from .codecs.base import BaseBits, Before, BlockRecord, CountedRegions, Stream, expand, squeeze
+from .container import Read
 from .digest import StateDigest
 from .dtypes import lookup
 from .errors import (
@@ -34,7 +33,6 @@ from .errors import (
     SchemaMismatch,
     UnknownFormat,
 )
-from .moves import RegionMoves
 from .parallel import ordered_map, threads_for
 from .schema import Schema, TensorSpec
 from .typed_json import decode
@@ -57,18 +55,10 @@ _COPY = 4 << 20
 
 T = TypeVar("T")
 
-Read = Callable[[int, int], bytes]
-"""(start, length) → bytes of the file. A memory buffer, a local file or ranged requests."""
-
-
-class _Block(CodedBlock, frozen=True):
-    hash: str = ""
-    """blake3 of the block's bytes as stored, so that a part fetched alone can be checked."""
-
 
 class _Index(msgspec.Struct, frozen=True):
     tensors: list[TensorSpec]
-    blocks: list[_Block]
+    blocks: list[BlockRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +67,7 @@ class EncodedBlock:
 
     tensors: list[TensorSpec]
     """Those its regions lie in, in order."""
-    record: _Block | None
+    record: BlockRecord | None
     """None for `raw`, whose index is its names."""
     parts: list[tuple[str, str, bytes]]
     """(file tensor, dtype, bytes); block encodings use the name ""."""
@@ -103,7 +93,7 @@ def encode_block(changes: Sequence[Change], encoding: str, before: Before) -> En
         (number[c.region.tensor], c.region.row, c.region.rows, c.region.column, c.region.columns, c.count)
         for c in changes
     ]
-    record = _Block(
+    record = BlockRecord(
         coded.encoding or encoding, regions, streams, coded.parameters, blake3(payload).hexdigest(length=16)
     )
     return EncodedBlock(tensors, record, [("", "U8", payload)], changed)
@@ -134,7 +124,7 @@ class DeltaWriter:
         self._pieces: dict[str, list[tuple[int, int]]] = {}
         self._dtypes: dict[str, str] = {}
         self._tensors: dict[TensorSpec, int] = {}
-        self._blocks: list[_Block] = []
+        self._blocks: list[BlockRecord] = []
 
     def add(self, block: EncodedBlock) -> None:
         for name, dtype, data in block.parts:
@@ -183,12 +173,12 @@ class DeltaWriter:
                     length -= len(data)
                     yield data
 
-        whole = blake3()
+        everything_hash = blake3()
         for chunk in chunks():
-            whole.update(chunk)
+            everything_hash.update(chunk)
         return DataFile(
             len(head) + self.size,
-            whole.hexdigest(length=16),
+            everything_hash.hexdigest(length=16),
             len(head),
             blake3(head).hexdigest(length=16),
             self.changed,
@@ -209,14 +199,15 @@ class DeltaWriter:
 class BlockRef:
     """A block of an opened file: where it is and which regions it changes. Nothing of it was read yet."""
 
-    regions: tuple[tuple[Region, int], ...]
-    """(region, changed)."""
-    start: int
-    nbytes: int
-    record: _Block | None
+    regions: CountedRegions
+    items: tuple[container.Item, ...]
+    """The block's bytes; for `raw` indices and values."""
+    record: BlockRecord | None
     """None for `raw`."""
-    indices: container.Item | None = None
-    values: container.Item | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
 
     @property
     def changed(self) -> int:
@@ -224,12 +215,11 @@ class BlockRef:
 
 
 class DeltaFile:
-    """An opened delta. Opening checks the header and index; `decode` reads and checks one block."""
+    """An opened delta. Opening checks the header and index; `read` reads and checks one block."""
 
     def __init__(self, read: Read, size: int, schema: Schema | None = None) -> None:
         self._read = read
-        head = read(0, container.header_size(read(0, min(container.PREFIX, size)), size))
-        self.header = container.parse(head, size)
+        self.header = container.read_header(read, size)
         self.metadata = self.header.metadata
         if self.metadata.get("format", FORMAT) != FORMAT or self.metadata.get("version", "1") != FORMAT_VERSION:
             raise UnknownFormat(
@@ -240,68 +230,44 @@ class DeltaFile:
         check_encoding(self.encoding)
         self.blocks = self._raw_blocks(schema) if self.encoding == raw.name else self._indexed_blocks(schema)
 
-    def decode(self, block: BlockRef, base: BaseBits) -> list[Change]:
-        """The changes of one block against the base version's bits. Touches nothing."""
-        if block.record is None:
-            return raw.decode(*self._raw_parts(block), base)
-        streams = self.streams(block)
-        changes: list[Change] = block_encoding(block.record.encoding).decode(block.record, block.regions, streams, base)
-        return changes
-
-    def patch(self, block: BlockRef, bits: BaseBits) -> list[Change]:
-        """Decode one block and write it. All of it is checked before a bit is touched."""
-        at_once = getattr(block_encoding(block.record.encoding), "patch", None) if block.record else None
-        if at_once is None or block.record is None:
-            changes = self.decode(block, bits)
-            for change in changes:
-                change.write(bits(change.region.tensor.name))
-        else:
-            changes = at_once(block.record, block.regions, self.streams(block), bits)
-        return changes
-
-    def moves(self, block: BlockRef) -> list[RegionMoves] | None:
-        """The changes of one block without the base version, for weights that are elsewhere; None for encodings that
-        cannot be read without it."""
-        if block.record is None:
-            return raw.moves(*self._raw_parts(block))
-        read = getattr(block_encoding(block.record.encoding), "moves", None)
-        if read is None:
-            return None
-        moves: list[RegionMoves] = read(block.record, block.regions, self.streams(block))
-        return moves
-
-    def steps(self, block: BlockRef) -> npt.NDArray[np.int64] | None:
-        """How far each element of a block moves, in ulps; None where only the base version can tell."""
-        read = getattr(block_encoding(block.record.encoding), "steps", None) if block.record else None
-        if read is None or block.record is None:
-            return None
-        steps: npt.NDArray[np.int64] = read(block.record, block.regions, self.streams(block))
-        return steps
-
-    def _raw_parts(self, block: BlockRef) -> tuple[TensorSpec, str, bytes, bytes]:
-        """A tensor of a `raw` file, the dtype of its indices, and the bytes of indices and values."""
-        assert block.indices is not None
-        assert block.values is not None
-        indices = self._read(block.indices.start, block.indices.nbytes)
-        values = self._read(block.values.start, block.values.nbytes)
-        return block.regions[0][0].tensor, block.indices.dtype, indices, values
-
-    def streams(self, block: BlockRef) -> dict[str, bytes]:
-        """The streams of a block as they are stored, checked by its hash."""
+    def read(self, block: BlockRef) -> list[RegionMoves] | context.TiledBlock:
+        """Read one block and check it, without the base version: its moves, or the tiles of a `context` block, whose
+        positions depend on the weights."""
+        parts = [self._read(item.start, item.nbytes) for item in block.items]
         record = block.record
         if record is None:
-            return {}
-        payload = self._read(block.start, block.nbytes)
+            return raw.moves(block.regions[0][0].tensor, block.items[0].dtype, *parts)
+        payload = parts[0]
         if blake3(payload).hexdigest(length=16) != record.hash:
-            raise HashMismatch(f"the block at byte {block.start} does not have the hash its index names")
+            raise HashMismatch(f"the block at byte {block.items[0].start} does not have the hash its index names")
         streams, at = {}, 0
         for name, stream in record.streams.items():
             streams[name] = payload[at : at + stream.stored]
             at += stream.stored
-        return streams
+        if record.encoding == context.name:
+            return context.TiledBlock(record, block.regions, streams)
+        moves: list[RegionMoves] = block_encoding(record.encoding).moves(record, block.regions, streams)
+        return moves
+
+    def decode(self, block: BlockRef, base: BaseBits) -> list[Change]:
+        """The changes of one block against the base version's bits."""
+        found = self.read(block)
+        if isinstance(found, context.TiledBlock):
+            return found.decode(base)
+        return [moves.resolve(base(moves.region.tensor.name)) for moves in found]
+
+    def patch(self, block: BlockRef, bits: BaseBits) -> list[Change]:
+        """As `decode`, and write the changes. All of the block is checked before a bit is touched."""
+        found = self.read(block)
+        if not isinstance(found, context.TiledBlock):
+            return [moves.apply(bits(moves.region.tensor.name)) for moves in found]
+        changes = found.decode(bits)
+        for change in changes:
+            change.write(bits(change.region.tensor.name))
+        return changes
 
     def changes(self, base: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
-        """Block after block, decoded on several threads, a few blocks ahead at the most."""
+        """Decode all blocks on several threads, a few blocks ahead at the most."""
         return self.each(lambda block: self.decode(block, base), threads)
 
     def patches(self, bits: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
@@ -332,10 +298,7 @@ class DeltaFile:
             count = indices.shape[0]
             if count > tensor.units:
                 raise CountMismatch(f"the delta changes {count} units of {name!r}, which has {tensor.units}")
-            region = Region(tensor, 0, tensor.rows, 0, tensor.columns)
-            blocks.append(
-                BlockRef(((region, count),), indices.start, indices.nbytes + values.nbytes, None, indices, values)
-            )
+            blocks.append(BlockRef([(whole(tensor), count)], (indices, values), None))
         return blocks
 
     def _indexed_blocks(self, schema: Schema | None) -> list[BlockRef]:
@@ -360,12 +323,12 @@ class DeltaFile:
                 raise CorruptStream(f"block {number} has a stream of impossible size")
             if sum(s.stored for s in record.streams.values()) != item.nbytes:
                 raise CountMismatch(f"the streams of block {number} do not add up to its {item.nbytes} bytes")
-            regions = tuple(_region(index.tensors, entry, covered) for entry in record.regions)
+            regions = [_region(index.tensors, entry, covered) for entry in record.regions]
             if not regions or len({region.tensor.dtype for region, _ in regions}) != 1:
                 raise CorruptStream(f"block {number} must hold regions of exactly one dtype")
             if sum(region.units for region, _ in regions) > MAX_BLOCK_UNITS:
                 raise PositionError(f"block {number} covers more than {MAX_BLOCK_UNITS:,} units")
-            blocks.append(BlockRef(regions, item.start, item.nbytes, record))
+            blocks.append(BlockRef(regions, (item,), record))
         if len(self.header.items) != len(blocks) + 1:
             raise HeaderError("the file holds tensors that its index does not name")
         return blocks

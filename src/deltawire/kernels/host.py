@@ -15,9 +15,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from ..core.change import Change, Region
+from ..core.change import Change, Region, RegionMoves
 from ..core.dtypes import lookup
-from ..core.moves import RegionMoves
 from ..core.parallel import ordered_map
 from .plan import TILE, Plan, Segment
 from .results import Changed, Moves

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..core.change import BIT_STEPS, FLIPS, NEW_BITS, NUMBER_STEPS
 from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
-from ..core.moves import BIT_STEPS, FLIPS, NEW_BITS, NUMBER_STEPS
 from .plan import Plan
 
 __all__ = [

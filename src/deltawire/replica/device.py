@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core.change import Region, blocks, no_change, regions
+from ..core.change import Region, RegionMoves, blocks, no_change, regions
 from ..core.codecs import context
 from ..core.codecs.base import BaseBits
 from ..core.codecs.context.decoder import Ranked
@@ -24,7 +24,6 @@ from ..core.codecs.context.tiles import walked
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.full import Source
-from ..core.moves import RegionMoves
 from ..core.schema import Schema, TensorSpec
 from ..core.sparse import BlockRef, DeltaFile
 from ..kernels.plan import Remember, units
@@ -74,21 +73,20 @@ class DeviceMemory:
         """What takes no weights to read: positions and steps, or ranks within classes counted on the device."""
 
         def one(block: BlockRef) -> list[RegionMoves] | list[Tiles]:
-            moves = file.moves(block)
-            if moves is not None:
-                return moves
-            assert block.record is not None
+            found = file.read(block)
+            if not isinstance(found, context.TiledBlock):
+                return found
             if not all(_is_walked_in_memory(region) for region, _ in block.regions):
-                changes = file.decode(block, self._base([region for region, _ in block.regions]))
+                changes = found.decode(self._base([region for region, _ in block.regions]))
                 return [RegionMoves(c.region, c.positions, c.new, kernels.NEW_BITS) for c in changes]
-            return self._tiles(context.open_block(block.record, block.regions, file.streams(block)))
+            return self._tiles(found)
 
         found = [item for items in file.each(one) for item in items]
         tiles = [item for item in found if isinstance(item, Tiles)]
         moves: list[RegionMoves | _Counted] = [item for item in found if isinstance(item, RegionMoves)]
         return [*moves, self._count(tiles)] if tiles else moves
 
-    def _tiles(self, block: context.Block) -> list[Tiles]:
+    def _tiles(self, block: context.TiledBlock) -> list[Tiles]:
         result = []
         for number, (region, _) in enumerate(block.regions):
             span = block.span(number, slice(0, region.rows), slice(0, region.columns))

@@ -1,16 +1,25 @@
-"""What an encoding is: two functions over a block, and the checks every one of them needs."""
+"""What the encodings share: the form of a coded block, and the checks that every stream needs.
+
+An encoding is a module with a `name` and two functions over a block:
+
+    encode(changes, before) -> Coded                 all changes have one dtype and at least one position each
+    moves(record, regions, streams) -> [RegionMoves] the changes again, without the base version's weights
+
+`context` has a class, `TiledBlock`, in place of `moves`: its positions depend on the weights. Streams are untrusted:
+nothing may be allocated or indexed on their word alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from ..change import Change, Region
+from ..change import Region
 from ..dtypes import Bits
 from ..errors import CorruptStream, CountMismatch
 
@@ -19,6 +28,10 @@ BaseBits = Callable[[str], Bits]
 
 Before = Callable[[Region], Bits]
 """The base version's own flat bits of a region: what the encoder diffed against."""
+
+
+CountedRegions = Sequence[tuple[Region, int]]
+"""Regions of a block, and the number of changes in each."""
 
 
 class Stream(msgspec.Struct, frozen=True, array_like=True):
@@ -30,7 +43,7 @@ class Stream(msgspec.Struct, frozen=True, array_like=True):
     """Bytes in the file; equal to `raw` when stored as it is."""
 
 
-class CodedBlock(msgspec.Struct, frozen=True):
+class BlockRecord(msgspec.Struct, frozen=True):
     """The record of a block in a file's index: enough to check and decode its bytes."""
 
     encoding: str
@@ -39,6 +52,8 @@ class CodedBlock(msgspec.Struct, frozen=True):
     streams: dict[str, Stream]
     """In file order."""
     parameters: dict[str, int] = {}
+    hash: str = ""
+    """blake3 of the block's bytes as stored, so that a part fetched alone can be checked."""
 
 
 class Coded(msgspec.Struct, frozen=True):
@@ -48,20 +63,6 @@ class Coded(msgspec.Struct, frozen=True):
     parameters: dict[str, int] = {}
     encoding: str | None = None
     """Whose streams these are, where an encoder found that another one serves the block better."""
-
-
-class Encoding(Protocol):
-    name: str
-
-    def encode(self, changes: Sequence[Change], before: Before) -> Coded:
-        """Code the changes of one block. All have the same dtype and at least one position each."""
-        ...
-
-    def decode(
-        self, coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes], base: BaseBits
-    ) -> list[Change]:
-        """The changes again. Streams are untrusted: nothing may be allocated or indexed on their word alone."""
-        ...
 
 
 # Our streams are noise with a skewed histogram: all there is to gain is in zstd's entropy coder. Its usual search finds
@@ -103,18 +104,18 @@ def expand(stream: Stream, stored: bytes, limit: int, what: str) -> bytes:
     return data
 
 
-def check_names(coded: CodedBlock, streams: Collection[str], parameters: Collection[str] = ()) -> None:
+def check_names(record: BlockRecord, streams: Collection[str], parameters: Collection[str] = ()) -> None:
     """CorruptStream for a block with streams or parameters that its encoding does not know."""
-    strange = sorted((coded.streams.keys() - set(streams)) | (coded.parameters.keys() - set(parameters)))
+    strange = sorted((record.streams.keys() - set(streams)) | (record.parameters.keys() - set(parameters)))
     if strange:
-        raise CorruptStream(f"{coded.encoding!r} has no stream or parameter {strange[0]!r:.40}")
+        raise CorruptStream(f"{record.encoding!r} has no stream or parameter {strange[0]!r:.40}")
 
 
-def exactly(coded: CodedBlock, streams: dict[str, bytes], name: str, limits: tuple[int, int]) -> npt.NDArray[Any]:
+def exactly(record: BlockRecord, streams: dict[str, bytes], name: str, limits: tuple[int, int]) -> npt.NDArray[Any]:
     """A stream of the block as bytes, its length checked against what the counts allow."""
     low, high = limits
     data = streams.get(name, b"")
-    stream = coded.streams.get(name, Stream(0, 0))
+    stream = record.streams.get(name, Stream(0, 0))
     data = expand(stream, data, high, f"stream {name!r}")
     if len(data) < low:
         raise CountMismatch(f"stream {name!r} holds {len(data)} bytes, its counts need {low}")

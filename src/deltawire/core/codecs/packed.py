@@ -10,20 +10,19 @@ wide   the large steps, as byte planes, lowest first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from ..change import Change, Region
+from ..change import BIT_STEPS, NUMBER_STEPS, Change, RegionMoves
 from ..dtypes import Bits, lookup
 from ..errors import CorruptStream, CountMismatch, PositionError
-from ..moves import RegionMoves, steps_of
 from ..simd import LANES, equal_mask, trailing_zeros
-from .base import BaseBits, Before, Coded, CodedBlock, check_names, exactly
-from .ulps import gathered, moved, zigzags_of
+from ..ulps import zigzags_of
+from .base import Before, BlockRecord, Coded, CountedRegions, check_names, exactly
 
 name = "packed"
 
@@ -43,7 +42,7 @@ def encode(changes: Sequence[Change], before: Before) -> Coded:
     used = _write_gaps(positions, counts, shift, gaps, low)
     steps = np.empty((positions.size + 1) // 2, np.uint8)
     wide = np.empty(positions.size, old.dtype)
-    n_wide = _write_steps(old, new, _is_signed(changes[0].region), steps, wide)
+    n_wide = _write_steps(old, new, lookup(changes[0].region.tensor.dtype).steps_are_signed, steps, wide)
     return Coded(
         {
             "gaps": gaps[:used].tobytes(),
@@ -55,89 +54,32 @@ def encode(changes: Sequence[Change], before: Before) -> Coded:
     )
 
 
-def decode(
-    coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes], base: BaseBits
-) -> list[Change]:
-    return _changes(coded, regions, streams, base, gathered)
-
-
-def patch(
-    coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes], bits: BaseBits
-) -> list[Change]:
-    """As `decode`, and written at once. The block is checked before a bit is touched."""
-    return _changes(coded, regions, streams, bits, moved)
-
-
-def _changes(
-    coded: CodedBlock,
-    regions: Sequence[tuple[Region, int]],
-    streams: dict[str, bytes],
-    bits: BaseBits,
-    step: Callable[..., None],
-) -> list[Change]:
-    positions, zigzags = read(coded, regions, streams)
-    old = np.empty(positions.size, zigzags.dtype)
-    new = np.empty_like(old)
-    signed, result, start = _is_signed(regions[0][0]), [], 0
-    for region, count in regions:
-        here = slice(start, start + count)
-        change = Change(region, positions[here], old[here], new[here])
-        step(
-            bits(region.tensor.name), change.positions, zigzags[here], signed, change.old, change.new, *region.geometry
-        )
-        result.append(change)
-        start += count
-    return result
-
-
-def read(
-    coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]
-) -> tuple[npt.NDArray[np.uint32], Bits]:
-    """Positions and steps, checked: what needs no weights."""
+def moves(record: BlockRecord, regions: CountedRegions, streams: dict[str, bytes]) -> list[RegionMoves]:
+    """Positions and steps of each region, checked."""
     counts = np.array([count for _, count in regions], np.int64)
     sizes = np.array([region.units for region, _ in regions], np.int64)
     total = int(counts.sum())
-    check_names(coded, ("gaps", "low", "steps", "wide"), ("shift",))
-    shift = coded.parameters.get("shift", -1)
+    check_names(record, ("gaps", "low", "steps", "wide"), ("shift",))
+    shift = record.parameters.get("shift", -1)
     if not 0 <= shift <= 24:
         raise CorruptStream(f"a gap shift of {shift} makes no sense")
-    gaps = exactly(coded, streams, "gaps", (total, total + int(sizes.sum() >> shift) // 255 + 1))
+    gaps = exactly(record, streams, "gaps", (total, total + int(sizes.sum() >> shift) // 255 + 1))
     low_size = 4 * _words(total, shift)
-    low = exactly(coded, streams, "low", (low_size, low_size)).view("<u4")
-    zigzags = _zigzag_stream(coded, regions, streams)
+    low = exactly(record, streams, "low", (low_size, low_size)).view("<u4")
+    steps = exactly(record, streams, "steps", ((total + 1) // 2, (total + 1) // 2))
+    dtype = lookup(regions[0][0].tensor.dtype)
+    wide = _unplanes(exactly(record, streams, "wide", (0, total * dtype.unit_size)), dtype.unit)
+    # of the unit's width: a step that does not fit was refused
+    zigzags, nibbles = np.empty(total, dtype.unit), np.zeros(2 * steps.size + LANES, np.uint8)
+    _raise_for(_read_zigzags(steps, wide, 8 * dtype.unit_size, nibbles, zigzags))
     positions = np.empty(total, np.uint32)
     _raise_for(_read_gaps(gaps, low, counts, sizes, shift, positions))
-    return positions, zigzags
-
-
-def moves(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> list[RegionMoves]:
-    """Steps of each region, checked: what needs no weights."""
-    positions, zigzags = read(coded, regions, streams)
-    result, start = [], 0
-    for region, count in regions:
-        here = slice(start, start + count)
-        result.append(RegionMoves(region, positions[here], zigzags[here], steps_of(region)))
-        start += count
-    return result
-
-
-def steps(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> npt.NDArray[np.int64]:
-    """How far each changed element moves, in ulps. In this encoding that can be read without the base version."""
-    zigzags = _zigzag_stream(coded, regions, streams).astype(np.int64)
-    return np.where(zigzags & 1, -((zigzags + 1) >> 1), (zigzags >> 1) + 1)
-
-
-def _zigzag_stream(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> Bits:
-    total = sum(count for _, count in regions)
-    steps = exactly(coded, streams, "steps", ((total + 1) // 2, (total + 1) // 2))
-    unit = lookup(regions[0][0].tensor.dtype).unit
-    wide_size = np.dtype(unit).itemsize
-    wide = _unplanes(exactly(coded, streams, "wide", (0, total * wide_size)), unit)
-    # of the unit's width: a step that does not fit was refused
-    zigzags = np.empty(total, unit)
-    nibbles = np.zeros(2 * steps.size + LANES, np.uint8)
-    _raise_for(_read_zigzags(steps, wide, 8 * wide_size, nibbles, zigzags))
-    return zigzags
+    kind = NUMBER_STEPS if dtype.steps_are_signed else BIT_STEPS
+    ends = np.cumsum(counts).tolist()
+    return [
+        RegionMoves(region, positions[end - count : end], zigzags[end - count : end], kind)
+        for (region, count), end in zip(regions, ends, strict=True)
+    ]
 
 
 def _shift(covered: int, changed: int) -> int:
@@ -149,10 +91,6 @@ def _shift(covered: int, changed: int) -> int:
 def _words(count: int, shift: int) -> int:
     """32-bit words that hold `count` fields of `shift` bits, and one more, so that a reader may always take two."""
     return (count * shift + 31) // 32 + 1 if shift else 0
-
-
-def _is_signed(region: Region) -> bool:
-    return lookup(region.tensor.dtype).steps_are_signed
 
 
 def _planes(values: Bits) -> bytes:

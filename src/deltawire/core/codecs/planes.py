@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..change import Change, Region, gather
+from ..change import FLIPS, Change, RegionMoves
 from ..dtypes import lookup
 from ..errors import CountMismatch
-from ..moves import FLIPS, RegionMoves
-from .base import BaseBits, Before, Coded, CodedBlock, check_names, exactly
+from .base import Before, BlockRecord, Coded, CountedRegions, check_names, exactly
 
 name = "planes"
 
@@ -29,22 +28,12 @@ def encode(changes: Sequence[Change], before: Before) -> Coded:
     return Coded({_stream(i): rows[:, i].tobytes() for i in range(flips.itemsize)})
 
 
-def decode(
-    coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes], base: BaseBits
-) -> list[Change]:
-    result = []
-    for found in moves(coded, regions, streams):
-        old = gather(found.region, found.positions, base(found.region.tensor.name))
-        result.append(Change(found.region, found.positions, old, old ^ found.values))
-    return result
-
-
-def moves(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> list[RegionMoves]:
-    """Flipped bits of each region, checked: what needs no weights."""
+def moves(record: BlockRecord, regions: CountedRegions, streams: dict[str, bytes]) -> list[RegionMoves]:
+    """Flipped bits of each region, checked."""
     unit = lookup(regions[0][0].tensor.dtype).unit
     units, size = sum(region.units for region, _ in regions), np.dtype(unit).itemsize
-    check_names(coded, [_stream(i) for i in range(size)])
-    planes = [exactly(coded, streams, _stream(i), (units, units)) for i in range(size)]
+    check_names(record, [_stream(i) for i in range(size)])
+    planes = [exactly(record, streams, _stream(i), (units, units)) for i in range(size)]
     result, at = [], 0
     for region, count in regions:
         flips = np.empty((region.units, size), np.uint8)

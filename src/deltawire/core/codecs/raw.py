@@ -10,14 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..change import Change, gather, regions
+from ..change import NEW_BITS, Change, RegionMoves, regions
 from ..container import Header, Item
 from ..dtypes import Bits, lookup
 from ..errors import CountMismatch, PositionError, SchemaMismatch
-from ..moves import NEW_BITS, RegionMoves
 from ..scatter import flatten
 from ..schema import TensorSpec
-from .base import BaseBits
 
 name = "raw"
 
@@ -65,14 +63,6 @@ def tensors(header: Header) -> dict[str, tuple[Item, Item]]:
     if strays:
         raise SchemaMismatch(f"a raw delta holds only indices and values, this one also {sorted(strays)[0]!r}")
     return found
-
-
-def decode(tensor: TensorSpec, index_dtype: str, indices: bytes, values: bytes, base: BaseBits) -> list[Change]:
-    bits = base(tensor.name)
-    return [
-        Change(found.region, found.positions, gather(found.region, found.positions, bits), found.values)
-        for found in moves(tensor, index_dtype, indices, values)
-    ]
 
 
 def moves(tensor: TensorSpec, index_dtype: str, indices: bytes, values: bytes) -> list[RegionMoves]:

@@ -164,7 +164,6 @@ class Decoder:
     # ── tiles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _tiles(self, file: DeltaFile, block: BlockRef, lent: Lent) -> tuple[list[PieceChange], list[Rectangle]]:
-        assert block.record is not None
         held = [
             (number, piece, part)
             for number, (region, _) in enumerate(block.regions)
@@ -173,7 +172,8 @@ class Decoder:
         ]
         if not held:
             return [], []
-        coded = context.open_block(block.record, block.regions, file.streams(block))
+        coded = file.read(block)
+        assert isinstance(coded, context.TiledBlock)
         result: list[PieceChange] = []
         wanted: list[Rectangle] = []
         for number, piece, part in held:

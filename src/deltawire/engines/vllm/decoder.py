@@ -102,12 +102,10 @@ class _Process:
         }
 
     def _block(self, file: DeltaFile, block: BlockRef) -> tuple[list[list[PieceMoves]], list[list[Tiles]]]:
-        moves = file.moves(block)
-        if moves is not None:
-            return [[part for m in moves for part in rank.cut(m)] for rank in self._ranks], [[] for _ in self._ranks]
-        assert block.record is not None
-        coded = context.open_block(block.record, block.regions, file.streams(block))
-        return [[] for _ in self._ranks], [_tiles_of(rank, coded) for rank in self._ranks]
+        found = file.read(block)
+        if isinstance(found, context.TiledBlock):
+            return [[] for _ in self._ranks], [_tiles_of(rank, found) for rank in self._ranks]
+        return [[part for m in found for part in rank.cut(m)] for rank in self._ranks], [[] for _ in self._ranks]
 
     def _do_ranks(self, out: str) -> Answer:
         """Entropy-decode the tiles that ranks have counted."""
@@ -123,7 +121,7 @@ def _threads() -> int:
     return max(1, default_threads() // 2)
 
 
-def _tiles_of(rank: RankPieces, coded: context.Block) -> list[Tiles]:
+def _tiles_of(rank: RankPieces, coded: context.TiledBlock) -> list[Tiles]:
     found = []
     for number, (region, _) in enumerate(coded.regions):
         whole = rectangle(region)

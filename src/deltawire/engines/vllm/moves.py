@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from ...core.change import RegionMoves
 from ...core.dtypes import Bits, lookup
-from ...core.moves import RegionMoves
 from ...core.parallel import ordered_map
 from ...core.schema import Schema
 from . import arrays

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...change import Change, Region
+from ...change import Change
 from .. import packed, planes
-from ..base import BaseBits, Before, Coded, CodedBlock, squeeze
-from .decoder import Block, TileSpan
+from ..base import Before, Coded, squeeze
+from .decoder import TiledBlock, TileSpan
 from .encoder import encode_tiles
 
 name = "context"
@@ -55,16 +55,4 @@ def _stored(coded: Coded) -> int:
     return sum(squeeze(data)[0].stored for data in coded.streams.values())
 
 
-def decode(
-    coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes], base: BaseBits
-) -> list[Change]:
-    block = Block(coded, regions, streams)
-    return [block.change(i, region.matrix(base(region.tensor.name))) for i, (region, _) in enumerate(regions)]
-
-
-def open_block(coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> Block:
-    """The block of a record (see `DeltaFile.streams`), to decode single tiles of it from the weights a shard holds."""
-    return Block(coded, regions, streams)
-
-
-__all__ = ["Block", "TileSpan", "decode", "encode", "encode_tiles", "name", "open_block"]
+__all__ = ["TileSpan", "TiledBlock", "encode", "encode_tiles", "name"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit, uint64
 
-from ...change import Change, Region
+from ...change import Change
 from ...dtypes import Bits, lookup
 from ...errors import CorruptStream, CountMismatch
-from ..base import CodedBlock, check_names, exactly
-from ..ulps import take_steps
+from ...ulps import take_steps
+from ..base import BaseBits, BlockRecord, CountedRegions, check_names, exactly
 from .classes import CHUNK, CLASSES, SPARE, classify_tile, place_tile
 from .encoder import shifted
 from .entropy import MODELS, coarse, joined
@@ -59,26 +58,26 @@ class TileSpan:
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
-class Block:
+class TiledBlock:
     """A context block whose small streams are parsed and checked; its tiles decode from their own old weights."""
 
-    def __init__(self, coded: CodedBlock, regions: Sequence[tuple[Region, int]], streams: dict[str, bytes]) -> None:
+    def __init__(self, record: BlockRecord, regions: CountedRegions, streams: dict[str, bytes]) -> None:
         self.regions = tuple(regions)
         self._dtype = lookup(regions[0][0].tensor.dtype)
         self._shapes = [walked(region.rows, region.columns) for region, _ in regions]
-        check_names(coded, ("head", "levels", "sizes", "tiles"))
+        check_names(record, ("head", "levels", "sizes", "tiles"))
         total, units = sum(count for _, count in regions), sum(region.units for region, _ in regions)
-        data = exactly(coded, streams, "head", (0, head_limit(len(regions))))
+        data = exactly(record, streams, "head", (0, head_limit(len(regions))))
         self._head = head = parse_head(self._dtype, data, self._shapes)
         tiles = sum(grid.tiles for grid in head.grids)
         self._first = np.concatenate([[0], np.cumsum([grid.tiles for grid in head.grids])]).astype(np.int64)
         # a change costs at most a gap of 4 bytes and a step of 6, a count 4, an escape 2 for 63 weights
         most = 10 * total + (4 * CLASSES + 8) * tiles + units // 16
-        self._data = exactly(coded, streams, "tiles", (0, most))
-        sizes = exactly(coded, streams, "sizes", (tiles, SIZE_PLANES * tiles))
+        self._data = exactly(record, streams, "tiles", (0, most))
+        sizes = exactly(record, streams, "sizes", (tiles, SIZE_PLANES * tiles))
         self._starts = unpack_sizes(sizes, tiles, self._data.size)
         most = sum(2 * (LEVEL_HEAD + rows + columns + 8) for rows, columns in self._shapes)
-        self._levels = self._read_levels(exactly(coded, streams, "levels", (0, most)))
+        self._levels = self._read_levels(exactly(record, streams, "levels", (0, most)))
         tables = head.step_tables()
         self._step_tables, self._step_coarse = joined(tables), coarse(tables)
 
@@ -174,8 +173,11 @@ class Block:
             raise CountMismatch(f"a region of {region.tensor.name!r} has {found} changes, its count is {count}")
         return counts, ranks[:found], steps[:found]
 
-    def change(self, number: int, old: Bits) -> Change:
-        """All changes of a region, given its matrix of old weights."""
+    def decode(self, base: BaseBits) -> list[Change]:
+        """All changes of the block, given the base version's flat bits of its tensors."""
+        return [self._change(i, region.matrix(base(region.tensor.name))) for i, (region, _) in enumerate(self.regions)]
+
+    def _change(self, number: int, old: Bits) -> Change:
         region, count = self.regions[number]
         positions, was, now = self.shard(number, slice(0, region.rows), slice(0, region.columns), old)
         if positions.size != count:

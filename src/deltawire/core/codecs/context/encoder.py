@@ -14,8 +14,8 @@ from ...change import Change
 from ...dtypes import lookup
 from ...errors import PositionError
 from ...simd import LEAN
+from ...ulps import zigzags_of
 from ..base import Before, Coded
-from ..ulps import zigzags_of
 from . import runs
 from .classes import CLASSES, COLUMN_NEUTRAL, LEVELS, ROW_NEUTRAL, Rule
 from .entropy import MODELS, RATE, SPREADS, SYMBOLS, joined

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...parallel import ordered_map
-from .decoder import Block, Ranked, TileSpan
+from .decoder import Ranked, TiledBlock, TileSpan
 
 SMALL_TILE = 1 << 16
 """Units of a tile whose ranks fit two bytes."""
@@ -34,7 +34,7 @@ class Tiles:
     """Units of the tensor before the first tile."""
     stride: int
     """Units from one row of the tiles to the next."""
-    block: Block
+    block: TiledBlock
     span: TileSpan
 
 
