@@ -28,9 +28,9 @@ def chart(title: str, lines: Mapping[str, Points], across: str, *, marks: Points
 
     parts = [_text(_LEFT, 16, title, "font-weight:600")]
     for value in (0.0, high / 2, high):
-        _, y = place(0, value)
-        parts.append(f'<line x1="{_LEFT}" x2="{edge}" y1="{y}" y2="{y}" stroke="#ddd"/>')
-        parts.append(_text(_LEFT - 6, float(y) + 4, number(value), "text-anchor:end"))
+        _, down = place(0, value)
+        parts.append(f'<line x1="{_LEFT}" x2="{edge}" y1="{down}" y2="{down}" stroke="#ddd"/>')
+        parts.append(_text(_LEFT - 6, float(down) + 4, number(value), "text-anchor:end"))
     parts.append(_text(edge, _HEIGHT - 6, f"{across}, to {number(last)}", "text-anchor:end"))
     for at, (name, points) in enumerate(lines.items()):
         colour = _COLOURS[at % len(_COLOURS)]

@@ -180,7 +180,8 @@ def _decode(text: str) -> Message:
         kind = str(parsed.get("type"))[:40]
         raise _Refused("UNKNOWN_TYPE", f"unknown message type {kind!r}; known: {', '.join(TYPES)}")
     try:
-        return msgspec.convert(parsed, Message)
+        message: Message = msgspec.convert(parsed, Message)
+        return message
     except msgspec.ValidationError as bad:
         raise _Refused("VALIDATION_ERROR", str(bad)) from None
 

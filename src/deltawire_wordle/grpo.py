@@ -181,7 +181,9 @@ class Rollouts:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         async with httpx.AsyncClient(timeout=ANSWER_S, limits=limits, headers=self._headers) as client:
             fleet = Fleet(self._urls, client, self._model)
-            tasks = [asyncio.create_task(self._work(fleet)) for _ in range(self._settings.workers)]
+            tasks: list[asyncio.Task[Any]] = [
+                asyncio.create_task(self._work(fleet)) for _ in range(self._settings.workers)
+            ]
             tasks.append(asyncio.create_task(self._end.wait()))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:

@@ -65,7 +65,7 @@ def train(rules: Rules, steps: int = STEPS, seed: int = 1) -> PreTrainedModel:
     torch.set_num_threads(THREADS)
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    model = Qwen3ForCausalLM(config())
+    model: PreTrainedModel = Qwen3ForCausalLM(config())
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     clock = time.monotonic()
     for step in range(steps):

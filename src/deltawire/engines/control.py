@@ -87,8 +87,8 @@ def metrics(follower: Follower | None) -> Iterator[Any]:
     yield CounterMetricFamily("deltawire_syncs", "Versions reached since the start", follower.syncs)
     yield CounterMetricFamily("deltawire_failures", "Syncs that failed or were taken back", replica.failures)
     seconds = GaugeMetricFamily("deltawire_sync_seconds", "The last sync, by phase", labels=["phase"])
-    for phase, value in follower.phases.items():
-        seconds.add_metric([phase], value)
+    for phase, spent in follower.phases.items():
+        seconds.add_metric([phase], spent)
     yield seconds
 
 

@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=partial(_Connection, limits),  # type: ignore[arg-type]
-            ws=ws,  # type: ignore[arg-type]
+            ws=ws,
             # without: what a proxy says of a client's address is believed
             proxy_headers=False,
             server_header=False,

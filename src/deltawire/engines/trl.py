@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ log = logging.getLogger("deltawire")
 KEPT_SYNCS = 1024
 """Syncs whose versions are remembered: many more than a staleness limit lets a sample be old."""
 
-_OF_PEFT = {"merged": merged, "adapter": adapter}
+_OF_PEFT: dict[str, Callable[[Any], Any]] = {"merged": merged, "adapter": adapter}
 
 
 class BucketTransfer:
@@ -150,7 +150,7 @@ def _unsent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name.replace(".base_layer.", "."), tensor
 
 
-class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
+class DeltaSyncCallback(TrainerCallback):
     """Publishes the model of any transformers or TRL trainer: at the start, then after every `every` optimizer steps.
 
     Of a PEFT model it publishes the merged weights, which every server can follow; `peft="adapter"` the adapter alone.
@@ -202,7 +202,7 @@ class DeltaSyncCallback(TrainerCallback):  # type: ignore[misc]
         self._syncs.add(publish(self._publisher, weights, step=state.global_step))
 
 
-class MetricsCallback(TrainerCallback):  # type: ignore[misc]
+class MetricsCallback(TrainerCallback):
     def __init__(self, metrics: Any) -> None:
         self._metrics = metrics
 

@@ -26,7 +26,7 @@ SAY_EVERY = 10.0
 _oldest: ContextVar[list[int] | None] = ContextVar("deltawire_oldest", default=None)
 
 
-class VersionedLoop(_AsyncRolloutLoop):  # type: ignore[misc]
+class VersionedLoop(_AsyncRolloutLoop):
     """Asks for the model that the server has, and notes the versions in its answers, rollout by rollout."""
 
     def __init__(self, **options: Any) -> None:

@@ -17,6 +17,7 @@ _SPARE = 32
 class _Layer(DynamicLayer):
     """Keys and values with spare columns behind them: DynamicLayer copies all that it has for each token."""
 
+    is_initialized: bool
     _stores: tuple[Tensor, ...] = ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
@@ -63,6 +64,8 @@ class Batch:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._device = next(model.parameters()).device
+        self._lengths: Tensor
+        """Tokens of each row."""
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self.clear()
         with torch.inference_mode():
@@ -117,14 +120,15 @@ class Batch:
         first = len(columns) - lengths
         # a token sees itself and what is before it but padding; padding sees itself, for no softmax is over nothing
         seen = (columns >= first[:, None])[:, None] & (columns <= newest[:, None]) | (columns == newest[:, None])
-        return self._model(
+        logits: Tensor = self._model(
             input_ids=ids,
             position_ids=(newest - first[:, None]).clamp(min=0),
             attention_mask=seen[:, None],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-        ).logits[:, -1]
+        ).logits
+        return logits[:, -1]
 
 
 def _new_cache() -> Cache:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,9 @@ def load_options(options: Options) -> Loaded:
     """Load the model that a server was told to serve; without one, the run's own, once the run has a version."""
     run = cache(lambda: _wait_for(options.run, options.poll))
     dtype = compute_dtype(options, run)
-    more = {"device": options.device, "max_model_len": options.max_model_len}
+    load_from = partial(load, dtype=dtype, device=options.device, max_model_len=options.max_model_len)
     if options.model is not None:
-        return load(options.model, dtype=dtype, **more)
+        return load_from(options.model)
     version = resolve(run(), "latest" if options.pin is None else options.pin)
     manifest = run().manifest(version)
     if not any(file.name == "config.json" for file in manifest.files):
@@ -74,7 +74,7 @@ def load_options(options: Options) -> Loaded:
         )
     with tempfile.TemporaryDirectory(prefix="deltawire-serve-") as made:
         folder.fill(Path(made), run(), manifest, checkout(run(), version, resolve=resolver(options.reference)))
-        return load(made, dtype=dtype, **more)
+        return load_from(made)
 
 
 def _wait_for(where: str | Store, poll: float) -> Run:

@@ -37,7 +37,7 @@ class Metrics(Collector):
             ("sequences_waiting", "In the queue", scheduler.waiting),
         ):
             yield GaugeMetricFamily(f"deltawire_{name}", text, float(value))
-        for name, text, value in (
+        for name, text, total in (
             ("prompt_tokens", "Prompt tokens computed", counts.prompt_tokens),
             ("generated_tokens", "Tokens drawn", counts.generated_tokens),
             ("recomputed_tokens", "Tokens computed again under new weights", counts.recomputed_tokens),
@@ -47,4 +47,4 @@ class Metrics(Collector):
             ("sequences_aborted", "Ended by a client or a pause", counts.aborted),
             ("sequences_failed", "Ended by an error", counts.failed),
         ):
-            yield CounterMetricFamily(f"deltawire_{name}", text, float(value))
+            yield CounterMetricFamily(f"deltawire_{name}", text, float(total))

@@ -147,14 +147,14 @@ def _main() -> None:
         _limit_time(RENDER_S)
         try:
             asked = json.loads(line)
-            texts, _ = render_jinja_template(
+            rendered = render_jinja_template(
                 conversations=[asked["messages"]],
                 chat_template=opening["template"],
                 add_generation_prompt=asked["prompt"],
                 continue_final_message=asked["resume"],
                 **{**opening["special"], **asked["variables"]},
             )
-            text = texts[0]
+            text = rendered[0][0]
             size = len(text.encode())
             most = asked["most"]
             answer = (
