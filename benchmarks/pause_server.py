@@ -283,14 +283,20 @@ def make_versions(model: Path, folder: Path, device: str, order: list[tuple[str,
 
 
 def _move(tensor: Any, density: float, generator: Any) -> Any:
-    """Change one in so many weights by the smallest step, up or down. Returns which."""
+    """Change about so many of the weights by the smallest step, up or down. Returns which.
+
+    Small weights change more often, as in training: a step of one size is more of their smallest step.
+    """
     import torch
 
-    bits, every = tensor.reshape(-1).view(torch.int16), round(1 / density)
-    options = {"device": bits.device, "generator": generator}
-    each = torch.arange(bits.numel() // every, device=bits.device) * every
-    where = each + torch.randint(0, every, each.shape, **options)
-    bits[where] += (2 * torch.randint(0, 2, each.shape, **options) - 1).to(torch.int16)
+    bits = tensor.reshape(-1).view(torch.int16)
+    finest = torch.exp2(((bits >> 7) & 255).float() - 134)
+    chance = torch.rand(bits.shape, device=bits.device, generator=generator)
+    # of a sample, the step that moves so many
+    found = (chance * finest)[:: max(1, bits.numel() >> 20)].sort().values
+    where = ((chance.mul_(finest)) <= found[round(density * (found.numel() - 1))]).nonzero().reshape(-1)
+    signs = torch.randint(0, 2, where.shape, device=bits.device, generator=generator)
+    bits[where] += (2 * signs - 1).to(torch.int16)
     return where
 
 
