@@ -79,6 +79,8 @@ SLOT_S = 1.2
 """Time between two syncs of the other phases, at least."""
 AFTER_S = 0.25
 """How long a window goes on once the version is served."""
+_AT_ONCE = 1 << 26
+"""Weights that are changed at a time, when versions are made."""
 FEW = 1e-4
 """Share of the weights that change where only the number of versions matters."""
 
@@ -289,15 +291,17 @@ def _move(tensor: Any, density: float, generator: Any) -> Any:
     """
     import torch
 
-    bits = tensor.reshape(-1).view(torch.int16)
-    finest = torch.exp2(((bits >> 7) & 255).float() - 134)
-    chance = torch.rand(bits.shape, device=bits.device, generator=generator)
-    # of a sample, the step that moves so many
-    found = (chance * finest)[:: max(1, bits.numel() >> 20)].sort().values
-    where = ((chance.mul_(finest)) <= found[round(density * (found.numel() - 1))]).nonzero().reshape(-1)
-    signs = torch.randint(0, 2, where.shape, device=bits.device, generator=generator)
-    bits[where] += (2 * signs - 1).to(torch.int16)
-    return where
+    moved = []
+    for number, bits in enumerate(tensor.reshape(-1).view(torch.int16).split(_AT_ONCE)):
+        scaled = torch.exp2(((bits >> 7) & 255).float() - 134)
+        scaled *= torch.rand(bits.shape, device=bits.device, generator=generator)
+        # of a sample, the step that moves so many
+        found = scaled[:: max(1, bits.numel() >> 20)].sort().values
+        where = (scaled <= found[round(density * (found.numel() - 1))]).nonzero().reshape(-1)
+        signs = torch.randint(0, 2, where.shape, device=bits.device, generator=generator)
+        bits[where] += (2 * signs - 1).to(torch.int16)
+        moved.append(where + number * _AT_ONCE)
+    return torch.cat(moved)
 
 
 def _keep_new(bucket: Path, seen: dict[str, tuple[int, int]], kept: Path) -> dict[str, tuple[int, int]]:
@@ -391,18 +395,22 @@ def _order(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
         yield from [(encoding, options.density)] * 2
     for phase in options.phases:
         if phase in ENCODINGS:
-            yield from [(phase, options.density)] * options.syncs
+            yield from [(phase, options.density)] * _syncs(options, phase)
         elif phase == "throughput":
             yield from [(encodings[0], options.density)] * (2 * round(options.seconds / EVERY_S))
         elif phase == "memory":
             for encoding in encodings:
                 yield from [(encoding, options.density)] * 3
         elif phase == "prefixes":
-            yield from [(encodings[0], FEW)] * options.syncs
+            yield from [(encodings[0], FEW)] * options.syncs[0]
 
 
 def _encodings(options: argparse.Namespace) -> list[str]:
     return [phase for phase in options.phases if phase in ENCODINGS] or ["packed"]
+
+
+def _syncs(options: argparse.Namespace, encoding: str) -> int:
+    return int(options.syncs[: _encodings(options).index(encoding) + 1][-1])
 
 
 class _Making:
@@ -487,7 +495,7 @@ class _Phases:
 
     def _control(self) -> dict[str, Any]:
         reading, began = self._clients(), time.monotonic()
-        for _ in range(self.options.syncs):
+        for _ in range(self.options.syncs[0]):
             step = time.monotonic()
             self.versions.publish(self.other, 2)
             self.server.status()
@@ -499,7 +507,7 @@ class _Phases:
 
     def _syncs(self, encoding: str) -> dict[str, Any]:
         reading, windows, served, timings, size = self._clients(), [], [], [], []
-        for _ in range(self.options.syncs):
+        for _ in range(_syncs(self.options, encoding)):
             began = time.monotonic()
             made, status = self._sync()
             done = time.monotonic()
@@ -559,14 +567,14 @@ class _Phases:
     def _prefixes(self) -> dict[str, Any]:
         """The first request under each version must find nothing in the cache, and the others what it left there."""
         prompt, across, within = [11 + i % 180 for i in range(600)], 0, 0
-        each = self.options.requests // self.options.syncs
-        for _ in range(self.options.syncs):
+        count = self.options.syncs[0]
+        each = self.options.requests // count
+        for _ in range(count):
             self._command()
             for number in range(each):
                 used = self.server.complete([*prompt, 5 + number], 1).json()["usage"]
                 hit = (used.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
                 across, within = (across + (hit > 0), within) if number == 0 else (across, within + (hit > 0))
-        count = self.options.syncs
         return {"requests": each * count, "versions": count, "hits_across": across, "hits_within": within}
 
     def _equal(self) -> dict[str, Any]:
@@ -772,7 +780,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="made before, by `--as model FOLDER SHAPE LAYERS DEVICE`")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=["control", "packed", "context"])
     parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--syncs", type=int, default=50)
+    parser.add_argument("--syncs", type=int, nargs="+", default=[50], help="of each encoding in turn, the last for all")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1500, help="tokens of a completion, on average")
     parser.add_argument("--settle", type=float, default=6.0, help="seconds of streaming before a phase is measured")
