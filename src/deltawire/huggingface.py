@@ -191,7 +191,7 @@ def _views_stay_views() -> Any:
                     return torch.empty(args[1], dtype=args[0].dtype, device="meta")
             return func(*args, **(kwargs or {}))
 
-    return ViewsStayViews()
+    return ViewsStayViews()  # type: ignore[no-untyped-call]
 
 
 def _cut(name: str, tensor: Any, view: _View) -> Any:

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from .core import dtypes
 from .core.change import Region
 from .core.dtypes import Bits
 from .core.errors import SchemaMismatch, UnsafeName, UnsupportedDtype, UnsupportedTensor
+from .core.full import Source
 from .core.schema import Schema, TensorSpec
 from .huggingface import Band, checkpoint_tensors, is_pretrained, kept_in_fp32, pretrained_files
 
@@ -50,6 +51,18 @@ _PARALLEL = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 AUTO = "auto"
 """The wire dtype that is chosen: bf16 for the fp32 and fp64 weights of a torch module, everything else as it is."""
+
+
+class Module(Protocol):
+    """A torch module, or a view of one such as `adapter(model)`."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Its tensors by name, sharing its memory."""
+        ...
+
+
+Model: TypeAlias = "Module | Mapping[str, Any] | Source"
+"""A torch module, a mapping of arrays or tensors by name, or weights read by region such as a checkpoint folder."""
 
 
 def is_torch(value: Any) -> bool:
@@ -167,8 +180,9 @@ class Known:
     """What a view found out about a model, without the model."""
 
     where: Any
-    # its tensors, see `_whereabouts`
+    """Its tensors, see `_whereabouts`."""
     wire: str | None
+    """The torch dtype that floating-point weights are cast to."""
     schema: Schema
 
 
@@ -188,14 +202,14 @@ class ModelView:
         `of` is the model that a mapping of tensors was taken from, which then decides about the wire dtype."""
         owner = model if of is None else of
         if wire_dtype not in (None, AUTO, *_WIRE_DTYPES):
-            known = ", ".join([AUTO, *sorted(_WIRE_DTYPES)])
-            raise UnsupportedDtype(f"wire dtype {wire_dtype!r} is unknown; known: {known}, None (as they are)")
-        # a module has one dtype by habit; who passes a mapping of their own has chosen what is in it
+            names = ", ".join([AUTO, *sorted(_WIRE_DTYPES)])
+            raise UnsupportedDtype(f"wire dtype {wire_dtype!r} is unknown; known: {names}, None (as they are)")
         self._widest = 2 if wire_dtype == AUTO else 1
-        # bytes of a float that travels as it is
+        """Bytes of the widest float that is not cast."""
         self._kept: re.Pattern[str] | None = None
-        # names of what travels as it is in any case
+        """Names of weights that are never cast."""
         if wire_dtype == AUTO:
+            # a module has one dtype by habit; who passes a mapping of their own has chosen what is in it
             wire_dtype = "bf16" if is_module(owner) or is_state_dict(owner) else None
             self._kept = kept_in_fp32(checkpoint_of(owner))
         self._wire = _WIRE_DTYPES[wire_dtype] if wire_dtype else None
@@ -238,14 +252,14 @@ class ModelView:
     def wire_dtype(self, name: str) -> Any:
         """The torch dtype that a torch tensor travels in."""
         tensor = self._tensors[name]
-        return getattr(sys.modules["torch"], self._wire) if self._casts(name, tensor) else tensor.dtype  # type: ignore[arg-type]
+        return getattr(sys.modules["torch"], self._wire) if self._wire and self._casts(name, tensor) else tensor.dtype
 
     def bits(self, name: str) -> Bits:
         """Flat bits of a tensor: a view where the tensor is contiguous, on the CPU and already in the wire dtype."""
         tensor = self._tensors[name]
         if not is_torch(tensor):
             return dtypes.bits_of(np.asarray(tensor))
-        return self._wire_bits(name, tensor)
+        return torch_bits(tensor.to(self.wire_dtype(name)))
 
     def region(self, region: Region) -> Bits:
         tensor = self._tensors[region.tensor.name]
@@ -254,13 +268,9 @@ class ModelView:
         if is_torch(tensor) and tensor.is_contiguous() and region.contiguous and whole_elements:
             # cut before it is cast or leaves its device: a region is asked for, the tensor may be gigabytes
             flat = tensor.detach().reshape(-1)
-            return self._wire_bits(region.tensor.name, flat[region.base // per : (region.base + region.units) // per])
+            flat = flat[region.base // per : (region.base + region.units) // per]
+            return torch_bits(flat.to(self.wire_dtype(region.tensor.name)))
         return region.cut(self.bits(region.tensor.name))
-
-    def _wire_bits(self, name: str, tensor: Any) -> Bits:
-        if self._casts(name, tensor):
-            tensor = tensor.to(getattr(sys.modules["torch"], self._wire))  # type: ignore[arg-type]
-        return torch_bits(tensor)
 
     def __iter__(self) -> Iterator[tuple[str, Bits]]:
         return ((tensor.name, self.bits(tensor.name)) for tensor in self.schema.tensors)

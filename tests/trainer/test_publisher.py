@@ -612,7 +612,7 @@ def test_a_change_too_dense_to_hold_is_streamed(store: Store, encoding: str, mon
     with Publisher(store, max_pending=64, encoding=encoding) as publisher:
         # the first version has nothing to hold but the copy of the model
         publisher.publish(versions[0]).result(WAIT)
-        monkeypatch.setattr(Captures, "settle", lambda self, capture: captured.append("background"))
+        monkeypatch.setattr(Captures, "settle", lambda *_: captured.append("background"))
         for weights in versions[1:]:
             handle = publisher.publish(weights)
             assert handle.done()

@@ -32,7 +32,7 @@ from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Store
 from deltawire.trainer import Publisher
-from deltawire.trainer.captures import Capture, Captures
+from deltawire.trainer.captures import Capture, Captures, Weights
 from deltawire.trainer.detectors import HostDetector
 from deltawire.trainer.policy import AnchorPolicy
 from support import (
@@ -538,7 +538,7 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
     """Captures come, merge, settle and fold in any order; each pending one must still give its weights and digest."""
     newest = random_bag(schema, seed)
     captures = Captures(HostDetector.of(State(schema)), StateDigest())
-    captures.settle(captures.capture(newest, 1 << 30))
+    captures.settle(captures.capture(newest, 1 << 30), 0)
     pending: list[tuple[Capture, Any, Any]] = []  # (capture, weights before, weights after)
     for move, density, step in moves:
         if move in ("capture", "merge"):
@@ -550,7 +550,7 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
                 pending.append((captures.capture(newest, 1 << 30), before, newest))
         elif move == "settle" and pending:
             capture, _, _ = pending.pop(0)
-            captures.settle(capture)
+            captures.settle(capture, 1)
         elif move == "fold" and len(pending) > 1:
             (a, before, _), (b, _, after) = pending[0], pending[1]
             pending[:2] = [(captures.fold(a, b), before, after)]
@@ -559,7 +559,7 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
             for block in captures.plan:
                 for region in block:
                     assert capture.weights(region).tolist() == after.region(region).tolist()
-                    assert captures.read(region, capture, capture).tolist() == before.region(region).tolist()
+                    assert Weights(captures, capture, capture)(region).tolist() == before.region(region).tolist()
             moved = sum((c.digest() for block in capture.blocks for c in block), StateDigest())
             assert capture.moved == moved
     assert captures.digest == newest.digest()

@@ -3,10 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from .adapters import adapter, merged
-from .background import PublishHandle
 from .detectors import HostDetector
 from .publisher import Publisher
-from .writer import Published
+from .writer import Published, PublishHandle
 
 if TYPE_CHECKING:
     from .adamw import DeltaAdamW

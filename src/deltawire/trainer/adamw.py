@@ -24,7 +24,7 @@ from ..kernels import adamw as ops
 from ..kernels import torch_ops
 from ..kernels.plan import TILE, units
 from ..models import ModelView
-from .detectors import Detector, LostTrack
+from .detectors import Detector, SnapshotLost
 from .device import DeviceDetector
 from .gpu_snapshot import TensorGroup, fetched, regions_of, snapshot_parts
 
@@ -88,7 +88,7 @@ class DeltaAdamW(torch.optim.AdamW):
     # ── as an optimizer ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -105,11 +105,14 @@ class DeltaAdamW(torch.optim.AdamW):
 
     def _step_by_torch(self, elements: ops.Elements) -> None:
         """Torch's own step, and a look at what it changed."""
-        log, params = self._log, self._held()
-        before = [p.to(torch.bfloat16, copy=True) for p in params] if log is not None else []
+        if self._log is None:
+            super().step()
+            return
+        params = self._held()
+        before = [p.to(torch.bfloat16, copy=True) for p in params]
         super().step()
         for number, old in enumerate(before):
-            torch_ops.note(elements, log, number, units(old), units(params[number].to(torch.bfloat16)))
+            torch_ops.note(elements, self._log, number, units(old), units(params[number].to(torch.bfloat16)))
 
     def _step_by_kernel(self, elements: ops.Elements) -> None:
         params = self._held()
@@ -134,7 +137,7 @@ class DeltaAdamW(torch.optim.AdamW):
     def _prepare(self, elements: ops.Elements, params: list[Tensor], grads: list[Tensor | None]) -> _Kept:
         """What stays the same from step to step as long as tensors stay where they are."""
         for group in self.param_groups:
-            self._init_group(group, [], [], [], [], [], [])
+            self._init_group(group, [], [], [], [], [], [])  # type: ignore[no-untyped-call]
         states = [None if grad is None else self.state[p] for p, grad in zip(self._parameters(), grads, strict=True)]
         # the step counts as one tensor, of which each parameter's state has its element
         counts = torch.stack(
@@ -204,9 +207,11 @@ class DeltaAdamW(torch.optim.AdamW):
         """Autograd's count of writes: a DTensor has one of its own beside that of its local part."""
         return [t._version for tensors in (self._parameters(), self._held()) for t in tensors]
 
-    def _require_track(self) -> None:
+    def _require_log(self) -> ops.ChangeLog:
+        """What was noted since the last publish. SnapshotLost where that is not all that changed."""
         if self._log is None or self._strayed():
-            raise LostTrack("parameters were written by something else than DeltaAdamW.step")
+            raise SnapshotLost("parameters were written by something else than DeltaAdamW.step")
+        return self._log
 
 
 class AdamWDetector(DeviceDetector):
@@ -270,10 +275,8 @@ class LoggedParameters:
         self._require_same(live)
         optimizer = self._optimizer
         with optimizer._steps:
-            optimizer._require_track()
-            assert optimizer._log is not None
-            elements = optimizer._cut()
-            found = ops.noted(elements, optimizer._held(), optimizer._log, kernels.operations(elements.device))
+            log, elements = optimizer._require_log(), optimizer._cut()
+            found = ops.noted(elements, optimizer._held(), log, kernels.operations(elements.device))
         if found.entries.numel() > most:
             raise kernels.TooMany(found.entries.numel())
         return found
@@ -299,15 +302,13 @@ class LoggedParameters:
         number, begin = self._places[region.tensor.name]
         base = begin + region.base
         with optimizer._steps:
-            optimizer._require_track()
-            assert optimizer._log is not None
-            elements, param = optimizer._cut(), optimizer._held()[number]
+            log, elements, param = optimizer._require_log(), optimizer._cut(), optimizer._held()[number]
             if optimizer._written is not None:
                 torch.cuda.current_stream(elements.device).wait_event(optimizer._written)
             piece = units(param.detach().reshape(-1)[base : base + region.units].to(torch.bfloat16, copy=True))
             first = int(elements.first_tile[number])
             tiles = first + base // TILE, first + (base + region.units - 1) // TILE + 1
-            entries = optimizer._log.between(*tiles)
+            entries = log.between(*tiles)
             at = ((entries >> 32) - first) * TILE + ((entries >> 16) & 0xFFFF) - base
             here = (at >= 0) & (at < region.units)
             piece[at[here]] = entries[here].to(torch.int16)
@@ -324,7 +325,7 @@ class LoggedParameters:
         found = [*map(Tensor.data_ptr, live)]
         if found != stepped:
             other = next(name for name, a, b in zip(self.names, found, stepped, strict=True) if a != b)
-            raise LostTrack(f"{other!r} is not what the optimizer steps")
+            raise SnapshotLost(f"{other!r} is not what the optimizer steps")
 
 
 class _Kept:

@@ -1,4 +1,4 @@
-"""The background thread of a publisher: one job in flight, and one that waits and takes in every further publish."""
+"""The background thread of a publisher: one version in flight, and one that waits, into which later publishes merge."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from ..core.errors import (
     DeltawireError,
@@ -21,83 +19,39 @@ from ..core.errors import (
     WriterConflict,
 )
 from .captures import Capture
-from .writer import Published
+from .writer import PendingVersion, Published, PublishHandle
 
 log = logging.getLogger("deltawire")
 
 _LASTING = (WriterConflict, RankLost, OutOfStep, RunNotFound, RunReplaced)
 """Failures after which no later publish can succeed."""
 
+Captured = PendingVersion[Capture]
+
 _LOOK = 0.5
 _LAST_MESSAGE = 10.0
 """Seconds that `close` waits for the last message to other ranks: all that was published here is in the bucket then."""
 
 
-class PublishHandle:
-    """Returned by `publish` at once. `result()` waits for the version that carries the publish."""
-
-    def __init__(self) -> None:
-        self._future: Future[Published] = Future()
-
-    def result(self, timeout: float | None = None) -> Published:
-        """Wait for the version and return it. Raises what made it fail, or TimeoutError after `timeout` seconds."""
-        return self._future.result(timeout)
-
-    def done(self) -> bool:
-        """Whether the version is committed or has failed."""
-        return self._future.done()
-
-    def succeed(self, published: Published) -> None:
-        self._future.set_result(published)
-
-    def fail(self, error: BaseException) -> None:
-        self._future.set_exception(error)
-
-
-@dataclass(slots=True)
-class Job:
-    """A version to be: what was captured by one or several publishes."""
-
-    capture: Capture
-    handles: list[PublishHandle] = field(default_factory=list)
-    step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    held: float = 0.0
-    """Seconds the training loop was blocked."""
-    last: int = 0
-    """Number of the newest publish in it."""
-
-    def add(self, later: Job, capture: Capture) -> None:
-        """Take in a later job; `capture` is both captures merged."""
-        self.capture = capture
-        self.handles += later.handles
-        self.step, self.metrics, self.last = later.step, later.metrics, later.last
-        self.held += later.held
-
-
 class Background:
-    """A thread that turns jobs into versions, one after the other.
+    """A thread that writes captured versions, one after the other. Any thread may call its methods.
 
-    `forgiving`: a failure is not raised by the next publish, nor at all once a later version has made up for it.
-    `leave`: called by the thread when no further publish will come, unless a lasting failure came before.
+    Where several ranks publish together, `leave` is called by the thread when no further publish will come, unless a
+    lasting failure came before. Then a failure is not raised by the next publish, nor at all once a later version has
+    made up for it: a rank that raised where others do not would leave them waiting.
     """
 
     def __init__(
-        self,
-        publish: Callable[[Job], Published],
-        where: str,
-        *,
-        forgiving: bool = False,
-        leave: Callable[[], None] | None = None,
+        self, write: Callable[[Captured], Published], where: str, leave: Callable[[], None] | None = None
     ) -> None:
-        self._publish, self._where, self._forgiving, self._leave = publish, where, forgiving, leave
+        self._write, self._where, self._leave = write, where, leave
         self._work = threading.Condition()
-        self._waiting: Job | None = None
-        self._in_flight: Job | None = None
+        self._waiting: Captured | None = None
+        self._in_flight: Captured | None = None
         self._unfinished: set[PublishHandle] = set()
-        """Of all jobs that were submitted, also one that is withdrawn for a moment."""
+        """Of all versions that were submitted, also one that is withdrawn for a moment."""
         self.leftover: list[Capture] = []
-        """Captures whose publishing failed, oldest first: the next job carries them."""
+        """Captures whose publishing failed, oldest first: the next version carries them."""
         self._failure: BaseException | None = None
         self._ending = False
         """No further publish will come."""
@@ -107,20 +61,22 @@ class Background:
 
     @property
     def depth(self) -> int:
+        """Number of versions that are in flight or waiting: 0 to 2."""
         with self._work:
             return (self._in_flight is not None) + (self._waiting is not None)
 
-    def withdraw(self) -> Job | None:
-        """Take the job that waits away from the thread while it grows. Give it back with `submit`."""
+    def withdraw(self) -> Captured | None:
+        """Take the version that waits away from the thread, to merge a publish into it. `submit` gives it back."""
         with self._work:
-            job, self._waiting = self._waiting, None
-            return job
+            waiting, self._waiting = self._waiting, None
+            return waiting
 
-    def submit(self, job: Job | None) -> None:
+    def submit(self, pending: Captured | None) -> None:
+        """Let the thread write a version as soon as it is free."""
         with self._work:
-            self._waiting = job
-            if job is not None:
-                self._unfinished.update(job.handles)
+            self._waiting = pending
+            if pending is not None:
+                self._unfinished.update(pending.handles)
                 self._start()
             self._work.notify_all()
 
@@ -129,12 +85,13 @@ class Background:
             self._thread = threading.Thread(target=self._loop, name="deltawire-publisher", daemon=True)
             self._thread.start()
 
-    def next(self) -> Job | None:
-        """The next job, for the thread itself in the middle of a job: waits for it. None if none will come."""
+    def next(self) -> Captured | None:
+        """Wait for the next version and take it, on the thread itself. None if none will come."""
         with self._work:
             self._work.wait_for(lambda: self._waiting is not None or self._ending)
-            job, self._waiting = self._waiting, None
-            return job
+            pending, self._waiting = self._waiting, None
+            self._in_flight = self._in_flight or pending
+            return pending
 
     def wait_for(self, handle: PublishHandle) -> None:
         """Wait until it is done. A failure is raised here, and not a second time by a later publish."""
@@ -198,7 +155,7 @@ class Background:
         """Before a publish: raise an earlier failure, unless it is forgiven."""
         if self._ending and not self._closed:
             raise PublisherClosed(f"this publisher of {self._where} is being closed")
-        if self._closed or not self._forgiving or isinstance(self._failure, _LASTING):
+        if self._closed or self._leave is None or isinstance(self._failure, _LASTING):
             self._raise_failure()
 
     def _raise_failure(self) -> None:
@@ -217,37 +174,25 @@ class Background:
             ) from failure
 
     def _loop(self) -> None:
-        while True:
-            with self._work:
-                self._work.wait_for(lambda: self._waiting is not None or self._ending)
-                job, self._waiting = self._waiting, None
-                self._in_flight = job
-            if job is None:
-                self._end()
-                return
+        while (pending := self.next()) is not None:
             try:
-                published = self._publish(job)
+                published = self._write(pending)
             except BaseException as error:
                 log.error("publish failed: %s", error)
                 with self._work:
                     self._failure = error
-                    self.leftover.append(job.capture)
-                for handle in job.handles:
-                    handle.fail(error)
+                    self.leftover.append(pending.changes)
+                pending.fail(error)
             else:
-                if self._forgiving:
+                if self._leave is not None:
                     self._failure = None
-                for handle in job.handles:
-                    handle.succeed(published)
+                pending.succeed(published)
             with self._work:
                 self._in_flight = None
-                self._unfinished.difference_update(job.handles)
+                self._unfinished.difference_update(pending.handles)
                 self._work.notify_all()
-
-    def _end(self) -> None:
-        if self._leave is None or isinstance(self._failure, _LASTING):
-            return
-        try:
-            self._leave()
-        except BaseException as error:
-            self._failure = error
+        if self._leave is not None and not isinstance(self._failure, _LASTING):
+            try:
+                self._leave()
+            except BaseException as error:
+                self._failure = error

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from ..core.change import Change, Region, no_change
+from ..core.change import Block, Change, Region, compare, no_change
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source
@@ -46,9 +46,10 @@ class Changes(Protocol):
 
 
 class Capture:
-    """What changed between two moments, block by block. Compared by identity; `Captures` makes them.
+    """The weights that changed between two calls of `publish`, grouped by block. `Captures` makes them.
 
-    It may still be on its way from a device or being merged: reading it waits for that.
+    The data may still be in transit from a GPU or being merged in a thread: every property blocks until it is there.
+    Captures are compared by identity.
     """
 
     def __init__(self, owner: Captures, found: Future[Found]) -> None:
@@ -56,6 +57,7 @@ class Capture:
 
     @property
     def blocks(self) -> list[list[Change]]:
+        """One list per block of the plan, one change per region of it, empty ones included."""
         return self.found.result().blocks
 
     @property
@@ -66,37 +68,51 @@ class Capture:
     @property
     def count(self) -> int:
         """Number of changed units."""
-        return sum(change.count for block in self.blocks for change in block)
+        return self.found.result().count
 
     def encode(self, encoding: str, since: Capture | None = None) -> Iterator[EncodedBlock]:
         """The coded blocks of this capture, or of `since`, which spans several captures and ends with this one."""
         changes = since or self
-        before = Before(self._owner, self, changes)
+        before = Weights(self._owner, self, changes)
         return ordered_map(
             lambda block: encode_block(block, encoding, before), changes.blocks, threads_for(changes.count)
         )
 
     def digest(self) -> StateDigest:
-        return self._owner.digest_at(self)
+        owner = self._owner
+        with owner._lock:
+            upto = owner.pending[: owner.pending.index(self) + 1]
+            return sum((pending.moved for pending in upto), owner._digest)
 
     def weights(self, region: Region) -> Bits:
-        return self._owner.read(region, self)
+        return Weights(self._owner, self)(region)
 
-    def then(self, later: Capture) -> Capture:
-        """Merge with the capture that follows."""
-        return Capture(self._owner, done(lambda: merge(self.found, later.found)))
+    def merge(self, later: Capture) -> Capture:
+        """Return one capture with the effect of this one followed by `later`."""
+        return Capture(self._owner, done(merge(self.found, later.found)))
 
 
 class Captures:
     """The captures of a detector that are not yet in the bucket. One thread captures; any thread may read."""
 
-    def __init__(self, detector: Detector, digest: StateDigest) -> None:
-        """`digest` is that of the weights that the detector holds."""
+    def __init__(
+        self,
+        detector: Detector,
+        digest: StateDigest,
+        plan: Sequence[Block] | None = None,
+        skip_every: int | None = None,
+    ) -> None:
+        """`digest` is that of the weights that the detector holds. `plan` says where the regions of the detector's plan
+        are in the checkpoint, for a rank that holds parts of a model; by default they are the same."""
         self.detector = detector
-        self.plan = detector.plan
+        self.plan = detector.plan if plan is None else plan
+        self._translates = plan is not None
         self._digest = digest
         """Of the version before the oldest pending capture."""
         self._place = {region: (b, r) for b, block in enumerate(self.plan) for r, region in enumerate(block)}
+        self._skip_every = skip_every
+        self._skip: tuple[int, Capture] | None = None
+        """Base of the next skip delta, and what changed since."""
         self.pending: list[Capture] = []
         """Oldest first."""
         self._lock = threading.Lock()
@@ -108,7 +124,7 @@ class Captures:
         return sum(region.units * region.tensor.unit_size for block in self.plan for region in block)
 
     def capture(self, source: Source, budget: int, onto: Capture | None = None) -> Capture:
-        """What `source` changed since the last capture, merged with `onto` if that is still waiting.
+        """Capture what `source` changed since the last capture, merged with `onto` if that is still waiting.
 
         The source may change again as soon as this returns. Raises TooLarge if it would hold more bytes than `budget`.
         """
@@ -118,42 +134,74 @@ class Captures:
         detected = self.detector.detect(source, budget)
         with self._lock:
             try:
-                detected.take()
+                found = self._translated(detected.take())
             except BaseException:
                 # interrupted half-way: restore the weights captured before
                 detected.give_back()
                 raise
-            capture = Capture(self, detected.found)
             if onto is None:
-                self.pending.append(capture)
-            else:
-                first = onto.found
-                capture = Capture(self, self.detector.later(lambda: merge(first, detected.found)))
-                self.pending[self.pending.index(onto)] = capture
-        return capture
+                self.pending.append(Capture(self, found))
+                return self.pending[-1]
+            first = onto.found
+            capture = Capture(self, self.detector.later(lambda: merge(first, found)))
+            self.pending[self.pending.index(onto)] = capture
+            return capture
 
-    def empty(self) -> Capture:
-        """A capture without a change, which is not pending."""
-        nothing = [[no_change(region) for region in block] for block in self.plan]
-        return Capture(self, done(lambda: Found(nothing, StateDigest())))
+    def _translated(self, found: Future[Found]) -> Future[Found]:
+        """What a detector found, in the coordinates of the checkpoint."""
+        if not self._translates:
+            return found
 
-    def precede(self, found: Found) -> None:
-        """Insert a change that leads to the weights which the detector holds, as if it had been captured."""
+        def translate() -> Found:
+            # positions count within a region, so they stay what they are
+            pairs = zip(self.plan, found.result().blocks, strict=True)
+            return Found.of(
+                [[Change(r, c.positions, c.old, c.new) for r, c in zip(*pair, strict=True)] for pair in pairs]
+            )
+
+        return self.detector.later(translate)
+
+    def follow(self, version: Source) -> None:
+        """Make what differs between a version and the weights that the detector holds the first pending capture."""
+
+        def compared(block: Block) -> list[Change]:
+            return [compare(region, version.region(region), self._held(region)) for region in block]
+
+        found = Found.of(list(ordered_map(compared, self.plan)))
         with self._lock:
             self._digest -= found.moved
-            self.pending.insert(0, Capture(self, done(lambda: found)))
+            self.pending.insert(0, Capture(self, done(found)))
 
-    def settle(self, capture: Capture) -> None:
-        """Drop a published capture. Captures settle in the order they were taken."""
+    def settle(self, capture: Capture, version: int) -> None:
+        """Drop a capture that is published as this version. Captures settle in the order they were taken."""
         with self._lock:
             if self.pending[0] is not capture:
                 raise RuntimeError("captures must be published in the order they were taken")
             self._digest += self.pending.pop(0).moved
+        if self._is_base(version):
+            nothing = [[no_change(region) for region in block] for block in self.plan]
+            self._skip = version, Capture(self, done(Found(nothing, StateDigest())))
+        elif self._skip is not None:
+            self._skip = self._skip[0], self._skip[1].merge(capture)
+
+    @property
+    def skip_base(self) -> int | None:
+        """The version that the next skip delta starts from."""
+        return self._skip[0] if self._skip else None
+
+    def skip(self, capture: Capture, version: int) -> tuple[int, Capture] | None:
+        """(base, all that changed since) of the skip delta that goes with this version; None if none does."""
+        if self._skip is None or not self._is_base(version) or self._skip[0] == version - 1:
+            return None
+        return self._skip[0], self._skip[1].merge(capture)
+
+    def _is_base(self, version: int) -> bool:
+        return bool(self._skip_every) and version % (self._skip_every or 1) == 0
 
     def fold(self, first: Capture, second: Capture) -> Capture:
         """Merge two neighbouring pending captures."""
         with self._lock:
-            both = first.then(second)
+            both = first.merge(second)
             at = self.pending.index(first)
             self.pending[at : at + 2] = [both]
             return both
@@ -169,88 +217,57 @@ class Captures:
         with self._lock:
             if self.pending:
                 raise RuntimeError("the weights captured last were replaced while captures of them are pending")
-            self._digest = digest
+            self._digest, self._skip = digest, None
 
-    def digest_at(self, capture: Capture) -> StateDigest:
-        """State digest of the weights when a pending capture was taken."""
-        with self._lock:
-            upto = self.pending[: self.pending.index(capture) + 1]
-            return sum((pending.moved for pending in upto), self._digest)
+    def _held(self, region: Region) -> Bits:
+        """A region of the weights captured last."""
+        return self.detector.region(self._local(region))
 
-    def read(self, region: Region, capture: Capture, *undone: Capture) -> Bits:
-        """A region of the weights as they were when a pending capture was taken, with further changes undone."""
+    def _local(self, region: Region) -> Region:
+        """The detector's own region for one of the plan."""
         block, number = self._place[region]
-        with self._lock:
-            bits: Bits = self.detector.region(region).copy()
-            later = self.pending[self.pending.index(capture) + 1 :]
-        for each in (*reversed(later), *undone):
-            change = each.blocks[block][number]
-            bits[change.positions] = change.old
-        return bits
-
-    def block(self, regions: Sequence[Region], capture: Capture, *undone: Capture) -> DeviceBlock | None:
-        """The same for regions on a device, which stay there; None if they are in host memory."""
-        # before the lock: who captures must not wait until an encoder is done with a block
-        self._room.acquire()
-        try:
-            with self._lock:
-                found = self.detector.block(regions)
-                later = self.pending[self.pending.index(capture) + 1 :]
-        except BaseException:
-            self._room.release()
-            raise
-        if found is None:
-            self._room.release()
-        else:
-            weakref.finalize(found, self._room.release)
-            for each in (*reversed(later), *undone):
-                found.undo([each.blocks[block][number] for block, number in map(self._place.__getitem__, regions)])
-        return found
+        return self.detector.plan[block][number]
 
 
-class Before:
-    """The weights before a capture, by region, or by regions that are counted on their device."""
+class Weights:
+    """The weights at the time of a pending capture, with the changes of others undone. Any thread may read them."""
 
-    def __init__(self, captures: Captures, capture: Capture, undone: Capture) -> None:
+    def __init__(self, captures: Captures, capture: Capture, *undone: Capture) -> None:
         self._captures, self._capture, self._undone = captures, capture, undone
 
     def __call__(self, region: Region) -> Bits:
-        return self._captures.read(region, self._capture, self._undone)
+        """A copy of a region of the plan, in host memory."""
+        captures = self._captures
+        with captures._lock:
+            bits: Bits = captures._held(region).copy()
+            undone = self._to_undo()
+        block, number = captures._place[region]
+        for capture in undone:
+            change = capture.blocks[block][number]
+            bits[change.positions] = change.old
+        return bits
 
     def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
-        return self._captures.block(regions, self._capture, self._undone)
-
-
-class Skips:
-    """Everything that changed since a base version, kept to be published as a skip delta beside an ordinary one."""
-
-    def __init__(self, every: int | None) -> None:
-        self._every = every
-        self._base: tuple[int, Capture] | None = None
-        """The last base version, and what changed since."""
-
-    @property
-    def base(self) -> int | None:
-        """The version that the next skip delta starts from."""
-        return self._base[0] if self._base else None
-
-    def forget(self) -> None:
-        """Start over at the next base version: something was published that was not captured."""
-        self._base = None
-
-    def since(self, capture: Capture, version: int) -> tuple[int, Capture] | None:
-        """(base, changes) of the skip delta that goes with this version; None if none does."""
-        if self._base is None or not self._is_base(version) or self._base[0] == version - 1:
+        """A copy of regions on the device they are on, which stays there; None if they are in host memory."""
+        captures = self._captures
+        # before the lock: a capture must not wait until an encoder is done with a block
+        captures._room.acquire()
+        try:
+            with captures._lock:
+                found = captures.detector.block([captures._local(region) for region in regions])
+                undone = self._to_undo()
+        except BaseException:
+            captures._room.release()
+            raise
+        if found is None:
+            captures._room.release()
             return None
-        return self._base[0], self._base[1].then(capture)
+        weakref.finalize(found, captures._room.release)
+        for capture in undone:
+            found.undo([capture.blocks[b][n] for b, n in map(captures._place.__getitem__, regions)])
+        return found
 
-    def settle(self, captures: Captures, capture: Capture, version: int) -> None:
-        """Note that a capture is published as this version."""
-        captures.settle(capture)
-        if self._is_base(version):
-            self._base = version, captures.empty()
-        elif self._base is not None:
-            self._base = self._base[0], self._base[1].then(capture)
-
-    def _is_base(self, version: int) -> bool:
-        return bool(self._every) and version % (self._every or 1) == 0
+    def _to_undo(self) -> list[Capture]:
+        """Captures that the detector's weights have and these do not, latest first."""
+        pending = self._captures.pending
+        return [*reversed(pending[pending.index(self._capture) + 1 :]), *self._undone]

@@ -73,23 +73,28 @@ class Claim:
         """After a commit: WriterConflict if it may not hold."""
         self._look()
         try:
-            found = self._store.get(key, limit=_MAX_MANIFEST)
+            found = self._changed(key, None, _MAX_MANIFEST)
         except ObjectNotFound:
             return  # it will show; nobody has contradicted it
-        except ObjectTooLarge:
-            found = Fetched(b"", None)
-        if found.data != manifest:
+        if found is None or found.data != manifest:
             raise WriterConflict(f"{self._store.url}/{key} was written over by another trainer; {_ADVICE}")
         if self._first is None:
             self._first = key, manifest, found.etag
 
     def _look(self) -> None:
         try:
-            found = self._store.get_if_changed(keys.WRITER, self._etag, limit=_LIMIT)
-        except (ObjectNotFound, ObjectTooLarge):
+            found = self._changed(keys.WRITER, self._etag, _LIMIT)
+        except ObjectNotFound:
             found = Fetched(b"", None)
         if found is not None:
             self._compare(*_parsed(found))
+
+    def _changed(self, key: str, etag: str | None, limit: int) -> Fetched | None:
+        """An object, unless it still has this etag. One that is larger than any of ours counts as empty."""
+        try:
+            return self._store.get_if_changed(key, etag, limit=limit)
+        except ObjectTooLarge:
+            return Fetched(b"", None)
 
     def _guard(self) -> None:
         """Put back the first manifest if a trainer that had lost the run wrote over it (see above)."""
@@ -97,12 +102,10 @@ class Claim:
             return
         key, manifest, etag = self._first
         try:
-            found = self._store.get_if_changed(key, etag, limit=_MAX_MANIFEST)
+            found = self._changed(key, etag, _MAX_MANIFEST)
         except ObjectNotFound:
             self._first = None  # pruned
             return
-        except ObjectTooLarge:
-            found = Fetched(b"", None)
         if found is not None and found.data != manifest:
             log.warning("%s/%s was written over by a trainer that has lost the run: put back", self._store.url, key)
             self._store.put(key, manifest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,26 +14,11 @@ from blake3 import blake3
 from ..bucket.run import MANIFEST, Run
 from ..core import full, history, keys
 from ..core.errors import AlreadyExists, ObjectTooLarge, PublishError, StoreError, VersionNotFound, WriterConflict
-from ..core.manifest import MAX_FILE, Blob, File, Head, Link, Manifest, Summary, dump, most_bytes, now, parse_manifest
-from ..core.sparse import DataFile
-from ..store import Store
+from ..core.manifest import MAX_FILE, File, Head, Link, Manifest, Summary, dump, most_bytes, now, parse_manifest
 from ..store.base import check_size
 from .claim import Claim
 
 log = logging.getLogger("deltawire")
-
-
-def put_object(store: Store, key: str, file: DataFile, progress: Callable[[int], None] | None = None) -> Blob:
-    """Upload a data file. `progress` is called with the bytes of each chunk."""
-
-    def chunks() -> Iterator[bytes]:
-        for chunk in file.chunks():
-            yield chunk
-            if progress:
-                progress(len(chunk))
-
-    store.put(key, chunks)
-    return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
 
 
 class _Config(msgspec.Struct):
@@ -89,7 +74,7 @@ class Committer:
             )
         return self.newest.version + 1
 
-    def put_files(self, companions: Companions) -> tuple[File, ...]:
+    def _put_files(self, companions: Companions) -> tuple[File, ...]:
         """Config and tokenizer files: uploaded once, named by every later manifest."""
         inherited = {file.name: file for file in (self.newest.files if self.newest else ())}
         known = {file.key for file in inherited.values()}
@@ -116,18 +101,18 @@ class Committer:
         step: int | None,
         metrics: Mapping[str, float],
         timings: Mapping[str, float],
-        files: tuple[File, ...],
+        files: Companions,
     ) -> Manifest:
         """Create the manifest of the next version.
 
         WriterConflict if somebody else has it already; RunNotFound or RunReplaced if the run was deleted meanwhile.
         """
-        version = self.next_version
+        version, named = self.next_version, self._put_files(files)
         # a skip delta that is larger than any reader accepts is left for prune: the way around it is shorter
         links = tuple(link for link in links if link.bytes <= most_bytes(self.run.schema))
         if history.needs_page(version):
-            self._put_page(version)
-        start = history.recent_start(version)
+            page = history.Page(self.run.info.run, version, self._summaries(version - history.span(version), version))
+            self.run.store.put(keys.history(version), dump(page))
         manifest = Manifest(
             run=self.run.info.run,
             version=version,
@@ -141,8 +126,8 @@ class Committer:
             changed=changed,
             metrics=_finite(metrics, version),
             timings={name: round(value, 6) for name, value in timings.items()},
-            files=files,
-            recent=self._summaries(start, version),
+            files=named,
+            recent=self._summaries(history.recent_start(version), version),
         )
         key, data = keys.manifest(version), dump(manifest)
         # a publisher commits nothing that a reader would refuse
@@ -231,11 +216,6 @@ class Committer:
         # a page may span more numbers than there are versions
         numbers = range(start, end) if end - start <= len(self.versions) else self.versions
         return tuple(self.versions[v] for v in numbers if start <= v < end and v in self.versions)
-
-    def _put_page(self, end: int) -> None:
-        start = end - history.span(end)
-        page = history.Page(self.run.info.run, end, self._summaries(start, end))
-        self.run.store.put(keys.history(end), dump(page))
 
 
 def _finite(metrics: Mapping[str, float], version: int) -> dict[str, float]:

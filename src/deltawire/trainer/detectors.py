@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..bucket.replay import State
 from ..core import full
@@ -32,8 +32,8 @@ class TooLarge(Exception):
     """A capture would need more memory than allowed; nothing was changed."""
 
 
-class LostTrack(Exception):
-    """The weights captured last can no longer be told from what the detector has. The bucket still has them."""
+class SnapshotLost(Exception):
+    """The detector no longer has the weights captured last: the next change must be computed from the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +45,32 @@ class Found:
     moved: StateDigest
     """How the state digest moves."""
 
+    @property
+    def count(self) -> int:
+        """Number of changed units."""
+        return sum(change.count for block in self.blocks for change in block)
+
     @classmethod
     def of(cls, found: Sequence[list[Change]]) -> Found:
         moved = ordered_map(lambda changes: sum((change.digest() for change in changes), StateDigest()), found)
         return cls(list(found), sum(moved, StateDigest()))
 
 
-class Detected(Protocol):
-    """What `detect` found and the detector has not yet taken over."""
+@dataclass(frozen=True, slots=True)
+class Detected:
+    """What `detect` found, while the detector still has the weights captured before."""
 
-    found: Future[Found]
-    """Set by `take`; may still be on its way from the device."""
-
-    def take(self) -> None:
-        """Make these the weights captured last."""
-        ...
-
-    def give_back(self) -> None:
-        """Undo `take`, also one that was interrupted."""
-        ...
+    take: Callable[[], Future[Found]]
+    """Make these the weights captured last. The answer may still be in transit from a device."""
+    give_back: Callable[[], None]
+    """Undo `take`, also one that was interrupted."""
 
 
 class Detector(Protocol):
-    """Holds, in whatever form, the weights captured last."""
+    """Holds, in whatever form, the weights captured last. One thread detects; any thread may read them."""
 
     plan: list[Block]
     """What it was bound to, cut into blocks."""
-    writes_parts: bool
-    """Whether `write` can take over a part of the model. If not, only `load` and `detect` move it."""
 
     def bind(self, source: Source) -> None:
         """Prepare for the tensors of a source. Called once, before anything else."""
@@ -91,7 +89,7 @@ class Detector(Protocol):
         ...
 
     def detect(self, source: Source, budget: int) -> Detected:
-        """What differs between the source and the weights captured last. TooLarge past so many bytes, or LostTrack.
+        """What differs between the source and the weights captured last. TooLarge past so many bytes, or SnapshotLost.
 
         When this returns the source may change again, as seen from the stream it was called on.
         """
@@ -105,10 +103,6 @@ class Detector(Protocol):
         """A copy of regions of one dtype on the device they are on, for an encoder; None: use `region`."""
         ...
 
-    def write(self, changes: Sequence[Change]) -> None:
-        """Take these over, while the rest stays as it was captured last."""
-        ...
-
     def later(self, work: Callable[[], Found]) -> Future[Found]:
         """Merge captures: at once, or in a thread of its own where that would block the trainer. Keeps the order."""
         ...
@@ -116,15 +110,15 @@ class Detector(Protocol):
     def close(self) -> None: ...
 
 
-def done(work: Callable[[], Found]) -> Future[Found]:
+def done(found: Found) -> Future[Found]:
     """A future that is done."""
     future: Future[Found] = Future()
-    future.set_result(work())
+    future.set_result(found)
     return future
 
 
 def merge(first: Future[Found], second: Future[Found]) -> Found:
-    """Both as one change. A weight that came back to its old bits is no longer in it."""
+    """Return one change with the effect of both. A weight that came back to its old bits is no longer in it."""
     a, b = first.result(), second.result()
     pairs = zip(a.blocks, b.blocks, strict=True)
     both = ordered_map(lambda pair: [compose(x, y) for x, y in zip(*pair, strict=True)], pairs)
@@ -134,9 +128,8 @@ def merge(first: Future[Found], second: Future[Found]) -> Found:
 class HostDetector:
     """A private copy of the model in host memory; compares any source with it."""
 
-    writes_parts = True
-
     state: State
+    plan: list[Block]
 
     def bind(self, source: Source) -> None:
         if not hasattr(self, "state"):
@@ -164,17 +157,29 @@ class HostDetector:
     def detect(self, source: Source, budget: int) -> Detected:
         def one(block: Block) -> tuple[list[Change], StateDigest]:
             changes = [compare(region, self.state.region(region), source.region(region)) for region in block]
+            # here and not in Found.of: the changes are still in the cache
             return changes, sum((change.digest() for change in changes), StateDigest())
 
-        found: list[list[Change]] = []
-        moved, held = StateDigest(), 0
+        changed: list[list[Change]] = []
+        moved = StateDigest()
         for changes, digest in ordered_map(one, self.plan, threads_for(source.schema.elements)):
-            found.append(changes)
+            changed.append(changes)
             moved += digest
-            held += sum(change.nbytes for change in changes)
-            if held > budget:
+            budget -= sum(change.nbytes for change in changes)
+            if budget < 0:
                 raise TooLarge
-        return _OnHost(self.state, Found(found, moved))
+        found = Found(changed, moved)
+
+        def take() -> Future[Found]:
+            for _ in ordered_map(self.write, changed, threads_for(found.count)):
+                pass
+            return done(found)
+
+        def give_back() -> None:
+            for change in (change for changes in changed for change in changes):
+                change.undo(self.state.bits(change.region.tensor.name))
+
+        return Detected(take, give_back)
 
     def region(self, region: Region) -> Bits:
         return self.state.region(region)
@@ -183,35 +188,15 @@ class HostDetector:
         return None
 
     def write(self, changes: Sequence[Change]) -> None:
+        """Take over a part of the model: the rest stays as it was captured last."""
         for change in changes:
             change.write(self.state.bits(change.region.tensor.name))
 
     def later(self, work: Callable[[], Found]) -> Future[Found]:
-        return done(work)
+        return done(work())
 
     def close(self) -> None:
         pass
-
-
-class _OnHost:
-    def __init__(self, state: State, found: Found) -> None:
-        self._state = state
-        self._blocks = found.blocks
-        self.found = done(lambda: found)
-
-    def take(self) -> None:
-        changed = sum(change.count for changes in self._blocks for change in changes)
-        for _ in ordered_map(self._write, self._blocks, threads_for(changed)):
-            pass
-
-    def _write(self, changes: Sequence[Change]) -> None:
-        for change in changes:
-            change.write(self._state.bits(change.region.tensor.name))
-
-    def give_back(self) -> None:
-        for changes in self._blocks:
-            for change in changes:
-                change.undo(self._state.bits(change.region.tensor.name))
 
 
 def default_detector(source: Source) -> Detector:
@@ -221,8 +206,3 @@ def default_detector(source: Source) -> Detector:
 
         return SnapshotDetector()
     return HostDetector()
-
-
-def as_detector(given: Any) -> Detector:
-    """What a user passed: a detector, or an optimizer that has one."""
-    return given.detector() if hasattr(given, "detector") else given  # type: ignore[no-any-return]

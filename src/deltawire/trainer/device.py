@@ -10,14 +10,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core.change import Change, Region, blocks, no_change
+from ..core.change import Region, blocks, no_change
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
@@ -37,8 +36,6 @@ _AT_ONCE = 1 << 27
 
 class DeviceDetector:
     """Base of the detectors of this module. Its parts cover the schema's tensors, each of them once."""
-
-    writes_parts = False
 
     def __init__(self) -> None:
         self._parts: list[TensorGroup] = []
@@ -60,7 +57,7 @@ class DeviceDetector:
         self.schema: Schema = source.schema
         self.plan = blocks(source.schema)
         tensors = list(view.tensors.values())
-        self.device = tensors[0].device
+        self.device: torch.device = tensors[0].device
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
             self._counter = torch.cuda.Stream(self.device)
@@ -100,7 +97,7 @@ class DeviceDetector:
     def detect(self, source: Source, budget: int) -> Detected:
         return self._detect(self._view(source).tensors, budget // _CHANGE_BYTES)
 
-    def _detect(self, tensors: Mapping[str, Tensor], most: int) -> _OnDevice:
+    def _detect(self, tensors: Mapping[str, Tensor], most: int) -> Detected:
         found: list[tuple[TensorGroup, Any]] = []
         try:
             for part in self._parts:
@@ -111,29 +108,40 @@ class DeviceDetector:
         if self._stream is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
-        return _OnDevice(self, found, ready)
+
+        def take() -> Future[Found]:
+            for part, what in found:
+                part.take(what)
+            self._mark()
+            # last: the thread that fetches would take turns with this one
+            return self._pool.submit(self._fetch, found, ready)
+
+        def give_back() -> None:
+            for part, what in found:
+                part.give_back(what)
+            self._mark()
+
+        return Detected(take, give_back)
 
     def region(self, region: Region) -> Bits:
         with self._beside(self._taken if self._stream is not None else None):
             return self._part_of[region.tensor.name].read(region)
 
     def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
-        if not self._counts_on_device() or any(self._part_of[r.tensor.name].copy is None for r in regions):
+        if not self._counts_on_device():
             return None
+        copies = {}
+        for name in {region.tensor.name for region in regions}:
+            copy = self._part_of[name].copy
+            if copy is None:
+                return None
+            copies[name] = copy
         taken = self._taken if self._stream is not None else None
-        return DeviceBlock(regions, self._copy, lambda: self._beside(taken), self._counting)
+        return DeviceBlock(regions, lambda r: copies[r.tensor.name](r), lambda: self._beside(taken), self._counting)
 
     def _counts_on_device(self) -> bool:
         # in host memory the codec's own kernels are faster
         return self.device.type != "cpu"
-
-    def _copy(self, region: Region) -> Tensor:
-        copy = self._part_of[region.tensor.name].copy
-        assert copy is not None
-        return copy(region)
-
-    def write(self, changes: Sequence[Change]) -> None:
-        raise NotImplementedError("a device takes its weights over as a whole")
 
     def later(self, work: Callable[[], Found]) -> Future[Found]:
         # one thread, in order: what is merged was fetched by the time its turn comes
@@ -191,27 +199,6 @@ class DeviceDetector:
         """What is read from now on comes after what was queued so far."""
         if self._stream is not None:
             self._taken.record(torch.cuda.current_stream(self.device))
-
-
-@dataclass(slots=True)
-class _OnDevice:
-    detector: DeviceDetector
-    parts: list[tuple[TensorGroup, Any]]
-    ready: Any
-    """CUDA event: what was found is there."""
-    found: Future[Found] = field(init=False)
-
-    def take(self) -> None:
-        for part, found in self.parts:
-            part.take(found)
-        self.detector._mark()
-        # last: the thread that fetches would take turns with this one
-        self.found = self.detector._pool.submit(self.detector._fetch, self.parts, self.ready)
-
-    def give_back(self) -> None:
-        for part, found in self.parts:
-            part.give_back(found)
-        self.detector._mark()
 
 
 class SnapshotDetector(DeviceDetector):
@@ -273,8 +260,7 @@ class FusedDetector(DeviceDetector):
             return
         detected = self._detect(tensors, 1 << 62)
         with self._casting:
-            detected.take()
-            self._since = self._joined(self._since, detected.found)
+            self._since = self._joined(self._since, detected.take())
 
     def load(self, source: Source) -> StateDigest:
         with self._casting:
@@ -284,7 +270,18 @@ class FusedDetector(DeviceDetector):
     def detect(self, source: Source, budget: int) -> Detected:
         detected = super().detect(source, budget)
         with self._casting:
-            return _Fused(self, detected, self._since)
+            since = self._since
+
+        def take() -> Future[Found]:
+            found = self._joined(since, detected.take())
+            self._since = None
+            return found
+
+        def give_back() -> None:
+            detected.give_back()
+            self._since = since
+
+        return Detected(take, give_back)
 
     def region(self, region: Region) -> Bits:
         with self._casting:
@@ -305,20 +302,3 @@ class FusedDetector(DeviceDetector):
 
     def _joined(self, first: Future[Found] | None, found: Future[Found]) -> Future[Found]:
         return found if first is None else self.later(lambda: merge(first, found))
-
-
-@dataclass(slots=True)
-class _Fused:
-    detector: FusedDetector
-    detected: Detected
-    since: Future[Found] | None
-    found: Future[Found] = field(init=False)
-
-    def take(self) -> None:
-        self.detected.take()
-        self.found = self.detector._joined(self.since, self.detected.found)
-        self.detector._since = None
-
-    def give_back(self) -> None:
-        self.detected.give_back()
-        self.detector._since = self.since

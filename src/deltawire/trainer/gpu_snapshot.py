@@ -22,7 +22,13 @@ from ..models import ModelView, torch_bits
 class TensorGroup(Protocol):
     """Tensors whose changes are found in the same way."""
 
-    names: Sequence[str]
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def copy(self) -> Callable[[Region], Tensor] | None:
+        """As `read`, but on the device, as flat units that are not to be written; None where they are not there."""
+        ...
 
     def load(self, live: Sequence[Tensor]) -> None:
         """Make these the weights captured last."""
@@ -43,9 +49,6 @@ class TensorGroup(Protocol):
     def read(self, region: Region) -> Bits:
         """Of the weights captured last, on the host."""
         ...
-
-    copy: Callable[[Region], Tensor] | None
-    """The same on the device, as flat units that are not to be written; None where they are not there."""
 
 
 class DeviceCopy:
@@ -247,7 +250,7 @@ def fetched(flat_units: Tensor, region: Region) -> Bits:
         torch.cuda.current_stream(flat_units.device).synchronize()
     else:
         part = part.clone()
-    return part.numpy().view(lookup(region.tensor.dtype).unit)  # type: ignore[no-any-return]
+    return part.numpy().view(lookup(region.tensor.dtype).unit)
 
 
 def undo_within(region: Region, bits: Bits, change: Change) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..core import chain
@@ -48,31 +47,23 @@ class AnchorPolicy:
 
     def wants_anchor(self, version: int, delta_bytes: int, full_bytes: int, versions: dict[int, Summary]) -> bool:
         """Pure: decided from what was published before and the size of the delta at hand."""
-        since = _since_full(versions)
-        if not since or (self.every is not None and version - min(since) >= self.every):
+        since: dict[int, Summary] = {}
+        # from the end, so that deciding costs the same at version 100,000 as at version 10
+        for number in reversed(versions):
+            since[number] = versions[number]
+            if any(link.kind != "delta" for link in versions[number].links):
+                break
+        else:
             return True
-        return replay_bytes(since) + delta_bytes > self.ratio * full_bytes
-
-
-def _since_full(versions: dict[int, Summary]) -> dict[int, Summary]:
-    """The last version that has full weights and those after it; none if there is no such version.
-
-    Searched from the end, so that deciding costs the same at version 100,000 as at version 10."""
-    found: dict[int, Summary] = {}
-    for version in reversed(versions):
-        found[version] = versions[version]
-        if any(link.kind != "delta" for link in versions[version].links):
-            return found
-    return {}
-
-
-def replay_bytes(versions: Mapping[int, Summary]) -> int:
-    """Bytes that a newcomer must fetch on top of full weights to reach the newest of these versions."""
-    try:
-        steps = chain.plan(None, max(versions), versions)
-    except (MissingBase, VersionNotFound):
-        return 1 << 62
-    return sum(step.bytes for step in steps if step.kind == "delta")
+        if self.every is not None and version - min(since) >= self.every:
+            return True
+        try:
+            steps = chain.plan(None, max(since), since)
+        except (MissingBase, VersionNotFound):
+            return True
+        # what a newcomer must fetch on top of full weights
+        replay_bytes = sum(step.bytes for step in steps if step.kind == "delta")
+        return replay_bytes + delta_bytes > self.ratio * full_bytes
 
 
 @dataclass(slots=True)
@@ -85,17 +76,20 @@ class Estimate:
     seconds_per_change: float
     """Work in proportion to the change."""
 
-    def bytes(self, changed: int) -> float:
-        return changed * self.bits_per_changed / 8
+    @classmethod
+    def of(cls, encoding: str) -> Estimate:
+        """What was measured beforehand (core/costs.py)."""
+        coding = CODING[encoding]
+        per_weight = coding.encode_weight + coding.decode_weight
+        return cls(bits_at(USUAL_DENSITY, encoding), per_weight, coding.encode_change + coding.decode_change)
 
     def work(self, weights: int, changed: int) -> float:
+        """Seconds to encode and decode."""
         return (weights * self.seconds_per_weight + changed * self.seconds_per_change) / default_threads()
 
-
-def _at_first(encoding: str) -> Estimate:
-    coding = CODING[encoding]
-    per_weight = coding.encode_weight + coding.decode_weight
-    return Estimate(bits_at(USUAL_DENSITY, encoding), per_weight, coding.encode_change + coding.decode_change)
+    def time(self, weights: int, changed: int, link: float) -> float:
+        """Seconds until a delta has arrived: work, and its bytes once up to the bucket and once down from it."""
+        return 2 * changed * self.bits_per_changed / 8 / link + self.work(weights, changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +117,7 @@ class EncodingChooser:
         self._fixed = None if encoding == AUTO else Choice(encoding)
         self.link = UNKNOWN_LINK
         self.measured = False
-        self.estimates = {name: _at_first(name) for name in ("packed", "context")} if encoding == AUTO else {}
+        self.estimates = {name: Estimate.of(name) for name in ("packed", "context")} if encoding == AUTO else {}
         self._density = USUAL_DENSITY
 
     def choose(self, weights: int, changed: int | None = None) -> Choice:
@@ -131,7 +125,7 @@ class EncodingChooser:
         if self._fixed is not None:
             return self._fixed
         changed = round(weights * self._density) if changed is None else changed
-        times = {name: self._time(estimate, weights, changed) for name, estimate in self.estimates.items()}
+        times = {name: estimate.time(weights, changed, self.link) for name, estimate in self.estimates.items()}
         best, other = sorted(times, key=lambda name: times[name])[:2]
         speed = f"{self.link * 8 / 1e6:.3g} Mbit/s {'measured' if self.measured else 'assumed'}"
         return Choice(best, f"{times[best]:.2g} s, {other} {times[other]:.2g} s, at {speed}")
@@ -154,7 +148,3 @@ class EncodingChooser:
         ratio = (1 - _MEMORY) + _MEMORY * min(max(ratio, 0.25), 4.0)
         estimate.seconds_per_weight *= ratio
         estimate.seconds_per_change *= ratio
-
-    def _time(self, estimate: Estimate, weights: int, changed: int) -> float:
-        # once up to the bucket, once down from it
-        return 2 * estimate.bytes(changed) / self.link + estimate.work(weights, changed)

@@ -1,7 +1,7 @@
-"""The trainer's side: `publish` notes what changed and returns; a background thread encodes, uploads and commits.
+"""The public API of the trainer: `publish` captures what changed and returns; a thread encodes, uploads and commits.
 
 publish ──capture──▶ waiting ──▶ in flight ──encode, put, commit──▶ version
-                        ▲ a second publish merges into what waits: a slow bucket makes fewer, larger versions
+                        ▲ later publishes merge into what waits: a slow bucket makes fewer, larger versions
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..bucket.versions import address_only
 from ..core import full
 from ..core.errors import DeltawireError, Misconfigured, OutOfStep
 from ..huggingface import tokenizer_files
-from ..models import AUTO, class_name, files_of
+from ..models import AUTO, Model, class_name, files_of
 from ..store import Store, open_store
 from .adapters import Adapter
-from .background import PublishHandle
 from .collective import LAST_WAIT, group_of, may_share
 from .commit import Companions
-from .detectors import as_detector
-from .pipeline import Pipeline, Settings
+from .detectors import Detector
+from .pipeline import Pipeline, PublishOptions
 from .policy import AnchorPolicy, EncodingChooser
-from .writer import Progress, Published
+from .writer import Progress, Published, PublishHandle
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .adamw import DeltaAdamW
 
 log = logging.getLogger("deltawire")
 
@@ -35,52 +39,51 @@ HURRY = 5.0
 
 
 class Publisher:
-    """Publishes versions of a model to a run. One live publisher per run; a second one loses cleanly.
+    """Publishes versions of a model to a run.
 
         with dw.Publisher("s3://runs/wordle", tokenizer=tokenizer) as publisher:
             for batch in batches:
                 train_step(model, batch)
-                publisher.publish(model)      # returns once it is known what changed; upload goes on behind
+                publisher.publish(model)      # returns once it is known what changed; a thread uploads it
 
-    `run` is a bucket address (s3://, hf://buckets/, gs://, az://, a folder). The run is made by the first publish and
-    continued by a later publisher. `close`, or the end of the `with`, waits until everything is in the bucket.
+    `run` is a bucket address (s3://, hf://buckets/, gs://, az://), a folder or an open store. The first publish creates
+    the run; a later publisher continues it. `close`, or the end of the `with`, waits until everything is in the bucket.
+    One publisher at a time: where two publish to a run, one of them raises WriterConflict.
 
-    Threads may share a publisher: `publish`, `resume` and `close` take turns, and each publish becomes a version of its
-    own or part of a later one, in the order in which the calls got their turn. Keep other threads from changing a model
-    while it is being published. Where several ranks publish together, the calls of a rank must have an order that all
-    ranks share, so a `publish` that overlaps another one of its rank raises OutOfStep. A process that was forked cannot
-    use the publisher of the one before it.
+    Thread safety: threads may share a publisher. `publish`, `resume` and `close` take turns, and each publish becomes a
+    version of its own or part of a later one, in the order of the calls. Keep other threads from changing a model while
+    it is being published. Where several ranks publish together, all ranks must call in the same order, so a `publish`
+    that overlaps another one of its rank raises OutOfStep. A forked process needs a publisher of its own.
 
-    encoding       "packed" (default), "context" (smaller, slower), "auto" (whichever gets there sooner) or "raw"
-    wire_dtype     "auto" (default): the fp32 and fp64 weights of a torch module, or of its `state_dict()`, travel as
-                   bf16, everything else (other dtypes, mappings, checkpoint folders) as it is. "bf16" or "fp16": what
-                   all floating-point torch weights are cast to before they are compared. None sends them as they are. A
-                   NaN gets the bits that the cast on the model's own device gives it.
-    buffers        whether the buffers of a torch module travel (default), as they do in its checkpoint
+    encoding       "packed" (default), "context" (smaller, slower), "auto" (whichever arrives sooner) or "raw"
+    wire_dtype     "auto" (default): fp32 and fp64 weights of a torch module, or of its `state_dict()`, are cast to
+                   bf16; everything else (other dtypes, mappings, checkpoint folders) is published as it is. "bf16" or
+                   "fp16": all floating-point torch weights are cast to it. None: nothing is cast. A NaN gets the bits
+                   that the cast on the model's own device gives it.
+    buffers        whether the buffers of a torch module are published (default), as in its checkpoint
     detector       how changes are found (trainer/detectors.py): by default with a copy on the model's own GPU, or in
-                   host memory for everything else. SnapshotDetector, FusedDetector, or the model's DeltaAdamW.
-    anchor_every   an anchor at the latest every so many versions; `anchor_ratio` rules in any case. 0: full weights
-                   every time and no deltas, to compare with
+                   host memory for everything else. A SnapshotDetector, a FusedDetector, or the model's DeltaAdamW.
+    anchor_every   an anchor (full weights) at the latest every so many versions, or sooner by `anchor_ratio`. 0: full
+                   weights every time and no deltas, to compare with
     anchor_ratio   an anchor once the deltas since the last one cost more than this many times its bytes
     skip_every     also publish a delta over this many versions at a time, so that late joiners fetch fewer objects
     reference      a checkpoint folder or hub id that version 0 points to, instead of an upload of the full weights
-    files          names and contents, or a checkpoint folder, of config and tokenizer files that go with the weights.
-                   Code never does; what of a folder is left out stands in the log. A symlink out of the folder raises
-                   UnsafeName, but for those into the cache of the Hugging Face Hub that the folder is part of.
-                   A model of transformers brings config.json and generation_config.json by itself; what is given here
-                   goes before.
-    tokenizer      a tokenizer or processor of transformers, whose files go with the weights
-    model_name     what `deltawire runs` and `log` call the model of a new run; by default its class
-    on_version     called with a `Published` after each version is committed, on the publisher's own thread; what it
-                   raises is logged. `lambda version: wandb.log(version.report())` is enough for wandb.
+    files          config and tokenizer files to publish with the weights: contents by name, or a checkpoint folder.
+                   Code is never published; what is left out of a folder is logged. A symlink out of the folder raises
+                   UnsafeName, except into the cache of the Hugging Face Hub that the folder is part of. A model of
+                   transformers brings config.json and generation_config.json; files given here take precedence.
+    tokenizer      a tokenizer or processor of transformers, whose files are published with the weights
+    model_name     name of the model in `deltawire runs` and `log`, for a new run; by default its class
+    on_version     called with a `Published` after each version is committed, on the background thread (on the caller's
+                   for a streamed one); what it raises is logged. For wandb: `lambda v: wandb.log(v.report())`.
     group          "auto" (default): where torch.distributed runs several processes, they publish their model together
                    (trainer/shards.py), so every rank must call `publish`. A process group, or None: this one alone.
     max_pending    bytes that one capture may hold while it waits (default: half the model); a denser change is
                    published block by block before `publish` returns
-    base           a checkpoint folder that may hold a version of the run: if its digest is that of one, the version to
-                   compare with is taken from there, and only what came after it is fetched
-    continues      whether other weights than the run's newest version are meant to follow it. By default a warning is
-                   logged when a publisher meets a run with such a version: it may be another training's
+    base           a checkpoint folder that may hold a version of the run, found by its digest: then only what came
+                   after that version is fetched when a run is continued
+    continues      True if other weights than the run's newest version are meant to follow it. By default a warning is
+                   logged then: they may be another training's
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Publisher:
         encoding: str = "packed",
         wire_dtype: str | None = AUTO,
         buffers: bool = True,
-        detector: Any = None,
+        detector: Detector | DeltaAdamW | None = None,
         anchor_every: int | None = None,
         anchor_ratio: float = 1.0,
         skip_every: int | None = None,
@@ -98,7 +101,7 @@ class Publisher:
         files: Mapping[str, bytes] | str | Path | None = None,
         tokenizer: Any = None,
         model_name: str = "",
-        group: Any = AUTO,
+        group: ProcessGroup | Literal["auto"] | None = "auto",
         max_pending: int | None = None,
         base: str | Path | None = None,
         continues: bool = False,
@@ -106,13 +109,14 @@ class Publisher:
     ) -> None:
         if isinstance(files, (str, Path)):
             files = _files_of(_folder("files", files))
-        self._settings = Settings(
+        self._options = PublishOptions(
             chooser=EncodingChooser(encoding),
             policy=AnchorPolicy(anchor_every, anchor_ratio),
             files=Companions(files),
             wire_dtype=wire_dtype,
             buffers=buffers,
-            detector=as_detector(detector) if detector is not None else None,
+            # an optimizer has a detector of its own
+            detector=detector.detector() if detector is not None and hasattr(detector, "detector") else detector,
             skip_every=skip_every,
             reference=str(reference) if reference is not None else None,
             model_name=model_name,
@@ -127,8 +131,8 @@ class Publisher:
         self._turn = threading.RLock()
         """Held by the thread that captures or closes; reentrant, so that a signal handler can close."""
         self._group = group
-        self._pipeline = Pipeline(self._store, self._settings)
-        """For this process alone, until a model turns out to be in the hands of several ranks."""
+        self._pipeline = Pipeline(self._store, self._options)
+        """Of this process alone, until a model is published that several ranks hold."""
         if not may_share(group):
             self._pipeline.look()
 
@@ -136,20 +140,25 @@ class Publisher:
 
     def publish(
         self,
-        model: Any,
+        model: Model,
         *,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         wait: bool = False,
         progress: Progress | None = None,
     ) -> PublishHandle:
-        """Make the model's present weights the next version.
+        """Publish the model's present weights as the next version.
 
-        Takes a torch module, a state dict, a mapping of arrays, or anything with `schema` and `region` (a checkpoint
-        folder). Returns once it has seen what changed; the model may train on. With `wait` it returns after the commit
-        and, in host memory, holds no more than one copy of the model plus a few blocks.
+        `model` is a torch module, a state dict, a mapping of arrays, or anything with `schema` and `region` (a
+        checkpoint folder). Returns once it is known what changed; training may go on. With `wait` it returns after the
+        commit and, in host memory, needs no more than one copy of the model plus a few blocks.
 
-        Tied weights travel once; frozen ones are compared like all others, and cost no bytes while they do not change.
+        `step` and `metrics` are stored with the version. `progress(phase, n, total)` is called with bytes done since
+        the last call, in the phases "fetch", "detect" and "put". Tied weights are published once; frozen ones are
+        compared like all others, and cost no bytes while they do not change.
+
+        An earlier publish that failed in the background is raised here as PublishFailed, once: its changes are part of
+        the next version. WriterConflict, RunNotFound and RunReplaced are raised every time.
         """
         with self._in_turn():
             if not self._took_files:
@@ -164,20 +173,23 @@ class Publisher:
             pipeline.background.wait_for(handle)
         return handle
 
-    def resume(self, model: Any) -> int:
-        """Declare that these weights are the run's newest version, and check it. DivergedRun if they are not."""
+    def resume(self, model: Model) -> int:
+        """Check that these weights are the run's newest version, and return its number. DivergedRun if they are not."""
         with self._in_turn():
             return self._pipeline_for(model).resume(model)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until everything published before this call is committed; raise what went wrong."""
+        """Wait until everything published before this call is committed.
+
+        Raises PublishFailed for a background failure, or TimeoutError after `timeout` seconds.
+        """
         self._pipeline.background.flush(timeout)
 
     def close(self, timeout: float | None = None) -> None:
         """Publish what waits, stop the thread, and raise a background failure that was not raised before.
 
         A publish that another thread has begun ends first; a later one raises PublisherClosed. After a TimeoutError
-        what is on its way still goes on, and another `close` waits for it again.
+        uploads go on, and another `close` waits for them again.
         """
         self._close(timeout, LAST_WAIT)
 
@@ -208,17 +220,17 @@ class Publisher:
 
     @property
     def url(self) -> str:
-        """Where the run is, fit to be shown."""
+        """Address of the run, without credentials."""
         return self._store.url
 
     @property
     def version(self) -> int | None:
-        """The newest committed version."""
+        """The newest committed version; None before the first."""
         return self._pipeline.version
 
     @property
     def queue(self) -> int:
-        """Versions on their way: 0, 1 in flight, or 2 with one that waits (and takes in every further publish)."""
+        """Number of uncommitted versions: 0, 1 in flight, or 2 with one that waits (later publishes merge into it)."""
         return self._pipeline.background.depth
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,23 +252,23 @@ class Publisher:
         finally:
             self._turn.release()
 
-    def _pipeline_for(self, model: Any) -> Pipeline:
-        """That of this process alone, or at the first publish of a model that several processes hold, one of all."""
+    def _pipeline_for(self, model: Model) -> Pipeline:
+        """The pipeline of this process alone or, from the first publish of a model that several ranks hold, of all."""
         if not self._pipeline.is_open and not self._pipeline.together:
             group = group_of(model, self._group)
             if group is not None:
                 self._pipeline.background.check()
-                self._pipeline = Pipeline(self._store, self._settings, group)
+                self._pipeline = Pipeline(self._store, self._options, group)
         return self._pipeline
 
-    def _take_files(self, model: Any) -> None:
-        """The files that the model and its tokenizer bring along."""
-        found = model.files if isinstance(model, Adapter) else files_of(model, self._settings.wire_dtype)
+    def _take_files(self, model: Model) -> None:
+        """Collect the files of the model and its tokenizer."""
+        found = model.files if isinstance(model, Adapter) else files_of(model, self._options.wire_dtype)
         if self._tokenizer is not None:
             found = {**found, **tokenizer_files(self._tokenizer)}
-        settings = self._settings
-        settings.files.found, self._took_files = found, True
-        settings.model_name = settings.model_name or settings.files.architecture or class_name(model)
+        options = self._options
+        options.files.found, self._took_files = found, True
+        options.model_name = options.model_name or options.files.architecture or class_name(model)
 
 
 def _folder(option: str, path: str | Path) -> Path:
@@ -268,11 +280,11 @@ def _folder(option: str, path: str | Path) -> Path:
 
 
 def _files_of(folder: Path) -> dict[str, bytes]:
-    """The small files of a checkpoint folder. What does not travel is said in the log."""
+    """The small files of a checkpoint folder. What is not published is logged."""
     files = full.companion_files(folder)
     for name in full.asks_for_code(files):
         log.warning(
-            "%s asks for code of its own (auto_map): code never travels, and no follower runs any", folder / name
+            "%s asks for code of its own (auto_map): code is never published, and no follower runs any", folder / name
         )
     left_out = full.left_out(folder)
     if left_out:

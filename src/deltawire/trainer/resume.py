@@ -1,4 +1,4 @@
-"""What a publisher diffs against when it takes up a run: the newest version from the bucket, or a reference."""
+"""Reads the version that a publisher compares with when it continues a run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..bucket.references import Resolve, Weights, as_run, reference_source
+from ..bucket.references import Resolve, as_run
 from ..bucket.replay import State, checkout
 from ..bucket.run import Run
 from ..core import chain, full
 from ..core.errors import ChainError, DeltawireError, FormatError, ObjectNotFound, ReferenceUnavailable
-from ..core.manifest import Link, Manifest, Summary
-from .commit import Committer, Companions
+from ..core.manifest import Summary
 
 log = logging.getLogger("deltawire")
 
@@ -24,17 +23,19 @@ def rebuild(
     run: Run,
     version: int,
     resolve: Resolve,
+    folder: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
-    base: State | None = None,
 ) -> State | None:
-    """A version in memory. None if nobody can read it any more: that must not keep a trainer from going on.
+    """Return a version in memory. None if it cannot be read any more: that must not keep a trainer from going on.
 
-    `base` is a version that is here already: only what leads on from it is fetched. `progress` is told the bytes that
-    arrived and the bytes in all.
+    If `folder` holds a version of the run, only what leads on from it is fetched. `progress` is called with the bytes
+    that arrived and the bytes in all.
     """
     log.info("rebuilding version %d from %s to diff against", version, run.store.url)
     try:
-        steps = chain.plan(base.version if base else None, version, run.timeline(version))
+        timeline = run.timeline(version)
+        base = None if folder is None else _load(run, folder, timeline)
+        steps = chain.plan(base.version if base else None, version, timeline)
         total = sum(step.bytes for step in steps if step.kind != "reference")
         told = (lambda n: progress(n, total)) if progress else None
         return checkout(run, version, base, resolve=resolve, progress=told, steps=steps)
@@ -45,8 +46,8 @@ def rebuild(
         return None
 
 
-def load_base(run: Run, folder: str | Path, versions: Mapping[int, Summary]) -> State | None:
-    """A checkpoint folder as the version of the run that it is, by its digest. None, with a warning, if it is none."""
+def _load(run: Run, folder: Path, versions: Mapping[int, Summary]) -> State | None:
+    """Return a checkpoint folder as the version of the run that has its digest. None, with a warning, if none has."""
     try:
         state = State(run.schema)
         state.load(as_run(full.Checkpoint(folder), run.schema, f"the folder {folder}"))
@@ -62,16 +63,3 @@ def load_base(run: Run, folder: str | Path, versions: Mapping[int, Summary]) -> 
             return state
     log.warning("%s holds no version of %s (its state digest is %s) and is not used", folder, run.store.url, found)
     return None
-
-
-def open_reference(run: Run, reference: str, resolve: Resolve) -> tuple[Link, Weights]:
-    """The checkpoint that version 0 points to, in place of an upload."""
-    link = Link("reference", source=reference, nbytes=run.schema.nbytes)
-    return link, reference_source(run, link, resolve)
-
-
-def commit_reference(committer: Committer, link: Link, digest: str, files: Companions) -> Manifest:
-    """Version 0 is a checkpoint that everybody can get: its name and digest travel, its weights do not."""
-    return committer.commit(
-        (link,), digest=digest, changed=0, step=None, metrics={}, timings={}, files=committer.put_files(files)
-    )

@@ -7,10 +7,9 @@ ranks hold (replicas, DDP, buffers) is written by one of them, so that all have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -20,22 +19,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..bucket.replay import State
 from ..core import digest
-from ..core.change import Block, Change, Region, compare, tile
+from ..core.change import Block, Region, tile
 from ..core.digest import StateDigest
-from ..core.dtypes import Bits, lookup
+from ..core.dtypes import lookup
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
-from ..core.parallel import ordered_map
 from ..core.schema import Schema, TensorSpec
 from ..huggingface import Band
-from ..kernels.block import DeviceBlock
 from ..models import ModelView, is_module, tensors_of
 from .adamw import AdamWDetector, local_tensor
-from .captures import Captures
 from .collective import Group
-from .detectors import Detected, Detector, Found, HostDetector, default_detector
+from .detectors import Detector, HostDetector, default_detector
 from .device import FusedDetector
 
 Indices = npt.NDArray[np.int64]
@@ -47,9 +42,7 @@ class LocalRegion:
 
     region: Region
     row: int
-    """Row of the local tensor, seen as a matrix, at which it begins."""
-    column: int
-    """Column of the local tensor at which it begins, in units."""
+    """Row of the local tensor, seen as a matrix, at which it begins. It has all columns of the local tensor."""
 
     @property
     def name(self) -> str:
@@ -58,14 +51,12 @@ class LocalRegion:
 
     def cut(self, local: Tensor) -> Tensor:
         """The region as a view of the local tensor."""
-        per = lookup(self.region.tensor.dtype).units_per_element
         rows = local.detach().reshape(-1, local.shape[-1] if local.dim() else 1)
-        first, last = self.column // per, (self.column + self.region.columns) // per
-        return rows[self.row : self.row + self.region.rows, first:last]
+        return rows[self.row : self.row + self.region.rows]
 
 
 class Shards:
-    """The parts of a model that this rank holds. `WholeModel` (pipeline.py) has the same methods for all of a model."""
+    """The regions of a model that this rank holds (`pipeline.LocalModel`)."""
 
     streams = False
     """However dense a change is, it is captured: a rank could not turn to another way on its own."""
@@ -80,11 +71,9 @@ class Shards:
 
     @property
     def regions(self) -> list[Region]:
-        """What this rank writes."""
         return [part.region for part in self._parts]
 
     def open(self, model: Any, group: Group) -> tuple[Schema, Source]:
-        """Agree on what each rank writes. Returns the checkpoint's schema and the weights that this rank writes."""
         schema = group.together(lambda: self._schema_of(model))[0]
         held = group.together(lambda: self._hold(model, schema, group.rank))
         mine = share_out(held, schema)[group.rank]
@@ -94,22 +83,38 @@ class Shards:
         return schema, view
 
     def source(self, model: Any) -> Source:
-        """The present weights that this rank writes. Raises SchemaMismatch if the model is cut in another way."""
         view = self._view(model)
         if view.schema != self._schema:
             raise SchemaMismatch("this model is cut in another way than the one published before")
         return view
 
-    def detector(self, source: ModelView) -> ShardDetector:
-        """A detector that is bound to the local tensors."""
-        return ShardDetector(self._parts, source, self._detector)
+    def detector(self, source: Source) -> Detector:
+        if isinstance(self._detector, FusedDetector):
+            # FSDP2 makes the bf16 weights anew for every forward pass and lets go of them: there is no copy to keep
+            raise SchemaMismatch(
+                "sharded training keeps no bf16 copies to compare with; use DeltaAdamW or SnapshotDetector"
+            )
+        if isinstance(self._detector, AdamWDetector):
+            self._detector.covers_model = False
+        detector = (self._detector or default_detector(source)) if self._parts else HostDetector()
+        detector.bind(source)
+        return detector
 
-    def captures(self, source: Source, detector: ShardDetector, state: State | None) -> Captures:
-        """What later weights are compared with. `state` is a version from the bucket that these weights follow."""
-        captures = Captures(detector, detector.load(source))
-        if state is not None:
-            captures.precede(detector.since(state, source))
-        return captures
+    def plan(self, detector: Detector) -> list[Block]:
+        place = {part.name: part.region for part in self._parts}
+
+        def shifted(here: Region) -> Region:
+            there = place[here.tensor.name]
+            return Region(there.tensor, there.row + here.row, here.rows, there.column + here.column, here.columns)
+
+        return [tuple(map(shifted, block)) for block in detector.plan]
+
+    def digest(self, source: Source, detector: Detector) -> StateDigest:
+        total = StateDigest()
+        for here, there in zip(chain(*detector.plan), chain(*self.plan(detector)), strict=True):
+            bits = source.region(here).reshape(there.rows, there.columns)
+            total += digest.of_rows(there.tensor.name, bits, there.base, there.tensor.columns)
+        return total
 
     def _tensors(self, model: Any) -> dict[str, Any]:
         return tensors_of(model, buffers=self._buffers)
@@ -197,7 +202,7 @@ def held(tensor: Any, spec: TensorSpec) -> list[LocalRegion]:
         raise SchemaMismatch(f"{spec.name!r} has a shard of scattered columns, {tensor.placements}: not understood")
     per = lookup(spec.dtype).units_per_element
     (column, _, width) = columns[0]
-    return [LocalRegion(Region(spec, row, count, column * per, width * per), at, 0) for row, at, count in _runs(rows)]
+    return [LocalRegion(Region(spec, row, count, column * per, width * per), at) for row, at, count in _runs(rows)]
 
 
 def _of_band(band: Band, spec: TensorSpec, parts: Sequence[LocalRegion]) -> list[LocalRegion]:
@@ -210,7 +215,7 @@ def _of_band(band: Band, spec: TensorSpec, parts: Sequence[LocalRegion]) -> list
         common = there.meet(Region(there.tensor, band.row, spec.rows, 0, there.tensor.columns))
         if common is not None:
             here = Region(spec, common.row - band.row, common.rows, common.column, common.columns)
-            found.append(LocalRegion(here, part.row + common.row - there.row, part.column))
+            found.append(LocalRegion(here, part.row + common.row - there.row))
     return found
 
 
@@ -221,7 +226,7 @@ def _along(axis: Indices, dim: int, cuts: Sequence[tuple[Any, int, int]], name: 
             continue
         if isinstance(placement, _StridedShard):
             if placement.dim == dim:
-                whole = placement.split_factor
+                whole = int(placement.split_factor)
                 axis = np.concatenate([_chunk(_chunk(axis, whole, i), size, at) for i in range(whole)])
         elif isinstance(placement, Shard):
             if placement.dim == dim:
@@ -266,97 +271,3 @@ def share_out(held: Sequence[Sequence[Region]], schema: Schema) -> list[set[Regi
         load[rank] += region.nbytes
         mine[rank].add(region)
     return mine
-
-
-class ShardDetector:
-    """Finds changes in local tensors and returns them in checkpoint coordinates."""
-
-    writes_parts = False
-
-    def __init__(self, parts: Sequence[LocalRegion], view: ModelView, inner: Detector | None = None) -> None:
-        if isinstance(inner, FusedDetector):
-            # FSDP2 makes the bf16 weights anew for every forward pass and lets go of them: there is no copy to keep
-            raise SchemaMismatch(
-                "sharded training keeps no bf16 copies to compare with; use DeltaAdamW or SnapshotDetector"
-            )
-        if isinstance(inner, AdamWDetector):
-            inner.covers_model = False
-        self._inner: Detector = (inner or default_detector(view)) if parts else HostDetector()
-        self._inner.bind(view)
-        place = {part.name: part.region for part in parts}
-        self._there = {here: _shifted(here, place) for block in self._inner.plan for here in block}
-        self._here = {there: here for here, there in self._there.items()}
-        self.plan = [tuple(self._there[here] for here in block) for block in self._inner.plan]
-
-    def bind(self, source: Source) -> None:
-        """Nothing to do: bound when it was made."""
-
-    def suits(self, source: Source) -> bool:
-        """True, or SchemaMismatch: a rank cannot turn to another detector on its own."""
-        if not self._inner.suits(source):
-            raise SchemaMismatch("this model lies elsewhere than the one published before")
-        return True
-
-    def digest_of(self, source: Source) -> StateDigest:
-        """This rank's share of the digest, from local weights."""
-        total = StateDigest()
-        for here, there in self._there.items():
-            bits = source.region(here).reshape(there.rows, there.columns)
-            total += digest.of_rows(there.tensor.name, bits, there.base, there.tensor.columns)
-        return total
-
-    def load(self, source: Source) -> StateDigest:
-        self._inner.load(source)
-        return self.digest_of(source)
-
-    def since(self, checkpoint: Source, source: Source) -> Found:
-        """What leads from full weights in checkpoint coordinates to this rank's local ones."""
-
-        def compared(block: Block) -> list[Change]:
-            return [compare(there, checkpoint.region(there), source.region(self._here[there])) for there in block]
-
-        return Found.of(list(ordered_map(compared, self.plan)))
-
-    def detect(self, source: Source, budget: int) -> Detected:
-        return _Translated(self, self._inner.detect(source, budget))
-
-    def region(self, region: Region) -> Bits:
-        return self._inner.region(self._here[region])
-
-    def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
-        return self._inner.block([self._here[region] for region in regions])
-
-    def write(self, changes: Sequence[Change]) -> None:
-        raise NotImplementedError("a rank's weights are taken over as a whole")
-
-    def later(self, work: Callable[[], Found]) -> Future[Found]:
-        return self._inner.later(work)
-
-    def translate(self, found: Found) -> Found:
-        # positions count within a region, so they stay what they are
-        return Found.of(
-            [[Change(self._there[c.region], c.positions, c.old, c.new) for c in block] for block in found.blocks]
-        )
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _Translated:
-    found: Future[Found]
-
-    def __init__(self, detector: ShardDetector, inner: Detected) -> None:
-        self._detector, self._inner = detector, inner
-
-    def take(self) -> None:
-        self._inner.take()
-        found = self._inner.found
-        self.found = self._detector.later(lambda: self._detector.translate(found.result()))
-
-    def give_back(self) -> None:
-        self._inner.give_back()
-
-
-def _shifted(here: Region, place: Mapping[str, Region]) -> Region:
-    whole = place[here.tensor.name]
-    return Region(whole.tensor, whole.row + here.row, here.rows, whole.column + here.column, here.columns)

@@ -19,6 +19,7 @@ from ..core.errors import PublishFailed
 from ..core.parallel import default_threads, ordered_map
 from ..core.sparse import EncodedBlock, encode_block
 from .captures import Captures
+from .detectors import HostDetector
 
 READ_UNITS = 1 << 22
 """Weights are read and compared in parts of this size, several of which make a block."""
@@ -59,7 +60,7 @@ class Stream:
                 self._detected(sum(region.units * region.tensor.unit_size for region in block))
             yield from coded
         reached = self._captures.digest + moved
-        if not self._detector.writes_parts and self._detector.load(self._source) != reached:
+        if not isinstance(self._detector, HostDetector) and self._detector.load(self._source) != reached:
             raise PublishFailed("the weights changed while they were being published; keep training out of `publish`")
         self._captures.move(reached)
 
@@ -79,7 +80,7 @@ class Stream:
         def take(changes: list[Change]) -> None:
             nonlocal moved
             coded.append(encode_block(changes, encoding, self._detector.region))
-            if self._detector.writes_parts:
+            if isinstance(self._detector, HostDetector):
                 # encoded against the old bits, so they may go now
                 self._detector.write(changes)
             moved += sum((change.digest() for change in changes), StateDigest())

@@ -1,6 +1,6 @@
 """Writes a version: encode, put, commit. Every rank encodes and puts what it holds; rank 0 commits.
 
-    begin      rank 0 says which version it is and how it is encoded
+    begin      rank 0 decides which version it is and how it is encoded
     encode     each rank its own changes, block by block, into a file of its own
     put        delta, perhaps an anchor, perhaps a skip delta: each rank under a key with its number
     commit     rank 0, once all ranks have put theirs
@@ -11,10 +11,13 @@ A version that fails on one rank fails on all. A process that publishes alone is
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import msgspec
 
 from ..bucket.run import Run
 from ..core import full, keys
@@ -25,7 +28,7 @@ from ..core.manifest import Blob, Link, Manifest
 from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter, EncodedBlock
 from .captures import Changes
 from .collective import Group
-from .commit import Committer, Companions, put_object
+from .commit import Committer, Companions
 from .policy import AnchorPolicy, Choice, EncodingChooser
 
 log = logging.getLogger("deltawire")
@@ -94,9 +97,68 @@ class Published:
         }
 
 
+class PublishHandle:
+    """Returned by `publish` at once. `result()` waits for the version that carries the publish.
+
+    Any thread may use it, and several may wait.
+    """
+
+    def __init__(self) -> None:
+        self._future: Future[Published] = Future()
+
+    def result(self, timeout: float | None = None) -> Published:
+        """Wait for the version and return it. Raises what made it fail, or TimeoutError after `timeout` seconds."""
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        """Whether the version is committed or has failed."""
+        return self._future.done()
+
+
+C = TypeVar("C", bound=Changes)
+
+
+@dataclass(slots=True)
+class PendingVersion(Generic[C]):
+    """A version that is not committed yet. Several publishes may be merged into one."""
+
+    changes: C
+    """A capture, or a stream that compares while it is encoded."""
+    step: int | None
+    metrics: Mapping[str, float]
+    last_publish: int
+    """Sequence number of the newest publish in it."""
+    handles: list[PublishHandle] = field(default_factory=lambda: [PublishHandle()])
+    """Of all publishes in it."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase: held (the training loop was blocked), encode, put."""
+    progress: Progress | None = None
+
+    def merge(self, later: PendingVersion[C], changes: C) -> None:
+        """Include a later one. `changes` are those of both."""
+        self.changes, self.step, self.metrics = changes, later.step, later.metrics
+        self.last_publish = later.last_publish
+        self.handles += later.handles
+        self.timings["held"] += later.timings["held"]
+
+    def succeed(self, published: Published) -> None:
+        """Hand the committed version to all who wait for it."""
+        for handle in self.handles:
+            handle._future.set_result(published)
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error for all who wait for the version."""
+        for handle in self.handles:
+            handle._future.set_exception(error)
+
+
+SkipDelta = tuple[int, Callable[[str], Iterator[EncodedBlock]]]
+"""A delta over several versions: its base, and given an encoding, the coded blocks of all that changed since."""
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all ranks must know about the version before they encode it."""
+    """What all ranks must know about a version before they encode it."""
 
     version: int
     writer: str
@@ -109,42 +171,12 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Skip:
-    """A delta over several versions, to be put beside the ordinary one."""
-
-    base: int
-    encode: Callable[[str], Iterator[EncodedBlock]]
-    """Given the encoding, the coded blocks of all that changed since the base."""
-
-
-@dataclass(slots=True)
-class Draft:
-    """A version on its way: everything about it that is not yet in the bucket."""
-
-    changes: Changes
-    step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    timings: dict[str, float] = field(default_factory=dict)
-    skip: Skip | None = None
-    progress: Progress | None = None
-    publishes: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    delta: bool
-    anchor: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Put:
     """What one rank has put into the bucket."""
 
+    links: list[Link]
     changed: int
-    delta: Blob | None
-    anchor: Blob | None
-    skip: Blob | None
-    skip_changed: int
+    """Number of changed weights, also where no delta was put."""
     timings: dict[str, float]
 
 
@@ -181,105 +213,132 @@ class VersionWriter:
 
         return self._group.first(terms)
 
-    def write(self, terms: Terms, draft: Draft) -> Published:
+    def write(self, terms: Terms, pending: PendingVersion[C], skip: SkipDelta | None = None) -> Published:
         """Encode, put and commit. Raises on all ranks if it fails on one."""
-        group, began = self._group, time.perf_counter()
-        with DeltaWriter(terms.choice.encoding) as delta:
-            digest = sum(group.together(lambda: self._encode(terms, draft, delta)), StateDigest())
-            metadata = self._metadata(terms, terms.version - 1, digest, delta.changed)
-            file = group.each(lambda: delta.finish(metadata))
-            draft.timings["encode"] = time.perf_counter() - began
-            size = sum(group.exchange(file.size))
-            wanted = group.first(lambda: self._wanted(terms.version, size))
-            put = group.together(lambda: self._put(terms, draft, digest, wanted, file))
-        manifest = group.first(lambda: self._commit(terms, draft, digest, put))
-        self.start_over = False
-        return Published.of(manifest, self._run.schema.elements, draft.publishes)
-
-    def _encode(self, terms: Terms, draft: Draft, delta: DeltaWriter) -> StateDigest:
+        group, changes, began = self._group, pending.changes, time.perf_counter()
         # the first version has full weights alone, and so has one that starts over
-        if terms.version and not self.start_over:
-            for block in draft.changes.encode(terms.choice.encoding):
+        alone = not terms.version or self.start_over
+
+        def encode() -> StateDigest:
+            for block in () if alone else changes.encode(terms.choice.encoding):
                 delta.add(block)
-        return draft.changes.digest()
+            return changes.digest()
 
-    def _wanted(self, version: int, size: int) -> _Wanted:
-        full_size, versions = self._run.schema.nbytes, self._rank_0().versions
-        anchor = self._policy.wants_anchor(version, size, full_size, versions)
-        delta = bool(version) and self._policy.wants_delta(size, full_size, anchor) and not self.start_over
-        return _Wanted(delta, anchor or not delta)
+        def wanted(size: int) -> tuple[bool, bool]:
+            full_size, versions = self._run.schema.nbytes, self._rank_0().versions
+            anchor = self._policy.wants_anchor(terms.version, size, full_size, versions)
+            with_delta = not alone and self._policy.wants_delta(size, full_size, anchor)
+            return with_delta, anchor or not with_delta
 
-    def _put(self, terms: Terms, draft: Draft, digest: StateDigest, wanted: _Wanted, file: DataFile) -> _Put:
-        """Upload what this rank has. Rank 0 puts its files even where it holds nothing: a link names an object."""
-        store, version, first = self._run.store, terms.version, self._group.rank == 0
+        with DeltaWriter(terms.choice.encoding) as delta:
+            digest = sum(group.together(encode), StateDigest())
+            file = group.each(lambda: self._finish(terms, terms.version - 1, digest, delta))
+            pending.timings["encode"] = time.perf_counter() - began
+            size = sum(group.exchange(file.size))
+            kinds = group.first(lambda: wanted(size))
+            put = group.together(lambda: self._put(terms, pending, kinds, file, digest, skip))
+        manifest = group.first(lambda: self._commit(terms, pending, digest, put, alone))
+        self.start_over = False
+        return Published.of(manifest, self._run.schema.elements, len(pending.handles))
+
+    def _finish(self, terms: Terms, base: int, digest: StateDigest, delta: DeltaWriter) -> DataFile:
+        """The file of a delta whose blocks are all there."""
+        total = max(self._run.schema.elements, 1)
+        return delta.finish(
+            {
+                "run": self._run.info.run,
+                "model_version": str(terms.version),
+                "base_version": str(base),
+                BASE_DIGEST: terms.bases.get(base, ""),
+                DIGEST: str(digest),
+                "total_params": str(total),
+                "sparsity": f"{1 - delta.changed / total:.6f}",
+            }
+        )
+
+    def _put(
+        self,
+        terms: Terms,
+        pending: PendingVersion[C],
+        kinds: tuple[bool, bool],
+        file: DataFile,
+        digest: StateDigest,
+        skip: SkipDelta | None,
+    ) -> _Put:
+        """Upload what this rank has: a delta, an anchor (`kinds` says which of them) and a skip delta.
+
+        Rank 0 puts its files even where it holds nothing: a link names an object.
+        """
+        version, choice, first = terms.version, terms.choice, self._group.rank == 0
+        with_delta, with_anchor = kinds
+        links: list[Link] = []
         size, clock = 0, time.perf_counter()
-        delta = anchor = skip = None
-        skip_changed = 0
+
+        def put_delta(base: int, file: DataFile) -> None:
+            blob = self._upload(keys.delta(base, version, terms.writer, self._shard), file, progress)
+            links.append(Link("delta", base, (blob,), choice.encoding, choice.why, file.changed))
 
         def progress(n: int) -> None:
-            if draft.progress:
-                draft.progress("put", n, size)
+            if pending.progress:
+                pending.progress("put", n, size)
 
-        if wanted.delta and (file.changed or first):
+        if with_delta and (file.changed or first):
             size += file.size
-            delta = put_object(store, keys.delta(version - 1, version, terms.writer, self._shard), file, progress)
+            put_delta(version - 1, file)
             elements = sum(r.units // lookup(r.tensor.dtype).units_per_element for r in self._regions)
-            uploaded = time.perf_counter() - clock
-            self._chooser.learn(terms.choice, file, elements, draft.timings["encode"], uploaded)
-        if wanted.anchor and (self._regions or first):
+            self._chooser.learn(choice, file, elements, pending.timings["encode"], time.perf_counter() - clock)
+        if with_anchor and (self._regions or first):
             metadata = {"run": self._run.info.run, "model_version": str(version)}
             metadata["total_params"] = str(self._run.schema.elements)
-            whole = full.anchor_of(self._regions, draft.changes.weights, metadata)
+            whole = full.anchor_of(self._regions, pending.changes.weights, metadata)
             size += whole.size
-            anchor = put_object(store, keys.anchor(version, terms.writer, self._shard), whole, progress)
-        if draft.skip is not None:
-            base = draft.skip.base
-            with DeltaWriter(terms.choice.encoding) as writer:
-                for block in draft.skip.encode(terms.choice.encoding):
-                    writer.add(block)
-                spanning = writer.finish(self._metadata(terms, base, digest, writer.changed))
-                skip = put_object(store, keys.delta(base, version, terms.writer, self._shard), spanning)
-                skip_changed = spanning.changed
-        draft.timings["put"] = time.perf_counter() - clock
-        return _Put(file.changed, delta, anchor, skip, skip_changed, draft.timings)
+            blob = self._upload(keys.anchor(version, terms.writer, self._shard), whole, progress)
+            links.append(Link("anchor", None, (blob,)))
+        if skip is not None:
+            base, encode = skip
+            with DeltaWriter(choice.encoding) as delta:
+                for block in encode(choice.encoding):
+                    delta.add(block)
+                spanning = self._finish(terms, base, digest, delta)
+                size += spanning.size
+                put_delta(base, spanning)
+        pending.timings["put"] = time.perf_counter() - clock
+        return _Put(links, file.changed, pending.timings)
 
-    def _metadata(self, terms: Terms, base: int, digest: StateDigest, changed: int) -> dict[str, str]:
-        total = max(self._run.schema.elements, 1)
-        return {
-            "run": self._run.info.run,
-            "model_version": str(terms.version),
-            "base_version": str(base),
-            BASE_DIGEST: terms.bases.get(base, ""),
-            DIGEST: str(digest),
-            "total_params": str(total),
-            "sparsity": f"{1 - changed / total:.6f}",
-        }
+    def _upload(self, key: str, file: DataFile, progress: Callable[[int], None]) -> Blob:
+        """Put a data file. `progress` is called with the bytes of each chunk."""
 
-    def _commit(self, terms: Terms, draft: Draft, digest: StateDigest, put: Sequence[_Put]) -> Manifest:
-        committer, choice, elements = self._rank_0(), terms.choice, self._run.schema.elements
-        changed = sum(each.changed for each in put)
-        deltas = tuple(each.delta for each in put if each.delta)
-        anchors = tuple(each.anchor for each in put if each.anchor)
-        skips = tuple(each.skip for each in put if each.skip)
-        links = []
-        if deltas:
-            links.append(Link("delta", terms.version - 1, deltas, choice.encoding, choice.why, changed))
-        if anchors:
-            links.append(Link("anchor", None, anchors))
-        if draft.skip is not None:
-            skip_changed = sum(each.skip_changed for each in put)
-            links.append(Link("delta", draft.skip.base, skips, choice.encoding, choice.why, skip_changed))
-        manifest = committer.commit(
-            tuple(links),
+        def chunks() -> Iterator[bytes]:
+            for chunk in file.chunks():
+                yield chunk
+                progress(len(chunk))
+
+        self._run.store.put(key, chunks)
+        return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
+
+    def _commit(
+        self, terms: Terms, pending: PendingVersion[C], digest: StateDigest, put: Sequence[_Put], alone: bool
+    ) -> Manifest:
+        """On rank 0: commit what all ranks have put."""
+        elements = self._run.schema.elements
+        links: dict[tuple[str, int | None], Link] = {}
+        for link in (link for each in put for link in each.links):
+            same = links.get((link.kind, link.base))
+            if same is not None:
+                objects, changed = same.objects + link.objects, same.changed + link.changed
+                link = msgspec.structs.replace(link, objects=objects, changed=changed)
+            links[link.kind, link.base] = link
+        manifest = self._rank_0().commit(
+            tuple(links.values()),
             digest=str(digest),
-            changed=changed if terms.version and not self.start_over else elements,
-            step=draft.step,
-            metrics=draft.metrics,
+            changed=elements if alone else sum(each.changed for each in put),
+            step=pending.step,
+            metrics=pending.metrics,
             # of the slowest rank
-            timings={name: max(each.timings[name] for each in put) for name in draft.timings},
-            files=committer.put_files(self._files),
+            timings={name: max(each.timings[name] for each in put) for name in pending.timings},
+            files=self._files,
         )
-        say(manifest, elements, draft.publishes)
+        log_version(manifest, elements, len(pending.handles))
         return manifest
 
     def _rank_0(self) -> Committer:
@@ -288,25 +347,12 @@ class VersionWriter:
         return self._committer
 
 
-def tell(listener: Callable[[Published], object] | None, published: Published) -> None:
-    """Call a user's `on_version`. What it raises is logged; on the publisher's own thread that includes sys.exit()."""
-    if listener is None:
-        return
-    try:
-        listener(published)
-    except BaseException as error:
-        if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
-            raise
-        log.exception("on_version failed for version %d, which is published all the same", published.version)
-
-
-def say(manifest: Manifest, elements: int, publishes: int = 1) -> None:
-    """One line per version."""
+def log_version(manifest: Manifest, elements: int, publishes: int = 1) -> None:
+    """Log one line per version."""
     kinds = "+".join(link.kind for link in manifest.links)
-    size = sum(blob.size for link in manifest.links for blob in link.objects)
     times = "  ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in manifest.timings.items())
     parent = f" ← v{manifest.parent}" if manifest.parent is not None else ""
     share = 100 * manifest.changed / max(elements, 1)
     merged = f"  {publishes} publishes" if publishes > 1 else ""
-    mb = size / 1e6
+    mb = sum(blob.size for link in manifest.links for blob in link.objects) / 1e6
     log.info("v%d%s  %s  %.2f %% changed  %.1f MB  %s%s", manifest.version, parent, kinds, share, mb, times, merged)
