@@ -11,7 +11,7 @@ import torch
 
 from deltawire.core.change import Change, Region, compare, whole
 from deltawire.core.codecs import context
-from deltawire.core.codecs.context.old import HostBlock
+from deltawire.core.codecs.context.old_weights import HostBlock
 from deltawire.core.dtypes import lookup
 from deltawire.core.schema import TensorSpec
 from deltawire.kernels.block import DeviceBlock

@@ -57,7 +57,7 @@ def test_old_weights_are_counted_where_they_are(
     wait until there is room for the old weights of another block."""
     monkeypatch.setattr("deltawire.trainer.captures.BLOCKS", 1)
     monkeypatch.setattr("deltawire.trainer.device.DeviceDetector._counts_on_device", lambda self: True)
-    monkeypatch.setattr("deltawire.core.codecs.context.old.HostBlock", None)
+    monkeypatch.setattr("deltawire.core.codecs.context.old_weights.HostBlock", None)
     coded: list[int] = []
     later = threading.Event()
 

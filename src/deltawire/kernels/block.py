@@ -1,6 +1,6 @@
 """Old weights of a block on a device, for an encoder on the host: counted and ranked there, and only that comes back.
 
-The twin of `core.codecs.context.old.HostBlock`: the same counts, so the same bytes.
+The twin of `core.codecs.context.old_weights.HostBlock`: the same counts, so the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.change import Change, Region
 from ..core.codecs.context.classes import Table
-from ..core.codecs.context.old import Counts, Levels, Ranked
+from ..core.codecs.context.old_weights import Counts, Levels, RankedChanges
 from ..core.codecs.context.tiles import LevelBytes, walked
 from ..core.dtypes import Bits
 from .host import fetched
@@ -92,7 +92,7 @@ class DeviceBlock:
         rule: Table,
         levels: Sequence[Levels],
         grids: Sequence[tuple[int, int]],
-    ) -> list[Ranked]:
+    ) -> list[RankedChanges]:
         from . import class_ranks, detect
 
         plan = self._plan(grids)
@@ -111,7 +111,7 @@ class DeviceBlock:
         n, k = (counted.numpy().astype(np.int64) for counted in fetching[:2])
         ranks, steps = (each.numpy().astype(np.uint32) for each in fetching[2:])
         tiles, ends = plan.first_tile.tolist(), np.cumsum([0, *(change.count for change in changes)]).tolist()
-        result: list[Ranked] = []
+        result: list[RankedChanges] = []
         for number in range(len(changes)):
             own, here = slice(*tiles[number : number + 2]), slice(*ends[number : number + 2])
             result.append((n[own], k[own], ranks[here], steps[here]))

@@ -13,7 +13,7 @@ from .plan import Plan, Remember, Segment
 from .results import Rules, rules
 
 Sheet = Mapping[str, npt.NDArray[Any]]
-"""What `core.codecs.context.sheet.make_sheet` makes."""
+"""What `core.codecs.context.decoder.make_sheet` makes."""
 
 
 def read_sheet(sheet: Sheet, tensors: Sequence[Tensor], plans: Remember) -> tuple[Plan, Rules]:

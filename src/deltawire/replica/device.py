@@ -18,8 +18,7 @@ from .. import kernels
 from ..core.change import Region, RegionMoves, blocks, no_change, regions
 from ..core.codecs import context
 from ..core.codecs.base import BaseBits
-from ..core.codecs.context.decoder import Ranked
-from ..core.codecs.context.sheet import Tiles, decode_ranks, join_ranks, make_sheet
+from ..core.codecs.context.decoder import Ranked, Tiles, decode_ranks, join_ranks, make_sheet
 from ..core.codecs.context.tiles import walked
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup

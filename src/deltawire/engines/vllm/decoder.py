@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ...core.codecs import context
-from ...core.codecs.context.sheet import Tiles, decode_ranks, join_ranks, make_sheet
+from ...core.codecs.context.decoder import Tiles, decode_ranks, join_ranks, make_sheet
 from ...core.errors import ChainError
 from ...core.parallel import default_threads, ordered_map
 from ...core.schema import Schema

@@ -5,12 +5,15 @@ are sorted into classes by their old exponent (and by rows and columns, where th
 rank inside its class, in a tile of about 64 K weights that decodes from its own old weights alone. docs/format.md has
 every byte of it.
 
-    classes    what each weight's class is, ranks and places: all the work per weight
-    levels     rows and columns that are likelier than their exponents say
-    tiles      how a region is cut
-    entropy    the range coder and its tables
-    runs       a tile's changes as bytes
-    head       the small streams
+    tiles        how a region is cut
+    classes      what each weight's class is, ranks and places: all the work per weight
+    old_weights  the weights of a block in host memory, counted and ranked by class
+    levels       rows and columns that are likelier than their exponents say
+    entropy      the range coder and its tables
+    runs         a tile's changes as bytes
+    head         the small streams
+    encoder      from changes to streams
+    decoder      from streams to changes
 """
 
 from __future__ import annotations

@@ -1,25 +1,43 @@
-"""From the streams of a context block to changes, tile by tile."""
+"""From the streams of a context block to changes, tile by tile.
+
+Where the old weights are in host memory, `TiledBlock` decodes all of it. Where they are on a device, the work is split:
+
+    make_sheet     geometry, rules and levels of tiles ──▶ the device counts classes (`kernels.class_counts`)
+    decode_ranks   its counts, and the streams         ──▶ ranks within classes
+    join_ranks     all ranks as arrays                 ──▶ the device finds their places (`kernels.place`)
+
+All that passes between the two is plain arrays: the process that decodes needs no torch and may be another one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, uint64
+from numba import njit
 
 from ...change import Change
 from ...dtypes import Bits, lookup
 from ...errors import CorruptStream, CountMismatch
+from ...parallel import ordered_map
 from ...ulps import take_steps
 from ..base import BaseBits, BlockRecord, CountedRegions, check_names, exactly
 from .classes import CHUNK, CLASSES, SPARE, classify_tile, place_tile
 from .encoder import shifted
 from .entropy import MODELS, coarse, joined
-from .head import COLUMN_LEVELS, ROW_LEVELS, SIZE_PLANES, head_limit, parse_head, unpack_sizes
-from .levels import HEAD as LEVEL_HEAD
-from .levels import unpack
+from .head import (
+    COLUMN_LEVELS,
+    LEVEL_HEAD,
+    ROW_LEVELS,
+    SIZE_PLANES,
+    head_limit,
+    parse_head,
+    unpack_levels,
+    unpack_sizes,
+)
 from .runs import PROBLEMS, decode_tile
 from .tiles import LevelBytes, Matrix, padded, walked, widest
 
@@ -87,7 +105,7 @@ class TiledBlock:
             pair: list[LevelBytes | None] = [None, None]
             for axis, flag in enumerate((ROW_LEVELS, COLUMN_LEVELS)):
                 if grid.flags & flag:
-                    read = unpack(data[at:], shape[axis])
+                    read = unpack_levels(data[at:], shape[axis])
                     if read is None:
                         raise CorruptStream("stream 'levels' does not hold the levels its head names")
                     pair[axis] = read[0]
@@ -115,32 +133,11 @@ class TiledBlock:
         row_lines, column_lines = self.lines(number)
         return _snapped(row_lines, rows), _snapped(column_lines, columns)
 
-    def shard(self, number: int, rows: slice, columns: slice, old: Bits) -> Found:
-        """What changes within a rectangle of a region, from the old weights of that rectangle alone.
-
-        The rectangle must lie on tile lines. For one that does not, gather the old weights of the rectangle `around`
-        it, decode that and keep what is wanted.
-        """
-        region = self.regions[number][0]
-        snapped = self.around(number, rows, columns)
-        if snapped != (rows, columns):
-            raise ValueError(
-                f"rows {rows.start}:{rows.stop}, columns {columns.start}:{columns.stop} of {region.tensor.name!r} are "
-                f"not on the lines of its tiles; decode rows {snapped[0].start}:{snapped[0].stop}, columns "
-                f"{snapped[1].start}:{snapped[1].stop} and cut"
-            )
-        if old.shape != (rows.stop - rows.start, columns.stop - columns.start):
-            raise ValueError(f"old weights of shape {old.shape} for rows {rows}, columns {columns}")
-        if self._shapes[number][1] != region.columns:
-            # a narrow region: whole rows are a part of the one row it is walked as
-            rows, columns = slice(0, 1), slice(rows.start * region.columns, rows.stop * region.columns)
-            old = np.ascontiguousarray(old).reshape(1, -1)
-        return self._tiles(number, rows, columns, old)
-
     def span(self, number: int, rows: slice, columns: slice) -> TileSpan:
         """The tiles of a rectangle of a region, which must lie on tile lines (see `around`)."""
         region, grid = self.regions[number][0], self._head.grids[number]
         if self._shapes[number][1] != region.columns:
+            # a narrow region: whole rows are a part of the one row it is walked as
             rows, columns = slice(0, 1), slice(rows.start * region.columns, rows.stop * region.columns)
         row_cuts, column_cuts = grid.cuts(self._shapes[number])
         i0, i1 = np.searchsorted(row_cuts, (rows.start, rows.stop)).tolist()
@@ -153,85 +150,82 @@ class TiledBlock:
             bool(grid.flags & (ROW_LEVELS | COLUMN_LEVELS)),
         )  # fmt: skip
 
-    def ranks(self, span: TileSpan, sizes: npt.NDArray[np.int32]) -> Ranked:
-        """Entropy-decode tiles whose classes were counted where the weights are; `sizes` is [tiles, CLASSES]."""
-        head, grid = self._head, self._head.grids[span.region]
-        region, count = self.regions[span.region]
-        counts = np.zeros((span.tiles, CLASSES), np.int64)
-        ranks, steps = np.empty(count, np.uint32), np.empty(count, np.uint32)
-        kernel: Any = _decode_ranks
-        error, found = kernel(
-            self._data, self._starts[int(self._first[span.region]) :], *span.rows, *span.columns, grid.across,
-            sizes.astype(np.int64), shifted(head.rates, head.inverse, grid.offset), head.inverse, head.spread,
-            self._step_tables, self._step_coarse, head.step_table, (1 << 8 * region.tensor.unit_size) - 1, MODELS,
-            counts, ranks, steps,
-        )  # fmt: skip
-        if error:
-            kind, what = PROBLEMS[error]
-            raise kind(f"{region.tensor.name!r}: {what}")
-        if span.tiles == grid.tiles and found != count:
-            raise CountMismatch(f"a region of {region.tensor.name!r} has {found} changes, its count is {count}")
-        return counts, ranks[:found], steps[:found]
-
     def decode(self, base: BaseBits) -> list[Change]:
         """All changes of the block, given the base version's flat bits of its tensors."""
-        return [self._change(i, region.matrix(base(region.tensor.name))) for i, (region, _) in enumerate(self.regions)]
+        changes = []
+        for number, (region, _) in enumerate(self.regions):
+            rows, columns = slice(0, region.rows), slice(0, region.columns)
+            found = self.shard(number, rows, columns, region.matrix(base(region.tensor.name)))
+            changes.append(Change(region, *found))
+        return changes
 
-    def _change(self, number: int, old: Bits) -> Change:
+    def shard(self, number: int, rows: slice, columns: slice, old: Bits) -> Found:
+        """What changes within a rectangle of a region, from the old weights of that rectangle alone.
+
+        The rectangle must lie on tile lines. For one that does not, gather the old weights of the rectangle `around`
+        it, decode that and keep what is wanted.
+        """
         region, count = self.regions[number]
-        positions, was, now = self.shard(number, slice(0, region.rows), slice(0, region.columns), old)
-        if positions.size != count:
-            raise CountMismatch(
-                f"a region of {region.tensor.name!r} has {positions.size} changes, its count is {count}"
+        snapped = self.around(number, rows, columns)
+        if snapped != (rows, columns):
+            raise ValueError(
+                f"rows {rows.start}:{rows.stop}, columns {columns.start}:{columns.stop} of {region.tensor.name!r} are "
+                f"not on the lines of its tiles; decode rows {snapped[0].start}:{snapped[0].stop}, columns "
+                f"{snapped[1].start}:{snapped[1].stop} and cut"
             )
-        return Change(region, positions, was, now)
-
-    def _tiles(self, number: int, rows: slice, columns: slice, bits: Bits) -> Found:
-        head, grid = self._head, self._head.grids[number]
-        row_cuts, column_cuts = grid.cuts(self._shapes[number])
-        old = Matrix.over(bits)
-        room = min(self.regions[number][1], bits.size)
+        if old.shape != (rows.stop - rows.start, columns.stop - columns.start):
+            raise ValueError(f"old weights of shape {old.shape} for rows {rows}, columns {columns}")
+        span = self.span(number, rows, columns)
+        if self._shapes[number][1] != region.columns:
+            old = np.ascontiguousarray(old).reshape(1, -1)
+        matrix, room = Matrix.over(old), min(count, old.size)
         positions, zigzags = np.empty(room, np.uint32), np.empty(room, np.uint32)
-        was = np.empty(room * old.size, np.uint8)
-        first, last = np.searchsorted(row_cuts, (rows.start, rows.stop)).tolist()
-        left, right = np.searchsorted(column_cuts, (columns.start, columns.stop)).tolist()
+        was = np.empty(room * matrix.size, np.uint8)
         kernel: Any = _decode_tiles
         error, found = kernel(
-            old.units, old.size, old.stride, head.rule.table(head.classes), *self._levels[number],
-            row_cuts, column_cuts, first, last, left, right,
-            self._data, self._starts[int(self._first[number]) :], shifted(head.rates, head.inverse, grid.offset),
-            head.inverse, head.spread, self._step_tables, self._step_coarse, head.step_table, MODELS,
-            positions, was, zigzags,
+            matrix.units, matrix.size, matrix.stride, span.rule, span.row_levels, span.column_levels, span.row_cuts,
+            span.column_cuts, self._starts_of(span), self._coding(number), positions, was, zigzags,
         )  # fmt: skip
-        if error:
-            kind, what = PROBLEMS[error]
-            raise kind(f"{self.regions[number][0].tensor.name!r}: {what}")
-        was = was[: found * old.size].view(bits.dtype)
+        self._check(span, error, found)
+        was = was[: found * matrix.size].view(old.dtype)
         now = np.empty_like(was)
         take_steps(zigzags[:found], was, self._dtype.steps_are_signed, now)
         return positions[:found], was, now
 
+    def ranks(self, span: TileSpan, sizes: npt.NDArray[np.int32]) -> Ranked:
+        """Entropy-decode tiles whose classes were counted where the weights are; `sizes` is [tiles, CLASSES]."""
+        room = self.regions[span.region][1]
+        counts = np.zeros((span.tiles, CLASSES), np.int64)
+        ranks, steps = np.empty(room, np.uint32), np.empty(room, np.uint32)
+        kernel: Any = _decode_ranks
+        coding = self._coding(span.region)
+        error, found = kernel(self._starts_of(span), sizes.astype(np.int64), coding, counts, ranks, steps)
+        self._check(span, error, found)
+        return counts, ranks[:found], steps[:found]
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _decode_ranks(
-    data: Any, starts: Any, i0: Any, i1: Any, j0: Any, j1: Any, across: Any, n: Any, rates: Any, inverse: Any,
-    spread: Any, step_tables: Any, step_coarse: Any, step_table: Any, step_limit: Any, models: Any, k: Any, ranks: Any,
-    steps: Any,
-) -> Any:  # fmt: skip
-    """Ranks and steps of tiles [i0:i1, j0:j1], tile after tile; returns (error, how many)."""
-    done, at = 0, 0
-    for i in range(i0, i1):
-        for j in range(j0, j1):
-            t = i * across + j
-            error, count = decode_tile(
-                data, starts[t], starts[t + 1], n[at], rates, inverse, spread, step_tables, step_coarse, step_table,
-                uint64(step_limit), models, k[at], ranks[done:], steps[done:],
-            )  # fmt: skip
-            if error:
-                return error, 0
-            done += count
-            at += 1
-    return 0, done
+    def _starts_of(self, span: TileSpan) -> npt.NDArray[np.int64]:
+        """[tile rows, tile columns, 2]: where the string of each tile begins and ends."""
+        grid, first = self._head.grids[span.region], int(self._first[span.region])
+        numbers = first + np.arange(grid.tiles).reshape(grid.down, grid.across)
+        numbers = numbers[slice(*span.rows), slice(*span.columns)]
+        return np.stack([self._starts[numbers], self._starts[numbers + 1]], axis=-1)
+
+    def _coding(self, number: int) -> tuple[Any, ...]:
+        """What decodes the strings of a region, as `decode_tile` takes it."""
+        head = self._head
+        return (
+            self._data, shifted(head.rates, head.inverse, head.grids[number].offset), head.inverse, head.spread,
+            self._step_tables, self._step_coarse, head.step_table, np.uint64((1 << 8 * self._dtype.unit_size) - 1),
+            *MODELS,
+        )  # fmt: skip
+
+    def _check(self, span: TileSpan, error: int, found: int) -> None:
+        region, count = self.regions[span.region]
+        if error:
+            kind, what = PROBLEMS[error]
+            raise kind(f"{region.tensor.name!r}: {what}")
+        if span.tiles == self._head.grids[span.region].tiles and found != count:
+            raise CountMismatch(f"a region of {region.tensor.name!r} has {found} changes, its count is {count}")
 
 
 def _snapped(lines: list[int], span: slice) -> slice:
@@ -241,18 +235,31 @@ def _snapped(lines: list[int], span: slice) -> slice:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def _decode_ranks(starts: Any, n: Any, coding: Any, k: Any, ranks: Any, steps: Any) -> Any:
+    """Ranks and steps of tiles, one after the other; returns (error, how many)."""
+    done, at = 0, 0
+    for i in range(starts.shape[0]):
+        for j in range(starts.shape[1]):
+            error, count = decode_tile(
+                coding, starts[i, j, 0], starts[i, j, 1], n[at], k[at], ranks[done:], steps[done:]
+            )
+            if error:
+                return error, 0
+            done += count
+            at += 1
+    return 0, done
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def _decode_tiles(
     units: Any, size: Any, stride: Any, rule: Any, row_levels: Any, column_levels: Any, row_cuts: Any,
-    column_cuts: Any, i0: Any, i1: Any, j0: Any, j1: Any, data: Any, starts: Any, rates: Any, inverse: Any,
-    spread: Any, step_tables: Any, step_coarse: Any, step_table: Any, models: Any, positions: Any, was: Any,
-    zigzags: Any,
+    column_cuts: Any, starts: Any, coding: Any, positions: Any, was: Any, zigzags: Any,
 ) -> Any:  # fmt: skip
-    """Tiles [i0:i1, j0:j1] of a segment; units and what comes out count from the first of them, levels and cuts do not.
+    """Positions, old bytes and steps of tiles; returns (error, how many).
 
     A band of tiles is decoded into scratch memory and then put in the order of its rows.
     """
-    r0, c0, width, done = row_cuts[i0], column_cuts[j0], column_cuts[j1] - column_cuts[j0], 0
-    step_limit = (uint64(1) << uint64(8 * size)) - uint64(1)
+    width, done = column_cuts[-1], 0
     height, across = widest(row_cuts), (widest(column_cuts) + CHUNK - 1) // CHUNK
     cls, hist = np.empty(height * across * CHUNK + SPARE, np.uint8), np.empty((height * across, CLASSES), np.uint8)
     fill, start = np.empty(height * across + 1, np.int64), np.empty(height + 1, np.int64)
@@ -260,18 +267,16 @@ def _decode_tiles(
     most = min(height * width, positions.size)
     row, column, steps = np.empty(most, np.uint32), np.empty(most, np.uint32), np.empty(most, np.uint32)
     ranks, run, source = np.empty(most, np.uint32), np.empty(most, np.uint32), np.empty(most, np.uint32)
-    for i in range(i0, i1):
-        a, b, found = row_cuts[i] - r0, row_cuts[i + 1] - r0, 0
+    for i in range(row_cuts.size - 1):
+        a, b, found = row_cuts[i], row_cuts[i + 1], 0
         left = min(most, positions.size - done)
-        for j in range(j0, j1):
-            c, d = column_cuts[j] - c0, column_cuts[j + 1] - c0
+        for j in range(column_cuts.size - 1):
+            c, d = column_cuts[j], column_cuts[j + 1]
             across = (d - c + CHUNK - 1) // CHUNK
-            classify_tile(units, size, stride, rule, row_levels[r0:], column_levels[c0:], a, b, c, d, cls, hist, n)
-            t = i * (column_cuts.size - 1) + j
+            classify_tile(units, size, stride, rule, row_levels, column_levels, a, b, c, d, cls, hist, n)
             error, count = decode_tile(
-                data, starts[t], starts[t + 1], n, rates, inverse, spread, step_tables, step_coarse, step_table,
-                step_limit, models, k, ranks[: left - found], run[: left - found],
-            )  # fmt: skip
+                coding, starts[i, j, 0], starts[i, j, 1], n, k, ranks[: left - found], run[: left - found]
+            )
             if error:
                 return error, 0
             if count:
@@ -298,3 +303,64 @@ def _decode_tiles(
                 was[to * size + byte] = units[at * size + byte]
         done += found
     return 0, done
+
+
+# ── weights on a device ──
+
+SMALL_TILE = 1 << 16
+"""Units of a tile whose ranks fit two bytes."""
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of a block that lie in one tensor of those that are counted."""
+
+    tensor: int
+    """Number of the tensor."""
+    offset: int
+    """Units of the tensor before the first tile."""
+    stride: int
+    """Units from one row of the tiles to the next."""
+    block: TiledBlock
+    span: TileSpan
+
+
+def make_sheet(tiles: Sequence[Tiles]) -> Arrays:
+    spans = [item.span for item in tiles]
+    return {
+        "segments": np.array([[t.tensor, t.offset, t.stride, t.span.leveled] for t in tiles], np.int64),
+        "lengths": np.array([[s.row_cuts.size, s.column_cuts.size] for s in spans], np.int64),
+        "row_cuts": np.concatenate([s.row_cuts for s in spans]),
+        "column_cuts": np.concatenate([s.column_cuts for s in spans]),
+        "rules": np.stack([s.rule for s in spans]),
+        "row_levels": np.concatenate([s.row_levels for s in spans]),
+        "column_levels": np.concatenate([s.column_levels for s in spans]),
+    }
+
+
+def decode_ranks(tiles: Sequence[Tiles], sizes: npt.NDArray[np.int32], threads: int | None = None) -> list[Ranked]:
+    """Entropy-decode tiles. `sizes` is what the device counted: [tiles, CLASSES], one of `tiles` after the other."""
+    ends = np.cumsum([0, *(item.span.tiles for item in tiles)]).tolist()
+
+    def one(number: int) -> Ranked:
+        item = tiles[number]
+        return item.block.ranks(item.span, sizes[ends[number] : ends[number + 1]])
+
+    return list(ordered_map(one, range(len(tiles)), threads))
+
+
+def join_ranks(tiles: Sequence[Tiles], found: Sequence[Ranked]) -> Arrays:
+    """Counts, ranks and steps of all tiles, in the order and as wide as `kernels.place` takes them."""
+    small = all(_largest(item.span) <= SMALL_TILE for item in tiles)
+    width = max(item.block.regions[item.span.region][0].tensor.unit_size for item in tiles)
+    return {
+        "counts": np.concatenate([counts for counts, _, _ in found]).astype(np.int32),
+        "ranks": np.concatenate([ranks for _, ranks, _ in found]).astype(np.uint16 if small else np.uint32),
+        "steps": np.concatenate([steps for _, _, steps in found]).astype(f"<u{width}"),
+    }
+
+
+def _largest(span: TileSpan) -> int:
+    return int(np.diff(span.row_cuts).max(initial=1) * np.diff(span.column_cuts).max(initial=1))

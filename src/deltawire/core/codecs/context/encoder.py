@@ -18,10 +18,10 @@ from ...ulps import zigzags_of
 from ..base import Before, Coded
 from . import runs
 from .classes import CLASSES, COLUMN_NEUTRAL, LEVELS, ROW_NEUTRAL, Rule
-from .entropy import MODELS, RATE, SPREADS, SYMBOLS, joined
-from .head import COLUMN_LEVELS, ROW_LEVELS, Grid, Head, exponent, pack_head, pack_sizes
-from .levels import Floats, choose_levels, pack, scale
-from .old import OldBlock, old_block
+from .entropy import MODELS, RATE, SPREADS, SYMBOLS, joined, scale
+from .head import COLUMN_LEVELS, ROW_LEVELS, Grid, Head, exponent, pack_head, pack_levels, pack_sizes
+from .levels import Floats, choose_levels
+from .old_weights import OldBlock, old_block
 from .tiles import TILE, LevelBytes, grid_of, walked
 
 FEW_CHANGES = 200
@@ -126,7 +126,7 @@ def _code(segments: list[Segment], rule: Rule, classes: int, ranks: Any, zigzags
     return Coded(
         {
             "head": pack_head(head),
-            "levels": b"".join(pack(line) for line in levels),
+            "levels": b"".join(pack_levels(line) for line in levels),
             "sizes": pack_sizes(sizes),
             "tiles": out[:size].tobytes(),
         }

@@ -4,6 +4,7 @@ head    u8 version, top, span, leveled, classes, spread; CLASSES bytes of rates;
         which are inverted; u8 number of step tables, each u8 length and its scaled bytes; CLASSES bytes of table
         numbers (only where there are several); per segment: varint grid rows, varint grid columns, u8 flags (1 row
         levels, 2 column levels), i8 rate offset.
+levels  per axis that has them: a table of LEVELS scaled bytes, u32 length, and the range-coded levels.
 sizes   the low bytes of all tile sizes, then the next bytes, as many planes as the largest needs.
 """
 
@@ -15,18 +16,32 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numba import njit
 
 from ...dtypes import Dtype
 from ...errors import CorruptStream, CountMismatch
-from .classes import CLASSES, Rule
-from .entropy import MAX_TILE, SPREADS, SYMBOLS, Cumulative
-from .levels import unscale
-from .tiles import cuts
+from .classes import CLASSES, LEVELS, Rule
+from .entropy import (
+    MAX_TILE,
+    SPREADS,
+    SYMBOLS,
+    Cumulative,
+    coarse,
+    encode_ops,
+    get_symbol,
+    put_symbol,
+    scale,
+    start_decode,
+    unscale,
+)
+from .tiles import LevelBytes, cuts
 
 VERSION = 1
 ROW_LEVELS, COLUMN_LEVELS = 1, 2
 SIZE_PLANES = 4
 """Bytes a tile's size may have."""
+LEVEL_HEAD = LEVELS + 4
+"""Bytes before the coded levels of an axis: their table and their length."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -191,3 +206,46 @@ def _varint(value: int) -> bytes:
         out.append(value & 127 | 128)
         value >>= 7
     return bytes([*out, value])
+
+
+def pack_levels(levels: LevelBytes) -> bytes:
+    """A table of LEVELS bytes, four bytes of length, and the range-coded levels."""
+    table = scale(np.bincount(levels, minlength=LEVELS)[:LEVELS])
+    ops, out = np.empty(levels.size, np.uint64), np.empty(3 * levels.size + 8, np.uint8)
+    size = encode_ops(ops, _write_levels(levels, unscale(table), ops), out, 0)
+    return bytes(table) + int(size).to_bytes(4, "little") + out[:size].tobytes()
+
+
+def unpack_levels(data: npt.NDArray[np.uint8], count: int) -> tuple[LevelBytes, int] | None:
+    """The levels at the start of data and how many bytes they took; None where the bytes do not hold them."""
+    if data.size < LEVEL_HEAD or not data[:LEVELS].any():
+        return None
+    size = int.from_bytes(data[LEVELS:LEVEL_HEAD].tobytes(), "little")
+    if size > data.size - LEVEL_HEAD:
+        return None
+    table, out = unscale(data[:LEVELS].tolist()), np.empty(count, np.uint8)
+    if (
+        not _read_levels(data[LEVEL_HEAD : LEVEL_HEAD + size], table, coarse([table]), out)
+        or int(out.max(initial=0)) >= LEVELS
+    ):
+        return None
+    return out, LEVEL_HEAD + size
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _write_levels(levels: Any, tables: Any, ops: Any) -> Any:
+    at = 0
+    for level in levels:
+        at = put_symbol(ops, at, tables, 0, level)
+    return at
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _read_levels(data: Any, tables: Any, first: Any, out: Any) -> Any:
+    code, span, at = start_decode(data, 0, data.size)
+    for i in range(out.size):
+        code, span, at, level = get_symbol(code, span, at, data, data.size, tables, first, 0)
+        out[i] = level
+        if at > data.size + 4:
+            return False
+    return at >= data.size

@@ -6,7 +6,6 @@ itself, and drops the levels of a segment that do not pay as a whole. In RL most
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ import numpy.typing as npt
 from numba import njit
 
 from .classes import COLUMN_NEUTRAL, DEAD, LEVELS, ROW_NEUTRAL, Table, changes_by_line
-from .entropy import SYMBOLS, Cumulative, coarse, encode_ops, get_symbol, put_symbol, quantise, start_decode
-from .old import OldBlock
+from .head import LEVEL_HEAD
+from .old_weights import OldBlock
 from .tiles import LevelBytes
 
 MIN_GAIN = 0.03
@@ -29,9 +28,6 @@ ENOUGH = 4096
 
 MARGIN = 4
 """Likelihoods below the least likely exponent, and above the likeliest, that levels may lead to."""
-
-HEAD = LEVELS + 4
-"""Bytes before the coded levels of an axis: their table and their length."""
 
 Floats = npt.NDArray[Any]
 
@@ -105,7 +101,7 @@ def _choose(seen: Floats, hit: Floats, base: Floats, neutral: int, dead: bool) -
         changed, total = 4.0 * base, np.full(base.size, 4.0)
         _recount(*lines, neutral, dead, changed, total)
         rate = np.clip(changed / total, 1e-7, 0.98)
-    saved = _saved(still, hit, *_moves(base, neutral, dead), cost, picked) - 8 * HEAD
+    saved = _saved(still, hit, *_moves(base, neutral, dead), cost, picked) - 8 * LEVEL_HEAD
     return picked if saved > MIN_GAIN * hit.sum() else None
 
 
@@ -159,67 +155,3 @@ def _recount(still: Any, hit: Any, picked: Any, neutral: Any, dead: Any, changed
                 to = min(max(x + picked[i] - neutral, 0), still.shape[1] - 1)
                 changed[to] += hit[i, x]
                 total[to] += hit[i, x] + still[i, x]
-
-
-# ── as bytes ──
-
-
-def pack(levels: LevelBytes) -> bytes:
-    """A table of LEVELS bytes, four bytes of length, and the range-coded levels."""
-    table = scale(np.bincount(levels, minlength=LEVELS)[:LEVELS])
-    ops, out = np.empty(levels.size, np.uint64), np.empty(3 * levels.size + 8, np.uint8)
-    size = encode_ops(ops, _write(levels, unscale(table), ops), out, 0)
-    return bytes(table) + int(size).to_bytes(4, "little") + out[:size].tobytes()
-
-
-def unpack(data: npt.NDArray[np.uint8], count: int) -> tuple[LevelBytes, int] | None:
-    """The levels at the start of data and how many bytes they took; None where the bytes do not hold them."""
-    if data.size < HEAD or not data[:LEVELS].any():
-        return None
-    size = int.from_bytes(data[LEVELS:HEAD].tobytes(), "little")
-    if size > data.size - HEAD:
-        return None
-    table, out = unscale(data[:LEVELS].tolist()), np.empty(count, np.uint8)
-    if not _read(data[HEAD : HEAD + size], table, coarse([table]), out) or int(out.max(initial=0)) >= LEVELS:
-        return None
-    return out, HEAD + size
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _write(levels: Any, tables: Any, ops: Any) -> Any:
-    at = 0
-    for level in levels:
-        at = put_symbol(ops, at, tables, 0, level)
-    return at
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _read(data: Any, tables: Any, first: Any, out: Any) -> Any:
-    code, span, at = start_decode(data, 0, data.size)
-    for i in range(out.size):
-        code, span, at, level = get_symbol(code, span, at, data, data.size, tables, first, 0)
-        out[i] = level
-        if at > data.size + 4:
-            return False
-    return at >= data.size
-
-
-def scale(counts: npt.NDArray[np.int64]) -> list[int]:
-    """Counts as bytes of a small float, the largest near 255; 0 is absent.
-
-    Eight steps an octave: coarse by 3 %, which costs 0.0005 bits a symbol.
-    """
-    top = max(int(counts.max(initial=0)), 1)
-    out = []
-    for count in counts.tolist():
-        # as (8 + m) << e
-        x = count / top * (15 << 31)
-        e = max(0, int(np.log2(max(x, 1.0) / 8)))
-        out.append(min(max(1 + 8 * e + round(x / 2.0**e) - 8, 1), 255) if count else 0)
-    return out
-
-
-def unscale(table: Sequence[int]) -> Cumulative:
-    """The frequencies that scaled bytes stand for, as a cumulative table."""
-    weights = [float((8 + (v - 1) % 8) << ((v - 1) // 8)) if v else 0.0 for v in table]
-    return quantise(weights + [0.0] * (SYMBOLS - len(weights)))

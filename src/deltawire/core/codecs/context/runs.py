@@ -171,12 +171,12 @@ def encode_tiles(
 
 
 @njit(**LEAN)
-def decode_tile(
-    data: Any, start: Any, end: Any, n: Any, rates: Any, inverse: Any, spread: Any, step_tables: Any,
-    step_coarse: Any, step_table: Any, step_limit: Any, models: Any, k: Any, ranks: Any, zigzags: Any,
-) -> Any:  # fmt: skip
-    """Counts k, ranks and zigzagged steps of one tile; returns (error, how many)."""
-    gap_tables, gap_coarse, count_tables, count_coarse, shifts, rate_of = models
+def decode_tile(coding: Any, start: Any, end: Any, n: Any, k: Any, ranks: Any, zigzags: Any) -> Any:
+    """Counts k, ranks and zigzagged steps of the tile whose string is data[start:end]; returns (error, how many)."""
+    (
+        data, rates, inverse, spread, step_tables, step_coarse, step_table, step_limit,
+        gap_tables, gap_coarse, count_tables, count_coarse, shifts, rate_of,
+    ) = coding  # fmt: skip
     code, span, pos = start_decode(data, start, end)
     at = 0
     k[0] = 0

@@ -27,7 +27,7 @@ from .tiles import LevelBytes, Matrix, cuts, padded, walked, widest
 Counts = npt.NDArray[np.int64]
 Levels = tuple[LevelBytes | None, LevelBytes | None]
 """Of a region's rows and columns; None where all are neutral."""
-Ranked = tuple[Counts, Counts, npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
+RankedChanges = tuple[Counts, Counts, npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
 """Of a region, per tile and class: weights, changed ones; and of each change, tile by tile and class by class, its rank
 and zigzagged step."""
 
@@ -54,7 +54,7 @@ class OldBlock(Protocol):
         rule: Table,
         levels: Sequence[Levels],
         grids: Sequence[tuple[int, int]],
-    ) -> list[Ranked]:
+    ) -> list[RankedChanges]:
         """Changes of all regions within the tiles of grids. The last call: memory may be given back."""
         ...
 
@@ -107,8 +107,8 @@ class HostBlock:
         rule: Table,
         levels: Sequence[Levels],
         grids: Sequence[tuple[int, int]],
-    ) -> list[Ranked]:
-        result: list[Ranked] = []
+    ) -> list[RankedChanges]:
+        result: list[RankedChanges] = []
         for old, change, steps, pair, grid in zip(self._old, changes, zigzags, levels, grids, strict=True):
             positions = np.ascontiguousarray(change.positions, np.uint32)
             n, k = (np.zeros((grid[0] * grid[1], CLASSES), np.int64) for _ in range(2))
