@@ -1,7 +1,7 @@
 """Models of transformers as `save_pretrained` writes them: the checkpoint's names and shapes, as views of live weights.
 
 transformers 5 fuses weights when it loads a checkpoint (all experts of a layer are one tensor) and undoes that when it
-saves. Engines read checkpoints, so the checkpoint's names travel. What the conversion does is found out with tensors
+saves. Engines read checkpoints, so the checkpoint's names are published. The conversion is found out with tensors
 that have no data: nearly all of it is cutting, and a cut is a view of the live weight, so nothing is copied.
 
 torch and transformers are only used where the caller already has, by way of the model it passed.
@@ -66,7 +66,7 @@ _conversions: WeakKeyDictionary[Any, _Conversion] = WeakKeyDictionary()
 
 
 def is_pretrained(model: Any) -> bool:
-    """Whether it is a model of transformers. Those wrapped in something else are not."""
+    """Whether it is a model of transformers, without a wrapper."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 

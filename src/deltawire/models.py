@@ -1,6 +1,6 @@
-"""What people hand us: numpy mappings, torch modules and state dicts, seen as named bits.
+"""Weights of numpy mappings, torch modules and state dicts, read as named bits.
 
-torch is never imported here; it is only used where the caller already has, by way of the objects it passed.
+torch is never imported here; it is used only where the caller has imported it, through the objects it passed.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def tensors_of(model: Any, *, buffers: bool = True) -> dict[str, Any]:
 def live_tensors(model: Any) -> dict[str, Any]:
     """The named tensors of a model as memory that can be written to.
 
-    UnsupportedTensor where some are computed for whoever asks (merged adapters, gathered shards, rearranged experts,
+    UnsupportedTensor where some are computed on every access (merged adapters, gathered shards, rearranged experts,
     a mapping that loads its values): what is written to such a copy is lost.
     """
     tensors = tensors_of(model)
@@ -140,7 +140,7 @@ def live_tensors(model: Any) -> dict[str, Any]:
 
 
 def whereabouts(model: Any) -> dict[str, Any] | None:
-    """Which memory a model's tensors are, by name; None for what is neither a module nor a mapping."""
+    """Identity of the memory of a model's tensors, by name; None for what is neither a module nor a mapping."""
     if not isinstance(model, Mapping) and not is_module(model):
         return None
     return {name: _identity(tensor) for name, tensor in tensors_of(model).items()}
@@ -153,13 +153,13 @@ def checkpoint_of(model: Any) -> Any:
 
 
 def class_name(model: Any) -> str:
-    """What class a module is of, without what wraps it; empty for a mapping."""
+    """Name of a module's class, without its wrappers; empty for a mapping."""
     # fully_shard puts its own class before the model's
     return type(checkpoint_of(model)).__name__.removeprefix("FSDP") if is_module(model) else ""
 
 
 def files_of(model: Any, wire_dtype: str | None) -> dict[str, bytes]:
-    """The files that go with a model of transformers whose weights travel in a wire dtype; none for others."""
+    """The files of a model of transformers whose weights are published in a wire dtype; none for other models."""
     owner = checkpoint_of(model)
     if not is_pretrained(owner):
         return {}
@@ -177,10 +177,10 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a view found out about a model, without the model."""
+    """What a view has found out about a model. Does not reference the model."""
 
     where: Any
-    """Its tensors, see `_whereabouts`."""
+    """Its tensors, see `_memory_of`."""
     wire: str | None
     """The torch dtype that floating-point weights are cast to."""
     schema: Schema
@@ -215,7 +215,7 @@ class ModelView:
         self._wire = _WIRE_DTYPES[wire_dtype] if wire_dtype else None
         tensors = tensors_of(model, buffers=buffers)
         _check(tensors)
-        where = _whereabouts(tensors)
+        where = _memory_of(tensors)
         if known is not None and (known.where, known.wire) == (where, self._wire):
             self.known: Known | None = known
             self.schema: Schema = known.schema
@@ -250,7 +250,7 @@ class ModelView:
         return devices.pop() if len(devices) == 1 and tensors[0].device.type == "cuda" else None
 
     def wire_dtype(self, name: str) -> Any:
-        """The torch dtype that a torch tensor travels in."""
+        """The torch dtype that a torch tensor is published in."""
         tensor = self._tensors[name]
         return getattr(sys.modules["torch"], self._wire) if self._wire and self._casts(name, tensor) else tensor.dtype
 
@@ -308,12 +308,12 @@ def torch_bits(tensor: Any) -> Bits:
 
 
 def dtype_of(tensor: Any) -> str:
-    """The dtype of an array or tensor as it is, by the name it travels under."""
+    """The dtype of an array or tensor, by its name in the format."""
     return _TORCH_DTYPES[str(tensor.dtype)] if is_torch(tensor) else dtypes.of_numpy(np.asarray(tensor))
 
 
 def torch_dtype(name: str) -> Any:
-    """The torch dtype that travels under a name."""
+    """The torch dtype that has this name in the format."""
     found = next(torch_name for torch_name, known in _TORCH_DTYPES.items() if known == name)
     return getattr(sys.modules["torch"], found.removeprefix("torch."))
 
@@ -331,7 +331,7 @@ def like(template: Any, bits: Bits) -> Any:
 
 
 def require_schema(view: ModelView, schema: Schema, what: str) -> None:
-    """The model must be exactly what the run carries, ties included."""
+    """Raise SchemaMismatch unless the model has exactly the run's schema, ties included."""
     if view.schema != schema:
         schema.require_equal(view.schema, ours="the run", theirs=what)
         raise SchemaMismatch(f"{what} differs from the run's schema")
@@ -365,8 +365,8 @@ def _unreadable(tensor: Any) -> str:
     return ""
 
 
-def _whereabouts(tensors: Mapping[str, Any]) -> Any:
-    """Equal as long as all tensors are what they were and lie where they did. None where that cannot be told."""
+def _memory_of(tensors: Mapping[str, Any]) -> Any:
+    """Equal as long as no tensor was replaced or moved. None where that cannot be known."""
     values, torch = list(tensors.values()), sys.modules.get("torch")
     if torch is None or not all(issubclass(kind, torch.Tensor) for kind in set(map(type, values))):
         identities = {name: _identity(value) for name, value in tensors.items()}
@@ -381,7 +381,7 @@ def _whereabouts(tensors: Mapping[str, Any]) -> Any:
 
 
 def _identity(tensor: Any) -> tuple[Any, ...] | None:
-    """Equal for two names of one piece of memory. None for what shares nothing with anybody."""
+    """Equal for two names of one piece of memory. None for a value that shares no memory."""
     if is_torch(tensor):
         try:
             if tensor.numel() == 0:

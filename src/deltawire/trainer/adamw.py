@@ -200,7 +200,7 @@ class DeltaAdamW(torch.optim.AdamW):
             self._written.record(torch.cuda.current_stream(self._cut().device))
 
     def _strayed(self) -> bool:
-        """Whether somebody else wrote to a parameter."""
+        """Whether anything but `step` wrote to a parameter."""
         return self._writes() != self._versions
 
     def _writes(self) -> list[int]:
@@ -285,7 +285,7 @@ class LoggedParameters:
         self._optimizer._follow()
 
     def give_back(self, found: ops.Noted) -> None:
-        # what the log had is gone: as if somebody else had written
+        # the log is lost: the next publish must compare with the bucket
         self._optimizer._versions = []
 
     def changes(self, found: ops.Noted) -> list[Change]:
@@ -340,7 +340,7 @@ class _Kept:
         squares: list[Tensor | None],
         counts: Tensor,
     ) -> None:
-        # no gradient is kept: it would not be freed when the trainer lets go of it
+        # no reference to a gradient: it would not be freed when training drops it
         self._params, self._averages, self._squares, self.counts = params, averages, squares, counts
         self.written = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
         self._elements, self._device = elements, elements.device

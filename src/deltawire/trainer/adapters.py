@@ -21,7 +21,7 @@ from ..models import is_peft, unwrapped
 
 
 def adapter(model: Any, name: str | None = None) -> Adapter:
-    """The adapter of a PeftModel, by default the active one, as `model.save_pretrained` would write it.
+    """Return the adapter of a PeftModel, by default the active one, as `model.save_pretrained` would write it.
 
     `replica.sync(adapter(model))` is the other direction: a run's adapter into a live model.
     """
@@ -34,7 +34,7 @@ def adapter(model: Any, name: str | None = None) -> Adapter:
 
 
 def merged(model: Any) -> Merged:
-    """The base weights of a PeftModel with its active adapters merged, as `merge_and_unload` would leave them.
+    """Return the base weights of a PeftModel with its active adapters merged, as `merge_and_unload` would leave them.
 
     The model itself stays as it is. Every publish makes a copy of the layers that an adapter touches, merges there as
     PEFT does, and frees it once what changed is known.
@@ -71,7 +71,7 @@ def _require_no_ties(base: Any) -> None:
 
 
 class _View:
-    """Named tensors that are treated as those of a module: fp32 travels as bf16 unless the publisher says otherwise."""
+    """Named tensors that are treated as those of a module: by default fp32 is published as bf16."""
 
     def __init__(self, peft_model: Any) -> None:
         self._model = peft_model

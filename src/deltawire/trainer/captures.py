@@ -1,8 +1,8 @@
-"""Changes on their way to the bucket.
+"""Changes that are captured and not yet in the bucket.
 
 A detector holds the weights captured last. A capture keeps the old and new bits of everything it changed, so any
 earlier state is the detector's with later captures undone: an anchor of version 40 can be uploaded while the trainer is
-already at 43, with one copy of the model, or none but the trainer's own.
+already at 43, with one copy of the model, or none besides the trainer's own.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
     take      read writer.json → write it with the next epoch and a mark of our own → wait → it must still be ours
     confirm   before and after every commit: it is still ours, and so is the manifest that was just written
 
-Whoever wrote writer.json last may publish; the one before finds that out at its next commit and stops. So a run whose
-trainer crashed is taken over by starting another one, and of two that start together one gives up.
+The trainer that wrote writer.json last may publish; the one before notices that at its next commit and stops. So after
+a crash another trainer can simply be started, and of two that start together one fails with WriterConflict.
 
-Between a loser's last look and its write no store without conditions can stop it. But it then writes one manifest only,
-that of the version after the last one it knew, which is the first version of whoever took over: so that one is looked
-at before every later commit, and put back. Data is safe in any case, its keys carry the writer's mark; and a replica
-that met the wrong manifest finds that the next delta does not fit, before it touches a weight, and plans anew.
+Between the last check of the trainer that lost and its write, no store without conditions can stop it. But it writes
+one manifest only, of the version after the last one it knew, which is the first version of its successor: the successor
+checks that manifest before every later commit, and restores it. Data is safe in any case, its keys carry the writer's
+mark; and a replica that read the wrong manifest finds that the next delta does not fit, before it touches a weight, and
+plans anew.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Claim:
 
     @classmethod
     def take(cls, store: Store, sleep: Callable[[float], None] = time.sleep) -> Claim:
-        """WriterConflict if another trainer claims the run at the same moment."""
+        """Claim the run. Raises WriterConflict if another trainer claims it at the same moment."""
         before, _ = _read(store)
         claim = cls(store, Writer(before.epoch + 1 if before else 1, secrets.token_hex(8), now()))
         if before is not None:
@@ -65,17 +66,17 @@ class Claim:
         return claim
 
     def check(self) -> None:
-        """Before a commit: WriterConflict if somebody else has claimed the run."""
+        """Before a commit: raise WriterConflict if another trainer has claimed the run."""
         self._look()
         self._guard()
 
     def confirm(self, key: str, manifest: bytes) -> None:
-        """After a commit: WriterConflict if it may not hold."""
+        """After a commit: raise WriterConflict if another trainer has claimed the run or overwritten the manifest."""
         self._look()
         try:
             found = self._changed(key, None, _MAX_MANIFEST)
         except ObjectNotFound:
-            return  # it will show; nobody has contradicted it
+            return  # not visible yet, and not overwritten
         if found is None or found.data != manifest:
             raise WriterConflict(f"{self._store.url}/{key} was written over by another trainer; {_ADVICE}")
         if self._first is None:
@@ -97,7 +98,7 @@ class Claim:
             return Fetched(b"", None)
 
     def _guard(self) -> None:
-        """Put back the first manifest if a trainer that had lost the run wrote over it (see above)."""
+        """Restore the first manifest if a trainer that had lost the run overwrote it (see above)."""
         if self._first is None:
             return
         key, manifest, etag = self._first

@@ -130,7 +130,7 @@ class Ranks(Group):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far a rank is when all ranks meet."""
+    """What a rank reports before a version is written."""
 
     publishes: int
     """Number of its newest publish."""
@@ -151,7 +151,7 @@ class Meeting:
         self._waits_since: float | None = None
 
     def meet(self, publishes: int, changed: int = 0, *, closed: bool = False) -> list[Standing]:
-        """Exchange standings. Raises OutOfStep on all ranks if some are closed and others are not."""
+        """Exchange reports with all ranks. Raises OutOfStep on all of them if some are closed and others are not."""
         self._waits_since = time.monotonic()
         heard = self._group.exchange(Standing(publishes, changed, closed))
         self._waits_since = None

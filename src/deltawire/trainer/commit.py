@@ -47,7 +47,7 @@ class Companions:
 
 
 class Committer:
-    """Knows the versions of a run and appends to them. One per live publisher."""
+    """Appends versions to a run, of which it has all summaries. One per publisher, used by one thread at a time."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -105,7 +105,7 @@ class Committer:
     ) -> Manifest:
         """Create the manifest of the next version.
 
-        WriterConflict if somebody else has it already; RunNotFound or RunReplaced if the run was deleted meanwhile.
+        Raises WriterConflict if another trainer has created it; RunNotFound or RunReplaced if the run was deleted.
         """
         version, named = self.next_version, self._put_files(files)
         # a skip delta that is larger than any reader accepts is left for prune: the way around it is shorter
@@ -165,13 +165,13 @@ class Committer:
         except VersionNotFound:
             return None
         if manifest.writer != self._unsure:
-            return None  # somebody else's: the next commit will meet it
+            return None  # another trainer's: the next commit raises WriterConflict
         log.warning("version %d was committed after all", manifest.version)
         self._committed(manifest)
         return manifest
 
     def check_run(self) -> None:
-        """Nothing is committed into a run that was deleted or replaced. The claim, where there is one, went with it."""
+        """Raise RunNotFound, RunReplaced or WriterConflict if this publisher may not commit to the run any more."""
         if self._claim is None:
             self.run.check_present()
             return

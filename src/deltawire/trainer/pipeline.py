@@ -16,33 +16,32 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from ..bucket.references import find_reference, reference_source
 from ..bucket.replay import State
 from ..bucket.run import Run
 from ..core import full
-from ..core.change import Block, Region, whole
 from ..core.digest import StateDigest
 from ..core.errors import DivergedRun, RunNotFound, SchemaMismatch
 from ..core.full import Source
 from ..core.manifest import Link, Manifest
 from ..core.schema import Schema
-from ..models import Known, ModelView
+from ..models import Model
 from ..store import Store
 from .background import Background, Captured
 from .captures import Capture, Captures
 from .collective import LAST_WAIT, Group, Meeting, Ranks
-from .commit import Committer, Companions
+from .commit import Committer
 from .detectors import Detector, HostDetector, SnapshotLost, TooLarge, default_detector
-from .policy import AnchorPolicy, EncodingChooser
+from .local import LocalModel
 from .resume import OTHER_MODEL, rebuild
 from .stream import Stream, Watched
-from .writer import PendingVersion, Progress, Published, PublishHandle, VersionWriter, log_version
+from .writer import PendingVersion, Progress, Published, PublishHandle, PublishOptions, VersionWriter, log_version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,57 +49,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltawire")
 
 MIN_PENDING = 64 << 20
-
-
-@dataclass(slots=True)
-class PublishOptions:
-    """What the user asked of the publisher, explained there; name and files of the model once it is known."""
-
-    chooser: EncodingChooser
-    policy: AnchorPolicy
-    files: Companions
-    wire_dtype: str | None
-    buffers: bool
-    detector: Detector | None
-    skip_every: int | None
-    reference: str | None
-    model_name: str
-    max_pending: int | None
-    base: Path | None
-    continues: bool
-    on_version: Callable[[Published], object] | None
-
-
-class LocalModel(Protocol):
-    """What this process holds of a model: all of it (`WholeModel`), or regions of its tensors (`shards.Shards`)."""
-
-    streams: bool
-    """Whether a change that is too dense to hold is compared while it is encoded."""
-
-    @property
-    def regions(self) -> Sequence[Region]:
-        """What this process writes."""
-        ...
-
-    def open(self, model: Any, group: Group) -> tuple[Schema, Source]:
-        """Agree on what each rank writes. Returns the checkpoint's schema and the weights that this one writes."""
-        ...
-
-    def source(self, model: Any) -> Source:
-        """The present weights. Raises SchemaMismatch if this is another model than the one opened."""
-        ...
-
-    def detector(self, source: Source) -> Detector:
-        """A detector that is bound to these weights."""
-        ...
-
-    def plan(self, detector: Detector) -> list[Block] | None:
-        """Where the regions of a detector's plan are in the checkpoint; None if they are the same."""
-        ...
-
-    def digest(self, source: Source, detector: Detector) -> StateDigest:
-        """State digest of these weights, or their share in that of the model."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +67,13 @@ class Pipeline:
         self._store, self._options = store, options
         self.together = group is not None
         """Whether this is one of the ranks of a process group, which may be the only one."""
-        self._local: LocalModel
+        # one group for the training thread, one for the background thread
         if group is None:
-            self._local, self._group, self._writers = WholeModel(options, store.url), Group(), Group()
+            self._local, self._group, self._writers = LocalModel(options, store.url), Group(), Group()
         else:
             from .shards import Shards
 
-            self._local = Shards(options.wire_dtype, options.buffers, options.detector)
-            # one for the training thread, one for the background thread
-            self._group, self._writers = Ranks(group), Ranks(group)
+            self._local, self._group, self._writers = Shards(options, store.url), Ranks(group), Ranks(group)
         self._meeting = Meeting(self._writers)
         self._publishes = 0
         leave = (lambda: self._meeting.leave(self._publishes)) if self.together else None
@@ -146,7 +92,7 @@ class Pipeline:
 
     def publish(
         self,
-        model: Any,
+        model: Model | Source,
         step: int | None,
         metrics: Mapping[str, float],
         wait: bool,
@@ -176,7 +122,7 @@ class Pipeline:
         self.background.submit(waiting or pending)
         return handle
 
-    def resume(self, model: Any) -> int:
+    def resume(self, model: Model | Source) -> int:
         """Take these weights for the run's newest version. Raises DivergedRun if they are not."""
         self._drop()
         self._open(model, must_match=True)
@@ -205,7 +151,7 @@ class Pipeline:
         self.version = self._committer.newest.version if self._committer.newest else None
         return self._committer
 
-    def _open(self, model: Any, progress: Progress | None = None, *, must_match: bool = False) -> Source:
+    def _open(self, model: Model | Source, progress: Progress | None = None, *, must_match: bool = False) -> Source:
         """The weights to compare. At the first call also: open or create the run, and find what to compare with."""
         if self._session is not None:
             source = self._local.source(model)
@@ -247,10 +193,7 @@ class Pipeline:
             captures = Captures(HostDetector.of(state), state.digest, skip_every=options.skip_every)
         else:
             captures = group.each(lambda: self._captures(watched, detector, state))
-        writer = VersionWriter(
-            run, self._committer, self._writers, self._local.regions, options.chooser, options.policy, options.files
-        )
-        writer.start_over = start_over
+        writer = VersionWriter(run, self._committer, self._writers, self._local.regions, options, start_over)
         self._session = _Session(captures, writer)
         # as if earlier publishes had failed: the first one carries them
         self.background.leftover = [*captures.pending]
@@ -289,7 +232,7 @@ class Pipeline:
         return committer.newest
 
     def _difference(self, newest: Manifest, digest: str) -> str:
-        """What a user is told whose weights are not the run's newest version."""
+        """The message for weights that are not the run's newest version."""
         versions = self._committer.versions if self._committer else {}
         same = [version for version, summary in versions.items() if summary.digest == digest]
         what = f"version {same[-1]}" if same else "no version of it"
@@ -344,7 +287,7 @@ class Pipeline:
         began: float,
         progress: Progress | None,
     ) -> PublishHandle:
-        """Compare, encode and take over one block after the other, in the caller's thread: one model copy, no more."""
+        """Compare and encode block by block in the caller's thread, with one copy of the model and no more."""
         self.background.flush()
         if self.background.leftover:
             # the detector is ahead of the bucket by something that was never published
@@ -419,60 +362,3 @@ class Pipeline:
             if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                 raise
             log.exception("on_version failed for version %d, which is published all the same", published.version)
-
-
-class WholeModel:
-    """A model that this process holds all of (`LocalModel`)."""
-
-    streams = True
-
-    def __init__(self, options: PublishOptions, url: str) -> None:
-        self._options, self._url = options, url
-        self._known: Known | None = None
-        """About the model published last, which is usually the next one too."""
-        self._schema: Schema | None = None
-        self._bound = False
-        self.regions: list[Region] = []
-
-    def open(self, model: Any, group: Group) -> tuple[Schema, Source]:
-        self._schema = None
-        source = self.source(model)
-        self._schema = source.schema
-        self.regions = [whole(tensor) for tensor in source.schema.tensors]
-        return source.schema, source
-
-    def source(self, model: Any) -> Source:
-        if isinstance(model, full.Checkpoint):
-            full.check_links(model.folder)
-        if hasattr(model, "schema") and hasattr(model, "region"):
-            source: Source = model
-        else:
-            view = ModelView(model, self._options.wire_dtype, buffers=self._options.buffers, known=self._known)
-            self._known, source = view.known, view
-        if self._schema is not None:
-            self._schema.require_equal(
-                source.schema, ours=f"the run {self._url}", theirs="this model", advice=OTHER_MODEL
-            )
-        return source
-
-    def detector(self, source: Source) -> Detector:
-        given = self._options.detector
-        if given is None:
-            detector = default_detector(source)
-            detector.bind(source)
-            return detector
-        if not self._bound:
-            given.bind(source)
-            self._bound = True
-        if not given.suits(source):
-            raise SchemaMismatch(
-                f"{type(given).__name__} was made for other tensors than those of this model; "
-                "pass the same model to every publish, or a new detector to a new Publisher"
-            )
-        return given
-
-    def plan(self, detector: Detector) -> None:
-        return None
-
-    def digest(self, source: Source, detector: Detector) -> StateDigest:
-        return detector.digest_of(source)

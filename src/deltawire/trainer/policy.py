@@ -22,10 +22,10 @@ _MEMORY = 0.3
 """Weight of a new measurement in a running mean."""
 
 _SMALL = 64 << 10
-"""Uploads below this say more about latency than about the link."""
+"""Bytes of an upload below which its time is mostly latency, so that it does not measure the link."""
 
 _FEW = 1000
-"""Changes below this say little about an encoding."""
+"""Changed weights below which a delta does not measure its encoding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from .adapters import Adapter
 from .collective import LAST_WAIT, group_of, may_share
 from .commit import Companions
 from .detectors import Detector
-from .pipeline import Pipeline, PublishOptions
+from .pipeline import Pipeline
 from .policy import AnchorPolicy, EncodingChooser
-from .writer import Progress, Published, PublishHandle
+from .writer import Progress, Published, PublishHandle, PublishOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -210,7 +210,7 @@ class Publisher:
             # after an error other ranks may wait for this one in the training's own collectives: they do not publish
             self._close(None, LAST_WAIT if kind is None else HURRY)
         except DeltawireError:
-            # an error already on its way out of the block is the one to see
+            # the error that ended the block is the one to raise
             if kind is None:
                 raise
 

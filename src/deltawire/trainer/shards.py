@@ -32,6 +32,7 @@ from .adamw import AdamWDetector, local_tensor
 from .collective import Group
 from .detectors import Detector, HostDetector, default_detector
 from .device import FusedDetector
+from .local import LocalModel
 
 Indices = npt.NDArray[np.int64]
 
@@ -46,7 +47,7 @@ class LocalRegion:
 
     @property
     def name(self) -> str:
-        """Name of the local tensor that stands for it. Sorts as the regions of a tensor do."""
+        """Name of the local tensor. Sorts as the regions of a tensor do."""
         return f"{self.region.tensor.name}@{self.region.row:015d},{self.region.column:015d}"
 
     def cut(self, local: Tensor) -> Tensor:
@@ -55,22 +56,16 @@ class LocalRegion:
         return rows[self.row : self.row + self.region.rows]
 
 
-class Shards:
-    """The regions of a model that this rank holds (`pipeline.LocalModel`)."""
+class Shards(LocalModel):
+    """The regions of a model that this rank holds, out of several ranks."""
 
     streams = False
-    """However dense a change is, it is captured: a rank could not turn to another way on its own."""
+    """However dense a change is, it is captured: a rank cannot decide to stream on its own."""
 
-    def __init__(self, wire_dtype: str | None, buffers: bool, detector: Detector | None) -> None:
-        """`detector` is the user's, for the local tensors."""
-        self._wire, self._buffers, self._detector = wire_dtype, buffers, detector
-        self._known: Any = None
-        self._parts: list[LocalRegion] = []
-        self._schema: Schema | None = None
-        """Of the local tensors."""
+    _parts: Sequence[LocalRegion] = ()
 
     @property
-    def regions(self) -> list[Region]:
+    def regions(self) -> Sequence[Region]:
         return [part.region for part in self._parts]
 
     def open(self, model: Any, group: Group) -> tuple[Schema, Source]:
@@ -89,14 +84,15 @@ class Shards:
         return view
 
     def detector(self, source: Source) -> Detector:
-        if isinstance(self._detector, FusedDetector):
-            # FSDP2 makes the bf16 weights anew for every forward pass and lets go of them: there is no copy to keep
+        given = self._options.detector
+        if isinstance(given, FusedDetector):
+            # FSDP2 makes the bf16 weights anew for every forward pass and frees them: there is no copy to compare with
             raise SchemaMismatch(
                 "sharded training keeps no bf16 copies to compare with; use DeltaAdamW or SnapshotDetector"
             )
-        if isinstance(self._detector, AdamWDetector):
-            self._detector.covers_model = False
-        detector = (self._detector or default_detector(source)) if self._parts else HostDetector()
+        if isinstance(given, AdamWDetector):
+            given.covers_model = False
+        detector = (given or default_detector(source)) if self._parts else HostDetector()
         detector.bind(source)
         return detector
 
@@ -117,7 +113,7 @@ class Shards:
         return total
 
     def _tensors(self, model: Any) -> dict[str, Any]:
-        return tensors_of(model, buffers=self._buffers)
+        return tensors_of(model, buffers=self._options.buffers)
 
     def _schema_of(self, model: Any) -> Schema:
         """The checkpoint's schema. Ties are seen by shared memory, which a rank with an empty shard cannot."""
@@ -127,7 +123,7 @@ class Shards:
             )
         tensors = self._tensors(model)
         with torch.no_grad():
-            local = ModelView({n: _stand_in(t) for n, t in tensors.items()}, self._wire, of=model).schema
+            local = ModelView({n: _stand_in(t) for n, t in tensors.items()}, self._options.wire_dtype, of=model).schema
         specs = [TensorSpec(t.name, t.dtype, tuple(tensors[t.name].shape)) for t in local.tensors]
         return Schema.build(specs, local.ties)
 
@@ -158,7 +154,7 @@ class Shards:
         tensors = self._tensors(model)
         with torch.no_grad():
             local = {part.name: part.cut(_local(tensors[part.region.tensor.name])) for part in self._parts}
-        view = ModelView(local, self._wire, known=self._known, of=model)
+        view = ModelView(local, self._options.wire_dtype, known=self._known, of=model)
         self._known = view.known
         return view
 

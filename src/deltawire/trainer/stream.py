@@ -1,4 +1,4 @@
-"""Publishing with one copy of the model and little more: compare, encode and take over a block at a time.
+"""Publishing with one copy of the model and little more: compare, encode and update the copy, a block at a time.
 
 A capture (captures.py) keeps old and new bits of all that changed, which for a dense change is more than the model.
 Here nothing is kept but the coded bytes, which the delta's writer spools to disk; the price is that the caller waits.
@@ -71,9 +71,9 @@ class Stream:
         return self._detector.region(region)
 
     def _encode(self, block: Block, encoding: str) -> tuple[StateDigest, list[EncodedBlock]]:
-        """Compare, encode and take over a block. Returns how the digest moves, and coded blocks.
+        """Compare and encode a block, and update the copy. Returns how the digest moves, and coded blocks.
 
-        Blocks cover disjoint regions: one may be taken over while others are still being compared.
+        Blocks cover disjoint regions: one may be updated while others are still being compared.
         """
         moved, coded = StateDigest(), []
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
@@ -29,6 +30,7 @@ from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter, EncodedBlo
 from .captures import Changes
 from .collective import Group
 from .commit import Committer, Companions
+from .detectors import Detector
 from .policy import AnchorPolicy, Choice, EncodingChooser
 
 log = logging.getLogger("deltawire")
@@ -95,6 +97,25 @@ class Published:
             "deltawire/bytes": float(self.bytes),
             **{f"deltawire/{name}_ms": 1e3 * seconds for name, seconds in self.timings.items()},
         }
+
+
+@dataclass(slots=True)
+class PublishOptions:
+    """What the user asked of the publisher, explained there; name and files of the model once it is known."""
+
+    chooser: EncodingChooser
+    policy: AnchorPolicy
+    files: Companions
+    wire_dtype: str | None
+    buffers: bool
+    detector: Detector | None
+    skip_every: int | None
+    reference: str | None
+    model_name: str
+    max_pending: int | None
+    base: Path | None
+    continues: bool
+    on_version: Callable[[Published], object] | None
 
 
 class PublishHandle:
@@ -189,16 +210,14 @@ class VersionWriter:
         committer: Committer | None,
         group: Group,
         regions: Sequence[Region],
-        chooser: EncodingChooser,
-        policy: AnchorPolicy,
-        files: Companions,
+        options: PublishOptions,
+        start_over: bool,
     ) -> None:
-        """`committer` is that of rank 0, None on all others. `regions` are those that this rank writes."""
+        """`committer` is that of rank 0, None on all others. `regions` are those that this rank writes. `start_over`:
+        the version before cannot be read, so the first one stands alone, as an anchor."""
         self._run, self._committer, self._group, self._regions = run, committer, group, regions
-        self._chooser, self._policy, self._files = chooser, policy, files
+        self._options, self._start_over = options, start_over
         self._shard: keys.Shard = (group.rank, group.size)
-        self.start_over = False
-        """The version before cannot be read: the next one stands alone, as an anchor."""
 
     def begin(self, changed: int | None, skip_base: int | None) -> Terms:
         """Agree on the next version. `changed` is the number of changed weights where it is known before encoding."""
@@ -207,7 +226,7 @@ class VersionWriter:
             committer = self._rank_0()
             caught_up = committer.catch_up()
             version = committer.next_version
-            choice = self._chooser.choose(committer.run.schema.elements, changed)
+            choice = self._options.chooser.choose(committer.run.schema.elements, changed)
             bases = {v: committer.versions[v].digest for v in (version - 1, skip_base) if v in committer.versions}
             return Terms(version, committer.writer, choice, caught_up.version if caught_up else None, bases)
 
@@ -217,7 +236,7 @@ class VersionWriter:
         """Encode, put and commit. Raises on all ranks if it fails on one."""
         group, changes, began = self._group, pending.changes, time.perf_counter()
         # the first version has full weights alone, and so has one that starts over
-        alone = not terms.version or self.start_over
+        alone = not terms.version or self._start_over
 
         def encode() -> StateDigest:
             for block in () if alone else changes.encode(terms.choice.encoding):
@@ -226,8 +245,8 @@ class VersionWriter:
 
         def wanted(size: int) -> tuple[bool, bool]:
             full_size, versions = self._run.schema.nbytes, self._rank_0().versions
-            anchor = self._policy.wants_anchor(terms.version, size, full_size, versions)
-            with_delta = not alone and self._policy.wants_delta(size, full_size, anchor)
+            anchor = self._options.policy.wants_anchor(terms.version, size, full_size, versions)
+            with_delta = not alone and self._options.policy.wants_delta(size, full_size, anchor)
             return with_delta, anchor or not with_delta
 
         with DeltaWriter(terms.choice.encoding) as delta:
@@ -238,7 +257,7 @@ class VersionWriter:
             kinds = group.first(lambda: wanted(size))
             put = group.together(lambda: self._put(terms, pending, kinds, file, digest, skip))
         manifest = group.first(lambda: self._commit(terms, pending, digest, put, alone))
-        self.start_over = False
+        self._start_over = False
         return Published.of(manifest, self._run.schema.elements, len(pending.handles))
 
     def _finish(self, terms: Terms, base: int, digest: StateDigest, delta: DeltaWriter) -> DataFile:
@@ -286,7 +305,7 @@ class VersionWriter:
             size += file.size
             put_delta(version - 1, file)
             elements = sum(r.units // lookup(r.tensor.dtype).units_per_element for r in self._regions)
-            self._chooser.learn(choice, file, elements, pending.timings["encode"], time.perf_counter() - clock)
+            self._options.chooser.learn(choice, file, elements, pending.timings["encode"], time.perf_counter() - clock)
         if with_anchor and (self._regions or first):
             metadata = {"run": self._run.info.run, "model_version": str(version)}
             metadata["total_params"] = str(self._run.schema.elements)
@@ -336,7 +355,7 @@ class VersionWriter:
             metrics=pending.metrics,
             # of the slowest rank
             timings={name: max(each.timings[name] for each in put) for name in pending.timings},
-            files=self._files,
+            files=self._options.files,
         )
         log_version(manifest, elements, len(pending.handles))
         return manifest

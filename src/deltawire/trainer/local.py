@@ -1,0 +1,85 @@
+"""What this process holds of a model: all of it here, or the parts of one rank in shards.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..core import full
+from ..core.change import Block, Region, whole
+from ..core.digest import StateDigest
+from ..core.errors import SchemaMismatch
+from ..core.full import Source
+from ..core.schema import Schema
+from ..models import Known, ModelView
+from .collective import Group
+from .detectors import Detector, default_detector
+from .resume import OTHER_MODEL
+from .writer import PublishOptions
+
+
+class LocalModel:
+    """What this process holds of a model; this class itself: all of it."""
+
+    streams = True
+    """Whether a change that is too dense to hold is compared while it is encoded."""
+
+    def __init__(self, options: PublishOptions, url: str) -> None:
+        self._options, self._url = options, url
+        self._known: Known | None = None
+        """About the model published last, which is usually the next one too."""
+        self._schema: Schema | None = None
+        """Of the weights that this process writes, once they were opened."""
+        self._bound = False
+
+    @property
+    def regions(self) -> Sequence[Region]:
+        """What this process writes."""
+        return [whole(tensor) for tensor in self._schema.tensors] if self._schema else []
+
+    def open(self, model: Any, group: Group) -> tuple[Schema, Source]:
+        """Agree on what each rank writes. Returns the checkpoint's schema and the weights that this one writes."""
+        self._schema = None
+        source = self.source(model)
+        self._schema = source.schema
+        return source.schema, source
+
+    def source(self, model: Any) -> Source:
+        """The present weights that this process writes. SchemaMismatch if they are others than those opened."""
+        if isinstance(model, full.Checkpoint):
+            full.check_links(model.folder)
+        if hasattr(model, "schema") and hasattr(model, "region"):
+            source: Source = model
+        else:
+            view = ModelView(model, self._options.wire_dtype, buffers=self._options.buffers, known=self._known)
+            self._known, source = view.known, view
+        if self._schema is not None:
+            self._schema.require_equal(
+                source.schema, ours=f"the run {self._url}", theirs="this model", advice=OTHER_MODEL
+            )
+        return source
+
+    def detector(self, source: Source) -> Detector:
+        """A detector that is bound to these weights."""
+        given = self._options.detector
+        if given is None:
+            detector = default_detector(source)
+            detector.bind(source)
+            return detector
+        if not self._bound:
+            given.bind(source)
+            self._bound = True
+        if not given.suits(source):
+            raise SchemaMismatch(
+                f"{type(given).__name__} was made for other tensors than those of this model; "
+                "pass the same model to every publish, or a new detector to a new Publisher"
+            )
+        return given
+
+    def plan(self, detector: Detector) -> list[Block] | None:
+        """Where the regions of a detector's plan are in the checkpoint; None if they are the same."""
+        return None
+
+    def digest(self, source: Source, detector: Detector) -> StateDigest:
+        """State digest of these weights, or their share in that of the model."""
+        return detector.digest_of(source)
