@@ -1,13 +1,14 @@
-"""`deltawire checkout`: a version as a checkpoint folder."""
+"""`deltawire checkout`: write a version as a checkpoint folder."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonOption, ReferenceOption, RunVersionArgument, emit, open_version, progress, size
+from .common import JsonOption, ReferenceOption, RunVersionArgument, emit, fetch_version, open_version, progress, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,17 +34,12 @@ def command(
       deltawire checkout s3://runs/chat -o models/chat --force
     """
     from ..bucket import folder
-    from ..bucket.references import resolver
-    from ..bucket.replay import checkout
-    from ..core import chain
 
     with folder.writing(output):
         _check_place(output, force)
     opened, version = open_version(run)
-    steps = chain.plan(None, version, opened.timeline(version))
     with folder.scratch(output) as made, progress() as bar:
-        fetched = bar("fetch", sum(step.bytes for step in steps))
-        state = checkout(opened, version, resolve=resolver(reference), progress=fetched, steps=steps)
+        state, steps = fetch_version(opened, version, reference, partial(bar, "fetch"))
         manifest = opened.manifest(version)
         folder.fill(made, opened, manifest, state, progress=bar("write", opened.schema.nbytes))
         folder.move_into(made, output, replace=force)

@@ -1,4 +1,4 @@
-"""What the commands share: output for people and for programs, addresses, progress."""
+"""Shared by the commands: output for people and for programs, figures, addresses, progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ..bucket.replay import State
     from ..bucket.run import Run
+    from ..core.chain import Step
+    from ..core.ulps import Histogram
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for programs.")]
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Address of the run.", show_default=False)]
@@ -71,6 +74,16 @@ def emit_line(value: Any, text: str, as_json: bool) -> None:
     import msgspec
 
     print(_escaped(msgspec.json.encode(value).decode()) if as_json else clean_lines(text), flush=True)
+
+
+def pick(value: object, *names: str) -> dict[str, Any]:
+    """These attributes of an object, for JSON."""
+    return {name: getattr(value, name) for name in names}
+
+
+def step_rows(histogram: Histogram) -> list[dict[str, Any]]:
+    """How far weights moved, in ulps, for JSON."""
+    return [{"ulps": name, "up": up, "down": down} for name, up, down in histogram.rows()]
 
 
 def _escaped(json: str) -> str:
@@ -228,6 +241,22 @@ def open_version(text: str) -> tuple[Run, int]:
     where, version = split(text)
     run = Run.open(where)
     return run, resolve(run, version)
+
+
+def fetch_version(
+    run: Run, version: int, reference: Path | None, advance: Callable[[int], Advance], state: State | None = None
+) -> tuple[State, list[Step]]:
+    """Rebuild a version in memory, from `state` on if that is cheaper. Also returns what was fetched.
+
+    `advance` gets the number of bytes to fetch and returns what counts them, such as a progress bar.
+    """
+    from ..bucket.references import resolver
+    from ..bucket.replay import checkout
+    from ..core import chain
+
+    steps = chain.plan(state.version if state else None, version, run.timeline(version))
+    counted = advance(sum(step.bytes for step in steps))
+    return checkout(run, version, state, resolve=resolver(reference), progress=counted, steps=steps), steps
 
 
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────

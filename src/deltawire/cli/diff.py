@@ -1,16 +1,30 @@
-"""`deltawire diff`: how two versions differ, tensor by tensor."""
+"""`deltawire diff`: compare two versions tensor by tensor."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import Bar, JsonOption, ReferenceOption, clean, emit, open_version, percent, print_table, progress
+from .common import (
+    Bar,
+    JsonOption,
+    ReferenceOption,
+    clean,
+    emit,
+    fetch_version,
+    open_version,
+    percent,
+    pick,
+    print_table,
+    progress,
+    step_rows,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +35,10 @@ if TYPE_CHECKING:
     from ..core.full import Source
 
 _SIDE = "RUN[@VERSION]|FOLDER"
+_FIELDS = (
+    "name", "dtype", "shape", "elements", "changed", "max_ulps", "mean_ulps", "norm", "relative", "not_finite",
+)  # fmt: skip
+"""What is said of a tensor in JSON, beside its steps."""
 
 
 def command(
@@ -114,10 +132,16 @@ def _sides(old: str, new: str | None) -> tuple[_Side, _Side]:
 def _open(first: _Side, second: _Side, scratch: Path, reference: Path | None, bar: Bar) -> tuple[Source, Source]:
     from ..core.full import Checkpoint, write_checkpoint
 
+    def fetched(side: _Side, state: State | None = None) -> State:
+        assert side.run is not None
+        assert side.version is not None
+        label = partial(bar, f"fetch v{side.version}")
+        return fetch_version(side.run, side.version, reference, label, state)[0]
+
     if first.run is None:
         state, before = None, Checkpoint(first.folder)
     else:
-        state = _checkout(first.run, first.version, None, reference, bar)
+        state = fetched(first)
         if second.run is None:
             return state, Checkpoint(second.folder)
         # one of the two in memory is enough
@@ -127,22 +151,10 @@ def _open(first: _Side, second: _Side, scratch: Path, reference: Path | None, ba
             state = None
     if second.run is None:
         return before, Checkpoint(second.folder)
-    return before, _checkout(second.run, second.version, state, reference, bar)
+    return before, fetched(second, state)
 
 
-def _checkout(run: Run, version: int | None, state: State | None, reference: Path | None, bar: Bar) -> State:
-    """The weights of a version, from `state` on where a path leads on from there."""
-    from ..bucket.references import resolver
-    from ..bucket.replay import checkout
-    from ..core import chain
-
-    assert version is not None
-    steps = chain.plan(state.version if state else None, version, run.timeline(version))
-    fetched = bar(f"fetch v{version}", sum(step.bytes for step in steps))
-    return checkout(run, version, state, resolve=resolver(reference), progress=fetched, steps=steps)
-
-
-# ── what is said ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the result ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _value(first: _Side, second: _Side, found: list[TensorDifference], apart: dict[str, list[str]]) -> dict[str, Any]:
@@ -162,30 +174,10 @@ def _value(first: _Side, second: _Side, found: list[TensorDifference], apart: di
         "elements": elements,
         "norm": norm,
         "relative": norm / old_norm if old_norm else None,
-        "steps": _steps(total),
-        "tensors": [_tensor(difference) for difference in found],
+        "steps": step_rows(total),
+        "tensors": [{**pick(difference, *_FIELDS), "steps": step_rows(difference.histogram)} for difference in found],
         **apart,
     }
-
-
-def _tensor(found: TensorDifference) -> dict[str, Any]:
-    return {
-        "name": found.name,
-        "dtype": found.dtype,
-        "shape": found.shape,
-        "elements": found.elements,
-        "changed": found.changed,
-        "max_ulps": found.max_ulps,
-        "mean_ulps": found.mean_ulps,
-        "norm": found.norm,
-        "relative": found.relative,
-        "not_finite": found.not_finite,
-        "steps": _steps(found.histogram),
-    }
-
-
-def _steps(histogram: Any) -> list[dict[str, Any]]:
-    return [{"ulps": name, "up": up, "down": down} for name, up, down in histogram.rows()]
 
 
 def _lines(value: dict[str, Any]) -> Iterator[str]:
@@ -211,7 +203,7 @@ def _render(out: Console, value: dict[str, Any], all: bool) -> None:
     if value["same"]:
         out.print(f"the same, bit for bit: {value['elements']:,} weights in {len(value['tensors'])} tensors")
         return
-    norm = f"‖Δ‖ {value['norm']:.4g}" + (f", {_share(value['relative'])} of ‖old‖" if value["relative"] else "")
+    norm = f"‖Δ‖ {value['norm']:.4g}" + (f", {value['relative']:.2g} of ‖old‖" if value["relative"] else "")
     share = percent(value["changed"], value["elements"])
     same = sum(not row["changed"] for row in value["tensors"])
     still = f"; {same} tensors did not change" if same and not all else ""
@@ -230,9 +222,5 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "–" if row["max_ulps"] is None else f"{row['max_ulps']:,}",
         "–" if row["mean_ulps"] is None else f"{row['mean_ulps']:.3g}",
         f"{row['norm']:.3g}",
-        "–" if row["relative"] is None else _share(row["relative"]),
+        "–" if row["relative"] is None else f"{row['relative']:.2g}",
     ]
-
-
-def _share(value: float) -> str:
-    return f"{value:.2g}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .common import JsonOption, clean, complain, duration, emit, ended_by_sigterm
 
 if TYPE_CHECKING:
-    from ..bucket.doctor import Finding, Report
+    from ..bucket.doctor import Finding
 
 _MARKS = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "–"}
 
@@ -51,48 +51,37 @@ def command(
       deltawire doctor s3://runs/chat --server http://localhost:8000
       deltawire doctor s3://runs/chat@best --server http://localhost:8000
     """
+    said = None if json else _say
     if server is not None:
-        _server(server, run, token_file, json)
-        return
-    if run is None:
+        from ..engines import doctor as servers
+        from ..engines.access import read_token
+
+        report = servers.examine(server, read_token(token_file), run, said)
+        value = {"server": server, "healthy": report.healthy, "checks": report.findings}
+        failed, code = f"{server} does not follow a run as it should; failed", 1
+    elif run is not None:
+        from ..bucket import doctor as stores
+        from ..bucket.versions import split
+        from ..store import open_store
+
+        # no patience on top of the client's own: what is wrong is to be seen now
+        store = open_store(split(run)[0], retry=False)
+        with ended_by_sigterm():
+            report = stores.examine(store, said)
+        figures = {name: round(value, 6) for name, value in report.figures.items()}
+        value = {"run": report.run, "healthy": report.healthy, "checks": report.findings, "figures": figures}
+        failed, code = f"{report.run} does not do what a run needs", 5
+    else:
         raise typer.BadParameter("name a run: deltawire doctor RUN, or a server: deltawire doctor --server URL")
-    from ..bucket.doctor import examine
-    from ..bucket.versions import split
-    from ..store import open_store
-
-    # no patience on top of the client's own: what is wrong is to be seen now
-    store = open_store(split(run)[0], retry=False)
-    with ended_by_sigterm():
-        report = examine(store, None if json else _say)
-    emit(_value(report), lambda out: None, json)
+    # for people each finding is printed when it is made
+    emit(value, lambda out: None, json)
     if not report.healthy:
         bad = [finding.check for finding in report.findings if finding.verdict == "failed"]
-        complain(f"{report.run} does not do what a run needs: {', '.join(bad)}")
-        raise typer.Exit(5)
-
-
-def _server(url: str, run: str | None, token_file: Path | None, json: bool) -> None:
-    from ..engines.access import read_token
-    from ..engines.doctor import examine
-
-    report = examine(url, read_token(token_file), run, None if json else _say)
-    emit({"server": url, "healthy": report.healthy, "checks": report.findings}, lambda out: None, json)
-    if not report.healthy:
-        bad = [finding.check for finding in report.findings if finding.verdict == "failed"]
-        complain(f"{url} does not follow a run as it should; failed: {', '.join(bad)}")
-        raise typer.Exit(1)
+        complain(f"{failed}: {', '.join(bad)}")
+        raise typer.Exit(code)
 
 
 def _say(finding: Finding) -> None:
-    """At once: a step may take its time, and the next may be the one that hangs."""
+    """Print a finding at once: the next check may hang."""
     took = duration(finding.seconds) if finding.seconds else ""
     typer.echo(f"{_MARKS[finding.verdict]} {finding.check:<19}{took:>8}  {clean(finding.detail)}")
-
-
-def _value(report: Report) -> dict[str, Any]:
-    return {
-        "run": report.run,
-        "healthy": report.healthy,
-        "checks": report.findings,
-        "figures": {name: round(value, 6) for name, value in report.figures.items()},
-    }

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -16,9 +17,11 @@ from .common import JsonOption, ReferenceOption, RunArgument, complain, duration
 
 if TYPE_CHECKING:
     from ..bucket.current import CurrentFolder
-    from ..bucket.replay import State
     from ..bucket.run import Run
+    from ..core.errors import DeltawireError
     from ..replica import Replica
+
+T = TypeVar("T")
 
 RETRY_S = 5.0
 """Seconds between attempts to write a folder."""
@@ -65,7 +68,9 @@ def command(
           --exec 'curl -fsS -X POST localhost:8000/reload'
     """
     from ..bucket.current import CurrentFolder
+    from ..bucket.run import Run
     from ..bucket.versions import address_only
+    from ..core.errors import FolderError, RunNotFound
     from ..replica import Replica
 
     if folder is None and exec is None:
@@ -79,57 +84,40 @@ def command(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--id") from None
     with ended_by_sigterm(), CurrentFolder(folder) if folder is not None else nullcontext() as current:
-        keeper = _Keeper(_open(run, poll, wait=not once), current)
-        reached = _once(replica, keeper.state) if once else replica.follow(keeper.state, poll=poll, every=every)
+        if once:
+            keeper = _Keeper(Run.open(run), current)
+        else:
+            keeper = _Keeper(_retry(partial(Run.open, run), RunNotFound, poll, "{}; waiting for it"), current)
+        reached = [replica.sync(keeper.state)] if once else replica.follow(keeper.state, poll=poll, every=every)
         code = 0
         for version in reached:
-            _keep(keeper, version, wait=not once)
+            if once:
+                keeper.keep(version)
+            else:
+                text = f"version {version}: {{}}; trying again every {RETRY_S:.0f} s"
+                _retry(partial(keeper.keep, version), FolderError, RETRY_S, text)
             code = _exec(exec, keeper, version) if exec else 0
             _say(replica, version, current, code, json)
     if once and code:
         raise typer.Exit(1)
 
 
-def _open(where: str, poll: float, *, wait: bool) -> Run:
-    from ..bucket.run import Run
-    from ..core.errors import RunNotFound
-
+def _retry(work: Callable[[], T], on: type[DeltawireError], every: float, text: str) -> T:
+    """Repeat `work` until it succeeds, and report only the first failure: a run that is not there yet or a full disk
+    does not end a follower."""
     told = False
     while True:
         try:
-            return Run.open(where)
-        except RunNotFound as error:
-            if not wait:
-                raise
+            return work()
+        except on as error:
             if not told:
-                complain(f"{error}; waiting for it")
+                complain(text.format(error))
             told = True
-        time.sleep(poll)
-
-
-def _keep(keeper: _Keeper, version: int, *, wait: bool) -> None:
-    """Put a version on disk. A disk that is full does not end a follower: it tries again, and then catches up."""
-    from ..core.errors import FolderError
-
-    told = False
-    while True:
-        try:
-            return keeper.keep(version)
-        except FolderError as error:
-            if not wait:
-                raise
-            if not told:
-                complain(f"version {version}: {error}; trying again every {RETRY_S:.0f} s")
-            told = True
-        time.sleep(RETRY_S)
-
-
-def _once(replica: Replica, state: State) -> Iterator[int]:
-    yield replica.sync(state)
+        time.sleep(every)
 
 
 class _Keeper:
-    """The weights that the replica moves along, and the folder that shows them."""
+    """The weights that the replica updates, and the folder they are written to."""
 
     def __init__(self, run: Run, current: CurrentFolder | None) -> None:
         from ..bucket.replay import State
@@ -137,7 +125,7 @@ class _Keeper:
         self.run, self.current = run, current
         self.state = State(run.schema)
         self._shown: str | None = None
-        # state digest of what is in the folder
+        """State digest of what is in the folder."""
         if current is not None and current.folder is not None:
             self._load(current.folder)
 
@@ -154,7 +142,7 @@ class _Keeper:
             complain(f"starting anew: {error}")
 
     def keep(self, version: int) -> None:
-        """Put the version that the weights are now on disk, unless it is what is there."""
+        """Write the weights to the folder, unless it holds this version already."""
         from ..bucket import folder
 
         manifest = self.run.manifest(version)

@@ -15,6 +15,7 @@ from .common import (
     emit,
     open_version,
     percent,
+    pick,
     print_table,
     size,
     sparkline,
@@ -89,28 +90,20 @@ def _version(summary: Summary, run: Run, named: dict[str, Tag]) -> dict[str, Any
         "changed_share": round(summary.changed / max(run.schema.elements, 1), 8),
         "bytes": main.bytes,
         "times_smaller": round(run.schema.nbytes / main.bytes, 2) if main.bytes else None,
-        "encoding": main.encoding,
-        "why": main.why,
-        "step": summary.step,
-        "metrics": summary.metrics,
+        **pick(main, "encoding", "why"),
+        **pick(summary, "step", "metrics"),
         "tags": sorted(name for name, tag in named.items() if tag.version == summary.version),
-        "created": summary.created,
-        "digest": summary.digest,
-        "links": summary.links,
+        **pick(summary, "created", "digest", "links"),
     }
 
 
 def _replica(beat: Heartbeat, newest: int) -> dict[str, Any]:
-
     silent = time.time() - beat.at > SILENT
     return {
-        "replica": beat.replica,
-        "version": beat.version,
+        **pick(beat, "replica", "version"),
         "lag": newest - beat.version if beat.version is not None else None,
         "health": "silent" if silent else "ok" if beat.healthy else "failing",
-        "at": beat.at,
-        "error": beat.error,
-        "timings": beat.timings,
+        **pick(beat, "at", "error", "timings"),
     }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import Advance, Bar, JsonOption, RunArgument, age, duration, emit, percent, progress, size, times
+from .common import Advance, Bar, JsonOption, RunArgument, age, duration, emit, percent, pick, progress, size, times
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -266,9 +266,7 @@ def _value(run: Run, published: Published) -> dict[str, Any]:
         "run": run.store.url,
         "version": published.version,
         "parent": manifest.parent,
-        "kinds": published.kinds,
-        "digest": published.digest,
-        "changed": published.changed,
+        **pick(published, "kinds", "digest", "changed"),
         "elements": run.schema.elements,
         "bytes": published.bytes,
         "delta_bytes": delta or None,

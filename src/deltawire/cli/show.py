@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +17,14 @@ from .common import (
     age,
     clean,
     emit,
+    fetch_version,
     open_version,
     percent,
+    pick,
     print_table,
     progress,
     size,
-    table,
+    step_rows,
     times,
 )
 
@@ -29,8 +32,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..bucket.run import Run
-    from ..core.describe import Contents, IndexStats, Part
+    from ..core.describe import Base, Contents, IndexStats, Part
     from ..core.dtypes import Bits
+    from ..core.full import Checkpoint
     from ..core.manifest import Blob, Link
     from ..core.schema import TensorSpec
     from ..core.ulps import Histogram
@@ -97,7 +101,7 @@ def _file(path: Path, base: Path | None) -> dict[str, Any]:
         contents = Contents(lambda start, length: os.pread(descriptor, length, start), path.stat().st_size)
         checkpoint = Checkpoint(base) if base else None
         schema = checkpoint.schema.by_name() if checkpoint else {}
-        histogram = contents.steps(_Base(checkpoint) if checkpoint else None)
+        histogram = contents.steps(_base(checkpoint) if checkpoint else None)
         return {
             "file": str(path),
             "bytes": contents.size,
@@ -111,21 +115,19 @@ def _file(path: Path, base: Path | None) -> dict[str, Any]:
         os.close(descriptor)
 
 
-class _Base:
-    """Tensors of a checkpoint folder by name, whole."""
+def _base(checkpoint: Checkpoint) -> Base:
+    """Whole tensors of a checkpoint folder by name."""
+    from ..core.change import whole
+    from ..core.errors import SchemaMismatch
 
-    def __init__(self, checkpoint: Any) -> None:
-        self._checkpoint = checkpoint
-        self._specs = checkpoint.schema.by_name()
+    specs = checkpoint.schema.by_name()
 
-    def __call__(self, name: str) -> tuple[TensorSpec, Bits]:
-        from ..core.change import Region
-        from ..core.errors import SchemaMismatch
+    def tensor(name: str) -> tuple[TensorSpec, Bits]:
+        if name not in specs:
+            raise SchemaMismatch(f"the file changes {name!r}, which {checkpoint.folder} does not have")
+        return specs[name], checkpoint.region(whole(specs[name]))
 
-        if name not in self._specs:
-            raise SchemaMismatch(f"the file changes {name!r}, which {self._checkpoint.folder} does not have")
-        spec = self._specs[name]
-        return spec, self._checkpoint.region(Region(spec, 0, spec.rows, 0, spec.columns))
+    return tensor
 
 
 # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -138,49 +140,39 @@ def _version(text: str, steps: bool, reference: Path | None) -> dict[str, Any]:
     link = (deltas or list(manifest.links))[0]
     value: dict[str, Any] = {
         "run": run.store.url,
-        "version": version,
-        "parent": manifest.parent,
-        "digest": manifest.digest,
-        "created": manifest.created,
-        "step": manifest.step,
-        "changed": manifest.changed,
+        **pick(manifest, "version", "parent", "digest", "created", "step", "changed"),
         "elements": run.schema.elements,
         "full_bytes": run.schema.nbytes,
-        "metrics": manifest.metrics,
-        "timings": manifest.timings,
-        "links": [_link(x) for x in manifest.links],
+        **pick(manifest, "metrics", "timings"),
+        "links": [
+            {
+                **pick(x, "kind", "base", "bytes", "encoding", "why", "source"),
+                "objects": [blob.key for blob in x.objects],
+            }
+            for x in manifest.links
+        ],
         "files": [{"name": file.name, "bytes": file.size} for file in manifest.files],
         "kind": link.kind,
         "encoding": link.encoding,
     }
     if not link.objects:
-        return {**value, "tensors": [_spec(tensor) for tensor in run.schema.tensors], "steps": None}
+        tensors = [{**pick(x, "name", "dtype", "shape"), "bytes": x.nbytes} for x in run.schema.tensors]
+        return {**value, "tensors": tensors, "steps": None}
     return {**value, **_objects(run, link, steps, reference)}
 
 
-def _link(link: Link) -> dict[str, Any]:
-    return {
-        "kind": link.kind,
-        "base": link.base,
-        "bytes": link.bytes,
-        "encoding": link.encoding,
-        "why": link.why,
-        "source": link.source,
-        "objects": [blob.key for blob in link.objects],
-    }
-
-
-def _spec(tensor: TensorSpec) -> dict[str, Any]:
-    return {"name": tensor.name, "dtype": tensor.dtype, "shape": tensor.shape, "bytes": tensor.nbytes}
-
-
 def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[str, Any]:
+    from ..core.codecs import packed
     from ..core.ulps import Histogram
 
-    base = None
-    readable = link.kind == "delta" and not _needs_base(link)
+    base: Base | None = None
+    # `packed` alone stores steps at known places; others need the weights they start from
+    readable = link.kind == "delta" and link.encoding == packed.name
     if steps and link.base is not None and not readable:
-        base, readable = _replayed(run, link.base, reference), True
+        with progress() as bar:
+            state, _ = fetch_version(run, link.base, reference, partial(bar, "fetch the base version"))
+        specs, readable = run.schema.by_name(), True
+        base = lambda name: (specs[name], state.bits(name))  # noqa: E731
     parts: list[Part] = []
     histogram = Histogram()
     for blob in link.objects:
@@ -192,26 +184,6 @@ def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[
         **_tensors(parts, {}, run.schema.by_name()),
         **_steps(link.kind, link.encoding, histogram if readable else None, "--steps rebuilds the base version first"),
     }
-
-
-def _needs_base(link: Link) -> bool:
-    """Whether step sizes cannot be read off the delta itself: `packed` alone stores steps at known places."""
-    from ..core.codecs import packed
-
-    return link.encoding != packed.name
-
-
-def _replayed(run: Run, version: int, reference: Path | None) -> Any:
-    from ..bucket.references import resolver
-    from ..bucket.replay import checkout
-    from ..core import chain
-
-    steps = chain.plan(None, version, run.timeline(version))
-    with progress() as bar:
-        fetched = bar("fetch the base version", sum(step.bytes for step in steps))
-        state = checkout(run, version, resolve=resolver(reference), progress=fetched, steps=steps)
-    specs = run.schema.by_name()
-    return lambda name: (specs[name], state.bits(name))
 
 
 @contextmanager
@@ -240,13 +212,11 @@ def _tensors(parts: list[Part], stats: dict[str, IndexStats], schema: dict[str, 
     rows = []
     for part in parts:
         spec = schema.get(part.name)
-        shape = part.shape if part.shape is not None else spec.shape if spec else None
-        elements = part.elements if part.elements is not None else spec.elements if spec else None
         row = {
             "name": part.name,
             "dtype": part.dtype,
-            "shape": shape,
-            "elements": elements,
+            "shape": part.shape if part.shape is not None else spec.shape if spec else None,
+            "elements": part.elements if part.elements is not None else spec.elements if spec else None,
             "changed": part.changed,
             "bytes": part.nbytes,
         }
@@ -259,7 +229,7 @@ def _steps(kind: str, encoding: str, histogram: Histogram | None, hint: str) -> 
         return {"steps": None}
     if histogram is None:
         return {"steps": None, "hint": f"step sizes are not in a {encoding} delta; {hint}"}
-    return {"steps": [{"ulps": name, "up": up, "down": down} for name, up, down in histogram.rows()]}
+    return {"steps": step_rows(histogram)}
 
 
 # ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -345,11 +315,10 @@ def _render_steps(out: Console, value: dict[str, Any]) -> None:
     if not value["steps"]:
         return
     total = sum(row["up"] + row["down"] for row in value["steps"])
-    rows = table("ulps", "up", "down", "share", "", left=("",))
+    rows = []
     for row in value["steps"]:
         both = row["up"] + row["down"]
-        rows.add_row(
-            row["ulps"], f"{row['up']:,}", f"{row['down']:,}", percent(both, total), "█" * round(30 * both / total)
-        )
+        bar = "█" * round(30 * both / total)
+        rows.append([row["ulps"], f"{row['up']:,}", f"{row['down']:,}", percent(both, total), bar])
     out.print("\nsteps")
-    out.print(rows)
+    print_table(out, ("ulps", "up", "down", "share", ""), rows, left=("",))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonOption, RunVersionArgument, age, emit, open_version, table
+from .common import JsonOption, RunVersionArgument, age, emit, open_version, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,7 +81,6 @@ def _render(out: Console, found: dict[str, Tag]) -> None:
     if not found:
         out.print("no tags; set one with `deltawire tag RUN@VERSION NAME`")
         return
-    rows = table("tag", "version", "set", left=("tag",))
-    for name, tag in sorted(found.items(), key=lambda item: (item[1].version, item[0])):
-        rows.add_row(name, f"v{tag.version}", age(tag.at))
-    out.print(rows)
+    newest_last = sorted(found.items(), key=lambda item: (item[1].version, item[0]))
+    rows = [[name, f"v{tag.version}", age(tag.at)] for name, tag in newest_last]
+    print_table(out, ("tag", "version", "set"), rows, left=("tag",))

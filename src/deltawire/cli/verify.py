@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import Advance, JsonOption, RunArgument, emit, open_run, progress, size
+from .common import Advance, Bar, JsonOption, ReferenceOption, RunArgument, emit, open_run, progress, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,16 +28,7 @@ def command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Hash everything, replay nothing: no memory for weights needed.")
     ] = False,
-    reference: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Where the checkpoint is that the run starts from, when its own name for it does not work here.",
-            exists=True,
-            file_okay=False,
-            show_default=False,
-        ),
-    ] = None,
+    reference: ReferenceOption = None,
     json: JsonOption = False,
 ) -> None:
     """Check a run: hash every object, replay the chain, compare every digest.
@@ -64,7 +55,7 @@ def command(
             last=_bound(opened, last),
             quick=quick,
             resolve=resolver(reference),
-            progress=_bar(bar),
+            progress=_lazy(bar),
         )
     url = opened.store.url
     emit({"run": url, "ok": result.ok, **asdict(result)}, lambda out: _render(out, url, result), json)
@@ -82,8 +73,8 @@ def _bound(run: Run, version: str | None) -> int | None:
     return exact if exact is not None and exact >= 0 else resolve(run, version)
 
 
-def _bar(bar: Any) -> Any:
-    """One bar, shown once the size of the run is known."""
+def _lazy(bar: Bar) -> Callable[[int, int], None]:
+    """A bar that appears once the size of the run is known."""
     shown: list[Advance] = []
 
     def advance(n: int, total: int) -> None:

@@ -25,6 +25,10 @@ from .ulps import Histogram, in_ulps, unzigzag
 _INDEX_TYPES = {"I32": np.int32, "I64": np.int64, "U32": np.uint32, "U64": np.uint64}
 
 
+Base = Callable[[str], tuple[TensorSpec, Bits]]
+"""Gives a tensor of the base version by its name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One tensor of the model, as the file has it."""
@@ -98,7 +102,7 @@ class Contents:
             if indices.nbytes
         }
 
-    def steps(self, base: Callable[[str], tuple[TensorSpec, Bits]] | None = None) -> Histogram | None:
+    def steps(self, base: Base | None = None) -> Histogram | None:
         """Step sizes; None where they need the base version and it is not given."""
         histogram = Histogram()
         for steps in self._based_steps(base) if base is not None else self._coded_steps():
@@ -117,7 +121,7 @@ class Contents:
         if self._pairs:
             yield None
 
-    def _based_steps(self, base: Callable[[str], tuple[TensorSpec, Bits]]) -> Iterator[npt.NDArray[np.int64]]:
+    def _based_steps(self, base: Base) -> Iterator[npt.NDArray[np.int64]]:
         if self._delta is not None:
             for changes in self._delta.changes(lambda name: base(name)[1]):
                 for change in changes:
