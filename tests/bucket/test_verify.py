@@ -15,6 +15,7 @@ from blake3 import blake3
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import Verification, verify
 from deltawire.core import full, keys
+from deltawire.core.change import whole
 from deltawire.core.errors import StoreUnavailable, VersionNotFound
 from deltawire.core.manifest import Pruned, dump
 from deltawire.models import ModelView
@@ -236,7 +237,9 @@ def test_an_anchor_with_other_weights(run: LocalStore, models: list[Model]) -> N
     newest = COUNT - 1
     view = ModelView(trained(models[newest], 1))
     claim = {"run": Run.open(run).info.run, "model_version": str(newest)}
-    key = swap(run, newest, "anchor", None, b"".join(full.anchor(view.schema, view.region, claim).chunks()))
+    key = swap(
+        run, newest, "anchor", None, b"".join(full.anchor(map(whole, view.schema.tensors), view.region, claim).chunks())
+    )
     problem = check(run).failure
     assert problem is not None
     assert (problem.version, problem.object, problem.error) == (newest, key, "DigestMismatch")

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from deltawire.core import full, keys
-from deltawire.core.change import Region, blocks, compare
+from deltawire.core.change import Region, blocks, compare, whole
 from deltawire.core.codecs import ENCODINGS
 from deltawire.core.digest import StateDigest
 from deltawire.core.dtypes import Bits, lookup
@@ -124,7 +124,7 @@ def delta(encoding: str, pair: tuple[Weights, Weights] | None = None) -> tuple[b
 
 def anchor() -> tuple[bytes, DataFile]:
     metadata = {"run": RUN, "model_version": "0", "total_params": str(SCHEMA.elements)}
-    file = full.anchor(SCHEMA, old().region, metadata)
+    file = full.anchor(map(whole, SCHEMA.tensors), old().region, metadata)
     return b"".join(file.chunks()), file
 
 

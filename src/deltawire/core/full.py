@@ -11,7 +11,6 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-from blake3 import blake3
 
 from . import container, digest
 from .change import BLOCK_UNITS, Region, blocks, pieces, tile, whole
@@ -42,51 +41,38 @@ class Source(Protocol):
         ...
 
 
-def file_order(schema: Schema) -> list[TensorSpec]:
+def _file_order(region: Region) -> tuple[int, str, int, int]:
     """Widest dtype first, then by name: every tensor then starts at a multiple of its own width."""
-    return sorted(schema.tensors, key=lambda t: (-lookup(t.dtype).size, t.name))
+    return -lookup(region.tensor.dtype).size, region.tensor.name, region.row, region.column
 
 
-def chunks(rectangles: Iterable[Region], read: Callable[[Region], Bits]) -> Iterator[memoryview]:
+def _chunks(regions: Iterable[Region], read: Callable[[Region], Bits]) -> Iterator[memoryview]:
     """The data part of a file, a few megabytes at a time."""
-    for rectangle in rectangles:
-        for region in pieces(rectangle):
-            yield np.ascontiguousarray(read(region)).data.cast("B")
+    for region in regions:
+        for piece in pieces(region):
+            yield np.ascontiguousarray(read(piece)).data.cast("B")
 
 
-def anchor(schema: Schema, read: Callable[[Region], Bits], metadata: Mapping[str, str]) -> DataFile:
-    """The full weights as a data object. Reads everything once to hash it, and again for every put."""
-    return anchor_of([whole(tensor) for tensor in schema.tensors], read, metadata)
+def anchor(regions: Iterable[Region], read: Callable[[Region], Bits], metadata: Mapping[str, str]) -> DataFile:
+    """Full weights as a data object: all tensors, or what one of several writers holds.
 
-
-def anchor_of(rectangles: Iterable[Region], read: Callable[[Region], Bits], metadata: Mapping[str, str]) -> DataFile:
-    """Some of the full weights: what one of several writers holds. What is not a whole tensor gets a name of its own,
-    and `regions` in the metadata says where it belongs."""
-    ordered = sorted(rectangles, key=lambda r: (-lookup(r.tensor.dtype).size, r.tensor.name, r.row, r.column))
-    everything = {"format": FORMAT, "version": FORMAT_VERSION, "sparse": "false", **metadata}
-    parts_of = {
-        _stored(r).name: (r.tensor.name, r.row, r.rows, r.column, r.columns) for r in ordered if r != whole(r.tensor)
-    }
-    if parts_of:
-        everything[REGIONS] = msgspec.json.encode(parts_of).decode()
-    stored = [_stored(rectangle) for rectangle in ordered]
+    What is not a whole tensor gets a name of its own, and `regions` in the metadata says where it belongs.
+    """
+    ordered = sorted(regions, key=_file_order)
+    stored = [_stored(region) for region in ordered]
     if len({tensor.name for tensor in stored}) != len(stored):
         raise SchemaMismatch("a part of a tensor would have the name of another tensor; rename that one")
+    everything = {"format": FORMAT, "version": FORMAT_VERSION, "sparse": "false", **metadata}
+    parts = {
+        tensor.name: (r.tensor.name, r.row, r.rows, r.column, r.columns)
+        for tensor, r in zip(stored, ordered, strict=True)
+        if r != whole(r.tensor)
+    }
+    if parts:
+        everything[REGIONS] = msgspec.json.encode(parts).decode()
     head = container.build(((t.name, t.dtype, t.shape) for t in stored), everything)
-
-    def parts() -> Iterator[bytes]:
-        yield head
-        for chunk in chunks(ordered, read):
-            yield bytes(chunk)
-
-    everything_hash = blake3(max_threads=blake3.AUTO)
-    size = 0
-    for part in parts():
-        everything_hash.update(part)
-        size += len(part)
-    head_hash = blake3(head).hexdigest(length=16)
     elements = sum(tensor.elements for tensor in stored)
-    return DataFile(size, everything_hash.hexdigest(length=16), len(head), head_hash, elements, parts)
+    return DataFile.of(head, lambda: map(bytes, _chunks(ordered, read)), elements)
 
 
 def _stored(rectangle: Region) -> TensorSpec:
@@ -336,7 +322,7 @@ def write_checkpoint(
     """The weights as a checkpoint folder that transformers and vLLM load. The folder must exist."""
     shards: list[list[TensorSpec]] = []
     room = 0
-    for tensor in file_order(source.schema):
+    for tensor in (region.tensor for region in sorted(map(whole, source.schema.tensors), key=_file_order)):
         if not shards or tensor.nbytes > room:
             shards.append([])
             room = shard_bytes
@@ -349,7 +335,7 @@ def write_checkpoint(
     for name, shard in zip(names, shards, strict=True):
         with open(folder / name, "wb") as out:
             out.write(container.build(((t.name, t.dtype, t.shape) for t in shard), {"format": "pt"}))
-            for chunk in chunks(map(whole, shard), source.region):
+            for chunk in _chunks(map(whole, shard), source.region):
                 out.write(chunk)
                 if progress:
                     progress(chunk.nbytes)

@@ -111,6 +111,21 @@ class DataFile:
     changed: int
     chunks: Callable[[], Iterator[bytes]]
 
+    @classmethod
+    def of(cls, head: bytes, body: Callable[[], Iterator[bytes]], changed: int) -> DataFile:
+        """A file of these parts. Reads the body once to hash it, and again for every put."""
+
+        def chunks() -> Iterator[bytes]:
+            yield head
+            yield from body()
+
+        everything, size = blake3(max_threads=blake3.AUTO), 0
+        for chunk in chunks():
+            everything.update(chunk)
+            size += len(chunk)
+        head_hash = blake3(head).hexdigest(length=16)
+        return cls(size, everything.hexdigest(length=16), len(head), head_hash, changed, chunks)
+
 
 class DeltaWriter:
     """Collects coded blocks and makes the file. What does not fit in memory is spooled to a temporary file."""
@@ -160,12 +175,10 @@ class DeltaWriter:
             stream, index = squeeze(plain)
             everything["index_size"] = str(stream.raw)
             items.insert(0, (INDEX, "U8", (len(index),)))
-        head = container.build(items, everything) + index
         pieces = [piece for name in self._pieces for piece in self._pieces[name]]
         spool = self._spool
 
-        def chunks() -> Iterator[bytes]:
-            yield head
+        def body() -> Iterator[bytes]:
             for start, length in pieces:
                 spool.seek(start)
                 while length:
@@ -173,17 +186,7 @@ class DeltaWriter:
                     length -= len(data)
                     yield data
 
-        everything_hash = blake3()
-        for chunk in chunks():
-            everything_hash.update(chunk)
-        return DataFile(
-            len(head) + self.size,
-            everything_hash.hexdigest(length=16),
-            len(head),
-            blake3(head).hexdigest(length=16),
-            self.changed,
-            chunks,
-        )
+        return DataFile.of(container.build(items, everything) + index, body, self.changed)
 
     def close(self) -> None:
         self._spool.close()

@@ -309,7 +309,7 @@ class VersionWriter:
         if with_anchor and (self._regions or first):
             metadata = {"run": self._run.info.run, "model_version": str(version)}
             metadata["total_params"] = str(self._run.schema.elements)
-            whole = full.anchor_of(self._regions, pending.changes.weights, metadata)
+            whole = full.anchor(self._regions, pending.changes.weights, metadata)
             size += whole.size
             blob = self._upload(keys.anchor(version, terms.writer, self._shard), whole, progress)
             links.append(Link("anchor", None, (blob,)))

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from vllm_fused import Fused  # noqa: E402
 
+from deltawire.core.change import whole  # noqa: E402
 from deltawire.core.codecs import context  # noqa: E402
 from deltawire.core.full import FullFile, anchor  # noqa: E402
 from deltawire.core.schema import Schema  # noqa: E402
@@ -146,7 +147,7 @@ def test_full_weights_are_loaded_or_compared(world: int) -> None:
     new = moved_bag(old, 8, 0.05)
     ranks.load(old)
     fresh.load(new)
-    blob = b"".join(anchor(new.schema, new.region, {}).chunks())
+    blob = b"".join(anchor(map(whole, new.schema.tensors), new.region, {}).chunks())
     file = FullFile(lambda start, length: blob[start : start + length], len(blob))
     for shard, decoder in zip(ranks.shards, ranks.decoders, strict=True):
         shard.write(shard.prepare(decoder.full(file)))

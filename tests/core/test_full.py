@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from deltawire.core import full
-from deltawire.core.change import Region, blocks
+from deltawire.core.change import Region, blocks, whole
 from deltawire.core.dtypes import lookup
 from deltawire.core.errors import SchemaMismatch, TruncatedFile, UnknownFormat, UnsafeName
 from deltawire.core.schema import Schema, TensorSpec
@@ -28,31 +28,31 @@ def reader(blob: bytes) -> full.FullFile:
 @given(schema=schemas(), seed=seeds, rows=st.integers(1, 4), columns=st.integers(1, 4), units=st.integers(1, 50))
 def test_an_anchor_holds_every_bit(schema: Schema, seed: int, rows: int, columns: int, units: int) -> None:
     bag = random_bag(schema, seed)
-    anchor = full.anchor(schema, bag.region, {"model_version": "3"})
+    anchor = full.anchor(map(whole, schema.tensors), bag.region, {"model_version": "3"})
     blob = b"".join(anchor.chunks())
     assert len(blob) == anchor.size
     assert b"".join(anchor.chunks()) == blob, "a retry must send the same bytes"
     file = reader(blob)
-    whole = full.Anchor([file], schema)
+    every = full.Anchor([file], schema)
     assert (file.metadata["sparse"], file.metadata["model_version"]) == ("false", "3")
     for plan in (blocks(schema, units), column_cut(schema, rows, columns)):
         for block in plan:
             for region in block:
-                assert file.region(region).tolist() == whole.region(region).tolist() == bag.region(region).tolist()
+                assert file.region(region).tolist() == every.region(region).tolist() == bag.region(region).tolist()
 
 
 def test_an_anchor_aligns_every_tensor() -> None:
     schema = Schema.build([TensorSpec("a", "U8", (3,)), TensorSpec("b", "F64", (1,)), TensorSpec("c", "BF16", (1,)),
                            TensorSpec("d", "F32", (1,))])  # fmt: skip
     bag = random_bag(schema, 0)
-    file = reader(b"".join(full.anchor(schema, bag.region, {}).chunks()))
+    file = reader(b"".join(full.anchor(map(whole, schema.tensors), bag.region, {}).chunks()))
     assert all(item.start % lookup(item.dtype).size == 0 for item in file.header.items.values())
 
 
 def test_an_anchor_must_hold_exactly_the_runs_tensors() -> None:
     a, b = TensorSpec("a", "BF16", (4,)), TensorSpec("b", "BF16", (4,))
     bag = random_bag(Schema.build([a]), 0)
-    file = reader(b"".join(full.anchor(bag.schema, bag.region, {}).chunks()))
+    file = reader(b"".join(full.anchor(map(whole, bag.schema.tensors), bag.region, {}).chunks()))
     for other in ([a, b], [], [TensorSpec("a", "F16", (4,))], [TensorSpec("a", "BF16", (2, 2))]):
         with pytest.raises(SchemaMismatch):
             full.Anchor([file], Schema.build(other))
@@ -74,7 +74,7 @@ def test_an_anchor_of_several_objects_holds_every_bit(
 ) -> None:
     bag = random_bag(schema, seed)
     parts = [part for tensor in schema.tensors for part in parts_of(tensor, rows, columns)]
-    files = [reader(b"".join(full.anchor_of(parts[i::writers], bag.region, {}).chunks())) for i in range(writers)]
+    files = [reader(b"".join(full.anchor(parts[i::writers], bag.region, {}).chunks())) for i in range(writers)]
     anchor = full.Anchor(files, schema)
     for plan in (blocks(schema, 7), column_cut(schema, columns, rows)):
         for block in plan:
@@ -95,7 +95,7 @@ def test_parts_that_leave_something_out_or_hold_it_twice_are_refused() -> None:
     ]  # fmt: skip
     for parts, fine in [*((p, True) for p in good), *((p, False) for p in bad)]:
         # each in a file of its own, so that two may have the same name
-        files = [reader(b"".join(full.anchor_of([part], bag.region, {}).chunks())) for part in parts]
+        files = [reader(b"".join(full.anchor([part], bag.region, {}).chunks())) for part in parts]
         if fine:
             full.Anchor(files, schema)
             continue
@@ -116,7 +116,7 @@ def test_parts_that_are_not_where_they_say_are_refused(regions: str) -> None:
     schema = Schema.build([tensor])
     bag = random_bag(schema, 0)
     top, bottom = Region(tensor, 0, 2, 0, 6), Region(tensor, 2, 2, 0, 6)
-    files = [full.anchor_of([part], bag.region, {}) for part in (top, bottom)]
+    files = [full.anchor([part], bag.region, {}) for part in (top, bottom)]
     first, second = (b"".join(file.chunks()) for file in files)
     size = int.from_bytes(second[:8], "little")
     header = json.loads(second[8 : 8 + size])
@@ -129,7 +129,7 @@ def test_parts_that_are_not_where_they_say_are_refused(regions: str) -> None:
 
 def test_an_anchor_of_a_later_format_is_refused() -> None:
     bag = random_bag(Schema.build([TensorSpec("a", "BF16", (4,))]), 0)
-    blob = b"".join(full.anchor(bag.schema, bag.region, {"version": "2"}).chunks())
+    blob = b"".join(full.anchor(map(whole, bag.schema.tensors), bag.region, {"version": "2"}).chunks())
     with pytest.raises(UnknownFormat):
         reader(blob)
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from deltawire.core import change as changes
 from deltawire.core.change import Region, blocks, compare, compose, gather, regions
 from deltawire.core.digest import StateDigest
-from deltawire.core.scatter import scatter_and_look
 from deltawire.core.schema import Schema, TensorSpec
 from support import Bag, column_cut, densities, diff, moved_bag, random_bag, schemas, seeds
 
@@ -130,20 +129,3 @@ def test_an_8_byte_element_counts_once_though_it_is_two_units() -> None:
     new[[0, 1, 4]] = 1
     c = compare(region, old, new)
     assert (c.count, c.elements) == (3, 2)
-
-
-@pytest.mark.parametrize("unit", [np.uint8, np.uint16, np.uint32])
-@pytest.mark.parametrize("width, stride", [(7, 7), (5, 7)])
-def test_what_was_written_is_read_again(unit: type, width: int, stride: int) -> None:
-    rng = np.random.default_rng(0)
-    rows = 900
-    live = rng.integers(0, 200, rows * stride).astype(unit)
-    expected = live.copy().reshape(rows, stride)
-    positions = np.flatnonzero(rng.random(rows * width) < 0.5).astype(np.uint32)
-    values = rng.integers(0, 200, positions.size).astype(unit)
-    expected[positions // width, positions % width] = values
-    assert scatter_and_look(live, positions, values, 0, width, stride)
-    assert np.array_equal(live, expected.reshape(-1))
-    # memory that does not keep what it was given: the same place, written twice
-    positions[-1], values[-1] = positions[-2], values[-2] ^ unit(1)
-    assert not scatter_and_look(live, positions, values, 0, width, stride)
