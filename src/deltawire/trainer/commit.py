@@ -102,8 +102,9 @@ class Committer:
         metrics: Mapping[str, float],
         timings: Mapping[str, float],
         files: Companions,
+        publishes: int = 1,
     ) -> Manifest:
-        """Create the manifest of the next version.
+        """Create the manifest of the next version, which carries so many publishes.
 
         Raises WriterConflict if another trainer has created it; RunNotFound or RunReplaced if the run was deleted.
         """
@@ -154,6 +155,7 @@ class Committer:
         except StoreError as error:
             # only a hint: readers look one manifest past it
             log.warning("version %d is committed, but head was not moved: %s", version, error)
+        _log(manifest, self.run.schema.elements, publishes)
         return manifest
 
     def catch_up(self) -> Manifest | None:
@@ -224,3 +226,14 @@ def _finite(metrics: Mapping[str, float], version: int) -> dict[str, float]:
     if lost := [name for name, value in found.items() if not math.isfinite(value)]:
         log.warning("version %d goes without the metric %s, which is %s", version, lost[0], found[lost[0]])
     return {name: value for name, value in found.items() if name not in lost}
+
+
+def _log(manifest: Manifest, elements: int, publishes: int) -> None:
+    """Log one line per version."""
+    kinds = "+".join(link.kind for link in manifest.links)
+    times = "  ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in manifest.timings.items())
+    parent = f" ← v{manifest.parent}" if manifest.parent is not None else ""
+    share = 100 * manifest.changed / max(elements, 1)
+    merged = f"  {publishes} publishes" if publishes > 1 else ""
+    mb = sum(blob.size for link in manifest.links for blob in link.objects) / 1e6
+    log.info("v%d%s  %s  %.2f %% changed  %.1f MB  %s%s", manifest.version, parent, kinds, share, mb, times, merged)

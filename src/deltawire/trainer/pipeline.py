@@ -41,7 +41,7 @@ from .detectors import Detector, HostDetector, SnapshotLost, TooLarge, default_d
 from .local import LocalModel
 from .resume import OTHER_MODEL, rebuild
 from .stream import Stream, Watched
-from .writer import PendingVersion, Progress, Published, PublishHandle, PublishOptions, VersionWriter, log_version
+from .writer import PendingVersion, Progress, Published, PublishHandle, PublishOptions, VersionWriter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,7 +92,7 @@ class Pipeline:
 
     def publish(
         self,
-        model: Model | Source,
+        model: Model,
         step: int | None,
         metrics: Mapping[str, float],
         wait: bool,
@@ -122,7 +122,7 @@ class Pipeline:
         self.background.submit(waiting or pending)
         return handle
 
-    def resume(self, model: Model | Source) -> int:
+    def resume(self, model: Model) -> int:
         """Take these weights for the run's newest version. Raises DivergedRun if they are not."""
         self._drop()
         self._open(model, must_match=True)
@@ -151,7 +151,7 @@ class Pipeline:
         self.version = self._committer.newest.version if self._committer.newest else None
         return self._committer
 
-    def _open(self, model: Model | Source, progress: Progress | None = None, *, must_match: bool = False) -> Source:
+    def _open(self, model: Model, progress: Progress | None = None, *, must_match: bool = False) -> Source:
         """The weights to compare. At the first call also: open or create the run, and find what to compare with."""
         if self._session is not None:
             source = self._local.source(model)
@@ -170,19 +170,7 @@ class Pipeline:
         if newest is None:
             if progress is not None and isinstance(detector, HostDetector):
                 watched = Watched(source, lambda n: progress("detect", n, schema.nbytes))
-        else:
-            digest = sum(group.together(lambda: self._local.digest(source, detector)), StateDigest())
-        if newest is not None and str(digest) != newest.digest:
-            if must_match:
-                raise DivergedRun(group.first(lambda: self._difference(newest, str(digest))))
-            if not self._warned and group.rank == 0:
-                log.warning(
-                    "%s is at version %d, published %s, and these weights are other ones: continuing after it. "
-                    "If this is another training, stop it and give it an address of its own",
-                    self._store.url,
-                    newest.version,
-                    time.strftime("%Y-%m-%d %H:%M", time.localtime(newest.created)),
-                )
+        elif self._differs(newest, source, detector, must_match):
             fetched = (lambda n, total: progress("fetch", n, total)) if progress else None
             state = group.each(lambda: rebuild(run, newest.version, self._find_reference, options.base, fetched))
             # on all ranks if one of them cannot read it
@@ -201,6 +189,7 @@ class Pipeline:
         return source
 
     def _captures(self, source: Source, detector: Detector, state: State | None) -> Captures:
+        """Let the detector hold these weights. `state` is a version that they follow."""
         plan, digest = self._local.plan(detector), detector.load(source)
         if plan is not None:
             digest = self._local.digest(source, detector)
@@ -225,18 +214,33 @@ class Pipeline:
             # a checkpoint that everybody can get: its name and digest are published, its weights are not
             link = Link("reference", source=options.reference, nbytes=schema.nbytes)
             digest = str(full.digest_of(reference_source(committer.run, link, self._find_reference)))
-            first = committer.commit(
-                (link,), digest=digest, changed=0, step=None, metrics={}, timings={}, files=options.files
-            )
-            log_version(first, schema.elements)
+            committer.commit((link,), digest=digest, changed=0, step=None, metrics={}, timings={}, files=options.files)
         return committer.newest
 
-    def _difference(self, newest: Manifest, digest: str) -> str:
-        """The message for weights that are not the run's newest version."""
-        versions = self._committer.versions if self._committer else {}
-        same = [version for version, summary in versions.items() if summary.digest == digest]
-        what = f"version {same[-1]}" if same else "no version of it"
-        return f"{self._store.url} is at version {newest.version}; these weights are {what}"
+    def _differs(self, newest: Manifest, source: Source, detector: Detector, must_match: bool) -> bool:
+        """Whether these weights are not the run's newest version. That is logged, or raises DivergedRun."""
+        group, url = self._group, self._store.url
+        digest = str(sum(group.together(lambda: self._local.digest(source, detector)), StateDigest()))
+
+        def message() -> str:
+            versions = self._committer.versions if self._committer else {}
+            same = [version for version, summary in versions.items() if summary.digest == digest]
+            what = f"version {same[-1]}" if same else "no version of it"
+            return f"{url} is at version {newest.version}; these weights are {what}"
+
+        if digest == newest.digest:
+            return False
+        if must_match:
+            raise DivergedRun(group.first(message))
+        if not self._warned and group.rank == 0:
+            log.warning(
+                "%s is at version %d, published %s, and these weights are other ones: continuing after it. "
+                "If this is another training, stop it and give it an address of its own",
+                url,
+                newest.version,
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(newest.created)),
+            )
+        return True
 
     def _find_reference(self, source: str, most: int) -> Path:
         """Where this publisher was told the reference is, which may differ from what the run calls it."""

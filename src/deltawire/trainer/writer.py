@@ -10,7 +10,6 @@ A version that fails on one rank fails on all. A process that publishes alone is
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -32,8 +31,6 @@ from .collective import Group
 from .commit import Committer, Companions
 from .detectors import Detector
 from .policy import AnchorPolicy, Choice, EncodingChooser
-
-log = logging.getLogger("deltawire")
 
 Progress = Callable[[str, int, int], None]
 """(phase, bytes since the last call, bytes of the phase as far as known); the phases are "fetch" (of what to diff
@@ -339,7 +336,6 @@ class VersionWriter:
         self, terms: Terms, pending: PendingVersion[C], digest: StateDigest, put: Sequence[_Put], alone: bool
     ) -> Manifest:
         """On rank 0: commit what all ranks have put."""
-        elements = self._run.schema.elements
         links: dict[tuple[str, int | None], Link] = {}
         for link in (link for each in put for link in each.links):
             same = links.get((link.kind, link.base))
@@ -347,31 +343,19 @@ class VersionWriter:
                 objects, changed = same.objects + link.objects, same.changed + link.changed
                 link = msgspec.structs.replace(link, objects=objects, changed=changed)
             links[link.kind, link.base] = link
-        manifest = self._rank_0().commit(
+        return self._rank_0().commit(
             tuple(links.values()),
             digest=str(digest),
-            changed=elements if alone else sum(each.changed for each in put),
+            changed=self._run.schema.elements if alone else sum(each.changed for each in put),
             step=pending.step,
             metrics=pending.metrics,
             # of the slowest rank
             timings={name: max(each.timings[name] for each in put) for name in pending.timings},
             files=self._options.files,
+            publishes=len(pending.handles),
         )
-        log_version(manifest, elements, len(pending.handles))
-        return manifest
 
     def _rank_0(self) -> Committer:
         if self._committer is None:
             raise RuntimeError("only rank 0 knows the versions of the run")
         return self._committer
-
-
-def log_version(manifest: Manifest, elements: int, publishes: int = 1) -> None:
-    """Log one line per version."""
-    kinds = "+".join(link.kind for link in manifest.links)
-    times = "  ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in manifest.timings.items())
-    parent = f" ← v{manifest.parent}" if manifest.parent is not None else ""
-    share = 100 * manifest.changed / max(elements, 1)
-    merged = f"  {publishes} publishes" if publishes > 1 else ""
-    mb = sum(blob.size for link in manifest.links for blob in link.objects) / 1e6
-    log.info("v%d%s  %s  %.2f %% changed  %.1f MB  %s%s", manifest.version, parent, kinds, share, mb, times, merged)
