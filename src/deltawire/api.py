@@ -1,4 +1,4 @@
-"""`encode` and `decode`: a delta as bytes, for tools and tests. Runs and buckets are built on the same parts."""
+"""`encode` and `decode`: a delta as bytes, without a run, for tools and tests."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ def encode(
     metadata: Mapping[str, str] | None = None,
     threads: int | None = None,
 ) -> bytes:
-    """Encode what turns `old` into `new`, bit for bit, as a sparse safetensors file.
+    """Encode the changes from `old` to `new`, bit for bit, as a sparse safetensors file.
 
         blob = dw.encode(old, new)
         assert dw.decode(blob, old) == new      # for mappings, array by array
 
-    Both are `{name: array}` mappings (numpy, a uint16 array being the bits of a bfloat16, or torch) or torch modules,
-    with the same names, shapes and dtypes; SchemaMismatch if not. `encoding` is "packed", "context" (smaller, slower)
-    or "raw". `threads` bounds the threads it uses. `metadata` goes into the file; unless it names a `model_version` and
-    `base_version`, the delta is from 0 to 1.
+    Both are `{name: array}` mappings (torch, or numpy with the bits of a bfloat16 as uint16) or torch modules.
+    Raises SchemaMismatch unless names, shapes and dtypes are equal.
+
+    encoding   "packed", "context" (smaller, slower) or "raw"
+    metadata   stored in the file; unless it names a `model_version` and `base_version`, the delta is from 0 to 1
+    threads    the most threads to use; by default one per core that this process may use
     """
     before, after = ModelView(old), ModelView(new)
     require_schema(after, before.schema, "the new model")
@@ -63,11 +65,13 @@ def encode(
 
 
 def decode(blob: bytes, old: Any, *, check: bool = True, threads: int | None = None) -> dict[str, Any]:
-    """Apply a delta made by `encode`: returns what `old` becomes, as new arrays of the same kind, by name.
+    """Apply a delta made by `encode` to `old`, and return the result as new arrays of the same kind, by name.
 
-    `old` itself is not touched. Tied names share their array again. FormatError for damaged bytes. DigestMismatch if
-    `old` is not what the delta was made from, or the result not what it leads to. A file that names no digests, as
-    others write them, is refused unless `check` is False; then nothing tells if the result is right.
+    `old` itself is not changed. Tied names share one array in the result too.
+
+    Raises FormatError if the bytes are damaged, and DigestMismatch if `old` is not the base of the delta or the result
+    is wrong. A file without digests, as other tools write them, is refused unless `check` is False; then the result
+    is not verified.
     """
     base = ModelView(old)
     file = DeltaFile(lambda start, length: blob[start : start + length], len(blob), base.schema)
@@ -88,7 +92,7 @@ def decode(blob: bytes, old: Any, *, check: bool = True, threads: int | None = N
 
 
 class _Result:
-    """Patched bits as a source."""
+    """The patched weights, as `full.digest_of` reads them."""
 
     def __init__(self, schema: Schema, tensors: Mapping[str, Bits]) -> None:
         self.schema, self._tensors = schema, tensors
