@@ -1,4 +1,4 @@
-"""deltawire moves the weights of a model in training to every server that samples from it, through nothing but a bucket.
+"""Move the weights of a model in training to every server that samples from it, through nothing but a bucket.
 
 publisher = dw.Publisher("s3://runs/wordle")      # trainer
 publisher.publish(model)
