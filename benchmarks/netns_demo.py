@@ -44,7 +44,7 @@ from _namespaces import Namespaces
 from _report import about, print_about, write_json
 from deltawire.cli.common import ended_by_sigterm
 from deltawire_wordle.demo import QUIET
-from deltawire_wordle.processes import Box, uninterrupted
+from deltawire_wordle.processes import ChildProcess, uninterrupted
 
 RESULTS = Path(__file__).parent / "results" / "netns.json"
 REPLICAS = ("replica-a", "replica-b")
@@ -146,7 +146,7 @@ class World:
     def __init__(self, case: Case, given: argparse.Namespace, policy: Path, folder: Path) -> None:
         self.case, self.spaces, self._given = case, Namespaces(LINKS, open_links=False), given
         self._policy, self._folder = policy, folder
-        self._boxes: list[Box] = []
+        self._boxes: list[ChildProcess] = []
         self._environment = {
             **QUIET, "NO_PROXY": "*", "DELTAWIRE_TOKEN": secrets.token_hex(16), "AWS_ACCESS_KEY_ID": "deltawire",
             "AWS_SECRET_ACCESS_KEY": secrets.token_hex(16), "AWS_REGION": "us-east-1",
@@ -158,7 +158,7 @@ class World:
         return f"http://{self.spaces.address(machine)}:{port}"
 
     @contextmanager
-    def up(self) -> Iterator[Box]:
+    def up(self) -> Iterator[ChildProcess]:
         """Yields the trainer."""
         with self.spaces:
             try:
@@ -167,10 +167,10 @@ class World:
                 # the captures go last: they have to see the others end
                 captures = [box for box in self._boxes if box.name.startswith("capture")]
                 with uninterrupted():
-                    Box.stop_all([box for box in self._boxes if box not in captures])
-                    Box.stop_all(captures)
+                    ChildProcess.stop_all([box for box in self._boxes if box not in captures])
+                    ChildProcess.stop_all(captures)
 
-    def _start(self) -> Box:
+    def _start(self) -> ChildProcess:
         deltawire = [sys.executable, "-m", "deltawire.cli"]
         for machine in MACHINES:
             listener = self._role("listener", self.spaces.address(machine))
@@ -214,8 +214,8 @@ class World:
         self.spaces.open_door(client, server, port)
         self.doors.setdefault((client, server), set()).add(port)
 
-    def _box(self, name: str, machine: str, command: Sequence[str]) -> Box:
-        box = Box(name, [*self.spaces.command(machine), *command], self._folder, self._environment)
+    def _box(self, name: str, machine: str, command: Sequence[str]) -> ChildProcess:
+        box = ChildProcess(name, [*self.spaces.command(machine), *command], self._folder, self._environment)
         self._boxes.append(box)
         box.start()
         return box
@@ -236,7 +236,7 @@ class World:
     def look_after(self) -> None:
         for box in self._boxes:
             if box.exit_code:
-                raise SystemExit(f"the {box.name} ended early ({box.exit_code}): {box.last_words}")
+                raise SystemExit(f"the {box.name} ended early ({box.exit_code}): {box.last_log_line}")
 
     def captured(self) -> list[dict[str, Any]]:
         """After the end: what both captures saw."""
@@ -248,7 +248,7 @@ def run(case: Case, given: argparse.Namespace, policy: Path, folder: Path) -> di
     steps, published, done, reached = [], [], None, None
     with world.up() as trainer:
         deadline = time.monotonic() + given.seconds + DIED_S
-        while not trainer.silent:
+        while not trainer.finished:
             world.look_after()
             if time.monotonic() > deadline:
                 raise SystemExit(f"{case.name}: no end after {given.seconds + DIED_S:.0f} s")
@@ -267,7 +267,7 @@ def run(case: Case, given: argparse.Namespace, policy: Path, folder: Path) -> di
                 case "done":
                     done = event
         if done is None:
-            raise SystemExit(f"{case.name}: the trainer ended early: {trainer.last_words}")
+            raise SystemExit(f"{case.name}: the trainer ended early: {trainer.last_log_line}")
         live = world.ask("trainer", "compare", *(world.url(machine, ROLLOUTS) for machine in REPLICAS))
         verified, *objects = world.ask("services", "excerpts")
     counted = [step for step in steps if step["seconds"] > WARM_S]

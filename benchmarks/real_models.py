@@ -49,7 +49,7 @@ from deltawire_wordle.demo import QUIET
 from deltawire_wordle.errors import ServerUnavailable
 from deltawire_wordle.fleet import Fleet
 from deltawire_wordle.grpo import Group, Learner, Ledger, Rollout, Rollouts, Settings, Step, train
-from deltawire_wordle.processes import Box, free_port
+from deltawire_wordle.processes import ChildProcess, free_port
 from deltawire_wordle.train import PATIENCE_S, wait_for
 
 HERE = Path(__file__).parent
@@ -141,8 +141,8 @@ class Prompts:
             rollouts = []
             for sample, versions in await fleet.complete([prompt] * self._games, self._tokens):
                 rollout = Rollout(reward=self._subject.reward(sample.tokens))
-                rollout.hear(prompt)
-                rollout.say(sample, versions)
+                rollout.add_context(prompt)
+                rollout.add_sample(sample, versions)
                 rollouts.append(rollout)
             yield Group(rollouts)
 
@@ -156,7 +156,7 @@ class Builtin:
             port, name = str(free_port()), f"replica-{number + 1}"
             command = [sys.executable, "-m", "deltawire.cli", "serve", run, "--port", port, "--id", name]
             options = ["--device", given.serve_device, "--threads", str(given.threads), "--poll", "0.1", "--json"]
-            self._boxes[f"http://127.0.0.1:{port}"] = Box(name, [*command, *options], folder)
+            self._boxes[f"http://127.0.0.1:{port}"] = ChildProcess(name, [*command, *options], folder)
         for box in self._boxes.values():
             box.start()
         self.urls, self.model = [*self._boxes], None
@@ -172,7 +172,9 @@ class Builtin:
                     break
                 except ServerUnavailable as error:
                     if not box.running:
-                        raise ServerUnavailable(f"{box.name} has ended ({box.exit_code}): {box.last_words}") from error
+                        raise ServerUnavailable(
+                            f"{box.name} has ended ({box.exit_code}): {box.last_log_line}"
+                        ) from error
                     if time.monotonic() > deadline:
                         raise
 
@@ -191,7 +193,7 @@ class Builtin:
         return found == [mine] * len(found)
 
     def stop(self) -> None:
-        Box.stop_all([*self._boxes.values()])
+        ChildProcess.stop_all([*self._boxes.values()])
 
 
 class Vllm:
@@ -324,7 +326,7 @@ def wait_for_turn(turn: Path | None) -> None:
             time.sleep(0.2)
 
 
-def heard(box: Box) -> list[dict[str, Any]]:
+def heard(box: ChildProcess) -> list[dict[str, Any]]:
     """The versions that a server said it took."""
     found = []
     while not box.events.empty():

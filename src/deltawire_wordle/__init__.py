@@ -1,1 +1,1 @@
-"""Reinforcement learning on Wordle: the game, an environment server, a small policy, and how well it plays."""
+"""Demonstrates deltawire: a small policy learns Wordle, sampled by rollout servers that follow its run."""

@@ -13,7 +13,7 @@ _COLOURS = ("#2563eb", "#d97706", "#059669", "#7c3aed")
 
 
 def chart(title: str, lines: Mapping[str, Points], across: str, *, marks: Points = (), top: float | None = None) -> str:
-    """Lines over one axis, each with its name; `marks` are single points. Nothing where there are no points."""
+    """Draw named lines over one axis; `marks` are single points. Returns "" if there are no points."""
     every = [point for points in lines.values() for point in points] + [*marks]
     if not every:
         return ""
@@ -44,7 +44,7 @@ def chart(title: str, lines: Mapping[str, Points], across: str, *, marks: Points
 
 
 def number(value: float | None) -> str:
-    """For people: three figures, or all of a count."""
+    """Format a number for people: three significant digits, counts in full."""
     if value is None:
         return "–"
     return f"{value:,.3g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}"

@@ -1,6 +1,6 @@
-"""The demo: environment, bucket, rollout servers and trainer as processes that share a bucket and two HTTP addresses.
+"""The demo: environment, rollout servers and trainer as processes that share a bucket and their HTTP addresses.
 
-`Demo.run` starts them, listens, and keeps what is worth a look in `Demo.story`; whoever shows it reads there.
+`Demo.run` starts them and records in `Demo.record` what they report; the command line displays that.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from deltawire.store import Store, open_store
 
 from . import small_policy
 from .errors import RLError, ServerUnavailable
-from .processes import Box, free_port, uninterrupted
+from .processes import ChildProcess, free_port, uninterrupted
 
 KILL_AT, REJOIN_AT = 0.35, 0.55
-# of the training
+"""When --kill-replica kills a server and starts it again, as a share of the training."""
 LOOK_S = 0.5
-# between two looks at the servers
+"""Seconds between two looks at the servers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """The options of a demo."""
+
     folder: Path
-    # for logs, the report and, unless `run` says otherwise, the bucket
+    """Folder for logs, the report and, unless `run` says otherwise, the bucket."""
     run: str | None = None
-    # an address; "s3" for a server of our own; None for a folder
+    """Address of the run; "s3" starts an S3 server, None uses a folder."""
     replicas: int = 2
     engine: str = "builtin"
     steps: int | None = None
@@ -49,53 +51,53 @@ class Plan:
     staleness: int = 4
     seed: int = 0
     games: int = 512
-    # per evaluation
+    """Games of each evaluation."""
     kill_replica: bool = False
     sync: bool = True
 
 
 @dataclass(slots=True)
-class Glimpse:
-    """A rollout server at a moment."""
+class ReplicaStatus:
+    """State of a rollout server at one moment."""
 
     at: float
-    # seconds since the demo began
+    """Seconds since the demo began."""
     version: int | None
     lag: int | None
     pause_s: float | None
-    # of its last sync
+    """Pause of its last sync, in seconds."""
     state: str
 
 
 @dataclass(slots=True)
-class Story:
-    """What has happened so far."""
+class DemoRecord:
+    """Everything that has happened so far."""
 
     plan: Plan
     began: float = field(default_factory=time.time)
     phase: str = "starting"
     url: str = ""
-    # of the run, fit to be shown
+    """Address of the run."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     published: list[dict[str, Any]] = field(default_factory=list)
     evaluated: list[dict[str, Any]] = field(default_factory=list)
     done: dict[str, Any] | None = None
-    replicas: dict[str, list[Glimpse]] = field(default_factory=dict)
+    replicas: dict[str, list[ReplicaStatus]] = field(default_factory=dict)
     remarks: list[tuple[float, str]] = field(default_factory=list)
-    # (seconds, what was worth saying)
+    """(seconds since the demo began, what happened)"""
     verified: dict[str, Any] | None = None
     equal: dict[str, str] = field(default_factory=dict)
-    # replica → by what its weights were compared with the trainer's
+    """How the weights of each replica were compared with the trainer's."""
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    # the whole demo
+    """Seconds that the whole demo took."""
 
     def remark(self, text: str) -> None:
         self.remarks.append((time.time() - self.began, text))
 
     @property
     def progress(self) -> float:
-        """Of the training, 0 to 1."""
+        """Share of the training that is done, 0 to 1."""
         if not self.steps:
             return 0.0
         last, plan = self.steps[-1], self.plan
@@ -115,35 +117,39 @@ class Story:
 
 
 class Demo:
+    """Runs the processes of a demo."""
+
     def __init__(self, plan: Plan) -> None:
-        self.story = Story(plan)
+        self.record = DemoRecord(plan)
         self._plan = plan
         self._logs = plan.folder / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._environment = Box("environment", _deltawire("env", "wordle", *_GAME, "--port", "0", "--json"), self._logs)
+        self._environment = ChildProcess(
+            "environment", _deltawire("env", "wordle", *_GAME, "--port", "0", "--json"), self._logs
+        )
         self._replicas: dict[str, Replica] = {}
         self._down: Replica | None = None
-        # killed on purpose, and not back yet
+        """The replica that was killed on purpose and is not back yet."""
 
     @property
-    def _boxes(self) -> list[Box]:
-        return [self._environment, *(replica.box for replica in self._replicas.values())]
+    def _processes(self) -> list[ChildProcess]:
+        return [self._environment, *(replica.process for replica in self._replicas.values())]
 
-    # ── the course of events ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── the run ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, show: Callable[[], None]) -> None:
-        """All of it. `show` is called when something may be new. Nothing that was started is left at the end."""
+        """Run the demo, and end all its processes. `show` is called whenever the record may have changed."""
         with self._bucket() as bucket:
-            self.story.url = bucket.url
+            self.record.url = bucket.url
             try:
                 self._train(bucket, show)
             except RLError as error:
-                self.story.problems.append(str(error))
-            self.story.phase = "verifying the run"
+                self.record.problems.append(str(error))
+            self.record.phase = "verifying the run"
             show()
             self._verify(bucket)
-        self.story.phase = "done"
-        self.story.seconds = time.time() - self.story.began
+        self.record.phase = "done"
+        self.record.seconds = time.time() - self.record.began
         show()
 
     @contextmanager
@@ -159,37 +165,37 @@ class Demo:
             yield Bucket(where, open_store(where), {}, near=where.startswith(("file:", "/", ".")))
 
     def _train(self, bucket: Bucket, show: Callable[[], None]) -> None:
-        story, plan = self.story, self._plan
+        record, plan = self.record, self._plan
         environment = {**QUIET, **bucket.environment}
         for number in range(1, plan.replicas + 1):
             self._replicas[f"replica-{number}"] = Replica(
                 f"replica-{number}", bucket, plan.engine, self._logs, environment
             )
         trainer = None
-        looking = threading.Event()
+        ended = threading.Event()
         try:
             self._environment.start()
             address = self._environment.ready("ready")["url"]
-            trainer = Box("trainer", self._trainer(bucket, address), self._logs, environment)
+            trainer = ChildProcess("trainer", self._trainer(bucket, address), self._logs, environment)
             trainer.start()
-            threading.Thread(target=self._look, args=(looking,), daemon=True).start()
-            while not trainer.silent:
-                self._hear(trainer)
-                if story.published or plan.engine == "builtin":
-                    # ours waits for the first version, vLLM needs one to start from
-                    self._keep_replicas()
-                self._look_after()
+            threading.Thread(target=self._poll_replicas, args=(ended,), daemon=True).start()
+            while not trainer.finished:
+                self._note_event(trainer)
+                if record.published or plan.engine == "builtin":
+                    # the built-in server waits for the first version, vLLM needs one to start
+                    self._manage_replicas()
+                self._check_processes()
                 show()
-            if story.done is None:
-                raise ServerUnavailable(f"the trainer ended early ({trainer.exit_code}): {trainer.last_words}")
-            story.phase = "comparing bits"
+            if record.done is None:
+                raise ServerUnavailable(f"the trainer ended early ({trainer.exit_code}): {trainer.last_log_line}")
+            record.phase = "comparing bits"
             show()
-            self._compare(story.done)
+            self._compare(record.done)
         finally:
-            looking.set()
-            # a second Ctrl-C must not keep the first one from tidying up
+            ended.set()
+            # a second Ctrl-C must not interrupt the clean-up
             with uninterrupted():
-                Box.stop_all([*([trainer] if trainer else []), *self._boxes])
+                ChildProcess.stop_all([*([trainer] if trainer else []), *self._processes])
 
     def _trainer(self, bucket: Bucket, environment: str) -> list[str]:
         plan = self._plan
@@ -201,7 +207,7 @@ class Demo:
             "--games", str(plan.games), *_GAME, *([] if plan.sync else ["--no-sync"]),
         ]  # fmt: skip
 
-    def _hear(self, trainer: Box) -> None:
+    def _note_event(self, trainer: ChildProcess) -> None:
         try:
             event = trainer.events.get(timeout=0.2)
         except queue.Empty:
@@ -209,56 +215,62 @@ class Demo:
         kind = event.pop("event")
         match kind:
             case "phase":
-                self.story.phase = event["text"]
+                self.record.phase = event["text"]
             case "remark":
-                self.story.remark(event["text"])
+                self.record.remark(event["text"])
             case "done":
-                self.story.done = event
+                self.record.done = event
             case "step" | "published" | "evaluated":
-                lists = {"step": self.story.steps, "published": self.story.published, "evaluated": self.story.evaluated}
+                lists = {
+                    "step": self.record.steps,
+                    "published": self.record.published,
+                    "evaluated": self.record.evaluated,
+                }
                 lists[kind].append(event)
 
-    def _keep_replicas(self) -> None:
-        """Start them; with `kill_replica`, take one away for a while."""
+    def _manage_replicas(self) -> None:
+        """Start the replicas; with `kill_replica`, kill one and start it again later."""
         for replica in self._replicas.values():
-            if replica.box.pid is None:
-                replica.box.start()
+            if replica.process.pid is None:
+                replica.process.start()
         if not self._plan.kill_replica:
             return
         last = [*self._replicas.values()][-1]
-        if self._down is None and last.deaths == 0 and self.story.progress >= KILL_AT:
-            self.story.remark(f"{last.name} is killed (SIGKILL)")
+        if self._down is None and last.deaths == 0 and self.record.progress >= KILL_AT:
+            self.record.remark(f"{last.name} is killed (SIGKILL)")
             self._down = last
             last.deaths += 1
-            last.box.kill()
-        elif self._down is not None and self.story.progress >= REJOIN_AT:
-            self.story.remark(f"{last.name} starts again, with nothing but the address of the run")
+            last.process.kill()
+        elif self._down is not None and self.record.progress >= REJOIN_AT:
+            self.record.remark(f"{last.name} starts again, with nothing but the address of the run")
             self._down = None
-            last.box.start()
+            last.process.start()
 
-    def _look_after(self) -> None:
-        for box in self._boxes:
-            if box.exit_code is not None and (self._down is None or box is not self._down.box):
-                raise ServerUnavailable(f"the {box.name} ended early ({box.exit_code}): {box.last_words}")
+    def _check_processes(self) -> None:
+        for process in self._processes:
+            if process.exit_code is not None and (self._down is None or process is not self._down.process):
+                raise ServerUnavailable(
+                    f"the {process.name} ended early ({process.exit_code}): {process.last_log_line}"
+                )
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _look(self, ended: threading.Event) -> None:
-        """What the replicas say of themselves, again and again."""
+    def _poll_replicas(self, ended: threading.Event) -> None:
+        """Record the status of the replicas every LOOK_S seconds."""
         with httpx.Client(timeout=5.0) as client:
             while not ended.wait(LOOK_S):
-                newest = self.story.published[-1]["version"] if self.story.published else None
+                newest = self.record.published[-1]["version"] if self.record.published else None
                 for replica in self._replicas.values():
-                    at = time.time() - self.story.began
-                    self.story.replicas.setdefault(replica.name, []).append(replica.look(client, at, newest))
+                    at = time.time() - self.record.began
+                    self.record.replicas.setdefault(replica.name, []).append(replica.status(client, at, newest))
 
     def _compare(self, done: dict[str, Any]) -> None:
         with httpx.Client(timeout=60.0) as client:
             for replica in self._replicas.values():
                 how, found = replica.weights(client)
-                self.story.equal[replica.name] = how
+                self.record.equal[replica.name] = how
                 if found != (done["sha256"] if how == SHA else done["digest"]):
-                    self.story.problems.append(
+                    self.record.problems.append(
                         f"{replica.name} does not hold the trainer's weights of version {done['version']}: {found}"
                     )
 
@@ -266,11 +278,11 @@ class Demo:
         try:
             result = verify(Run.open(bucket.run))
         except RunNotFound as error:
-            self.story.problems.append(str(error))
+            self.record.problems.append(str(error))
             return
-        self.story.verified = {"ok": result.ok, "versions": result.versions, "proven": result.proven}
+        self.record.verified = {"ok": result.ok, "versions": result.versions, "proven": result.proven}
         if result.failure is not None:
-            self.story.problems.append(f"the run does not verify: {result.failure.message}")
+            self.record.problems.append(f"the run does not verify: {result.failure.message}")
 
 
 # ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -279,7 +291,7 @@ OWN_S3 = "s3"
 SHA, DIGEST = "SHA-256 of the live weights", "state digest of the live weights"
 _GAME = ("--words", small_policy.WORDS, "--guesses", str(small_policy.GUESSES))
 QUIET = {"OMP_NUM_THREADS": "1", "DELTAWIRE_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-# two cores must do for everything
+"""Environment of every process: two cores must do for all of them."""
 _VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -291,15 +303,19 @@ _VLLM = {
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
+    """Where the run of a demo is."""
+
     url: str
     run: Store
     environment: dict[str, str]
-    # what another process needs to get there
+    """Environment variables that another process needs to reach it."""
     near: bool
-    # nobody minds being asked often
+    """Whether it may be polled often."""
 
 
 class Replica:
+    """A rollout server as a process."""
+
     def __init__(self, name: str, bucket: Bucket, engine: str, logs: Path, environment: dict[str, str]) -> None:
         port = str(free_port())
         self.name, self.url, self.deaths = name, f"http://127.0.0.1:{port}", 0
@@ -308,25 +324,27 @@ class Replica:
             words += ["--id", name, "--threads", "1", "--grace", "1", "--json"]
         else:
             words += ["--", "--dtype", "bfloat16", "--max-model-len", "128", "--enforce-eager"]
-        self.box = Box(name, _deltawire(*words), logs, {**environment, **(_VLLM if engine == "vllm" else {})})
+        self.process = ChildProcess(
+            name, _deltawire(*words), logs, {**environment, **(_VLLM if engine == "vllm" else {})}
+        )
 
-    def look(self, client: httpx.Client, at: float, newest: int | None) -> Glimpse:
+    def status(self, client: httpx.Client, at: float, newest: int | None) -> ReplicaStatus:
         try:
             status = client.get(f"{self.url}/deltawire/status").json()
         except (httpx.TransportError, ValueError):
-            return Glimpse(at, None, None, None, "away")
+            return ReplicaStatus(at, None, None, None, "away")
         version = status.get("version")
-        # it may have heard of a version before we did
+        # it may know a version before its publish has been reported here
         newest = max(newest or 0, status.get("newest") or 0)
         lag = None if version is None else max(newest - version, 0)
-        return Glimpse(at, version, lag, (status.get("timings") or {}).get("pause"), str(status.get("state")))
+        return ReplicaStatus(at, version, lag, (status.get("timings") or {}).get("pause"), str(status.get("state")))
 
     def weights(self, client: httpx.Client) -> tuple[str, Any]:
-        """How its weights can be told, and what they are."""
+        """Return how its weights were fingerprinted, and the fingerprint."""
         try:
             answer = client.get(f"{self.url}/deltawire/fingerprint", params={"dtype": "bf16"})
             if answer.status_code == 404:
-                # vLLM keeps them in another shape, whose digest is the same
+                # vLLM lays weights out differently, so only their digest can be compared
                 answer = client.get(f"{self.url}/deltawire/digest")
                 return DIGEST, answer.json().get("digest", answer.text)
             return SHA, answer.json().get("sha256", answer.text)

@@ -28,10 +28,10 @@ from deltawire.cli.common import (
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from .demo import Demo, Glimpse, Story
+    from .demo import Demo, DemoRecord, ReplicaStatus
 
 PLAIN_EVERY = 10
-# steps between two lines where there is no terminal
+"""Steps between two lines of output where there is no terminal."""
 
 
 class Engine(str, Enum):
@@ -104,16 +104,16 @@ def command(
     try:
         with ended_by_sigterm(), _view(demo, json) as show:
             demo.run(show)
-        page, data = report.write(demo.story)
+        page, data = report.write(demo.record)
     finally:
         if not keep:
             for made in ("run", "s3"):
                 shutil.rmtree(folder / made, ignore_errors=True)
-    figures = report.summary(demo.story)
+    figures = report.summary(demo.record)
     files = {"html": str(page), "json": str(data)}
-    value = {"ok": not demo.story.problems, "problems": demo.story.problems, "report": files, **figures}
-    emit(value, lambda out: _epilogue(demo.story, figures, page), json)
-    if demo.story.problems:
+    value = {"ok": not demo.record.problems, "problems": demo.record.problems, "report": files, **figures}
+    emit(value, lambda out: _epilogue(demo.record, figures, page), json)
+    if demo.record.problems:
         raise typer.Exit(1)
 
 
@@ -151,40 +151,40 @@ def _view(demo: Demo, quiet: bool) -> Iterator[Callable[[], None]]:
     elif out.is_terminal:
         from rich.live import Live
 
-        with Live(console=out, refresh_per_second=4, get_renderable=lambda: _picture(demo.story)):
+        with Live(console=out, refresh_per_second=4, get_renderable=lambda: _picture(demo.record)):
             yield lambda: None
     else:
-        yield _Lines(demo.story)
+        yield _Lines(demo.record)
 
 
 class _Lines:
     """One line for each thing that is new, for logs and pipes."""
 
-    def __init__(self, story: Story) -> None:
-        self._story = story
+    def __init__(self, record: DemoRecord) -> None:
+        self._story = record
         self._phase, self._steps, self._evaluated, self._remarks = "", 0, 0, 0
 
     def __call__(self) -> None:
-        story = self._story
-        if story.phase != self._phase:
-            self._phase = story.phase
-            print(f"· {story.phase}", flush=True)
-        for _, text in story.remarks[self._remarks :]:
+        record = self._story
+        if record.phase != self._phase:
+            self._phase = record.phase
+            print(f"· {record.phase}", flush=True)
+        for _, text in record.remarks[self._remarks :]:
             print(f"! {text}", flush=True)
-        self._remarks = len(story.remarks)
-        for found in story.evaluated[self._evaluated :]:
+        self._remarks = len(record.remarks)
+        for found in record.evaluated[self._evaluated :]:
             print(f"v{found['version']}: {found['solved']:.1%} of {found['games']} games solved", flush=True)
-        self._evaluated = len(story.evaluated)
-        while self._steps + PLAIN_EVERY <= len(story.steps):
+        self._evaluated = len(record.evaluated)
+        while self._steps + PLAIN_EVERY <= len(record.steps):
             self._steps += PLAIN_EVERY
-            print("  ".join(f"{name} {text}" for name, text in _figures(story, self._steps).items()), flush=True)
+            print("  ".join(f"{name} {text}" for name, text in _figures(record, self._steps).items()), flush=True)
 
 
-def _figures(story: Story, upto: int) -> dict[str, str]:
+def _figures(record: DemoRecord, upto: int) -> dict[str, str]:
     """What there is to say after so many steps."""
-    recent = story.steps[max(0, upto - PLAIN_EVERY) : upto]
+    recent = record.steps[max(0, upto - PLAIN_EVERY) : upto]
     last = recent[-1]
-    before = story.steps[upto - len(recent) - 1]["seconds"] if upto > len(recent) else 0.0
+    before = record.steps[upto - len(recent) - 1]["seconds"] if upto > len(recent) else 0.0
     tokens = sum(step["figures"]["tokens"] for step in recent) / max(last["seconds"] - before, 1e-9)
     said = {
         "step": f"{last['step']}",
@@ -192,54 +192,54 @@ def _figures(story: Story, upto: int) -> dict[str, str]:
         "tokens/s": f"{tokens:,.0f}",
         "staleness": f"{sum(step['staleness'] for step in recent) / len(recent):.1f}",
     }
-    deltas = [version for version in story.published if version["version"]]
+    deltas = [version for version in record.published if version["version"]]
     if deltas:
         newest, sent = deltas[-1], sum(version["bytes"] for version in deltas)
         full = sum(2 * version["elements"] for version in deltas)
         said["version"] = f"{newest['version']}"
         said["changed"] = percent(newest["changed"], newest["elements"])
         said["sent"] = f"{size(sent)} of {size(full)} ({times(full, sent)})"
-    for name, glimpses in story.replicas.items():
-        said[name] = _replica(glimpses[-1])
+    for name, statuses in record.replicas.items():
+        said[name] = _replica(statuses[-1])
     return said
 
 
-def _replica(now: Glimpse) -> str:
+def _replica(now: ReplicaStatus) -> str:
     if now.version is None:
         return now.state
     pause = f" pause {now.pause_s * 1e3:.0f} ms" if now.pause_s is not None else ""
     return f"v{now.version} lag {now.lag}{pause}"
 
 
-def _picture(story: Story) -> Group:
+def _picture(record: DemoRecord) -> Group:
     from rich.console import Group
     from rich.text import Text
 
     from .report import smoothed
 
-    rates = smoothed([step["figures"]["solved"] for step in story.steps])
+    rates = smoothed([step["figures"]["solved"] for step in record.steps])
     rows = table("", " ", left=("", " "))
-    rows.add_row("phase", story.phase)
-    for found in [*story.evaluated]:
+    rows.add_row("phase", record.phase)
+    for found in [*record.evaluated]:
         rows.add_row(f"v{found['version']} plays", f"{found['solved']:.1%} of {found['games']} games solved")
     if rates:
         width = 60
         shown = rates if len(rates) <= width else [rates[at * (len(rates) - 1) // (width - 1)] for at in range(width)]
         rows.add_row("solve rate", f"{sparkline([*shown, 1.0])[:-1]} {rates[-1]:.0%}")
-        done = int(story.progress * 60)
-        rows.add_row("training", f"{'━' * done}{'╌' * (60 - done)} {duration(story.steps[-1]['seconds'])}")
-        for name, text in _figures(story, len(story.steps)).items():
-            if name not in story.replicas:
+        done = int(record.progress * 60)
+        rows.add_row("training", f"{'━' * done}{'╌' * (60 - done)} {duration(record.steps[-1]['seconds'])}")
+        for name, text in _figures(record, len(record.steps)).items():
+            if name not in record.replicas:
                 rows.add_row(name, text)
-    for name, glimpses in [*story.replicas.items()]:
-        rows.add_row(name, f"{_replica(glimpses[-1]):<28} {sparkline([(g.lag or 0) for g in glimpses[-30:]])}")
-    title = Text(f"Wordle, learned through {story.url or 'a bucket'}", style="bold")
-    return Group(title, rows, *(Text(f"! {text}", style="yellow") for _, text in story.remarks[-4:]))
+    for name, statuses in [*record.replicas.items()]:
+        rows.add_row(name, f"{_replica(statuses[-1]):<28} {sparkline([(g.lag or 0) for g in statuses[-30:]])}")
+    title = Text(f"Wordle, learned through {record.url or 'a bucket'}", style="bold")
+    return Group(title, rows, *(Text(f"! {text}", style="yellow") for _, text in record.remarks[-4:]))
 
 
-def _epilogue(story: Story, figures: dict[str, Any], page: Path) -> None:
+def _epilogue(record: DemoRecord, figures: dict[str, Any], page: Path) -> None:
     out = console()
-    for problem in story.problems:
+    for problem in record.problems:
         out.print(f"✗ {problem}", style="bold red", soft_wrap=True)
     if figures["solved_after"] is not None:
         out.print(
@@ -254,12 +254,8 @@ def _epilogue(story: Story, figures: dict[str, Any], page: Path) -> None:
             f"{size(figures['bytes_sent'])} sent instead of {size(figures['bytes_full'])}, anchors included",
             soft_wrap=True,
         )
-    if not story.problems:
-        out.print(
-            f"✓ {len(story.equal)} replicas hold the trainer's bits, all {story.verified['versions']} versions verified"
-            if story.verified
-            else "✓ done",
-            style="bold green",
-            soft_wrap=True,
-        )
+    if not record.problems:
+        versions = (record.verified or {}).get("versions", 0)
+        said = f"✓ {len(record.equal)} replicas hold the trainer's bits, all {versions} versions verified"
+        out.print(said, style="bold green", soft_wrap=True)
     out.print(f"report: {page}", soft_wrap=True)

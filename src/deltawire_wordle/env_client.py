@@ -21,7 +21,7 @@ from .env_protocol import Result, State
 from .errors import ServerRefused, ServerUnavailable
 
 _LATER = ("CAPACITY_REACHED", "SESSION_ERROR")
-# the session could not begin or has ended; another one may
+"""Errors after which a new session may succeed."""
 
 
 class _Reply(msgspec.Struct):

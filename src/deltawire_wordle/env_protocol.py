@@ -15,7 +15,7 @@ from .errors import IllegalMove
 from .wordle import Game, Rules
 
 LARGEST_MESSAGE = 4096
-# characters; the longest honest one has a few hundred
+"""Characters of a message; the longest honest one has a few hundred."""
 
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1, description="The same seed gives the same secret.")]
 Name = Annotated[str, Meta(max_length=255)]

@@ -28,10 +28,10 @@ from .errors import IllegalMove
 from .wordle import Rules
 
 LARGEST_FRAME = 16 * LARGEST_MESSAGE
-# bytes; a message up to here is answered with what is wrong, a larger one closes the connection (1009)
+"""Bytes of a frame. A message up to here is answered with an error, a larger one closes the connection (1009)."""
 SHUTDOWN_SECONDS = 5
 SPARE = 32
-# connections beside those of the sessions
+"""Connections beside those of the sessions."""
 TRY_AGAIN_LATER = 1013
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Errors of the example that trains: of its environment, its rollout servers, its game."""
+"""Errors of the environment, the rollout servers' clients and the game."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class IllegalMove(RLError):
 
 
 class ServerRefused(RLError):
-    """An environment or rollout server answered that it will not."""
+    """An environment or rollout server refused a request."""
 
 
 class ServerUnavailable(RLError):
-    """An environment or rollout server does not answer; worth a retry."""
+    """An environment or rollout server does not answer; a retry may succeed."""

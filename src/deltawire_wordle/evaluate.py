@@ -1,4 +1,4 @@
-"""How well a policy plays: games in step, one batch of prompts per turn, against any sampler.
+"""Measure how well a policy plays: games in lockstep, one batch of prompts per turn, with any sampler.
 
 python -m deltawire_wordle.evaluate                              the policy that ships, in this process
 python -m deltawire_wordle.evaluate --server http://host:8000 --model NAME      what a rollout server holds right now
@@ -22,14 +22,14 @@ from .wordlists import load
 
 GAMES = 512
 Sampler = Callable[[Sequence[Sequence[int]], float, int], list[Sample]]
-# prompts, temperature (0 is greedy), seed → a completion for each prompt
+"""Takes prompts, a temperature (0 is greedy) and a seed; returns a completion for each prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
     game: Game
     turns: tuple[tuple[tuple[int, ...], str], ...]
-    # the tokens of each guess as sampled, and its answer
+    """The tokens of each guess as sampled, and the feedback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +38,19 @@ class Evaluation:
     temperature: float
     seed: int
     solved: float
-    # share of the games
+    """Share of the games that were solved."""
     guesses: float
-    # mean, over all games
+    """Mean number of guesses, over all games."""
     known: float
-    # share of guesses that were words
+    """Share of the guesses that are in the word list."""
     reward: float
-    # mean
+    """Mean reward."""
 
 
 def play(
     sampler: Sampler, games: Sequence[Game], rules: Rules, temperature: float = 1.0, seed: int = 0
 ) -> list[Played]:
-    """Play all games to their end, a guess in each at a time."""
+    """Play all games to their end, one guess in each per turn."""
     played = [Played(game, ()) for game in games]
     for turn in range(rules.limit):
         going = [number for number, one in enumerate(played) if not one.game.over]

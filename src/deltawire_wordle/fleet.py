@@ -1,4 +1,4 @@
-"""Rollout servers as one: asked side by side over HTTP, and no one of them is needed."""
+"""Completions from several rollout servers over HTTP; no single one of them is needed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .sampling import Sample
 log = logging.getLogger("deltawire")
 
 REST_S = 1.0
-# for a server that failed, before it is asked again
+"""Seconds until a server that failed is asked again."""
 ANSWER_S = 60.0
-# a server that says nothing for so long has failed
+"""Seconds after which a server that does not answer has failed."""
 
 
 def versions_of(choice: Mapping[str, Any]) -> list[int]:
-    """The versions that made a choice; raises ServerRefused where the server names none."""
+    """Return the versions that made a choice; raises ServerRefused if the server names none."""
     found = names.versions_of(choice)
     if not found:
         raise ServerRefused("a rollout server names no version with its samples; is it one that follows a run?")
@@ -33,7 +33,7 @@ def versions_of(choice: Mapping[str, Any]) -> list[int]:
 
 
 class Fleet:
-    """Rollout servers: the one with the least to do is asked, one that failed rests."""
+    """Several rollout servers. Each request goes to the least busy one; one that failed is skipped for REST_S."""
 
     def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, model: str | None = None) -> None:
         self._servers = [_Server(url.rstrip("/")) for url in urls]
@@ -41,8 +41,11 @@ class Fleet:
         self._extra = {"model": model} if model else {}
 
     async def complete(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[Sample, list[int]]]:
-        """At most so many tokens for each prompt, and the versions that made them; waits while no server is there."""
-        # no seed: prompts that are alike must not get samples that are
+        """Return a sample of up to so many tokens for each prompt, and the versions that made it.
+
+        Waits while no server is available.
+        """
+        # no seed: equal prompts must not get equal samples
         body = {
             "prompt": [[*prompt] for prompt in prompts],
             "max_tokens": tokens,
@@ -52,8 +55,8 @@ class Fleet:
             **self._extra,
         }
         while True:
-            server = min(self._servers, key=lambda server: (server.rests_until > time.monotonic(), server.busy))
-            await asyncio.sleep(server.rests_until - time.monotonic())
+            server = min(self._servers, key=lambda server: (server.skipped_until > time.monotonic(), server.busy))
+            await asyncio.sleep(server.skipped_until - time.monotonic())
             server.busy += len(prompts)
             try:
                 answer = await self._client.post(f"{server.url}/v1/completions", json=body)
@@ -72,17 +75,17 @@ class Fleet:
 class _Server:
     url: str
     busy: int = 0
-    rests_until: float = 0.0
+    skipped_until: float = 0.0
     failing: bool = False
 
     def failed(self, reason: str) -> None:
         if not self.failing:
-            log.warning("rollout server %s is away, going on without it: %s", self.url, reason)
-        self.failing, self.rests_until = True, time.monotonic() + REST_S
+            log.warning("rollout server %s is unavailable, continuing without it: %s", self.url, reason)
+        self.failing, self.skipped_until = True, time.monotonic() + REST_S
 
     def works(self) -> None:
         if self.failing:
-            log.warning("rollout server %s is back", self.url)
+            log.warning("rollout server %s is available again", self.url)
         self.failing = False
 
 

@@ -1,4 +1,4 @@
-"""Wordle for the workers of grpo.py: groups of games with one secret, in sessions of an environment that stay open."""
+"""Wordle as a task of grpo.py: groups of games with one secret, in sessions of an environment that stay open."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger("deltawire")
 
 
 class Games:
-    """A `Task`. Without an environment its workers begin again until it is there."""
+    """A `Task`. If the environment is unavailable, its workers retry until it is back."""
 
     def __init__(self, environment: str, settings: Settings) -> None:
         self._environment, self._games = environment, settings.games
         dice = random.Random(settings.seed)
         self._seeds = (dice.getrandbits(62) for _ in itertools.count())
-        self._away = False
+        self._unavailable = False
 
     async def groups(self, fleet: Fleet) -> AsyncGenerator[Group, None]:
         while True:
@@ -34,16 +34,16 @@ class Games:
                     sessions = [
                         await stack.enter_async_context(EnvClient(self._environment)) for _ in range(self._games)
                     ]
-                    if self._away:
-                        self._away = False
-                        log.warning("the environment %s is back", self._environment)
+                    if self._unavailable:
+                        self._unavailable = False
+                        log.warning("the environment %s is available again", self._environment)
                     while True:
                         yield await self._group(fleet, sessions)
             except ServerUnavailable as error:
-                # where sessions are lost, so are their games
-                if not self._away:
-                    self._away = True
-                    log.warning("trying again until it is there: %s", error)
+                # the games of lost sessions are lost too
+                if not self._unavailable:
+                    self._unavailable = True
+                    log.warning("retrying until the environment is available: %s", error)
                 await asyncio.sleep(REST_S)
 
     async def _group(self, fleet: Fleet, sessions: Sequence[EnvClient]) -> Group:
@@ -51,7 +51,7 @@ class Games:
         await asyncio.gather(*(session.reset(seed) for session in sessions))
         rollouts = [Rollout() for _ in sessions]
         for rollout in rollouts:
-            rollout.hear([BOS])
+            rollout.add_context([BOS])
         going = [*zip(rollouts, sessions, strict=True)]
         while going:
             samples = await fleet.complete([rollout.tokens for rollout, _ in going], GUESS_TOKENS)
@@ -59,10 +59,10 @@ class Games:
                 *(session.step(parse(sample.tokens)) for (_, session), (sample, _) in zip(going, samples, strict=True))
             )
             for (rollout, _), (sample, versions), result in zip(going, samples, results, strict=True):
-                rollout.say(sample, versions)
+                rollout.add_sample(sample, versions)
                 if result.done:
                     rollout.reward, rollout.solved = result.reward or 0.0, result.observation.solved
                 else:
-                    rollout.hear(spell(result.observation.feedback))
+                    rollout.add_context(spell(result.observation.feedback))
             going = [one for one, result in zip(going, results, strict=True) if not result.done]
         return Group(rollouts)

@@ -5,13 +5,13 @@
                                 ▼                                                     │
                               queue ─ fresh enough? ─▶ advantages, clipped loss, AdamW ┘
 
-What is played is a `Task`'s to know: Wordle in games.py. A group is one secret (or prompt), played several times; its
-games are judged against each other. Every token keeps the
-log-probability that its server drew it with, so the importance ratio is right whatever version that was, also where a
-game went on under new weights. What is older than `staleness` steps is dropped.
+A `Task` defines what is played: Wordle in games.py. A group is one secret (or prompt), played several times; its games
+are compared with each other. Every token keeps the log-probability that its server drew it with, so the importance
+ratio is correct whatever version that was, also where the weights changed during a game. Groups older than `staleness`
+steps are dropped.
 
-Nothing here waits for a particular server: one that fails rests for a moment while others are asked. Without a bucket
-training goes on until its samples are too old.
+Nothing here waits for a particular server: one that fails is skipped for a moment while others are asked. If the bucket
+is unavailable, training continues until its samples are too old.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltawire")
 
 TICK_S = 0.5
-# how often a trainer without samples looks whether something else is to be done
+"""Seconds that `Rollouts.take` waits for a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     secrets: int = 8
-    # per step
+    """Secrets of each training step."""
     games: int = 8
-    # per secret
+    """Games with each secret."""
     workers: int = 8
-    # groups that are played at the same time
+    """Groups that are played at the same time."""
     staleness: int | None = 4
-    # training steps that a sample may be old; None takes any
+    """Age of the oldest sample to train on, in training steps; None for any."""
     rate: float = 1e-4
     clip_low: float = 0.2
     clip_high: float = 0.28
-    # how far the importance ratio may leave 1 before a token stops to count
+    """How far the importance ratio may leave 1, below and above, before it is clipped."""
     gradient_norm: float = 1.0
     seed: int = 0
-    # of the secrets, one after the other
+    """Seed of the sequence of secrets."""
     sync: bool = True
-    # publish after each step; without it the servers keep the version they have
+    """Publish after each step; without, the servers keep the version they have."""
 
     @property
     def ahead(self) -> int:
@@ -75,7 +75,7 @@ class Settings:
         return max(self.workers if self.staleness is None else self.staleness * self.secrets, self.secrets)
 
 
-# ── what is sampled ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rollouts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(slots=True)
@@ -84,21 +84,22 @@ class Rollout:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    # with which each token was drawn; 0 for those that the environment wrote
+    """Log-probability with which each token was drawn; 0 for tokens of the environment."""
     sampled: list[bool] = field(default_factory=list)
     versions: set[int] = field(default_factory=set)
-    # that made its tokens, by the servers' own account
+    """Versions that made its tokens, as the servers reported them."""
     reward: float = 0.0
     solved: bool = False
 
-    def say(self, sample: Sample, versions: Sequence[int]) -> None:
+    def add_sample(self, sample: Sample, versions: Sequence[int]) -> None:
+        """Append tokens that a server sampled with these versions."""
         self.tokens += sample.tokens
         self.logprobs += sample.logprobs
         self.sampled += [True] * len(sample.tokens)
         self.versions.update(versions)
 
-    def hear(self, tokens: Sequence[int]) -> None:
-        """From the environment: the prompt first of all."""
+    def add_context(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the environment: the prompt, then its feedback."""
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.sampled += [False] * len(tokens)
@@ -115,12 +116,12 @@ class Group:
 
 class Task(Protocol):
     def groups(self, fleet: Fleet) -> AsyncGenerator[Group, None]:
-        """Group after group, without end. Several workers have one each, in one thread."""
+        """Yield groups without end. Each of several workers has a generator of its own, all in one thread."""
         ...
 
 
 class Rollouts:
-    """Plays groups in a thread of its own, for as long as the block lasts; `take` gives them to the trainer."""
+    """Context manager that plays groups in a thread of its own; `take` returns them to the trainer."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class Rollouts:
         return self._done.qsize()
 
     def take(self) -> Group | None:
-        """The next group, or None if there was none for a moment. Raises what ended the workers, if something did."""
+        """Return the next group, or None if there is none within TICK_S. Raises the error that ended the workers."""
         try:
             group = self._done.get(timeout=TICK_S)
         except queue.Empty:
@@ -170,14 +171,14 @@ class Rollouts:
         try:
             asyncio.run(self._play_on())
         except BaseException as error:
-            # the trainer is told, and ends
+            # raised by `take`
             self._done.put(error)
 
     async def _play_on(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         self._room = asyncio.Semaphore(self._settings.ahead)
         self._started.set()
-        # sooner than the servers (5 s), or one may hang up just as it is asked
+        # shorter than that of vLLM's servers (5 s), or one may close a connection just as it is used again
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         async with httpx.AsyncClient(timeout=ANSWER_S, limits=limits, headers=self._headers) as client:
             fleet = Fleet(self._urls, client, self._model)
@@ -199,11 +200,11 @@ class Rollouts:
                 self._done.put(await anext(groups))
 
 
-# ── what is learned ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── learning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """How much better each game of a group was than the group, in standard deviations; nothing where all were alike."""
+    """How much better each game was than the mean of its group, in standard deviations; 0 where all were equal."""
     mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     return [(reward - mean) / (deviation + 1e-4) for reward in rewards]
 
@@ -211,7 +212,7 @@ def advantages(rewards: Sequence[float]) -> list[float]:
 def clipped_loss(
     logprobs: Tensor, sampled_with: Tensor, advantage: Tensor, sampled: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """The clipped objective, averaged over sampled tokens, and the share of these that no longer pull.
+    """The clipped objective, averaged over sampled tokens, and the share of these whose gradient is clipped to zero.
 
     All are (games, tokens), `advantage` has one value per game.
     """
@@ -231,7 +232,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=settings.rate, weight_decay=0.0)
 
     def step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """One optimizer step on these groups; figures about it."""
+        """Do one optimizer step on these groups; returns figures about it."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         scores = [score for group in groups for score in advantages([rollout.reward for rollout in group.rollouts])]
         longest = max(len(rollout.tokens) for rollout in rollouts)
@@ -263,9 +264,9 @@ class Learner:
 
 
 class Ledger:
-    """What was published, and which training step each version carries: a slow bucket puts several into one.
+    """Tracks which training step each version carries: with a slow bucket, several steps are merged into one version.
 
-    Begins with the publisher's newest version, which must be the weights that training starts from.
+    Starts with the publisher's newest version, which must be the weights that training starts from.
     """
 
     def __init__(self, publisher: Publisher) -> None:
@@ -273,10 +274,10 @@ class Ledger:
             raise ValueError("publish the weights that training starts from first: the servers sample with them")
         self._publisher = publisher
         self._steps = {publisher.version: 0}
-        # version → the last step in it
+        """The last training step in each version."""
         self._under_way: deque[tuple[int, PublishHandle]] = deque()
         self.owed = False
-        # the last publish failed: the next one carries its changes too
+        """Whether the last publish failed; the next one carries its changes too."""
 
     def publish(self, model: PreTrainedModel, step: int, metrics: Mapping[str, float]) -> None:
         try:
@@ -287,7 +288,7 @@ class Ledger:
             self.owed = True
 
     def arrived(self) -> list[Published]:
-        """The versions that have come into being since the last call."""
+        """Return the versions that were committed since the last call."""
         new: dict[int, Published] = {}
         while self._under_way and self._under_way[0][1].done():
             step, handle = self._under_way.popleft()
@@ -304,13 +305,13 @@ class Ledger:
     def age(self, version: int, step: int) -> int:
         """Training steps between the weights of a version and those after `step`."""
         if version > max(self._steps):
-            return 0  # servers may hear of a version before we do
+            return 0  # servers may see a version before its publish has returned here
         before = [known for known in self._steps if known <= version]
         first = min(self._steps)
         return step - self._steps[max(before)] if before else step + first - version
 
     def settle(self, model: PreTrainedModel, step: int, seconds: float) -> list[Published]:
-        """Get these weights into the bucket, however often that takes; raises what kept them out for so long."""
+        """Publish these weights, retrying for so many seconds; raises the last error after that."""
         began, new = time.monotonic(), []
         self.owed |= self._steps[max(self._steps)] < step and not self._under_way
         while True:
@@ -331,24 +332,24 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step of training was like."""
+    """Figures of one training step."""
 
     step: int
     seconds: float
-    # since training began
+    """Seconds since training began."""
     figures: dict[str, float]
-    # of the update: loss, clipped, gradient, reward, solved, tokens
+    """Figures of the update: loss, clipped, gradient, reward, solved, tokens."""
     staleness: float
-    # mean over groups, in steps, by the oldest token of each
+    """Mean age of the groups in training steps, by the oldest token of each."""
     stalest: int
     dropped: int
-    # groups that were too old
+    """Number of groups that were too old."""
     waiting: int
-    # groups that are ready for the next one
+    """Number of groups that are ready for the next step."""
     waited_s: float
-    # for samples
+    """Seconds that the trainer waited for samples."""
     published: list[Published]
-    # versions that have come into being since the step before
+    """Versions committed since the step before."""
 
 
 def train(
@@ -360,7 +361,7 @@ def train(
     steps: int | None = None,
     seconds: float | None = None,
 ) -> Iterator[Step]:
-    """Train until there were so many steps or seconds."""
+    """Train for so many steps or seconds, yielding after each step."""
     began = time.monotonic()
     for step in itertools.count(1):
         asked = time.monotonic()
@@ -374,7 +375,7 @@ def train(
             published += ledger.arrived()
             if group is None:
                 if ledger.owed:
-                    # or nobody would ever sample with weights that are young enough
+                    # otherwise no server would ever sample with weights that are new enough
                     ledger.publish(learner.model, step - 1, {})
                 continue
             age = ledger.age(group.oldest, step - 1)

@@ -21,7 +21,7 @@ GUESS_TOKENS = LENGTH
 _ID = {token: number for number, token in enumerate(VOCABULARY)}
 
 Turn = tuple[Sequence[int], str]
-# the tokens of a guess as sampled, and its answer as a string of G, Y, X
+"""The tokens of a guess as sampled, and its feedback as a string of G, Y, X."""
 
 
 def render(history: Iterable[Turn] = ()) -> list[int]:

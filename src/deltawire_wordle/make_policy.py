@@ -28,11 +28,11 @@ from .wordle import LENGTH, Game, Rules, consistent
 from .wordlists import load
 
 STEPS = 430
-# stops early: a policy that solves a third leaves something for reinforcement learning to do
+"""Stops early: a policy that solves a third leaves something for reinforcement learning to do."""
 BATCH = 64
 RATE = 2e-3
 THREADS = 1
-# part of the recipe: what a sum over threads rounds to depends on how many there are
+"""Part of the recipe: how a sum over threads is rounded depends on their number."""
 
 
 def synthetic_game(rules: Rules, rng: random.Random) -> tuple[list[int], list[bool]]:

@@ -1,4 +1,4 @@
-"""The boxes of a demo as processes of this machine: none outlives the one that started it, however that ends."""
+"""Child processes that end with the process that started them, however that ends."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ GRACE_S = 5.0
 _PORTS = range(22_700, 32_000)
 
 
-class Box:
-    """A process with a name, a log file and, on its standard output, lines of JSON.
+class ChildProcess:
+    """A process with a name and a log file, whose standard output is lines of JSON.
 
-    It has a session of its own, so that Ctrl-C is for whoever started it to handle. Start it from the main thread: the
-    kernel ends it with the thread that did.
+    It has a session of its own, so that Ctrl-C reaches only the process that started it. Start it from the main thread:
+    the kernel ends it together with that thread.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Box:
         self._reader.start()
 
     def ready(self, event: str) -> dict[str, Any]:
-        """Wait for the event with which it says that it is up."""
+        """Wait for the event that reports that it is up, and return it."""
         while True:
             with suppress(queue.Empty):
                 found = self.events.get(timeout=0.2)
                 if found.get("event") == event:
                     return found
-            if self.silent:
-                raise ServerUnavailable(f"the {self.name} did not start ({self.exit_code}): {self.last_words}")
+            if self.finished:
+                raise ServerUnavailable(f"the {self.name} did not start ({self.exit_code}): {self.last_log_line}")
 
     @property
     def pid(self) -> int | None:
@@ -73,32 +73,32 @@ class Box:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def silent(self) -> bool:
-        """It has ended, and all that it said was taken."""
+    def finished(self) -> bool:
+        """Whether it has ended and all its events were read."""
         return not self.running and not (self._reader and self._reader.is_alive()) and self.events.empty()
 
     @property
-    def last_words(self) -> str:
-        """What it wrote to its log at the end."""
+    def last_log_line(self) -> str:
+        """The last line of its log."""
         lines = [line.strip() for line in self.log_file.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1][-500:] if lines else "it said nothing"
+        return lines[-1][-500:] if lines else "its log is empty"
 
     def kill(self) -> None:
-        """As a power cut would, with everything it started."""
+        """Kill it and everything it started (SIGKILL)."""
         self._signal(signal.SIGKILL)
         self._wait(None)
 
     @staticmethod
-    def stop_all(boxes: Sequence[Box]) -> None:
-        """In order and at the same time; those that take too long are killed."""
-        for box in boxes:
-            box._signal(signal.SIGTERM)
-        for box in boxes:
+    def stop_all(processes: Sequence[ChildProcess]) -> None:
+        """Terminate all of them at the same time; kill those that take longer than GRACE_S."""
+        for process in processes:
+            process._signal(signal.SIGTERM)
+        for process in processes:
             with suppress(subprocess.TimeoutExpired):
-                box._wait(GRACE_S)
-            # also what a box that went in order has left behind
-            box._signal(signal.SIGKILL)
-            box._wait(None)
+                process._wait(GRACE_S)
+            # and whatever it has started and left behind
+            process._signal(signal.SIGKILL)
+            process._wait(None)
 
     def _wait(self, seconds: float | None) -> None:
         if self._process is not None:
@@ -126,7 +126,7 @@ class Box:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C does nothing meanwhile."""
+    """Ignore Ctrl-C in the block."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -135,12 +135,14 @@ def uninterrupted() -> Iterator[None]:
 
 
 _numbers = itertools.count(16 * os.getpid())
-# processes that look at the same moment begin far from each other: a port is taken only once somebody listens
+"""Processes that look at the same time start far from each other: a port is taken only once somebody listens."""
 
 
 def free_port() -> int:
-    """Another one each time; below the range from which the kernel gives ports to clients, or one might sit on ours
-    after a restart."""
+    """Return a free port, another one each time.
+
+    Below the range from which the kernel takes ports of clients, one of which could block ours after a restart.
+    """
     for number in itertools.islice(_numbers, len(_PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", _PORTS[number % len(_PORTS)]))

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Sample:
     tokens: tuple[int, ...]
-    # as sampled; an <eos> ends it early and is part of it
+    """The tokens as sampled; an <eos> ends them early and is included."""
     logprobs: tuple[float, ...]
-    # of each token, under the policy that sampled it
+    """Log-probability of each token under the policy that sampled it."""
 
     @property
     def guess(self) -> str:

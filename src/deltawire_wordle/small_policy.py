@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent / "policy"
 WORDS = "toy"
 GUESSES = 5
-# what it was trained to play
+"""The word list and the number of guesses that the policy was trained on."""
 
 
 def config() -> Qwen3Config:

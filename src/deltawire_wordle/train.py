@@ -49,21 +49,21 @@ class Options:
     environment: str
     servers: Sequence[str]
     policy: str | None = None
-    # a checkpoint folder; the policy that ships
+    """A checkpoint folder; by default the policy that ships."""
     model: str | None = None
-    # its name, for servers that insist
+    """Name of the model, for servers that require one."""
     words: str = small_policy.WORDS
     guesses: int = small_policy.GUESSES
-    # what the environment plays, for the evaluations
+    """Word list and number of guesses of the environment, for the evaluations."""
     steps: int | None = None
     seconds: float | None = None
     games: int = GAMES
-    # per evaluation; 0 for none
+    """Games of each evaluation; 0 for none."""
     encoding: str = "packed"
     full: bool = False
-    # publish full weights every time, to compare with deltas
+    """Publish full weights every time, to compare with deltas."""
     token: str | None = None
-    # for servers that ask for one
+    """Bearer token of the servers."""
 
     @property
     def headers(self) -> dict[str, str]:

@@ -20,29 +20,29 @@ GREEN, YELLOW, ABSENT = "G", "Y", "X"
 
 SOLVED = 1.0
 EARLY = 0.1
-# per guess that was left
+"""Reward for each guess that was left."""
 GREENS = 0.2
-# a lost game whose best guess was all green would get this much
+"""Reward of a lost game for its best guess, if all letters of that were green."""
 UNKNOWN = 0.1
-# times the share of guesses that were no known word, taken off
+"""Taken off the reward, times the share of guesses that are not in the word list."""
 _SHAPE = re.compile(f"[a-z]{{{LENGTH}}}")
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
     word: str
-    # as it was made, lower case
+    """The guess in lower case."""
     feedback: str
-    # one of G, Y, X for each letter
+    """One of G, Y, X for each letter."""
     known: bool
-    # it is in the word list
+    """Whether it is in the word list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Game:
     secret: str
     limit: int
-    # how many guesses there are
+    """Number of guesses allowed."""
     guesses: tuple[Guess, ...] = ()
 
     @property
@@ -74,9 +74,9 @@ class Game:
 @dataclass(frozen=True, slots=True)
 class Rules:
     words: tuple[str, ...]
-    # secrets are drawn from these, and only these are known words
+    """Secrets are drawn from these, and only these are known words."""
     limit: int = 6
-    # how many guesses there are
+    """Number of guesses allowed."""
     _known: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -8,12 +8,9 @@ from pathlib import Path
 from .wordle import well_formed
 
 LISTS = {
-    "toy": ("toy.txt",),
-    # 64 words, what the small policy plays
-    "scowl-10": ("scowl-10.txt",),
-    # the most common words
-    "scowl-20": ("scowl-10.txt", "scowl-20.txt"),
-    # and the next most common
+    "toy": ("toy.txt",),  # 64 words, what the small policy plays
+    "scowl-10": ("scowl-10.txt",),  # the most common words
+    "scowl-20": ("scowl-10.txt", "scowl-20.txt"),  # and the next most common
 }
 _LARGEST = 16 * 1024 * 1024
 

@@ -81,16 +81,16 @@ def test_what_the_environment_wrote_does_not_count() -> None:
 
 def game(word: str, reward: float, version: int = 0, logprob: float = -3.0) -> Rollout:
     rollout = Rollout(reward=reward, solved=reward >= 1)
-    rollout.hear([BOS])
-    rollout.say(Sample(tuple(spell(word)), (logprob,) * len(word)), [version])
+    rollout.add_context([BOS])
+    rollout.add_sample(Sample(tuple(spell(word)), (logprob,) * len(word)), [version])
     return rollout
 
 
 def test_a_game_is_its_own_prompt() -> None:
     rollout = game("crane", 0.0, version=4)
-    rollout.hear(spell("XYXXG"))
+    rollout.add_context(spell("XYXXG"))
     assert rollout.tokens == render([(spell("crane"), "XYXXG")])
-    rollout.say(Sample((2,), (-0.5,)), [5, 6])
+    rollout.add_sample(Sample((2,), (-0.5,)), [5, 6])
     assert len(rollout.tokens) == len(rollout.logprobs) == len(rollout.sampled) == 12
     assert [token for token, made in zip(rollout.tokens, rollout.sampled, strict=True) if made] == [*spell("crane"), 2]
     assert sum(rollout.logprobs) == pytest.approx(5 * -3.0 - 0.5)
@@ -169,7 +169,9 @@ def away(request: httpx.Request) -> httpx.Response:
 
 def test_a_server_that_fails_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert ask({"a": away, "b": completion}, times=3) == ["a", "b", "b", "b"]
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["rollout server http://a is away"]
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "rollout server http://a is unavailable"
+    ]
 
 
 def test_a_server_that_comes_back_is_used_again(
@@ -180,7 +182,7 @@ def test_a_server_that_comes_back_is_used_again(
     assert ask({"a": lambda request: next(answers)(request)}) == ["a", "a", "a"]
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, "once when it goes, once when it is back"
-    assert said[1] == "rollout server http://a is back"
+    assert said[1] == "rollout server http://a is available again"
 
 
 def test_an_answer_cut_short_by_a_shutdown_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:

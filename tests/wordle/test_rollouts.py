@@ -65,8 +65,8 @@ def test_games_through_the_real_parts(
                 with wordle_server(*GAME, "--port", port):
                     take(rollouts, 2 * SETTINGS.ahead)
     said = [record.getMessage() for record in caplog.records if record.name == "deltawire"]
-    assert any(text.startswith("trying again until it is there") for text in said)
-    assert f"the environment {environment} is back" in said
+    assert any(text.startswith("retrying until the environment is available") for text in said)
+    assert f"the environment {environment} is available again" in said
 
 
 def _check(group: Group, model: torch.nn.Module, versions: set[int]) -> None:

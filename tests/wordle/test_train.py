@@ -14,41 +14,45 @@ import pytest
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.testing.seaweed import SeaweedFS
-from deltawire_wordle.processes import Box, free_port
+from deltawire_wordle.processes import ChildProcess, free_port
 
 QUIET = {"OMP_NUM_THREADS": "1", "DELTAWIRE_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture
-def boxes() -> Iterator[list[Box]]:
-    made: list[Box] = []
+def boxes() -> Iterator[list[ChildProcess]]:
+    made: list[ChildProcess] = []
     yield made
-    Box.stop_all(made)
+    ChildProcess.stop_all(made)
 
 
-def heard(box: Box, kind: str) -> dict[str, Any]:
+def heard(box: ChildProcess, kind: str) -> dict[str, Any]:
     """The next event of a kind."""
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and (box.running or not box.events.empty()):
         if not box.events.empty() and (event := box.events.get())["event"] == kind:
             return event
         time.sleep(0.02)
-    pytest.fail(f"no {kind} from the {box.name}: {box.last_words}")
+    pytest.fail(f"no {kind} from the {box.name}: {box.last_log_line}")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_bucket_that_dies_and_comes_back(tmp_path: Path, boxes: list[Box]) -> None:
+def test_a_bucket_that_dies_and_comes_back(tmp_path: Path, boxes: list[ChildProcess]) -> None:
     with SeaweedFS(tmp_path / "s3") as server:
         run, where = "s3://deltawire/wordle", {**QUIET, **server.environment}
         command = [sys.executable, "-m", "deltawire.cli"]
         games, port = ["--words", "toy", "--guesses", "5"], str(free_port())
-        environment = Box("environment", [*command, "env", "wordle", *games, "--port", "0", "--json"], tmp_path)
-        replica = Box("replica", [*command, "serve", run, "--port", port, "--poll", "0.1", "--json"], tmp_path, where)
+        environment = ChildProcess(
+            "environment", [*command, "env", "wordle", *games, "--port", "0", "--json"], tmp_path
+        )
+        replica = ChildProcess(
+            "replica", [*command, "serve", run, "--port", port, "--poll", "0.1", "--json"], tmp_path, where
+        )
         boxes += [environment, replica]
         environment.start()
         replica.start()
-        trainer = Box(
+        trainer = ChildProcess(
             "trainer",
             [
                 sys.executable, "-m", "deltawire_wordle.train", "--run", run,

@@ -184,11 +184,11 @@ class _Connection(H11Protocol):
         elif self.phase == "body" and now - self.since > self._limits.body:
             self.end(_TOO_SLOW)
 
-    def end(self, last_words: bytes = b"") -> None:
+    def end(self, answer: bytes = b"") -> None:
         """Disconnect now, whether the client reads or not."""
         self.connections.discard(self)
-        if last_words and not self.transport.is_closing():
-            self.transport.write(last_words)
+        if answer and not self.transport.is_closing():
+            self.transport.write(answer)
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

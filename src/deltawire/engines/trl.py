@@ -58,7 +58,7 @@ class BucketTransfer:
         self._run, self._options = run, options
         self._publisher: Publisher | None = None
         self._model: Any = None
-        # the trainer's, once it is attached
+        """The trainer's model, once it is attached."""
         self._syncs = Syncs()
 
     # ── what the trainer calls ───────────────────────────────────────────────────────────────────────────────────────
