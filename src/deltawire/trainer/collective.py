@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.errors import (
     DivergedRun,
@@ -26,6 +26,9 @@ from ..core.errors import (
     WriterConflict,
 )
 from ..models import is_module, is_torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 LAST_WAIT = 600.0
 """Seconds that `close` waits for ranks that have neither published as often as this one nor closed."""
@@ -81,7 +84,7 @@ class Group:
 class Ranks(Group):
     """The ranks of a torch process group."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         import torch.distributed as dist
 
         self._dist = dist
@@ -129,7 +132,7 @@ class Ranks(Group):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankReport:
     """What a rank reports before a version is written."""
 
     publishes: int
@@ -140,8 +143,8 @@ class Standing:
     """Whether no further publish will come from it."""
 
 
-class Meeting:
-    """Keeps ranks at the same number of publishes: each reports its own before a version is made, and when it closes.
+class Lockstep:
+    """Keeps ranks at the same number of publishes: each reports its own before a version is written, and on closing.
 
     Used by the background thread of each rank, except for `overdue`.
     """
@@ -150,29 +153,32 @@ class Meeting:
         self._group = group
         self._waits_since: float | None = None
 
-    def meet(self, publishes: int, changed: int = 0, *, closed: bool = False) -> list[Standing]:
+    def report(self, publishes: int, changed: int = 0, *, closed: bool = False) -> list[RankReport]:
         """Exchange reports with all ranks. Raises OutOfStep on all of them if some are closed and others are not."""
         self._waits_since = time.monotonic()
-        heard = self._group.exchange(Standing(publishes, changed, closed))
+        reports = self._group.exchange(RankReport(publishes, changed, closed))
         self._waits_since = None
-        if len({rank.closed for rank in heard}) > 1:
-            counts = (f"rank {n} {rank.publishes}{' and closed' * rank.closed}" for n, rank in enumerate(heard))
+        if len({rank.closed for rank in reports}) > 1:
+            counts = (f"rank {n} {rank.publishes}{' and closed' * rank.closed}" for n, rank in enumerate(reports))
             raise OutOfStep(
                 f"ranks did not publish equally often: {', '.join(counts)}. What some have not published is in no "
                 "version; let all ranks call publish after the same steps"
             )
-        return heard
+        return reports
 
     def leave(self, publishes: int) -> None:
-        """Tell the others that no further publish will come from this rank."""
+        """Report that no further publish will come from this rank."""
         try:
-            self.meet(publishes, closed=True)
+            self.report(publishes, closed=True)
         except RankLost:
             # that rank ended without closing, and all that was published here is in the bucket
             log.debug("another rank ended without closing its publisher")
 
     def overdue(self, patience: float) -> Callable[[], None]:
-        """A check for the trainer's thread while it waits for the background's: OutOfStep if others do not come."""
+        """A check for the training thread while it waits for the background thread.
+
+        It raises OutOfStep once other ranks have not reported for `patience` seconds.
+        """
         began = time.monotonic()
 
         def check() -> None:
@@ -186,7 +192,7 @@ class Meeting:
         return check
 
 
-def may_share(group: Any) -> bool:
+def may_share(group: ProcessGroup | str | None) -> bool:
     """Whether a model could be published by several processes together. `group` as in `group_of`."""
     torch = sys.modules.get("torch")
     if group is None or torch is None or not torch.distributed.is_available():
@@ -194,18 +200,18 @@ def may_share(group: Any) -> bool:
     return bool(torch.distributed.is_initialized())
 
 
-def group_of(model: Any, group: Any) -> Any | None:
+def group_of(model: Any, group: ProcessGroup | str | None) -> ProcessGroup | None:
     """The process group whose ranks hold the model between them; None where one process publishes alone.
 
     `group` is what the user said: a process group, None for alone, or "auto".
     """
-    if not may_share(group):
+    if group is None or not may_share(group):
         return None
     if is_module(model):
         tensors = list(model.parameters())
     else:
         tensors = [t for t in model.values() if is_torch(t)] if isinstance(model, Mapping) else []
     dist = sys.modules["torch"].distributed
-    group = dist.group.WORLD if isinstance(group, str) else group
-    shared = dist.get_world_size(group) > 1 or any(type(t).__name__ == "DTensor" for t in tensors)
-    return group if tensors and shared else None
+    found: ProcessGroup = dist.group.WORLD if isinstance(group, str) else group
+    shared = dist.get_world_size(found) > 1 or any(type(t).__name__ == "DTensor" for t in tensors)
+    return found if tensors and shared else None

@@ -35,7 +35,7 @@ from ..models import Model
 from ..store import Store
 from .background import Background, Captured
 from .captures import Capture, Captures
-from .collective import LAST_WAIT, Group, Meeting, Ranks
+from .collective import LAST_WAIT, Group, Lockstep, Ranks
 from .commit import Committer
 from .detectors import Detector, HostDetector, SnapshotLost, TooLarge, default_detector
 from .local import LocalModel
@@ -69,14 +69,14 @@ class Pipeline:
         """Whether this is one of the ranks of a process group, which may be the only one."""
         # one group for the training thread, one for the background thread
         if group is None:
-            self._local, self._group, self._writers = LocalModel(options, store.url), Group(), Group()
+            self._local, self._group, self._writing_group = LocalModel(options, store.url), Group(), Group()
         else:
             from .shards import Shards
 
-            self._local, self._group, self._writers = Shards(options, store.url), Ranks(group), Ranks(group)
-        self._meeting = Meeting(self._writers)
+            self._local, self._group, self._writing_group = Shards(options, store.url), Ranks(group), Ranks(group)
+        self._lockstep = Lockstep(self._writing_group)
         self._publishes = 0
-        leave = (lambda: self._meeting.leave(self._publishes)) if self.together else None
+        leave = (lambda: self._lockstep.leave(self._publishes)) if self.together else None
         self.background = Background(self._write, store.url, leave)
         self._committer: Committer | None = None
         """Of rank 0, once the run is there."""
@@ -133,7 +133,7 @@ class Pipeline:
     def close(self, timeout: float | None = None, patience: float = LAST_WAIT) -> None:
         """`patience`: seconds to wait for ranks that neither publish nor close."""
         try:
-            self.background.close(timeout, self._meeting.overdue(patience))
+            self.background.close(timeout, self._lockstep.overdue(patience))
         finally:
             if self._session is not None:
                 self._session.captures.detector.close()
@@ -181,7 +181,7 @@ class Pipeline:
             captures = Captures(HostDetector.of(state), state.digest, skip_every=options.skip_every)
         else:
             captures = group.each(lambda: self._captures(watched, detector, state))
-        writer = VersionWriter(run, self._committer, self._writers, self._local.regions, options, start_over)
+        writer = VersionWriter(run, self._committer, self._writing_group, self._local.regions, options, start_over)
         self._session = _Session(captures, writer)
         # as if earlier publishes had failed: the first one carries them
         self.background.leftover = [*captures.pending]
@@ -344,15 +344,15 @@ class Pipeline:
         are behind merge further publishes until they are equal to the one farthest ahead.
         """
         while True:
-            heard = self._meeting.meet(pending.last_publish, pending.changes.count)
-            latest = max(rank.publishes for rank in heard)
-            if all(rank.publishes == latest for rank in heard):
-                return sum(rank.changed for rank in heard)
+            reports = self._lockstep.report(pending.last_publish, pending.changes.count)
+            latest = max(rank.publishes for rank in reports)
+            if all(rank.publishes == latest for rank in reports):
+                return sum(rank.changed for rank in reports)
             while pending.last_publish < latest:
                 more = self.background.next()
                 if more is None:
                     # raises OutOfStep on all ranks: this one is closed
-                    self._meeting.meet(pending.last_publish, closed=True)
+                    self._lockstep.report(pending.last_publish, closed=True)
                     raise RuntimeError("ranks that are closed and behind were not noticed")
                 pending.merge(more, captures.fold(pending.changes, more.changes))
 
