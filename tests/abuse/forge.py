@@ -7,7 +7,9 @@ the hash that happens to come before it. A writer with a bug, or an attacker wit
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -17,7 +19,7 @@ from blake3 import blake3
 
 from deltawire.core import keys
 from deltawire.core.container import PREFIX
-from deltawire.store import Store
+from deltawire.store import ObjectStore, Store
 from deltawire.trainer import Publisher
 from support import Model, history
 
@@ -128,6 +130,20 @@ def with_streams(blob: bytes, streams: dict[str, bytes], number: int = 0, **reco
 # ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@cache
+def _published(encoding: str, last_has_anchor: bool, count: int) -> dict[str, bytes]:
+    """The objects of a run, published once for all tests that spoil a copy of it."""
+    store = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+    *versions, last = history(count, changes=7)
+    with Publisher(store, encoding=encoding, anchor_ratio=1e9) as publisher:
+        for weights in versions:
+            publisher.publish(weights).result(30)
+    every = 1 if last_has_anchor else None
+    with Publisher(store, encoding=encoding, anchor_ratio=1e9, anchor_every=every) as publisher:
+        publisher.publish(last).result(30)
+    return {item.key: store.get(item.key).data for item in store.list()}
+
+
 class ForgedRun:
     """A run whose newest version can be spoiled in one place. All its versions are deltas after the anchor of 0."""
 
@@ -137,12 +153,8 @@ class ForgedRun:
         self.store = store
         self.versions: list[Model] = history(count, changes=7)
         self.last = count - 1
-        with Publisher(store, encoding=encoding, anchor_ratio=1e9) as publisher:
-            for weights in self.versions[:-1]:
-                publisher.publish(weights).result(30)
-        every = 1 if last_has_anchor else None
-        with Publisher(store, encoding=encoding, anchor_ratio=1e9, anchor_every=every) as publisher:
-            publisher.publish(self.versions[-1]).result(30)
+        for key, data in _published(encoding, last_has_anchor, count).items():
+            store.put(key, data)
 
     def manifest(self, version: int | None = None) -> dict[str, Any]:
         return json.loads(self.store.get(keys.manifest(self.last if version is None else version)).data)

@@ -253,8 +253,9 @@ def test_the_object_of_another_version_under_the_right_name(store: Store) -> Non
 
 def test_the_object_of_another_run_under_the_right_name(store: Store) -> None:
     run = ForgedRun(store)
-    other = ForgedRun(ObjectStore.from_url(f"memory://{uuid.uuid4()}"))
-    point_at(run, other.object("delta"))
+    theirs = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+    publish(theirs, run.versions, anchor_ratio=1e9)
+    point_at(run, theirs.get(Run.open(theirs).manifest(2).link("delta", 1).objects[0].key).data)
     refused(run, ForeignObject)
 
 

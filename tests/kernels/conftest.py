@@ -15,7 +15,7 @@ _CUDA = torch.cuda.is_available()
 LARGER = {
     "CLASS_RANKS": {"CHUNKS": 32, "BLOCK": 256},
     "PLACE": {"BLOCK": 256},
-    "ADAMW": {"WORDS": 1024},
+    "ADAMW": {"WORDS": 2048},
     "GATHER": {"BLOCK": 4096},
 }
 """The interpreter takes its time per operation, however long the vectors are: fewer turns of a loop, but several."""

@@ -82,6 +82,11 @@ def test_the_log_is_exact(
 ) -> None:
     """Over several steps, whatever room it starts with."""
     monkeypatch.setattr(adamw, "SPARE", spare)
+    if device.type == "cpu":
+        from deltawire.kernels import triton_ops
+
+        # two blocks per tile: one may find room in the log where the other does not
+        monkeypatch.setitem(vars(triton_ops), "ADAMW", {**triton_ops.ADAMW, "WORDS": 1024})
     mine = parameters(device, dtype)
     optimizer = DeltaAdamW(groups(mine))
     optimizer._follow()
