@@ -179,7 +179,7 @@ def test_a_follower_that_goes_on(planted: dict[str, str], server: Server, caplog
     replica = dw.Replica(ObjectStore.from_url("s3://bucket/run", retries=0))
     follower = threading.Thread(target=lambda: [*replica.follow(blank(history(1)[0]), poll=0.001, stop=stop)])
     follower.start()
-    while "stays at version None" not in caplog.text:
+    while "still at version None" not in caplog.text:
         assert follower.is_alive()
     stop.set()
     follower.join()

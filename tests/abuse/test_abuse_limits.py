@@ -43,7 +43,8 @@ Json = dict[str, Any]
 CHILD = """
 import resource, sys
 from deltawire.cli import main
-import deltawire.bucket.verify, deltawire.bucket.folder, deltawire.bucket.prune, deltawire.replica, rich.progress
+import deltawire.bucket.verify, deltawire.bucket.checkpoint_folder, deltawire.bucket.prune
+import deltawire.replica, rich.progress
 
 used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
 most = used + int(sys.argv[1])

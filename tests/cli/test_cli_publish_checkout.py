@@ -25,7 +25,7 @@ from cli_support import (
     write_checkpoint,
 )
 
-from deltawire.bucket import folder
+from deltawire.bucket import checkpoint_folder
 from deltawire.bucket.run import Run
 from deltawire.core.errors import UnsafeName
 from deltawire.core.manifest import dump
@@ -234,18 +234,18 @@ def test_replacing_is_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     for name in ("new", "place"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").write_text("")
-    folder.move_into(tmp_path / "new", tmp_path / "place", replace=True)
+    checkpoint_folder.move_into(tmp_path / "new", tmp_path / "place", replace=True)
     assert names(tmp_path) == {"place"}
     assert names(tmp_path / "place") == {"new.txt"}
 
 
 def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path: Path) -> None:
     place = tmp_path / "model[1]"
-    with folder.scratch(place) as first:
+    with checkpoint_folder.scratch(place) as first:
         dead = tmp_path / ".model[1].making-00000000"
         dead.mkdir()
         (dead / "part").write_text("")
-        with folder.scratch(place) as second:
+        with checkpoint_folder.scratch(place) as second:
             assert names(tmp_path) == {first.name, second.name}
     assert names(tmp_path) == set()
 

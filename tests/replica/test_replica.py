@@ -674,7 +674,7 @@ def test_follow_outlives_a_bad_delta(store: Store, caplog: pytest.LogCaptureFixt
     follower = threading.Thread(target=work)
     follower.start()
     deadline = time.monotonic() + WAIT
-    while "stays at version 1" not in caplog.text and time.monotonic() < deadline:
+    while "still at version 1" not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.005)
     assert same(live, versions[1])
     beat = json.loads(store.get(keys.replica("r")).data)

@@ -24,7 +24,6 @@ from deltawire.core.errors import (
     TruncatedFile,
 )
 from deltawire.store import Fetched, ObjectStore
-from deltawire.store.object import _safe_offset
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -292,22 +291,3 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, server: Server) -> None
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(StoreUnavailable, match="timed out"):
             ObjectStore.from_url("s3://bucket/run", retries=0).get("key")
-
-
-def test_where_a_server_may_skip_to() -> None:
-    for folder, after, expected in (
-        ("", "", ""),
-        ("versions/", "versions/000041.json", "versions/00004"),
-        ("", "versions/000041.json", "versions/00004"),
-        ("", "a b", ""),
-        ("a/", "b/c", ""),
-        ("a/", "a", ""),
-        ("", "a/b", ""),
-        ("", "abc/d", "ab"),
-        ("", "abc/de", "abc/d"),
-        ("", "zebra", "zebr"),
-        ("a b/", "a b/cd", "a b/c"),
-    ):
-        offset = _safe_offset(folder, after)
-        assert offset == expected
-        assert offset <= after

@@ -35,7 +35,7 @@ def test_a_publisher_says_that_its_run_is_gone(store: Store, wait: bool) -> None
         publisher.publish(weights).result(30)
     wipe(store)
     for weights in models[2:]:
-        with pytest.raises(RunNotFound, match="somebody deleted it"):
+        with pytest.raises(RunNotFound, match="it was deleted"):
             publisher.publish(weights, wait=wait).result(30)
     assert not list(store.list(keys.VERSIONS)), "nothing was committed"
 

@@ -1,14 +1,14 @@
 """Verified objects that the processes of one host share: `DELTAWIRE_CACHE=/path`, off where it is not set.
 
     <cache>/<hash>         an object, named by the hash its manifest states; its mtime says when it was last used
-    <cache>/<hash>.part    an object on its way; whoever fetches it holds an flock on it
+    <cache>/<hash>.part    an object being fetched; the process that fetches it holds an flock on it
 
-The part file is the lock. The kernel frees it when its holder dies, and the next in line writes the same file from the
-start. After waiting for a lock one looks whether the name still means the locked file: if not, it has become the
-object, or was swept. Files are removed by unlink alone, so whoever has one open reads it to the end.
+The part file is the lock. The kernel frees it when its holder dies, and the next process writes the same file from the
+start. After waiting for a lock a process checks that the name still means the locked file: if not, it has become the
+object, or was removed. Files are removed by unlink alone, so a process that has one open reads it to the end.
 
-A cache saves transfers and is never needed: where it has no room, cannot be written, or the process that fetches an
-object makes no progress, the others fetch for themselves and say so once in the log.
+A cache saves transfers and is never required: where it is full, cannot be written, or the process that fetches an
+object makes no progress, the others fetch for themselves and log it once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("deltawire")
 
 DEFAULT_GB = 20.0
 PATIENCE_S = 30.0
-"""How long one waits for another process that fetches an object, while that one writes nothing."""
+"""How long to wait for another process that fetches an object while it writes nothing."""
 
 _POLL_S = 0.02
 _READ = 8 << 20
@@ -44,22 +44,24 @@ _said: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Cache:
+    """A folder of verified objects."""
+
     folder: Path
     limit: int
-    # bytes, objects on their way included
+    """Bytes, objects being fetched included."""
 
     @classmethod
     def of_this_host(cls, store: Store) -> Cache | None:
-        """The cache the environment names. A folder needs none: it would only be copied."""
+        """Return the cache that the environment names; None for a store in a folder, which would only be copied."""
         folder = os.environ.get("DELTAWIRE_CACHE")
         if not folder or store.url.startswith("file:"):
             return None
         return cls(Path(folder).expanduser(), gigabytes("DELTAWIRE_CACHE_GB", DEFAULT_GB))
 
     def obtain(self, blob: Blob, download: Callable[[int], None]) -> int | None:
-        """An open file with exactly this object, fetched by `download(descriptor)` where no other process has done so.
+        """Return an open file with exactly this object, fetched by `download(descriptor)` if no other process has it.
 
-        None where the cache cannot serve. `download` checks what it writes; its errors are the caller's.
+        None if the cache cannot be used. `download` checks what it writes; its errors are raised.
         """
         if blob.size > self.limit:
             _say_once(f"{blob.size:,} bytes", f"{blob.key} is larger than the whole cache {self.folder}: not kept")
@@ -80,7 +82,7 @@ class Cache:
             return None
 
     def _open(self, blob: Blob) -> int | None:
-        """The object if it is here and still is what it was: disks forget, and others can write here too."""
+        """Open the object if it is here and unchanged: disks fail, and others can write here too."""
         path = self.folder / blob.hash
         try:
             handle = os.open(path, os.O_RDONLY)
@@ -98,7 +100,7 @@ class Cache:
         return None
 
     def _fetch(self, blob: Blob, part: int, download: Callable[[int], None]) -> bool:
-        """Fill the part file we hold the lock of, unless another process was first."""
+        """Fill the locked part file, unless another process was first."""
         path, final = self.folder / (blob.hash + _PART), self.folder / blob.hash
         if not _is_named(part, path):
             return False
@@ -119,7 +121,7 @@ class Cache:
 
     @contextlib.contextmanager
     def _claimed(self, path: Path) -> Iterator[int | None]:
-        """The part file with its lock held; None when whoever holds it has stopped writing."""
+        """Lock the part file; yields None if the process that holds it has stopped writing."""
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             progress, since = 0, time.monotonic()
@@ -127,7 +129,7 @@ class Cache:
                 if (written := os.fstat(handle).st_mtime_ns) != progress:
                     progress, since = written, time.monotonic()
                 elif time.monotonic() - since > PATIENCE_S:
-                    log.warning("another process has been fetching %s for long: not waiting for it", path)
+                    log.warning("another process fetches %s and makes no progress: not waiting for it", path)
                     yield None
                     return
                 time.sleep(_POLL_S)
@@ -138,7 +140,7 @@ class Cache:
             os.close(handle)
 
     def _make_room(self, keep: Path) -> None:
-        """Sweep what crashed processes left, then let go what was used least lately, down to the limit."""
+        """Remove what crashed processes left, then the least recently used objects, down to the limit."""
         found: list[tuple[float, int, str]] = []
         total = 0
         with os.scandir(self.folder) as entries:
@@ -184,7 +186,7 @@ def _is_named(handle: int, path: Path | str) -> bool:
 
 
 def _swept(path: str) -> bool:
-    """Remove a part file that nobody holds."""
+    """Remove a part file that no process has locked."""
     handle = os.open(path, os.O_RDWR)
     try:
         if not _lock(handle) or not _is_named(handle, path):

@@ -105,7 +105,8 @@ def numbers(bits: Bits, dtype: Dtype) -> npt.NDArray[Any]:
     """The numbers that bits stand for, in float64 (complex128 for C64)."""
     if dtype.name == "BF16":
         with np.errstate(invalid="ignore"):  # a signalling NaN
-            return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+            wide: npt.NDArray[Any] = bits.astype(np.uint32) << np.uint32(16)
+            return wide.view(np.float32).astype(np.float64)
     if dtype.name.startswith("F8_"):
         return _float8(dtype.name)[bits]
     with np.errstate(invalid="ignore"):

@@ -1,6 +1,6 @@
-"""One round trip through everything a run asks of its store, each step timed; nothing stays behind.
+"""Try everything that a run needs of its store, each step timed; nothing is left behind.
 
-A step that fails says what to do next. Steps that need what a failed one would have made are left out.
+A step that fails says what to do next. Steps that need what a failed one would have made are skipped.
 """
 
 from __future__ import annotations
@@ -46,20 +46,24 @@ Verdict = Literal["ok", "warning", "failed", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """The result of one step."""
+
     check: str
     verdict: Verdict
     seconds: float
-    # the step took
+    """How long the step took."""
     detail: str = ""
-    # what was found, or what is wrong and what to do
+    """What was found, or what is wrong and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """The results of all steps."""
+
     run: str
     findings: tuple[Finding, ...]
     figures: dict[str, float] = field(default_factory=dict)
-    # seconds and bytes per second, by name
+    """Seconds and bytes per second, by name."""
 
     @property
     def healthy(self) -> bool:
@@ -67,11 +71,15 @@ class Report:
 
 
 class _Problem(Exception):
-    """The store did something, but not what it should have."""
+    """The store answered, but not as it should."""
+
+    verdict: Verdict = "failed"
 
 
-class _Warn(Exception):
-    """Worth saying, and no reason not to go on."""
+class _Warn(_Problem):
+    """A problem that does not keep a run from working."""
+
+    verdict = "warning"
 
 
 Step = Callable[[], str]
@@ -79,20 +87,22 @@ Step = Callable[[], str]
 
 
 def examine(store: Store, tell: Callable[[Finding], None] | None = None) -> Report:
-    """Try everything. Also when it is interrupted, it removes what it has put there."""
+    """Try everything; `tell` is called with each finding. What was put there is removed, also on an interrupt."""
     visit = _Visit(store)
     findings: list[Finding] = []
+
+    def add(finding: Finding) -> None:
+        findings.append(finding)
+        if tell:
+            tell(finding)
+
     try:
         for finding in visit.findings():
-            findings.append(finding)
-            if tell:
-                tell(finding)
+            add(finding)
     finally:
         left = visit.clean()
     if left:
-        findings.append(Finding("clean up", "failed", 0.0, f"delete {left[0]} and {len(left) - 1} more by hand"))
-        if tell:
-            tell(findings[-1])
+        add(Finding("clean up", "failed", 0.0, f"delete {left[0]} and {len(left) - 1} more by hand"))
     return Report(store.url, tuple(findings), visit.figures)
 
 
@@ -105,10 +115,14 @@ class _Visit:
         self._made: list[str] = []
         self._stored = False
         self._mark = secrets.token_bytes(1024)
-        self._absent = _absent_folders(store)
+        # folders that the first put into a folder store will make, innermost first
+        folders = (store.root, *store.root.parents) if isinstance(store, LocalStore) else ()
+        self._absent = [folder for folder in folders if not folder.exists()]
 
     def findings(self) -> Iterator[Finding]:
-        yield from self._machine()
+        extras = [f"{extra} {'✓' if find_spec(module) else '–'}" for module, extra in _EXTRAS.items()]
+        yield Finding("extras", "ok", 0.0, "  ".join(extras))
+        yield _try("cache", _look_at_cache)
         yield (created := _try("create", self._create))
         rest: list[tuple[str, Step]] = [
             ("read back", self._read_back),
@@ -246,29 +260,26 @@ class _Visit:
             except DeltawireError as error:
                 heard.put(error)
 
-        threading.Thread(target=listen, name="deltawire-doctor", daemon=True).start()
-        try:
-            return self._hear(heard)
-        except Unsupported:
-            return polled
-        finally:
-            stop.set()
-
-    def _hear(self, heard: queue.Queue[str | DeltawireError]) -> str:
         def next_key() -> str:
             try:
                 said = heard.get(timeout=_PATIENCE_S)
             except queue.Empty:
-                raise _Warn(f"nothing announced within {_PATIENCE_S:.0f} s; followers go on by asking") from None
+                raise _Warn(f"nothing announced within {_PATIENCE_S:.0f} s; followers ask instead") from None
             if isinstance(said, DeltawireError):
                 raise said
             return said
 
-        next_key()
-        clock = time.perf_counter()
-        self.store.put(self._key("announced"), b"news")
-        while next_key() not in ("", self._key("announced")):
-            pass
+        threading.Thread(target=listen, name="deltawire-doctor", daemon=True).start()
+        try:
+            next_key()
+            clock = time.perf_counter()
+            store.put(self._key("announced"), b"news")
+            while next_key() not in ("", self._key("announced")):
+                pass
+        except Unsupported:
+            return polled
+        finally:
+            stop.set()
         self.figures["announced_s"] = time.perf_counter() - clock
         return f"a change was announced after {self.figures['announced_s'] * 1e3:.0f} ms"
 
@@ -292,11 +303,6 @@ class _Visit:
         newest = run.newest()
         return f"run {run.info.run}, " + ("no version yet" if newest is None else f"newest version {newest}")
 
-    def _machine(self) -> Iterator[Finding]:
-        found = [f"{extra} {'✓' if find_spec(module) else '–'}" for module, extra in _EXTRAS.items()]
-        yield Finding("extras", "ok", 0.0, "  ".join(found))
-        yield _try("cache", _look_at_cache)
-
     def _key(self, name: str) -> str:
         key = self._prefix + name
         if key not in self._made:
@@ -317,22 +323,13 @@ class _Visit:
         return left if self._stored else []
 
 
-def _absent_folders(store: Store) -> list[Path]:
-    """The folders that the first put into a folder store will make, innermost first."""
-    if not isinstance(store, LocalStore):
-        return []
-    return [folder for folder in (store.root, *store.root.parents) if not folder.exists()]
-
-
 def _try(check: str, step: Step) -> Finding:
     clock = time.perf_counter()
     verdict: Verdict = "ok"
     try:
         detail = step()
-    except _Warn as warning:
-        verdict, detail = "warning", str(warning)
     except _Problem as problem:
-        verdict, detail = "failed", str(problem)
+        verdict, detail = problem.verdict, str(problem)
     except DeltawireError as error:
         verdict, detail = "failed", str(error)
     return Finding(check, verdict, time.perf_counter() - clock, detail)

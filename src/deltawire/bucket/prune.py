@@ -43,42 +43,44 @@ class Retention:
     """Which versions stay. The newest always does."""
 
     last: int = 20
-    # so many of the newest versions
+    """Number of newest versions that stay."""
     every: int | None = None
-    # and every version whose number divides by this
+    """Versions whose number divides by this stay too."""
     versions: frozenset[int] = frozenset()
-    # and these
+    """Further versions that stay."""
     grace: float = 3600.0
-    # seconds; nothing younger is marked and nothing goes that was marked later, so that readers finish what they began
+    """Seconds. Nothing younger is marked, and nothing marked later is deleted, so that readers can finish."""
     lease: float = 900.0
-    # seconds; what a replica said it reads stays for so long after it last said so
+    """Seconds that a version stays after a replica last said that it reads it."""
     heartbeats: float = 86400.0
-    # seconds; a replica that has been silent for longer is forgotten
+    """Seconds after which the heartbeat of a silent replica is deleted."""
     unfinished: float = 86400.0
-    # seconds; what a writer began longer ago and never finished is taken for dead
+    """Seconds after which an unfinished upload is taken for that of a dead writer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
+    """What a prune marks and deletes."""
+
     newest: int
     kept: dict[int, str]
-    # version → why it stays
+    """Versions that stay, with the reason."""
     marked: tuple[int, ...]
-    # versions that nobody starts to read from now on; they go when the grace period is over
+    """Versions that nobody starts to read from now on; they are deleted when the grace period is over."""
     later: int
-    # the bytes that go with them
+    """Bytes of the marked versions."""
     waiting: tuple[int, ...]
-    # marked before, and still here: the period is not over, or a replica reads them
+    """Marked before and not deleted yet: the period is not over, or a replica reads them."""
     going: tuple[int, ...]
-    # marked before, and going now
+    """Marked before and deleted now."""
     manifests: tuple[ObjectInfo, ...]
     data: tuple[ObjectInfo, ...]
-    # anchors and deltas, of versions that go and of publishes that never came to a commit
+    """Anchors and deltas, of deleted versions and of publishes that were never committed."""
     files: tuple[ObjectInfo, ...]
-    # companion files that no version names any more
+    """Companion files that no version names any more."""
     heartbeats: tuple[ObjectInfo, ...]
     at: float
-    # when the plan was made, by the store's clock
+    """When the plan was made, by the store's clock."""
 
     @property
     def objects(self) -> tuple[ObjectInfo, ...]:
@@ -99,8 +101,8 @@ def plan_prune(
     reading: Collection[int] = (),
     tagged: Mapping[int, str] = MappingProxyType({}),
 ) -> PrunePlan:
-    """Pure: from every manifest that is still there, everything that lies in the bucket, what replicas read, and the
-    tags by version."""
+    """Plan from every manifest that is still there, all objects in the bucket, what replicas read, and the tags by
+    version. Pure."""
     live = {v: m for v, m in manifests.items() if v not in pruned}
     if not live:
         raise VersionNotFound("the run has no version yet: there is nothing to prune")

@@ -69,7 +69,7 @@ HISTORY = 32 << 20
 """All pages of history that one answer is made from, the newest first; that is 100,000 versions and more."""
 
 MAX_MODEL_GB = 4000.0
-"""What a run's model may have where nothing else is said: 10¹² weights of four bytes."""
+"""Default limit on the size of a run's model: 10¹² weights of four bytes."""
 
 KEPT_MANIFESTS = 16 << 20
 """Bytes of manifests that stay in memory: they hardly ever change, so the latest are kept."""
@@ -78,7 +78,7 @@ ALL_MANIFESTS = 256 << 20
 """Bytes of all `lean` manifests of a run, as JSON; some 400,000 versions. In memory they take three times as much."""
 
 LOST_MANIFESTS = 1024
-"""How many manifests are read in place of lost pages of history; each tells of sixteen versions."""
+"""Number of manifests read in place of lost pages of history; each tells of sixteen versions."""
 
 REQUESTS = 16
 """Small objects are read this many at a time: all they cost is the round trip."""
@@ -87,21 +87,21 @@ DAMAGE = (ChainError, FormatError, SchemaError, ObjectNotFound)
 """Errors caused by what is in the bucket, not by the way to it."""
 
 HEARTBEATS = 1000
-"""How many replicas are looked at, the most recent ones."""
+"""Number of heartbeats that are read, the most recent ones."""
 
 
 class Run:
-    """Open with `Run.open`, make with `Run.create`. Holds no weights."""
+    """A run in a bucket, for reading. Open with `Run.open`, make with `Run.create`; threads may share it."""
 
     def __init__(self, store: Store, info: RunInfo, etag: str | None = None) -> None:
         self.store = store
         self.info = info
         self._etag = etag
-        # of run.json, where it was read
+        """Etag of run.json, where it was read."""
         self._manifests: dict[int, tuple[Manifest, int]] = {}
-        # and how many bytes it was read from
+        """The latest manifests, each with the number of bytes it was read from."""
         self._newest = -1
-        # as `newest` found it the last time
+        """What `newest` found the last time."""
         self._lock = threading.Lock()
 
     @property
@@ -110,7 +110,8 @@ class Run:
 
     @classmethod
     def open(cls, where: str | Store, *, max_model_gb: float | None = None) -> Run:
-        """ModelTooLarge where the run declares a larger model than this; by default DELTAWIRE_MAX_MODEL_GB, or 4000."""
+        """Open a run. Raises ModelTooLarge where it declares a larger model than `max_model_gb`, which is
+        DELTAWIRE_MAX_MODEL_GB, or 4000, by default."""
         store = open_store(where)
         limit = gigabytes("DELTAWIRE_MAX_MODEL_GB", MAX_MODEL_GB) if max_model_gb is None else int(max_model_gb * 1e9)
         try:
@@ -121,9 +122,9 @@ class Run:
 
     @classmethod
     def create(cls, where: str | Store, schema: Schema, model: str = "") -> Run:
-        """A new run. Of two creators exactly one wins, and the other opens what is there.
+        """Create a run. Of two creators exactly one wins, and the other opens what is there.
 
-        ForeignObject where versions of a run lie whose run.json is gone: two runs must not be mixed.
+        Raises ForeignObject where there are versions of a run without run.json: two runs must not be mixed.
         """
         store = open_store(where)
         if next(iter(store.list(keys.VERSIONS)), None) is not None:
@@ -142,12 +143,12 @@ class Run:
         return cls(store, info)
 
     def check_present(self) -> None:
-        """RunNotFound or RunReplaced if somebody has deleted this run meanwhile. One conditional request."""
+        """Raise RunNotFound or RunReplaced if this run has been deleted meanwhile. One conditional request."""
         try:
             found = self.store.get_if_changed(keys.RUN, self._etag, limit=RUN)
         except ObjectNotFound:
             raise RunNotFound(
-                f"the run at {self.store.url} is gone: somebody deleted it while it was in use; "
+                f"the run at {self.store.url} is gone: it was deleted while it was in use; "
                 "restore it, or start a new publisher, which makes a new run"
             ) from None
         if found is None:
@@ -162,7 +163,7 @@ class Run:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def newest(self) -> int | None:
-        """The newest committed version, in O(log n) requests whatever head says; three or four where head is right.
+        """Find the newest committed version, in O(log n) requests whatever head says; three or four where it is right.
 
         Versions are committed one after the other, prune marks a version in pruned.json before its manifest goes, and
         no mark is taken back once that is gone. So a version up to the newest has a manifest, or is marked for those
@@ -193,7 +194,7 @@ class Run:
         return self.exists(version) or version in self.pruned()
 
     def head_hint(self) -> int | None:
-        """The version that head.json names; None where it is missing, cannot be read or says nonsense."""
+        """Return the version that head.json names; None where it is missing, unreadable or invalid."""
         try:
             version = self.parse_head(self.store.get(keys.HEAD, limit=SMALL).data)
         except ObjectNotFound:
@@ -206,7 +207,7 @@ class Run:
         return version
 
     def parse_head(self, data: bytes) -> int | None:
-        """The version that these bytes of a head name; None if they make no sense. Never an error: a head is a hint."""
+        """Parse a head; None if it is invalid. Never an error: a head is a hint."""
         try:
             head = parse(data, Head, keys.HEAD)
         except ManifestError:
@@ -214,7 +215,7 @@ class Run:
         return head.version if head.run == self.info.run and 0 <= head.version <= keys.MAX_VERSION else None
 
     def listed(self) -> list[int]:
-        """Every version that has a manifest, by listing: one request per thousand."""
+        """List every version that has a manifest: one request per thousand."""
         found = (keys.version_of(item.key) for item in self.store.list(keys.VERSIONS))
         return sorted(version for version in found if version is not None)
 
@@ -247,14 +248,14 @@ class Run:
         return manifest
 
     def forget(self, version: int) -> Manifest | None:
-        """Ask for this manifest again when it is next needed. Returns the one that was kept."""
+        """Drop a manifest from memory, so that it is read again. Returns the one that was kept."""
         with self._lock:
             return self._manifests.pop(version, (None, 0))[0]
 
     def renew(self, version: int) -> bool:
-        """Read a manifest anew, because something did not fit it. True if it is another one than before.
+        """Read a manifest again, because something did not match it. True if it has changed.
 
-        Where a store cannot create exclusively, a version may be replaced by that of the trainer who owns the run.
+        Where a store cannot create exclusively, a version may be replaced by that of the trainer that owns the run.
         """
         before = self.forget(version)
         try:
@@ -287,10 +288,10 @@ class Run:
             yield version, found
 
     def timeline(self, newest: int, since: int = 0) -> dict[int, Summary]:
-        """Summaries from `since` to `newest`, in O(log n) requests; pruned versions are left out.
+        """Return summaries from `since` to `newest`, in O(log n) requests; pruned versions are left out.
 
-        Where pages of history are lost, the manifests that are there tell of them, sixteen versions each. Left out,
-        with a warning, are older versions than fit into HISTORY bytes, or into LOST_MANIFESTS.
+        Where pages of history are lost, manifests are read in their place, which tell of sixteen versions each. Older
+        versions than fit into HISTORY bytes, or LOST_MANIFESTS, are left out with a warning.
         """
         manifest = self.manifest(newest)
         found = {s.version: s for s in manifest.recent}
@@ -317,7 +318,7 @@ class Run:
     # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def heartbeats(self) -> list[Heartbeat]:
-        """What replicas say of themselves, at most HEARTBEATS of them: anybody may write one."""
+        """Read the latest heartbeats of replicas, at most HEARTBEATS of them: anybody may write one."""
         items = sorted(self.store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)
         if len(items) > HEARTBEATS:
             log.warning("%s has %d heartbeats: only the latest %d are read", self.store.url, len(items), HEARTBEATS)
@@ -325,7 +326,7 @@ class Run:
         return [beat for beat in beats if beat is not None]
 
     def heartbeat(self, key: str) -> Heartbeat | None:
-        """None where it is gone or makes no sense: anybody may write one."""
+        """Read a heartbeat; None where it is gone or invalid: anybody may write one."""
         try:
             return parse_heartbeat(self.store.get(key, limit=SMALL).data, key)
         except (ObjectNotFound, ManifestError, ObjectTooLarge) as error:
@@ -351,11 +352,11 @@ def ranges(versions: Iterable[int]) -> str:
 
 
 class _Past:
-    """What a run tells of older versions, newest first, within limits on bytes and requests.
+    """Reads summaries of older versions, newest first, within limits on bytes and requests.
 
-    A page that ends at E says what the manifest before E and the pages that this one builds on say together: so where a
-    page is lost, the newest manifest below its end is read, and the pages that lead on from there. The bucket is listed
-    first, once, so that nothing is asked for that is not there, however large a number a hostile manifest has.
+    A page that ends at E contains what the manifest before E and the pages before it contain together: so where a page
+    is lost, the newest manifest below its end is read, and the pages that lead on from there. The bucket is listed
+    first, once, so that nothing missing is requested, however large a number a hostile manifest has.
     """
 
     def __init__(self, run: Run) -> None:
@@ -365,7 +366,7 @@ class _Past:
         self._listing: tuple[list[int], set[str]] | None = None
 
     def before(self, version: int, since: int) -> Iterator[Summary]:
-        """The versions from `since` to the last multiple of 16 up to `version`."""
+        """Yield the versions from `since` to the last multiple of 16 up to `version`."""
         for end in history.pages(version, since):
             page = self._page(end)
             if page is not None:
@@ -382,11 +383,11 @@ class _Past:
             self._room -= len(data)
             return self._run.parse_page(end, data)
         except (ObjectNotFound, ManifestError, ObjectTooLarge) as error:
-            log.warning("%s is of no use (%s): reading manifests instead", key, error)
+            log.warning("cannot use %s (%s): reading manifests instead", key, error)
             return None
 
     def _lost(self, first: int, end: int) -> Iterator[Summary]:
-        """The versions from `first` up to, not including, `end`."""
+        """Yield the versions from `first` up to, not including, `end`."""
         if self._listing is None:
             pages = {item.key for item in self._run.store.list(keys.HISTORY)}
             self._listing = self._run.listed(), pages

@@ -21,7 +21,7 @@ from .run import REQUESTS, SMALL, Run
 log = logging.getLogger("deltawire")
 
 NEWEST = ("latest", "newest")
-_MOST = 10_000
+_MAX_TAGS = 10_000
 _COUNTED = re.compile(r"v?([0-9]{1,18})|(-[1-9][0-9]{0,17})", re.ASCII)
 _MARKED = re.compile(r"(.+)@([^/@?]+)", re.DOTALL)
 
@@ -57,7 +57,7 @@ def _is_version(text: str, before: str) -> bool:
 
 
 def address_only(where: str | Path | Store) -> str | Store:
-    """The address of a run where no version is taken. BadURL where one is written behind it."""
+    """Return the address of a run. Raises BadURL where a version is written behind it."""
     if not isinstance(where, str):
         return str(where) if isinstance(where, Path) else where
     run, version = split(where)
@@ -73,25 +73,23 @@ def address_only(where: str | Path | Store) -> str | Store:
 
 
 def resolve(run: Run, version: int | str | None) -> int:
-    """The number of a version that the run has.
+    """Return the number of a version that the run has.
 
     None and "latest" are the newest; -1 is the newest too, -2 the one before it; "41" and "v41" are version 41;
-    anything else is a tag. Text may begin with the @ that it has behind an address. VersionNotFound, with what there
-    is, where the run has no such version.
+    anything else is a tag. Text may begin with the @ that it has behind an address. Raises VersionNotFound, with the
+    versions there are, where the run has no such version.
     """
     if isinstance(version, bool) or not isinstance(version, (int, str, NoneType)):
         raise TypeError(f"a version is a number, or text such as 'v41', 'latest' or a tag; not {version!r:.80}")
-    if isinstance(version, str):
-        version = version.removeprefix("@")
-    newest: int | None = None
-    counted = version if isinstance(version, int) else number(version)
+    text = version.removeprefix("@") if isinstance(version, str) else None
+    counted = version if isinstance(version, int) else number(text)
+    if counted is None and text is not None and text not in NEWEST:
+        if not keys.is_tag_name(text):
+            raise VersionNotFound(
+                f"{run.store.url}: {text[:80]!r} is not 41, v41, latest, -2 or a tag; {existing(run)}"
+            )
+        return _existing(run, tagged(run, text).version, f"{text!r} names version ")
     if counted is None or counted < 0:
-        if counted is None and version is not None and version not in NEWEST:
-            if not keys.is_tag_name(version):
-                raise VersionNotFound(
-                    f"{run.store.url}: {version[:80]!r} is not 41, v41, latest, -2 or a tag; {existing(run)}"
-                )
-            return _existing(run, tagged(run, version).version, f"{version!r} names version ")
         newest = run.newest()
         if newest is None:
             raise VersionNotFound(f"the run at {run.store.url} has no version yet")
@@ -103,7 +101,7 @@ def resolve(run: Run, version: int | str | None) -> int:
 
 
 def number(text: str | None) -> int | None:
-    """What "41", "v41" or "-2" count; None for anything else."""
+    """Parse "41", "v41" or "-2"; None for anything else."""
     match = _COUNTED.fullmatch(text or "")
     return int(match[1] or match[2]) if match else None
 
@@ -118,7 +116,7 @@ def _existing(run: Run, version: int, said: str = "") -> int:
 
 
 def existing(run: Run) -> str:
-    """What versions and tags there are, for messages."""
+    """Describe the versions and tags of a run, for messages."""
     newest = run.newest()
     if newest is None:
         return "the run has no version yet"
@@ -134,7 +132,7 @@ def existing(run: Run) -> str:
 
 
 def tagged(run: Run, name: str) -> Tag:
-    """The tag of this name. VersionNotFound where the run has none."""
+    """Read a tag. Raises VersionNotFound where the run has none of this name."""
     try:
         tag = parse_tag(run.store.get(keys.tag(name), limit=SMALL).data, name)
     except ObjectNotFound:
@@ -145,11 +143,14 @@ def tagged(run: Run, name: str) -> Tag:
 
 
 def tags(run: Run, *, strict: bool = False) -> dict[str, Tag]:
-    """Every tag of the run by name. One that makes no sense is left out with a warning, or with `strict` an error;
-    those of a run that was at this address before are none of this one's."""
+    """Read every tag of the run, by name.
+
+    One that does not parse is left out with a warning, or is an error with `strict`. Tags of a run that was at this
+    address before are left out.
+    """
     names = [name for item in run.store.list(keys.TAGS) if (name := keys.tag_name(item.key)) is not None]
-    if len(names) > _MOST:
-        raise ManifestError(f"{run.store.url} has {len(names):,} tags, and at most {_MOST:,} are read: delete some")
+    if len(names) > _MAX_TAGS:
+        raise ManifestError(f"{run.store.url} has {len(names):,} tags, and at most {_MAX_TAGS:,} are read: delete some")
 
     def read(name: str) -> Tag | None:
         try:
@@ -169,9 +170,9 @@ def tags(run: Run, *, strict: bool = False) -> dict[str, Tag]:
 
 
 def set_tag(run: Run, version: int, name: str) -> Tag | None:
-    """Let the name mean this version; returns what it meant before.
+    """Point a tag at a version; returns the tag it replaces.
 
-    First the tag, then a look at the marks of prune, which does it the other way round: one of the two sees the other.
+    Writes the tag and then reads prune's marks; prune marks and then reads the tags: one of the two sees the other.
     """
     key = keys.tag(name)
     try:
@@ -190,7 +191,7 @@ def set_tag(run: Run, version: int, name: str) -> Tag | None:
 
 
 def delete_tag(run: Run, name: str) -> None:
-    """VersionNotFound where there is no such tag. One that does not parse can be deleted too."""
+    """Delete a tag, also one that does not parse. Raises VersionNotFound where there is none of this name."""
     try:
         run.store.head(keys.tag(name))
     except ObjectNotFound:

@@ -1,12 +1,12 @@
-"""When a run has moved on: one way to know, whatever its store can tell.
+"""Learn that a run has a new version, with any store.
 
-    told      the store announces what changes (`Announcing`): look at once
-    asked     a conditional GET of head.json, which is a 304 while nothing happens
-    probed    the manifest after the newest known one; now and then in place of head, whose writer may have died between
-              the manifest and head, and more often where there is no head or it says nonsense
+    announced  the store announces changes (`Announcing`): look at once
+    asked      a conditional GET of head.json, which is a 304 while nothing happens
+    probed     the manifest after the newest known one; now and then instead of head, whose writer may have died between
+               the manifest and head, and more often where head is missing or invalid
 
 A look is one small request while nothing happens. Looks follow the rhythm in which versions come: rare right after one,
-close together when the next is due, fewer and fewer in a silence, and never further apart than `poll`.
+close together when the next is due, fewer and fewer while none comes, and never further apart than `poll`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from .versions import address_only
 log = logging.getLogger("deltawire")
 
 PROBE_EVERY = 16
-"""Of so many idle looks, one goes past head."""
+"""One of this many idle looks reads the next manifest instead of head."""
 
 _FASTEST_S = 0.05
 _SLICE_S = 0.1
-"""How soon a wait for announcements sees that it is to stop."""
+"""How soon a wait for announcements notices that it must stop."""
 
 _LISTENING_S = 30.0
 """A store that announces is still asked this often: announcements get lost."""
 
 _SILENCE_S = (1.0, 60.0)
-"""Before the first and before the last attempts to hear a store again."""
+"""Delays before the first attempt to listen again and, at most, between later ones."""
 
 
 def watch(
@@ -62,9 +62,9 @@ def watch(
         for version in dw.watch("s3://runs/wordle"):
             print("version", version, "is there")
 
-    Begins with the newest one there is, or after `since`. Several that came together are one event, the newest, or with
-    `every` one by one. Waits for a run that is not there yet and for a store that is away; RunReplaced when another
-    run takes the address.
+    Begins with the newest one there is, or after `since`. Of several that came together it yields the newest, or with
+    `every` each. Waits for a run that does not exist yet and for a store that is unavailable. Raises RunReplaced when
+    another run takes the address.
     """
     store = open_store(address_only(run))
     stop = stop or threading.Event()
@@ -81,23 +81,23 @@ def watch(
                     if stop.is_set():
                         return
             except RunNotFound as error:
-                # once, where somebody who mistyped an address sees it
+                # a warning once, for a user who mistyped the address
                 log.log(logging.INFO if waits else logging.WARNING, "%s; waiting for it", error)
                 waits = True
             except StoreUnavailable as error:
-                log.warning("watching goes on: %s", error)
+                log.warning("cannot look for new versions, retrying: %s", error)
             watcher.wait()
 
 
 def following(run: Run, version: int, newest: int) -> int:
-    """The next version there is: those between may have been pruned."""
+    """Return the next version that exists: those between may have been pruned."""
     if run.exists(version + 1):
         return version + 1
     return min(run.timeline(newest, since=version + 1), default=newest)
 
 
 class Watcher:
-    """What one follower knows of how its run moves on. Use as a context manager; one thread at a time."""
+    """Looks for new versions of a run, for one follower. Use as a context manager, from one thread at a time."""
 
     def __init__(self, store: Store, *, poll: float, stop: threading.Event) -> None:
         self._store = store
@@ -122,7 +122,10 @@ class Watcher:
     # ── looking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def look(self, run: Run, known: int | None) -> int | None:
-        """The newest version, at least `known`; None while there is none. RunReplaced if this is another run by now."""
+        """Return the newest version, at least `known`; None while there is none.
+
+        Raises RunReplaced if there is another run at the address by now.
+        """
         if known is None and not self._looked:
             newest = run.newest()
         else:
@@ -136,18 +139,18 @@ class Watcher:
         return newest
 
     def forget(self) -> None:
-        """Read head anew: what it pointed to could not be used, and may be there now."""
+        """Read head again at the next look: the version it named could not be used, and may be there now."""
         self._etag = None
 
     def _look(self, run: Run, known: int) -> int:
         try:
             if self._headless and self._idle % 3:
-                return self._probe(run, known) if self._idle % 3 == 1 else self._still(run, known)
+                return self._probe(run, known) if self._idle % 3 == 1 else self._check_run(run, known)
             if self._idle % PROBE_EVERY == PROBE_EVERY - 1:
                 return self._probe(run, known)
             return self._ask(run, known)
         except ForeignObject:
-            self._still(run, known)
+            self._check_run(run, known)
             raise
 
     def _ask(self, run: Run, known: int) -> int:
@@ -164,13 +167,13 @@ class Watcher:
             return known
         self._headless = version is None
         if version is None:
-            # whoever wrote it, manifests are the truth; but another run may have come
-            return self._still(run, known)
+            # manifests are the truth; but there may be another run now
+            return self._check_run(run, known)
         if version <= known:
             return known
         if run.exists(version):
             return version
-        # it points at nothing: perhaps at what is not visible yet, so look again
+        # it points at nothing, perhaps at a version that is not visible yet: look again
         self.forget()
         return known
 
@@ -178,8 +181,8 @@ class Watcher:
         newest = run.newest() if run.exists(known + 1) else None
         return known if newest is None else max(newest, known)
 
-    def _still(self, run: Run, known: int) -> int:
-        """Whether this address is still the run that we opened."""
+    def _check_run(self, run: Run, known: int) -> int:
+        """Raise RunReplaced if the address has another run than the one that was opened."""
         found = Run.open(self._store).info.run
         if found != run.info.run:
             raise RunReplaced(
@@ -191,7 +194,7 @@ class Watcher:
     # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def wait(self) -> None:
-        """Until it is worth looking again, or time to stop."""
+        """Wait until it is worth looking again, or time to stop."""
         if self._listener is None and isinstance(self._store, Announcing):
             self._listener = threading.Thread(
                 target=self._listen, args=(self._store,), name="deltawire-watch", daemon=True
@@ -203,7 +206,7 @@ class Watcher:
             return
         begun = time.monotonic()
         while not self._stop.is_set():
-            # asked anew: the store may fall silent while we wait
+            # in each round: the store may stop announcing meanwhile
             patience = max(pause, min(10 * self._poll, _LISTENING_S)) if self._listening else pause
             left = begun + patience - time.monotonic()
             if left <= 0 or self._announced.wait(min(left, _SLICE_S)):
@@ -211,7 +214,7 @@ class Watcher:
         self._announced.clear()
 
     def _listen(self, store: Announcing) -> None:
-        """A thread of its own. Whatever it misses, looking finds."""
+        """Listen for announcements, in a thread of its own. Looks find what it misses."""
         silence, longest = _SILENCE_S
         while not self._ended.is_set():
             asked = 0.0
@@ -223,17 +226,17 @@ class Watcher:
             except Unsupported:
                 return
             except StoreError as error:
-                log.debug("%s does not announce at the moment: %s", self._store.url, error)
+                log.debug("%s: announcements interrupted: %s", self._store.url, error)
                 asked = getattr(error, "retry_after", None) or 0.0
             finally:
                 self._listening = False
-            self._announced.set()  # for what came while nobody listened
+            self._announced.set()  # for changes while it did not listen
             self._ended.wait(max(asked, random.uniform(silence / 2, silence)))
             silence = min(2 * silence, longest)
 
 
 class Rhythm:
-    """How long to wait before the next look, by when versions came."""
+    """Decides how long to wait before the next look, from when versions came."""
 
     def __init__(self, most: float) -> None:
         self._most = most

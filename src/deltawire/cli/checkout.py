@@ -33,16 +33,16 @@ def command(
       deltawire checkout s3://runs/chat@41 -o models/chat-41
       deltawire checkout s3://runs/chat -o models/chat --force
     """
-    from ..bucket import folder
+    from ..bucket import checkpoint_folder
 
-    with folder.writing(output):
+    with checkpoint_folder.writing(output):
         _check_place(output, force)
     opened, version = open_version(run)
-    with folder.scratch(output) as made, progress() as bar:
+    with checkpoint_folder.scratch(output) as made, progress() as bar:
         state, steps = fetch_version(opened, version, reference, partial(bar, "fetch"))
         manifest = opened.manifest(version)
-        folder.fill(made, opened, manifest, state, progress=bar("write", opened.schema.nbytes))
-        folder.move_into(made, output, replace=force)
+        checkpoint_folder.fill(made, opened, manifest, state, progress=bar("write", opened.schema.nbytes))
+        checkpoint_folder.move_into(made, output, replace=force)
     value = {
         "run": opened.store.url,
         "version": version,

@@ -16,7 +16,7 @@ import typer
 from .common import JsonOption, ReferenceOption, RunArgument, complain, duration, emit_line, ended_by_sigterm
 
 if TYPE_CHECKING:
-    from ..bucket.current import CurrentFolder
+    from ..bucket.checkpoint_folder import CurrentFolder
     from ..bucket.run import Run
     from ..core.errors import DeltawireError
     from ..replica import Replica
@@ -67,7 +67,7 @@ def command(
       deltawire follow s3://runs/chat --dir /models/chat \\
           --exec 'curl -fsS -X POST localhost:8000/reload'
     """
-    from ..bucket.current import CurrentFolder
+    from ..bucket.checkpoint_folder import CurrentFolder
     from ..bucket.run import Run
     from ..bucket.versions import address_only
     from ..core.errors import FolderError, RunNotFound
@@ -143,13 +143,13 @@ class _Keeper:
 
     def keep(self, version: int) -> None:
         """Write the weights to the folder, unless it holds this version already."""
-        from ..bucket import folder
+        from ..bucket.checkpoint_folder import fill
 
         manifest = self.run.manifest(version)
         if self.current is None or (self._shown == manifest.digest and self.current.holds(version)):
             return
         before = self.current.folder
-        self.current.put(version, lambda made: folder.fill(made, self.run, manifest, self.state, before=before))
+        self.current.put(version, lambda made: fill(made, self.run, manifest, self.state, before=before))
         self._shown = manifest.digest
 
 

@@ -195,7 +195,9 @@ class Pruned(msgspec.Struct, frozen=True):
                 found.append((first, last))
         return Pruned(self.run, tuple(found))
 
-    def __contains__(self, version: int) -> bool:
+    def __contains__(self, version: object) -> bool:
+        if not isinstance(version, int):
+            return False
         # never expanded: a range is a stranger's claim and may be as long as it likes
         at = bisect_right(self.versions, (version, math.inf))
         return at > 0 and version <= self.versions[at - 1][1]

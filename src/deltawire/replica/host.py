@@ -22,7 +22,7 @@ from ..core.sparse import DeltaFile
 from ..models import ModelView, dtype_of, is_torch, like, live_tensors, torch_bits, torch_dtype
 
 WORTH_THREADS = 1 << 20
-"""Changes that are worth starting threads for: some milliseconds of work."""
+"""Number of changes that are worth starting threads for: some milliseconds of work."""
 
 
 class HostMemory:
@@ -51,7 +51,7 @@ class HostMemory:
             self._compile()
 
     def _compile(self) -> None:
-        """Now, not in the first pause."""
+        """Compile the kernels now, not in the first pause."""
         for tensor in self.schema.tensors:
             for region in islice(regions(tensor), 1):
                 nothing = no_change(region)
@@ -63,7 +63,7 @@ class HostMemory:
         return not any(isinstance(cell, _Copied) for cells in self._cells.values() for cell in cells)
 
     def bits(self, name: str) -> Bits:
-        """The tensor's present bits: a live view for weights in host memory, else a copy. Not to be written to."""
+        """Return a tensor's present bits: a live view for weights in host memory, else a copy. Do not write to it."""
         return self._cells[name][0].read(None)[0]
 
     def region(self, region: Region) -> Bits:
@@ -93,8 +93,8 @@ class HostMemory:
                 cell.fill((region, source.region(region)) for region in regions(tensor))
 
     def digest(self) -> StateDigest:
-        """The state digest, recomputed. Names that the run ties and this model does not must agree as well: weights of
-        which one was changed alone are no version, and get a digest that no version has."""
+        """Recompute the state digest. Names that the run ties and this model does not must agree as well: where one was
+        changed alone the weights have no version, and get a digest that no version has."""
         self._inexact = False
         total = full.digest_of(self)
         for cells in self._cells.values():
@@ -107,6 +107,8 @@ class HostMemory:
 
 
 class _HostPatch:
+    """Changes in host memory, ready to be written."""
+
     def __init__(self, memory: HostMemory, changes: Sequence[Change]) -> None:
         self._memory, self._changes = memory, changes
         self.moved = sum((change.digest() for change in changes), StateDigest())
@@ -118,7 +120,7 @@ class _HostPatch:
             pass
 
     def undo(self) -> None:
-        # to undo what was never written changes nothing
+        # undoing a change that was never written has no effect
         for change in self._changes:
             self._memory.undo(change)
 
@@ -130,7 +132,7 @@ class _Cell:
         self._live = live
 
     def read(self, region: Region | None) -> tuple[Bits, bool]:
-        """The run's bits, of a region or of all, and whether they are all there is to the live weights."""
+        """Return the run's bits, of a region or of all, and whether the live weights are exactly these."""
         return (self._live if region is None else region.cut(self._live)), True
 
     def widen(self, bits: Bits) -> Bits:
@@ -153,7 +155,8 @@ class _Bfloat16(_Cell):
         return narrow, _upper_halves(wide, narrow) == 0
 
     def widen(self, bits: Bits) -> Bits:
-        return bits.astype(np.uint32) << np.uint32(16)
+        wide: Bits = bits.astype(np.uint32) << np.uint32(16)
+        return wide
 
 
 class _Float16(_Cell):
@@ -241,10 +244,10 @@ def _cell(tensor: Any, name: str, wanted: str) -> _Cell:
 def require(
     tensors: Mapping[str, Any], schema: Schema, strict: bool, *, may_be_wider: bool = True
 ) -> dict[str, list[str]]:
-    """Every tensor of the run must be there, in its shape and at least its dtype; with `strict`, nothing else may be.
+    """Check that a model has every tensor of the run, in its shape and dtype or a wider one; with `strict`, no others.
 
-    Returns the names that each tensor of the run has in the model, one for each piece of memory: what the run ties may
-    be apart here.
+    Returns the names that each tensor of the run has in the model, one for each piece of memory: weights that the run
+    ties may be separate here.
     """
     found = ModelView(tensors).schema
     specs = found.by_name()
@@ -278,7 +281,7 @@ def require(
 
 
 def require_ties(model: Any, source: Source) -> None:
-    """SchemaMismatch where weights that a model ties differ in full weights: no memory can hold both."""
+    """Raise SchemaMismatch where weights that the model ties differ in the full weights: no memory can hold both."""
     if isinstance(model, State):
         return
     ties = ModelView(live_tensors(model)).schema.ties
@@ -296,7 +299,7 @@ def require_ties(model: Any, source: Source) -> None:
 def _differences(
     tensors: Mapping[str, Any], missing: list[str], extra: list[str], reshaped: list[tuple[TensorSpec, TensorSpec]]
 ) -> str:
-    """What of names and shapes differs between a run and a model, and what to do."""
+    """Describe how names and shapes of a run and a model differ, and what to do."""
     found = []
     if missing:
         found.append(f"the run has {listed(missing)}, this model does not")

@@ -34,13 +34,13 @@ class Patch(Protocol):
 
     @property
     def moved(self) -> StateDigest:
-        """How the state digest will move."""
+        """Change of the state digest."""
         ...
 
     def write(self) -> None: ...
 
     def undo(self) -> None:
-        """Put the old bits back: all of them, also after a write that broke off half-way."""
+        """Restore the old bits, also after a write that failed half-way."""
         ...
 
 
@@ -50,15 +50,15 @@ class Memory(Protocol):
     schema: Schema
 
     def digest(self) -> StateDigest:
-        """The state digest of the live weights, recomputed."""
+        """Recompute the state digest of the live weights."""
         ...
 
     def decode(self, file: DeltaFile) -> Sequence[Any]:
-        """What a delta changes, checked: as `prepare` takes it."""
+        """Decode and check a delta, for `prepare`."""
         ...
 
     def prepare(self, decoded: Sequence[Any]) -> Patch:
-        """Bring what was decoded to where the weights are. Writes nothing."""
+        """Bring decoded changes to where the weights are. Writes nothing."""
         ...
 
     def load(self, source: Source) -> None:
@@ -68,6 +68,8 @@ class Memory(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class StagedModel(Staged):
+    """An update of a model of this process."""
+
     write: Callable[[], None]
     undo: Callable[[], None] = lambda: None
 
@@ -88,7 +90,7 @@ class ModelTarget:
         self._where: object = ()
 
     def bind(self, schema: Schema) -> bool:
-        # `model.to(…)` and the like leave the module what it is and its weights elsewhere
+        # `model.to(…)` and the like move the weights of the same module
         where = whereabouts(self.model)
         if schema is self._memory.schema and where == self._where:
             return False
@@ -101,7 +103,7 @@ class ModelTarget:
     def stage(self, update: Update) -> StagedModel:
         clock, memory, content = time.perf_counter(), self._memory, update.content
         if not isinstance(content, Delta):
-            # proven before it is written: there is no way back from half of it
+            # proven before it is written: a write that fails half-way cannot be undone
             update.require(full.digest_of(content))
             require_ties(self.model, content)
             staged = StagedModel(update=update, undoable=False, write=lambda: memory.load(content))
@@ -127,7 +129,7 @@ class ModelTarget:
                 found = self.digest()
                 staged.timings["prove"] = time.perf_counter() - written
                 if found != update.digest:
-                    then = "the old weights were put back" if staged.undoable else "call sync() again"
+                    then = "the previous weights were restored" if staged.undoable else "call sync() again"
                     raise DigestMismatch(update.version, str(update.digest), str(found), then)
         except BaseException:
             staged.undo()
@@ -135,7 +137,7 @@ class ModelTarget:
 
 
 def open_memory(model: Model, schema: Schema, *, strict: bool = True) -> Memory:
-    """The memory of a model: on its GPU where it lies there in one piece, in the run's dtypes."""
+    """Open the memory of a model: `DeviceMemory` if all of it is on one GPU in the run's dtypes, else `HostMemory`."""
     if not isinstance(model, State):
         view = ModelView(live_tensors(model))
         wanted = {tensor.name: tensor.dtype for tensor in schema.tensors}

@@ -45,8 +45,8 @@ from .target import AnyTarget, Delta, Target, Update
 log = logging.getLogger("deltawire")
 
 TRIES = 2
-"""How often an object that the store fails to give is asked for before another way is looked for, and how often a
-follower of every version tries one that cannot be reached before it goes on to the next."""
+"""Attempts to get an object that the store fails to give before another way is looked for, and attempts of a follower
+of every version to reach one before it skips it."""
 
 READING_EVERY = 60.0
 """Seconds, at most, between heartbeats of a replica that reads what prune must leave; `Retention.lease` is longer."""
@@ -56,13 +56,13 @@ _UNBOUND = ModelTarget({})
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """A version that a replica's weights have become, as `on_version` gets it."""
+    """A version that a replica has reached, as `on_version` gets it."""
 
     version: int
     previous: int | None
-    """The version before; None where the weights were none."""
+    """The version before; None where the weights had none."""
     lag: int
-    """Versions behind the newest that is known."""
+    """Number of versions behind the newest that is known."""
     bytes: int
     """Bytes fetched to get here."""
     changed: int
@@ -72,7 +72,7 @@ class Synced:
     timings: dict[str, float]
     """Seconds by phase: fetch, verify, decode, stage, apply, prove."""
     seconds: float
-    """Seconds that the sync took in all."""
+    """Seconds the sync took in all."""
 
     @property
     def density(self) -> float:
@@ -90,9 +90,20 @@ class Synced:
         }
 
 
+class _Repeated:
+    """Counts how often in a row the same thing has failed."""
+
+    def __init__(self) -> None:
+        self._last: object = None
+        self._times = 0
+
+    def count(self, failed: object) -> int:
+        self._last, self._times = failed, self._times + 1 if failed == self._last else 1
+        return self._times
+
+
 class Replica:
-    """Keeps live weights at a version of a run. One per set of live weights. Threads may share it: syncs wait for each
-    other.
+    """Keeps live weights at a version of a run. One per set of live weights.
 
         with dw.Replica("s3://runs/wordle") as replica:
             replica.sync(model)                        # the newest version, verified
@@ -104,18 +115,21 @@ class Replica:
     error the weights are those of `replica.version`, as before. Weights that are elsewhere, such as those of an engine,
     are passed as a `Target` in place of a model.
 
+    Thread safety: every method may be called from any thread. Syncs run one at a time, under `lock`; the callbacks and
+    `pause` are called by the thread that syncs, with the lock held. The properties can be read at any time.
+
     id          name of this replica in heartbeats, as `deltawire log` shows it
     strict      whether weights that the run does not carry are an error (default) or left alone
-    on_version  called with a `Synced` after each version that was reached, outside the pause; what it raises is logged
-    on_name     called with the version that the weights are, after every sync that was tried, and with None as soon as
-                they are found to be none
+    on_version  called with a `Synced` after each version that was reached, outside the pause; errors in it are logged
+    on_name     called with the version of the weights after every sync that was tried, and with None as soon as they
+                are found to have none
     prove       recompute the digest of all live weights after every apply (default). Without it the digest is still
                 checked before the write, from the delta and the weights it meets.
     heartbeat   seconds between heartbeat objects in the bucket; 0 writes none
-    reference   the folder of the checkpoint that version 0 refers to, when the run's own name for it does not work here
+    reference   folder of the checkpoint that version 0 refers to, if the run's own name for it does not work here
     max_model_gb  the largest model that the run may declare; DELTAWIRE_MAX_MODEL_GB, or 4000, by default
     pause       entered exactly for as long as live weights are written and proven, so that nobody computes with them;
-                `version` names them again when it is left, or is None when they have no name
+                `version` is right again when it is left, or is None if the weights have no version
     """
 
     def __init__(
@@ -132,48 +146,91 @@ class Replica:
         on_version: Callable[[Synced], object] | None = None,
         on_name: Callable[[int | None], object] = lambda version: None,
     ) -> None:
-        self.id = id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        keys.replica(self.id)
-        self.version: int | None = None
-        """The version that the weights are, by their digest; None if they are none."""
-        self.newest: int | None = None
-        """The newest version that this replica knows of."""
-        self.timings: dict[str, float] = {}
-        """Seconds of the last sync, by phase."""
-        self.trouble: str = ""
-        """Why the last sync or the last look at the run failed; empty when all is well."""
-        self.failures = 0
-        """Syncs that failed."""
-        self.lock = threading.RLock()
-        """Held by every sync: whoever holds it finds the weights at one version."""
+        self._id = id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        keys.replica(self._id)
         self._store = open_store(address_only(run))
-        # a setting that is wrong is told now, and not as trouble with every version
+        # a wrong setting is an error now, not with every version
         Cache.of_this_host(self._store)
-        self._run: Run | None = None
-        """None while there is no run at the address yet."""
         self._max_model_gb, self._prove, self._strict = max_model_gb, prove, strict
         self._pause, self._on_version, self._on_name = pause, on_version, on_name
         self._resolve = resolver(reference)
-        self._target: AnyTarget = _UNBOUND
-        self._digest = StateDigest()
-        """What the weights had when they were last looked at."""
-        self._strayed = False
-        """Whether these weights were found changed by somebody else in this sync."""
-        self._failed, self._passed = (-1, 0), -1
-        """With `every`: the version that could not be reached and how often, and the last one that was passed over."""
-        self._away: tuple[Step | None, int] = None, 0
-        """A step whose objects the store could not give, and how often in a row."""
-        self._fetched = 0
-        """Bytes, in this sync."""
+        self._lock = threading.RLock()
         self._closed = threading.Event()
+        self._run: Run | None = None
+        """None while there is no run at the address yet."""
+        self._target: AnyTarget = _UNBOUND
+        self._version: int | None = None
+        self._newest: int | None = None
+        self._timings: dict[str, float] = {}
+        self._trouble = ""
+        self._failures = 0
+        self._digest = StateDigest()
+        """Digest of the weights when they were last looked at."""
+        self._strayed = False
+        """Whether the weights were found changed by something else in this sync."""
+        self._failed, self._skipped = _Repeated(), -1
+        """With `every`: the version that could not be reached, and the last one that was skipped for that."""
+        self._unavailable = _Repeated()
+        """A step whose objects the store could not give: after some attempts the object is to blame, not the store."""
+        self._fetched = 0
+        """Bytes fetched in this sync."""
         self._heartbeat = heartbeat
         self._beat_at = 0.0
         self._beating = threading.Lock()
-        self._unseen = False
+        self._may_not_beat = False
         self._reading: tuple[tuple[int, int], ...] = ()
-        """Ranges of versions that prune must leave for us."""
+        """Ranges of versions that prune must leave for this replica."""
 
-    # ── what a rollout server calls ──────────────────────────────────────────────────────────────────────────────────
+    # ── state ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def id(self) -> str:
+        """Name of this replica in heartbeats."""
+        return self._id
+
+    @property
+    def url(self) -> str:
+        """Address of the run, without credentials."""
+        return self._store.url
+
+    @property
+    def version(self) -> int | None:
+        """The version of the weights, by their digest; None if they have none."""
+        return self._version
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version that this replica knows of."""
+        return self._newest
+
+    @property
+    def lag(self) -> int | None:
+        """Number of versions behind the newest that this replica knows of."""
+        if self._newest is None:
+            return None
+        return self._newest - (self._version if self._version is not None else -1)
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of the last sync by phase: fetch, verify, decode, stage, apply, prove."""
+        return self._timings
+
+    @property
+    def trouble(self) -> str:
+        """Why the last sync or the last look at the run failed; empty if it did not."""
+        return self._trouble
+
+    @property
+    def failures(self) -> int:
+        """Number of syncs that failed."""
+        return self._failures
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by every sync: whoever holds it finds the weights at one version."""
+        return self._lock
+
+    # ── sync, follow ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def sync(
         self, model: Model | AnyTarget, version: int | str | None = None, *, progress: Progress | None = None
@@ -181,31 +238,28 @@ class Replica:
         """Bring the model's weights to a version (the newest by default), verified; returns the version reached.
 
         `version` is a number, or text as on the command line: "v41", "latest", "-2", or a tag.
-        On failure the weights are those of `self.version`, as before; None means that they have no name.
+        On failure the weights are those of `replica.version`, as before, or None where they were lost.
         """
-        with self.lock:
+        with self._lock:
             run = self._open()
             want = run.newest() if version is None else resolve(run, version)
             if want is None:
                 raise RunNotFound(f"the run at {self._store.url} has no version yet")
-            if version is not None:
-                # before anything is changed: a version that does not exist must not become the newest one known
-                run.manifest(want)
-            self.newest = want if version is None else max(want, self.newest or 0)
-            clock, self.timings, self._fetched = time.perf_counter(), {}, 0
+            self._newest = want if version is None else max(want, self._newest or 0)
+            clock, self._timings, self._fetched = time.perf_counter(), {}, 0
             try:
                 target = self._bind(model, run, want)
-                previous = self.version
+                previous = self._version
                 self._reach(run, target, want, progress)
             except Exception as error:
-                self.failures += 1
-                self.trouble = str(error)
+                self._failures += 1
+                self._trouble = str(error)
                 self._reading = ()
-                self._beat(error=self.trouble, force=True)
+                self._beat(error=self._trouble, force=True)
                 raise
             finally:
-                self._on_name(self.version)
-            self.trouble, self._reading = "", ()
+                self._on_name(self._version)
+            self._trouble, self._reading = "", ()
             self._beat(force=True)
             if want != previous:
                 self._tell(run, want, previous, time.perf_counter() - clock)
@@ -215,7 +269,7 @@ class Replica:
         if self._on_version is None:
             return
         try:
-            changed, elements, timings = run.manifest(version).changed, run.schema.elements, dict(self.timings)
+            changed, elements, timings = run.manifest(version).changed, run.schema.elements, dict(self._timings)
             self._on_version(
                 Synced(version, previous, self.lag or 0, self._fetched, changed, elements, timings, seconds)
             )
@@ -233,12 +287,14 @@ class Replica:
     ) -> Iterator[int]:
         """Yield each version reached, until `stop` is set or the replica is closed.
 
-        Trouble is logged, noted in the heartbeat and outlived: the model keeps the version it has. With `every`, no
-        version is skipped over that can be reached. Looks when the store announces something, else when a version is
-        due, and at least every `poll` seconds. `pin` is asked each time: the version to stay at, or None to follow.
+        A failed sync is logged, noted in the heartbeat and tried again: the model keeps the version it has. Looks for
+        versions when the store announces something, else when one is due, and at least every `poll` seconds.
 
-        RunReplaced when another run takes the address: the model keeps its weights, and following the new run is for
-        a new Replica.
+        every   sync to every version that can be reached, instead of the newest one
+        pin     called before each look: the version to stay at, or None to follow
+
+        Raises RunReplaced when another run takes the address: the model keeps its weights, and the new run needs a new
+        Replica. Raises SchemaMismatch if the model is not the run's.
         """
         stop = stop or threading.Event()
         with Watcher(self._store, poll=poll, stop=stop) as watcher:
@@ -252,47 +308,39 @@ class Replica:
     def _look(
         self, model: Model | AnyTarget, every: bool, pin: Callable[[], int | None], watcher: Watcher
     ) -> int | None:
-        """Go to the next version if there is one; None if there is not, or it could not be reached."""
-        want, before = None, self.trouble
+        """Sync to the next version if there is one; returns None if there is not, or it could not be reached."""
+        want, before = None, self._trouble
         try:
-            # held from the choice to the end of the sync: a pin that was set meanwhile is obeyed
-            with self.lock:
+            # held from the choice to the end of the sync, so that a pin set meanwhile is obeyed
+            with self._lock:
                 pinned = pin()
                 if pinned is not None:
-                    want = pinned if self.version != pinned else None
+                    want = pinned if self._version != pinned else None
                 else:
                     want = self._next(model, every, watcher)
                 if want is not None:
                     return self.sync(model, want)
-            self.trouble = ""
+            self._trouble = ""
             self._beat()
         except RunNotFound as error:
             if str(error) != before:
                 log.info("waiting for a run at %s", self._store.url)
-            self.trouble = str(error)
-        except RunReplaced as error:
-            self.trouble = str(error)
-            log.error("%s stays at version %s: %s", self.id, self.version, error)
-            raise
+            self._trouble = str(error)
         except DeltawireError as error:
-            self.trouble = str(error)
-            if isinstance(error, SchemaError) and not self._is_bound_to(model):
-                raise  # another model: no later version will fit either
+            self._trouble = str(error)
+            if isinstance(error, RunReplaced) or (isinstance(error, SchemaError) and not self._is_bound_to(model)):
+                raise  # another run or another model: no later version will fit either
             if str(error) != before:
-                log.warning("%s stays at version %s: %s", self.id, self.version, error)
-            if every and want is not None and isinstance(error, DAMAGE):
-                self._note_failure(want)
+                log.warning("%s: sync failed, still at version %s: %s", self._id, self._version, error)
+            if every and want is not None and isinstance(error, DAMAGE) and self._failed.count(want) >= TRIES:
+                log.warning("%s: skipping version %d, which cannot be reached", self._id, want)
+                self._skipped = want
             watcher.forget()
             self._beat(error=str(error))
+        except Exception as error:
+            self._trouble = f"{type(error).__name__}: {error}"
+            raise
         return None
-
-    def _note_failure(self, want: int) -> None:
-        """With `every`: a lost object must not hold us up for ever, so what stays out of reach is passed over."""
-        failed, times = self._failed
-        self._failed = (want, times + 1 if failed == want else 1)
-        if self._failed[1] >= TRIES:
-            log.warning("%s passes over version %d, which cannot be reached", self.id, want)
-            self._passed = want
 
     def close(self) -> None:
         """End `follow`, at its next look. The weights stay as they are."""
@@ -305,20 +353,8 @@ class Replica:
         self.close()
 
     def __repr__(self) -> str:
-        version = "no version yet" if self.version is None else f"at version {self.version}"
+        version = "no version yet" if self._version is None else f"at version {self._version}"
         return f"<Replica of {self._store.url}, {version}>"
-
-    @property
-    def url(self) -> str:
-        """Where the run is, fit to be shown."""
-        return self._store.url
-
-    @property
-    def lag(self) -> int | None:
-        """Versions behind the newest this replica knows of."""
-        if self.newest is None:
-            return None
-        return self.newest - (self.version if self.version is not None else -1)
 
     # ── discover ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -328,29 +364,29 @@ class Replica:
         return self._run
 
     def _next(self, model: Model | AnyTarget, every: bool, watcher: Watcher) -> int | None:
-        """The version to go to now, or None. One conditional request when nothing happened."""
+        """Return the version to go to now, or None. One conditional request when nothing happened."""
         run = self._open()
-        newest = watcher.look(run, self.newest)
+        newest = watcher.look(run, self._newest)
         if newest is None:
             return None
-        self.newest = newest
-        if self.version is None:
+        self._newest = newest
+        if self._version is None:
             if every:
-                # go on from the version the model came with, which is said once, like any other
+                # continue from the version the model came with, which is yielded once, like any other
                 self._bind(model, run, newest)
-            return self.version if self.version is not None else newest
-        if newest <= self.version:
+            return self._version if self._version is not None else newest
+        if newest <= self._version:
             return None
         if not every:
             return newest
-        before = max(self.version, self._passed)
+        before = max(self._version, self._skipped)
         return following(run, before, newest) if before < newest else None
 
     def _is_bound_to(self, model: Model | AnyTarget) -> bool:
         return self._target is model or (isinstance(self._target, ModelTarget) and self._target.model is model)
 
     def _bind(self, model: Model | AnyTarget, run: Run, want: int) -> AnyTarget:
-        """Locate the weights, and find out which version they are, if any."""
+        """Locate the weights and identify their version, if they have one."""
         known, target = self._is_bound_to(model), self._target
         if not known:
             target = model if isinstance(model, Target) else ModelTarget(model, strict=self._strict, prove=self._prove)
@@ -358,28 +394,28 @@ class Replica:
         try:
             moved = target.bind(run.schema)
         except BaseException:
-            self.version = None
+            self._version = None
             raise
         self._target = target
         if moved or not known:
-            self.version = None
-        if self.version is None:
+            self._version = None
+        if self._version is None:
             self._digest = target.digest()
-            self.version = self._name(run, want)
+            self._version = self._identify(run, want)
         return target
 
-    def _name(self, run: Run, want: int) -> int | None:
-        """The version that has the digest of these weights."""
+    def _identify(self, run: Run, newest: int) -> int | None:
+        """Return the version whose digest equals that of the weights, or None."""
         found = str(self._digest)
-        for version, summary in reversed(run.timeline(want).items()):
-            # a summary is hearsay, the manifest counts
+        for version, summary in reversed(run.timeline(newest).items()):
+            # summaries are only hints: confirm with the manifest
             if summary.digest == found and run.manifest(version).digest == found:
-                log.info("%s: these weights are version %d already", self.id, version)
+                log.info("%s: the weights are version %d already", self._id, version)
                 return version
         return None
 
-    def _lose_name(self) -> None:
-        self.version = None
+    def _lose_version(self) -> None:
+        self._version = None
         self._on_name(None)
 
     # ── plan, fetch ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -389,14 +425,14 @@ class Replica:
         copy: State | None = None
 
         def start() -> int | None:
-            return self.version if target.takes_deltas or self.version == want else None
+            return self._version if target.takes_deltas or self._version == want else None
 
         def begin(steps: list[Step]) -> bool:
             nonlocal copy
             if not self._reserve(run, walker, want, steps):
                 return False
             # a way that first leads back is gone on a copy: weights in use never fall behind the version they are
-            leads_back = self.version is not None and steps[0].version < self.version
+            leads_back = self._version is not None and steps[0].version < self._version
             copy = State(run.schema) if len(steps) > 1 and (leads_back or not target.takes_deltas) else None
             return True
 
@@ -425,7 +461,7 @@ class Replica:
                 else:
                     self._apply(target, fetched.manifest, step.kind, fetched.weights(self._resolve))
             except (*DAMAGE, StoreUnavailable) as error:
-                if isinstance(error, StoreUnavailable) and not self._stays_away(step):
+                if isinstance(error, StoreUnavailable) and self._unavailable.count(step) < TRIES:
                     raise
                 if self._has_strayed(target, error) or self._was_replaced(run, step):
                     walker.plan_again(error)
@@ -433,10 +469,10 @@ class Replica:
                     walker.reject(step, error)
 
     def _reserve(self, run: Run, walker: Walker, want: int, steps: list[Step]) -> bool:
-        """Say what we are about to read, so that prune leaves it there. False if some of it is to go: plan again.
+        """Announce in the heartbeat what is about to be read, so that prune leaves it. False if some of it is marked.
 
-        Prune marks and then looks who reads; we say what we read and then look what is marked: one sees the other.
-        A single delta needs no such care. Where it is gone, which takes seconds of bad luck, there is another way.
+        Prune marks and then looks at heartbeats; a replica writes its heartbeat and then looks at the marks: one of the
+        two sees the other. A single delta needs no such care: if it is gone, another way is planned.
         """
         if not self._heartbeat or (len(steps) == 1 and steps[0].kind == "delta"):
             return True
@@ -450,30 +486,23 @@ class Replica:
         walker.leave_out(marked)
         return not marked
 
-    def _stays_away(self, step: Step) -> bool:
-        """Whether an object could not be had so often that it is the object, and not the store, that is broken."""
-        before, times = self._away
-        self._away = step, times + 1 if step == before else 1
-        return self._away[1] >= TRIES
-
     def _has_strayed(self, target: AnyTarget, error: DeltawireError) -> bool:
         """Whether something else changed the weights: then no delta is to blame, and only full weights help."""
         if self._strayed or not isinstance(error, DigestMismatch) or (found := target.digest()) == self._digest:
             return False
-        log.warning("%s: the weights were changed by something other than this replica", self.id)
+        log.warning("%s: the weights were changed by something other than this replica", self._id)
         self._strayed, self._digest = True, found
-        self._lose_name()
+        self._lose_version()
         return True
 
     def _was_replaced(self, run: Run, step: Step) -> bool:
-        """Whether the version that these weights are was replaced in the bucket: then they have no name any more, and
-        only full weights lead on from them."""
-        if self.version is not None and self.version == step.base:
-            run.forget(self.version)
+        """Whether the version of the weights was replaced in the bucket: then only full weights lead on from them."""
+        if self._version is not None and self._version == step.base:
+            run.forget(self._version)
             with suppress(*DAMAGE):
-                if run.manifest(self.version).digest != str(self._digest):
-                    log.warning("%s: version %d was replaced in %s", self.id, self.version, self._store.url)
-                    self._lose_name()
+                if run.manifest(self._version).digest != str(self._digest):
+                    log.warning("%s: version %d was replaced in %s", self._id, self._version, self._store.url)
+                    self._lose_version()
                     return True
         return False
 
@@ -487,42 +516,42 @@ class Replica:
             try:
                 target.swap(staged)
             except BaseException as error:
-                named, self.version = self.version, self.version if staged.undoable else None
+                named, self._version = self._version, self._version if staged.undoable else None
                 if not isinstance(error, NotRestored) and target.digest() == self._digest:
-                    self.version = named
+                    self._version = named
                 else:
-                    self._lose_name()
+                    self._lose_version()
                 raise
-            self._digest, self.version = update.digest, update.version
+            self._digest, self._version = update.digest, update.version
         self._note(staged.timings)
         seconds = time.perf_counter() - clock
-        log.info("%s: v%d  %s  %.1f MB  %.0f ms", self.id, update.version, kind, self._fetched / 1e6, 1e3 * seconds)
+        log.info("%s: v%d  %s  %.1f MB  %.0f ms", self._id, update.version, kind, self._fetched / 1e6, 1e3 * seconds)
 
     def _note(self, timings: dict[str, float]) -> None:
         for phase, seconds in timings.items():
-            self.timings[phase] = self.timings.get(phase, 0.0) + seconds
+            self._timings[phase] = self._timings.get(phase, 0.0) + seconds
 
     def _beat(self, *, error: str = "", force: bool = False) -> None:
-        """Say how we are. Never an error of its own: a replica works without being seen."""
+        """Write a heartbeat if one is due. Never raises: a replica works without heartbeats."""
         if not self._heartbeat or self._run is None:
             return
         every = min(self._heartbeat, READING_EVERY) if self._reading else self._heartbeat
-        # threads that fetch come here too; one of them says it for all
+        # called by the threads that fetch too; one of them writes for all
         if (not force and now() - self._beat_at < every) or not self._beating.acquire(blocking=force):
             return
         try:
             self._beat_at = now()
-            timings = {name: round(seconds, 6) for name, seconds in dict(self.timings).items()}
+            timings = {name: round(seconds, 6) for name, seconds in dict(self._timings).items()}
             beat = Heartbeat(
-                self._run.info.run, self.id, self.version, self.newest, not error, self._beat_at, error[:500], timings,
-                self._reading,
+                self._run.info.run, self._id, self._version, self._newest, not error, self._beat_at, error[:500],
+                timings, self._reading,
             )  # fmt: skip
-            self._store.put(keys.replica(self.id), dump(beat))
+            self._store.put(keys.replica(self._id), dump(beat))
         except PermissionDenied as trouble:
-            # reading is all a replica needs; said once
-            level = logging.DEBUG if self._unseen else logging.WARNING
-            log.log(level, "%s sends no heartbeats, so prune and log do not see it: %s", self.id, trouble)
-            self._unseen = True
+            # a replica only needs to read; warn once
+            level = logging.DEBUG if self._may_not_beat else logging.WARNING
+            log.log(level, "%s sends no heartbeats, so prune and log do not see it: %s", self._id, trouble)
+            self._may_not_beat = True
         except StoreError as trouble:
             log.debug("no heartbeat: %s", trouble)
         finally:

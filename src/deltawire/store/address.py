@@ -1,4 +1,4 @@
-"""A bucket address as the user writes it, and the client that goes there.
+"""A bucket address as the user writes it, and the client for it.
 
     s3://bucket/run    s3://bucket/run?endpoint=http://127.0.0.1:8333&region=us-east-1    gs://…    az://…    memory://…
 
@@ -20,7 +20,7 @@ from obstore.store import from_url
 
 from deltawire.core.errors import BadURL, UnsafeName
 from deltawire.store import aws, clouds
-from deltawire.store.names import check_key
+from deltawire.store.base import check_key
 from deltawire.store.uploads import Uploads
 
 if TYPE_CHECKING:
@@ -40,18 +40,20 @@ _CLIENT_VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class Address:
+    """A bucket address, parsed."""
+
     scheme: str
     bucket: str
     prefix: str
-    # of the run, without slashes around it
+    """Folder of the run in the bucket, without slashes around it."""
     options: dict[str, str]
-    # what stands after `?`
+    """What stands after `?`."""
     url: str
-    # all of it, in the form that leads back here
+    """The whole address, normalised."""
 
 
 def parse(url: str) -> Address:
-    """A URL that could hold a secret is refused, and not repeated in the message."""
+    """Parse an address. One that could hold a secret is refused, and not repeated in the message."""
     parts = urlsplit(url)
     options = _options(parts.scheme, parts.query)
     if "@" in parts.netloc or options is None:
@@ -87,6 +89,7 @@ def _options(scheme: str, query: str) -> dict[str, str] | None:
 
 
 def connect(address: Address, environ: Mapping[str, str], retries: int) -> Client:
+    """Make the client of an address. Nothing is contacted yet."""
     backoff: Any = {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=2), "base": 2}
     config: Any = {}
     options: Any = _client_options(address.scheme, environ)
@@ -116,7 +119,7 @@ def connect(address: Address, environ: Mapping[str, str], retries: int) -> Clien
 
 
 def uploads(address: Address, environ: Mapping[str, str]) -> Uploads | None:
-    """The unfinished uploads of a bucket, where there is a way to see them."""
+    """Return access to the unfinished uploads of a bucket; None where there is none."""
     if address.scheme != "s3":
         return None
     chosen = aws.settings(address.options, environ)
@@ -129,7 +132,7 @@ def _client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _allow_http(scheme: str, endpoint: str | None, options: dict[str, Any]) -> None:
-    """http:// to a server close by is a decision the user has already taken; across the internet it is a mistake."""
+    """Allow http:// to a server near by; across the internet it is an error unless it was asked for."""
     if not (endpoint or "").startswith("http://") or "allow_http" in options:
         return
     if endpoint and not aws.is_near(endpoint):
@@ -141,7 +144,7 @@ def _allow_http(scheme: str, endpoint: str | None, options: dict[str, Any]) -> N
 
 
 def _check_agreement(address: Address, endpoint: str | None) -> None:
-    """The client lets this one variable win over everything it is told."""
+    """Refuse AWS_ENDPOINT_URL_S3 where it names another endpoint: the client prefers it to what it is given."""
     winner = os.environ.get("AWS_ENDPOINT_URL_S3")
     if winner and winner.rstrip("/") != endpoint:
         raise BadURL(

@@ -1,4 +1,4 @@
-"""Where an S3 address leads and who asks there, as users of the AWS tools expect.
+"""Endpoint, region and credentials of an S3 address, as users of the AWS tools expect.
 
     what          looked for in this order
     endpoint      ?endpoint= in the URL, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_ENDPOINT, the profile's endpoint_url
@@ -7,8 +7,8 @@
     credentials   the profile if the URL names one; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; a role given to the
                   machine by its environment (EKS, ECS); the profile; the instance's own role
 
-The bucket client reads variables but no profiles, hence this file. A secret is held by nobody here: it is read when a
-request needs it, so keys that were rotated on disk are found.
+The bucket client reads variables but no profiles, hence this file. Secrets are not kept: they are read when a request
+needs them, so keys that were rotated on disk are found.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIONS = ("endpoint", "profile", "region")
 """What an s3:// URL may say after `?`. No place for a secret among them."""
 
 _REREAD = timedelta(minutes=5)
-"""How long a key from a file is used before the file is looked at again."""
+"""How long a key from a file is used before the file is read again."""
 
 _GIVEN_ROLES = (
     "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
@@ -40,20 +40,22 @@ _GIVEN_ROLES = (
 _NEAR = (".local", ".localhost", ".internal", ".lan", ".home.arpa", ".svc", ".test")
 
 Provider = Callable[[], dict[str, Any]]
-"""Asked for credentials when a request needs them: access_key_id, secret_access_key, token, expires_at."""
+"""Called for credentials when a request needs them: access_key_id, secret_access_key, token, expires_at."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class S3Settings:
+    """Where an S3 address leads, and the credentials for it."""
+
     endpoint: str | None
-    # None is Amazon's own, for the region
+    """None is Amazon's own for the region."""
     region: str
     provider: Provider | None
-    # None leaves it to the client, which asks the machine it runs on
+    """None leaves credentials to the client, which asks the machine it runs on."""
 
 
-def settings(options: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
-    """`options` are those of the URL."""
+def settings(options: Mapping[str, str], environ: Mapping[str, str]) -> S3Settings:
+    """Find the settings of an address. `options` are those of the URL."""
     name = options.get("profile") or environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
     profile = _profile(name, environ)
     variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -61,11 +63,11 @@ def settings(options: Mapping[str, str], environ: Mapping[str, str]) -> Settings
     if endpoint:
         endpoint = check_endpoint(endpoint)
     region = options.get("region") or _first(environ, "AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region")
-    return Settings(endpoint, region or "us-east-1", _provider(options, environ, name, profile))
+    return S3Settings(endpoint, region or "us-east-1", _provider(options, environ, name, profile))
 
 
 def check_endpoint(endpoint: str) -> str:
-    """The endpoint as it is used. One that holds a secret is refused without repeating it."""
+    """Return the endpoint as it is used. One that holds a secret is refused without repeating it."""
     parts = urlsplit(endpoint)
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise BadURL(
@@ -79,7 +81,7 @@ def check_endpoint(endpoint: str) -> str:
 
 
 def is_near(endpoint: str) -> bool:
-    """Whether an endpoint is on this machine or a private network, where http:// is nobody else's business."""
+    """Whether an endpoint is on this machine or in a private network, where http:// is acceptable."""
     host = (urlsplit(endpoint).hostname or "").lower()
     try:
         address = ipaddress.ip_address(host)
@@ -123,7 +125,7 @@ def _provider(
 
 
 def _profile(name: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """All that both files say of a profile; the credentials file wins. Empty where there is no such profile."""
+    """Read a profile from both files; the credentials file wins. Empty where there is no such profile."""
     found: dict[str, str] = {}
     credentials, config = _files(environ)
     wanted = name or "default"

@@ -12,23 +12,34 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from deltawire.core.errors import ObjectTooLarge
+from deltawire.core.errors import ObjectTooLarge, UnsafeName
+
+LISTED = 1_000_000
+"""Objects that a listing may have: they are held in memory, some 300 bytes each."""
+
+TEMP_PREFIX = ".tmp-"
+"""How a half-written local file is named. No key may use it, or an object could be swept away or hidden."""
+
+# A file system allows 255 bytes per part; S3 allows 1024 for the whole key, of which a run's prefix needs some.
+_MAX_PART_BYTES = 255
+_MAX_KEY_BYTES = 900
 
 
 def check_size(where: str, size: int, limit: int | None) -> None:
-    """ObjectTooLarge, before a byte of it is read."""
+    """Raise ObjectTooLarge before a byte of it is read."""
     if limit is not None and size > limit:
         raise ObjectTooLarge(
             f"{where} has {size:,} bytes; what belongs there has at most {limit:,}: somebody else wrote it"
         )
 
 
-LISTED = 1_000_000
-"""Objects that a listing may have: they are held in memory, some 300 bytes each."""
+def check_range(start: int, length: int) -> None:
+    if start < 0 or length < 0:
+        raise ValueError(f"a range needs start ≥ 0 and length ≥ 0, got {start} and {length}")
 
 
 def check_listing(where: str, count: int) -> None:
-    """Before more than LISTED objects are held: whoever can write to a bucket must not fill a reader's memory."""
+    """Raise ObjectTooLarge beyond LISTED objects: whoever can write to a bucket must not fill a reader's memory."""
     if count > LISTED:
         raise ObjectTooLarge(f"{where} has more than {LISTED:,} objects, all that a listing may have: delete some")
 
@@ -43,18 +54,22 @@ producer raises reaches the caller of `put` unchanged, and nothing becomes visib
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
+    """An object without its bytes."""
+
     key: str
-    # relative to the store's root
+    """Relative to the store's root."""
     size: int
-    # bytes
+    """Bytes."""
     modified: float
-    # seconds since the epoch, by the store's clock
+    """Seconds since the epoch, by the store's clock."""
     etag: str | None = None
-    # changes whenever the content does; None where the store has no such thing
+    """Changes whenever the content does; None where the store has no etags."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
+    """An object's bytes and their etag, which belong together."""
+
     data: bytes
     etag: str | None
 
@@ -65,8 +80,10 @@ Level = tuple[list[str], list[ObjectInfo]]
 
 @runtime_checkable
 class Store(Protocol):
+    """Where a run is kept. Methods may be called from several threads at once."""
+
     url: str
-    """Where this store is, as the user named it, without credentials."""
+    """The address, as the user wrote it, without credentials."""
 
     creates_exclusively: bool
     """Whether put_if_absent holds against writers on other machines. Where not, a writer must claim the run first.
@@ -150,3 +167,69 @@ class Settling(Protocol):
 
     settles_s: float
     """How many seconds after a put others may still be told that there is no such object."""
+
+
+# ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# The rules are the same for every store, so that a run can move between them.
+
+
+def check_key(key: str) -> str:
+    """The key itself, or UnsafeName when some store could read it as another place than it says."""
+    problem = _key_problem(key)
+    if problem:
+        raise UnsafeName(f"object key {key!r}: {problem}")
+    return key
+
+
+def is_key(key: str) -> bool:
+    return _key_problem(key) is None
+
+
+def check_prefix(prefix: str) -> str:
+    """The folder a list prefix points into: "" or ending in "/". What follows it is compared as text only."""
+    folder = prefix[: prefix.rfind("/") + 1]
+    if folder:
+        check_key(folder[:-1])
+    return folder
+
+
+def is_addressable(part: str) -> bool:
+    """Whether a file found in a folder could have been put there under a key."""
+    return _part_problem(part) is None
+
+
+def _key_problem(key: str) -> str | None:
+    if not key:
+        return "it is empty"
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError:
+        return "it is not valid Unicode"
+    if size > _MAX_KEY_BYTES:
+        return f"it is longer than {_MAX_KEY_BYTES} bytes"
+    if key.startswith("/"):
+        return "it starts with '/'; keys are relative to the run"
+    for part in key.split("/"):
+        problem = _part_problem(part)
+        if problem:
+            return problem
+    return None
+
+
+def _part_problem(part: str) -> str | None:
+    if not part:
+        return "it has an empty part"
+    if part in (".", ".."):
+        return f"it has a {part!r} part"
+    if part.startswith(TEMP_PREFIX):
+        return f"parts that start with {TEMP_PREFIX!r} are kept for unfinished files"
+    for char in part:
+        if char < " " or char == "\x7f":
+            return f"it contains the control character {char!r}"
+        if char == "\\":
+            return "it contains a backslash, which some systems read as '/'"
+        if "\ud800" <= char <= "\udfff":
+            return "it is not valid Unicode"
+    if len(part.encode()) > _MAX_PART_BYTES:
+        return f"it has a part longer than {_MAX_PART_BYTES} bytes"
+    return None

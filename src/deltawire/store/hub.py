@@ -18,7 +18,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urljoin, urlsplit
@@ -36,8 +36,18 @@ from deltawire.core.errors import (
     Unsupported,
 )
 from deltawire.store import hub_client, hub_errors
-from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_listing, check_size
-from deltawire.store.names import check_key, check_prefix, is_key
+from deltawire.store.base import (
+    Chunks,
+    Fetched,
+    Level,
+    ObjectInfo,
+    check_key,
+    check_listing,
+    check_prefix,
+    check_range,
+    check_size,
+    is_key,
+)
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -56,10 +66,12 @@ class _Named:
     hash: str
     size: int
     at: float
-    # when that was asked, by our clock
+    """When that was asked, by this process's monotonic clock."""
 
 
 class HubStore:
+    """A Hugging Face bucket, or a folder in one."""
+
     def __init__(self, bucket: str, *, prefix: str = "") -> None:
         hub_client.require()
         self.creates_exclusively = False
@@ -97,8 +109,7 @@ class HubStore:
         return None if named.hash == etag else self._fetch(key, named, limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        if start < 0 or length < 0:
-            raise ValueError(f"a range needs start ≥ 0 and length ≥ 0, got {start} and {length}")
+        check_range(start, length)
         check_key(key)
         named = self._named.get(key) if start else None
         if named is None or time.monotonic() - named.at > _SAME_OBJECT_S:
@@ -119,43 +130,34 @@ class HubStore:
         raise ObjectNotFound(f"no object at {where}")
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        folder = self._root + check_prefix(prefix)
-        page: str | None = "/tree" + (f"/{quote(folder[:-1], safe='')}" if folder else "")
-        options: Any = {"params": {"recursive": "true"}}
-        wanted, found = self._root + prefix, []
+        entries = self._entries(check_prefix(prefix), recursive="true")
+        return (info for _, info in entries if info and info.key.startswith(prefix) and info.key > (after or ""))
+
+    def folders(self, prefix: str = "") -> Level:
+        folder = check_prefix(prefix)
+        entries = self._entries(folder)
+        right_below = [(key, info) for key, info in entries if is_key(part := key[len(folder) :]) and "/" not in part]
+        return sorted(f"{key}/" for key, info in right_below if info is None), [x for _, x in right_below if x]
+
+    def _entries(self, folder: str, **params: str) -> Iterable[tuple[str, ObjectInfo | None]]:
+        """What the Hub lists below a folder of this store, by key; folders have no info."""
+        root = self._root + folder
+        page: str | None = "/tree" + (f"/{quote(root[:-1], safe='')}" if root else "")
+        options: dict[str, Any] = {"params": params}
+        found: dict[str, ObjectInfo | None] = {}
         with contextlib.suppress(hub_errors.NoBucket):
             while page is not None:
                 answer = self._hub.ask("GET", page, self.url, **options)
                 with hub_client.understood(self.url):
-                    # the server takes any path that begins like the folder
-                    files = (item for item in answer.json() if item["type"] == "file")
-                    found += [self._info(item) for item in files if item["path"].startswith(wanted)]
+                    for item in answer.json():
+                        # the server takes any path that begins like the folder
+                        if item["path"].startswith(root):
+                            is_folder = item["type"] == "directory"
+                            found[item["path"][len(self._root) :]] = None if is_folder else self._info(item)
                 check_listing(self.url, len(found))
                 page, options = answer.links.get("next", {}).get("url"), {}
         # no order is promised
-        return iter(sorted((info for info in found if info.key > (after or "")), key=lambda info: info.key))
-
-    def folders(self, prefix: str = "") -> Level:
-        folder = self._root + check_prefix(prefix)
-        page: str | None = "/tree" + (f"/{quote(folder[:-1], safe='')}" if folder else "")
-        names: list[str] = []
-        objects: list[ObjectInfo] = []
-        with contextlib.suppress(hub_errors.NoBucket):
-            while page is not None:
-                answer = self._hub.ask("GET", page, self.url)
-                with hub_client.understood(self.url):
-                    for item in answer.json():
-                        inside = item["path"].removeprefix(folder)
-                        # the server takes any path that begins like the folder
-                        if not item["path"].startswith(folder) or "/" in inside or not is_key(inside):
-                            continue
-                        if item["type"] == "directory":
-                            names.append(f"{item['path'][len(self._root) :]}/")
-                        else:
-                            objects.append(self._info(item))
-                check_listing(self.url, len(names) + len(objects))
-                page = answer.links.get("next", {}).get("url")
-        return sorted(names), sorted(objects, key=lambda info: info.key)
+        return sorted(found.items(), key=lambda entry: entry[0])
 
     def _resolve(self, key: str) -> _Named:
         """Which bytes a key names now. Counted apart from the API by the Hub, and five times as generously."""
@@ -187,7 +189,11 @@ class HubStore:
     def put(self, key: str, data: bytes | Chunks) -> None:
         path, where = self._path(key), self._where(key)
         try:
-            hash = self._upload(data, where)
+            try:
+                hash = self._hub.upload(data, where)
+            except hub_errors.NoBucket:
+                self._create_bucket(where)
+                hash = self._hub.upload(data, where)
             failed = self._hub.batch(
                 {"type": "addFile", "path": path, "xetHash": hash, "mtime": int(time.time() * 1000)}, where
             )
@@ -198,12 +204,9 @@ class HubStore:
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         with self._creating:
-            try:
-                self._resolve(key)
-            except ObjectNotFound:
-                self.put(key, data)
-                return
-        raise AlreadyExists(f"{self._where(key)} exists already")
+            if self._exists(key):
+                raise AlreadyExists(f"{self._where(key)} exists already")
+            self.put(key, data)
 
     def delete(self, key: str) -> None:
         path, where = self._path(key), self._where(key)
@@ -220,16 +223,9 @@ class HubStore:
             return False
         return True
 
-    def _upload(self, data: bytes | Chunks, where: str) -> str:
+    def _create_bucket(self, where: str) -> None:
         try:
-            return self._hub.upload(data, where)
-        except hub_errors.NoBucket:
-            self._create(where)
-            return self._hub.upload(data, where)
-
-    def _create(self, where: str) -> None:
-        try:
-            # 409: somebody was faster
+            # 409: another process was faster
             self._hub.ask("POST", "", where, accept=409, json={"visibility": "private"})
         except PermissionDenied:
             raise PermissionDenied(

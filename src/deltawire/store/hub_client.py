@@ -1,7 +1,7 @@
-"""The Hub through its own client: `huggingface_hub` for the session and who we are, `hf_xet` for the data.
+"""Requests to the Hub: by `huggingface_hub`'s session and token, by `hf_xet` for the data.
 
-Requests go through the client's session, but with time-outs (it has none) and without its patience: there is one policy
-for that, in `retry.py`.
+Not by the methods of `HfApi`: they have no time-outs, no limit on the size of an answer, and retries of their own; here
+`retry.py` is the one policy for retries.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _variable(setting: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """Where a bucket's data is, and what opens it for a while."""
+    """Address of a bucket's data, and a token for it."""
 
     storage: str
     token: str
@@ -177,7 +177,7 @@ class HubClient:
         raise StoreError(f"{where}: more than {_MAX_REDIRECTS} redirects; check HF_ENDPOINT")
 
     def _headers(self, more: dict[str, str]) -> dict[str, str]:
-        """Made anew each time: a token may be renewed while a run goes on.
+        """Made for each request: a token may be renewed while a run goes on.
 
         Not by `build_hf_headers`, which makes a request of its own, for which no limit can be set.
         """
@@ -203,7 +203,7 @@ class HubClient:
     # ── data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def upload(self, data: bytes | Chunks, where: str) -> str:
-        """Put bytes into the storage and tell their hash; no path names them yet. NoBucket before anything is read."""
+        """Upload bytes and return their hash; no path names them yet. Raises NoBucket before anything is read."""
         import hf_xet
 
         with self._storage("write", where) as access:
@@ -231,7 +231,7 @@ class HubClient:
         return str(uploaded.xet_info.hash)
 
     def read(self, hash: str, size: int, start: int, end: int, where: str) -> bytes:
-        """Bytes of a file by its hash: whatever happens to its path meanwhile, they belong together."""
+        """Read bytes of a file by its hash: they belong together, whatever happens to its path meanwhile."""
         import hf_xet
 
         with self._storage("read", where) as access, _engine_errors(where):
@@ -255,7 +255,7 @@ class HubClient:
 
     @contextlib.contextmanager
     def _storage(self, kind: str, where: str) -> Iterator[_Access]:
-        """A token for the storage, asked for once and renewed before it expires: requests to the Hub are counted."""
+        """Give a token for the storage, kept until it expires: requests to the Hub are limited."""
         with self._lock:
             access = self._access.get(kind)
         kept = access is not None and access.expires > time.time() + _TOKEN_MARGIN_S
@@ -295,7 +295,7 @@ def _timeout(silence_s: float) -> httpx2.Timeout:
 
 
 def _content(stream: Response, where: str) -> bytes:
-    """All of an answer, as long as it is no larger and takes no longer than one of the Hub's."""
+    """Read an answer, with limits on its size and time."""
     content, end = bytearray(), time.monotonic() + _ANSWER_IN_ALL_S
     compressed = stream.headers.get("Content-Encoding", "identity") != "identity"
     for chunk in stream.iter_raw():
@@ -310,7 +310,7 @@ def _content(stream: Response, where: str) -> bytes:
 
 
 def event_lines(stream: Response, where: str) -> Iterator[str]:
-    """Lines of a stream of events. StoreUnavailable where an event is larger than any of the Hub's."""
+    """Yield the lines of an event stream. Raises StoreUnavailable where an event is too large."""
     rest, size = b"", 0
     for chunk in stream.iter_raw():
         *lines, rest = (rest + chunk).split(b"\n")
@@ -323,7 +323,7 @@ def event_lines(stream: Response, where: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def understood(where: str) -> Iterator[None]:
-    """An answer that is not what the Hub says: it has changed, or something else answers in its place."""
+    """Raise StoreError for an answer of another form: the Hub has changed, or another server answers."""
     try:
         yield
     except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError):
@@ -332,7 +332,7 @@ def understood(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _answers(where: str) -> Iterator[None]:
-    """A request that gets no answer ends here."""
+    """Translate errors of requests that get no answer."""
     import httpx2
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -344,11 +344,11 @@ def _answers(where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _engine_errors(where: str) -> Iterator[None]:
-    """The storage engine's errors stop here. It has no class of its own for most of them."""
+    """Translate errors of the storage engine, which has no class of its own for most of them."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
         meaning = hub_errors.of_storage(error, where)
-        # Python keeps it as the context even so: the links it quotes go
+        # Python keeps it as the context all the same: remove the links it quotes
         error.args = (str(meaning),)
         raise meaning from None

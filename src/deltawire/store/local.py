@@ -36,8 +36,20 @@ from deltawire.core.errors import (
     TruncatedFile,
     UnsafeName,
 )
-from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_listing, check_size
-from deltawire.store.names import TEMP_PREFIX, check_key, check_prefix, is_addressable, is_key
+from deltawire.store.base import (
+    TEMP_PREFIX,
+    Chunks,
+    Fetched,
+    Level,
+    ObjectInfo,
+    check_key,
+    check_listing,
+    check_prefix,
+    check_range,
+    check_size,
+    is_addressable,
+    is_key,
+)
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -51,6 +63,8 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 class LocalStore:
+    """A folder, on a local disk or a network file system with hard links."""
+
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
         self.url = self.root.as_uri()
@@ -69,8 +83,7 @@ class LocalStore:
             return None if _etag(found) == etag else self._read(key, file, found, limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        if start < 0 or length < 0:
-            raise ValueError(f"a range needs start ≥ 0 and length ≥ 0, got {start} and {length}")
+        check_range(start, length)
         path = self._path(key)
         with self._border(key, reading=True), self._open(key, path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -145,7 +158,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _staged(self, key: str, path: str, data: bytes | Chunks) -> Iterator[str]:
-        """A finished, synced temp file next to `path`; gone again on the way out unless it was renamed."""
+        """Write a temp file next to `path` and sync it; removed on the way out unless it was renamed."""
         temp = os.path.join(os.path.dirname(path), f"{TEMP_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
         try:
             with self._border(key):
@@ -186,7 +199,7 @@ class LocalStore:
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _open(self, key: str, path: str) -> BinaryIO:
-        """An object, open for reading. Without O_NONBLOCK, opening a FIFO waits until somebody writes to it."""
+        """Open an object for reading. Without O_NONBLOCK, opening a FIFO waits until something writes to it."""
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             self._check_regular(key, os.fstat(descriptor))
@@ -249,7 +262,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _border(self, key: str, *, reading: bool = False) -> Iterator[None]:
-        """OSError stops here."""
+        """Translate OSError."""
         try:
             yield
         except OSError as error:
@@ -300,7 +313,7 @@ def _make_folder(folder: str) -> None:
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """The names in a folder on disk."""
+    """Flush the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""A store in a bucket: S3 and what speaks its language, Google Cloud Storage, Azure, or this process's memory.
+"""A store in a bucket: S3 and compatible servers, Google Cloud Storage, Azure, or this process's memory.
 
-Other modules never see the bucket client; its errors are translated in `object_errors`.
+Only this module and `address.py` use the bucket client (obstore); `object_errors` translates its errors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ from obstore.store import MemoryStore
 
 from deltawire.core.errors import ObjectNotFound, PermissionDenied, StoreUnavailable, TruncatedFile, Unsupported
 from deltawire.store.address import SCHEMES, connect, parse, uploads
-from deltawire.store.base import Chunks, Fetched, Level, ObjectInfo, check_listing, check_size
-from deltawire.store.names import check_key, check_prefix, is_key
+from deltawire.store.base import (
+    Chunks,
+    Fetched,
+    Level,
+    ObjectInfo,
+    check_key,
+    check_listing,
+    check_prefix,
+    check_range,
+    check_size,
+    is_key,
+)
 from deltawire.store.object_errors import CLIENT_ERRORS, translate
 
 if TYPE_CHECKING:
@@ -45,10 +55,10 @@ _memory_lock = threading.Lock()
 
 
 class ObjectStore:
-    """Over any obstore client; `prefix` is where the run lives in the bucket.
+    """A store over any obstore client; `prefix` is the run's folder in the bucket.
 
-    `creator` is the client for put_if_absent. It should not retry by itself: after a lost answer its own repeat would
-    come back as "already exists", and the winner would take itself for the loser. `Retrying` knows how to tell.
+    `creator` is the client for put_if_absent. It must not retry by itself: after a lost answer its own repeat would
+    come back as "already exists", and the winner would seem to have lost. `Retrying` can tell.
     """
 
     def __init__(
@@ -75,20 +85,20 @@ class ObjectStore:
         if address.scheme == "memory":
             with _memory_lock:
                 return cls(_memory.setdefault(address.bucket, MemoryStore()), address.url, prefix=address.prefix)
-        with _border(address.url):
+        with _translated(address.url):
             client, creator = (connect(address, environ, count) for count in (retries, 0))
         return cls(client, address.url, prefix=address.prefix, creator=creator, uploads=uploads(address, environ))
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
         path = self._path(key)
-        with self._border(key):
+        with _translated(self._where(key)):
             return self._read(key, obstore.get(self._client, path), limit)
 
     def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
         if not etag:
             return self.get(key, limit=limit)
         path = self._path(key)
-        with self._border(key):
+        with _translated(self._where(key)):
             try:
                 result = obstore.get(self._client, path, options={"if_none_match": etag})
             except NotModifiedError:
@@ -97,14 +107,13 @@ class ObjectStore:
             return None if result.meta["e_tag"] == etag else self._read(key, result, limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        if start < 0 or length < 0:
-            raise ValueError(f"a range needs start ≥ 0 and length ≥ 0, got {start} and {length}")
+        check_range(start, length)
         path = self._path(key)
         if length == 0 or start + length > _MAX_OFFSET:  # HTTP has no empty range, the client no larger number
             if start + length > self.head(key).size:
                 raise TruncatedFile(f"{self._where(key)} ends before byte {start + length}")
             return b""
-        with self._border(key):
+        with _translated(self._where(key)):
             data = obstore.get_range(self._client, path, start=start, length=length).to_bytes()
         if len(data) != length:  # past the end, a server sends what there is
             raise TruncatedFile(f"{self._where(key)} ends at byte {start + len(data)}, before byte {start + length}")
@@ -112,19 +121,19 @@ class ObjectStore:
 
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with self._border(key):
+        with _translated(self._where(key)):
             return self._info(obstore.head(self._client, path))
 
     def put(self, key: str, data: bytes | Chunks) -> None:
         path = self._path(key)
         if not callable(data):
-            with self._border(key):
+            with _translated(self._where(key)):
                 self._upload(path, self._payload(data))
             return
         source = _Source(data)
         try:
-            with self._border(key):
-                self._pour(path, source)
+            with _translated(self._where(key)):
+                self._stream(path, source)
         except Exception:
             # A producer's error must reach the caller as it is; some, like FileNotFoundError, look like the client's.
             if source.failure is not None:
@@ -133,22 +142,15 @@ class ObjectStore:
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         path = self._path(key)
-        with self._border(key):
+        with _translated(self._where(key)):
             obstore.put(self._creator, path, self._payload(data), mode="create")
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix)
-        offset = _safe_offset(folder, after or "")
         # The client matches prefixes by whole path parts, not by text; so ask for the folder and compare here.
-        with _border(self.url):
-            pages = obstore.list(
-                self._client,
-                (self._root + folder) or None,
-                offset=self._root + offset if offset else None,
-                chunk_size=1000,
-            )
+        with _translated(self.url):
             found: list[ObjectInfo] = []
-            for page in pages:
+            for page in obstore.list(self._client, (self._root + folder) or None, chunk_size=1000):
                 found += map(self._info, page)
                 check_listing(self.url, len(found))
         # Not every server lists in key order (those built on folders put 'a/x' before 'a b'), so none is trusted to.
@@ -157,7 +159,7 @@ class ObjectStore:
 
     def folders(self, prefix: str = "") -> Level:
         folder = check_prefix(prefix)
-        with _border(self.url):
+        with _translated(self.url):
             found = obstore.list_with_delimiter(self._client, (self._root + folder) or None)
             names = [name.rstrip("/")[len(self._root) :] for name in found["common_prefixes"]]
             objects = [self._info(meta) for meta in found["objects"]]
@@ -165,11 +167,11 @@ class ObjectStore:
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with contextlib.suppress(ObjectNotFound), self._border(key):
+        with contextlib.suppress(ObjectNotFound), _translated(self._where(key)):
             obstore.delete(self._client, path)
 
     def sweep(self, older_than_s: float = 86_400.0, *, at: float | None = None) -> int:
-        """End multipart uploads of killed writers. A put that fails ends its own.
+        """Abort multipart uploads of killed writers. A put that fails aborts its own.
 
         `older_than_s` must exceed the longest upload there is: a live one looks the same.
         """
@@ -187,8 +189,8 @@ class ObjectStore:
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _pour(self, path: str, source: _Source) -> None:
-        """What fits in one part goes up as one request; the rest as a multipart upload, visible when complete."""
+    def _stream(self, path: str, source: _Source) -> None:
+        """Upload what fits in one part as one request, the rest as a multipart upload, visible when complete."""
         head, size = [], 0
         chunks = iter(source)
         for chunk in chunks:
@@ -233,15 +235,12 @@ class ObjectStore:
     def _where(self, key: str) -> str:
         return f"{self._place}/{key}"
 
-    def _border(self, key: str) -> contextlib.AbstractContextManager[None]:
-        return _border(self._where(key))
-
 
 class _Source:
-    """A producer's chunks as bytes of our own, and the error it failed with.
+    """Copies of a producer's chunks, and the error it failed with.
 
-    The copy is not for comfort: the client reads buffers after it asked for the next one, so a producer that fills one
-    buffer again and again would upload the wrong bytes.
+    Copies, because the client reads buffers after it has asked for the next one: a producer that fills one buffer again
+    and again would upload the wrong bytes.
     """
 
     def __init__(self, chunks: Chunks) -> None:
@@ -260,29 +259,13 @@ class _Source:
 
 
 @contextlib.contextmanager
-def _border(where: str) -> Iterator[None]:
-    """The bucket client's errors stop here, and are nobody's cause: they quote whole requests, signatures included."""
+def _translated(where: str) -> Iterator[None]:
+    """Translate the bucket client's errors. They are not kept as the cause: they quote signed requests."""
     try:
         yield
     except CLIENT_ERRORS as error:
         meaning = translate(error, where)
         if isinstance(error, BaseError) or str(error).startswith("Object at location "):
-            # Python keeps it as the context even so: what it quotes goes. Other errors are those of a put's producer.
+            # Python keeps it as the context all the same: replace its text. Other errors are a put producer's.
             error.args = (str(meaning),)
         raise meaning from None
-
-
-def _safe_offset(folder: str, after: str) -> str:
-    """How far the server may skip in a listing of `folder` and lose nothing greater than `after`; "" for not at all.
-
-    A server that lists folder by folder has 'a/x' before 'a b', the other way round than by key, and drops 'a/x' when
-    told to start after 'a b', or after 'a'. The two orders differ only from the first character below '/' on, so the
-    offset ends before that; and it must not be the name of a folder with wanted keys, so a character above '/' follows.
-    """
-    if not after.startswith(folder):
-        return ""
-    same = "".join(itertools.takewhile(lambda char: char >= "/", after[len(folder) :]))
-    for end in range(len(same) - 1, 0, -1):
-        if same[end] > "/" and same[end - 1] != "/":  # the client would strip a '/' at the end
-            return folder + same[:end]
-    return ""

@@ -1,6 +1,6 @@
-"""Patience for any store: StoreUnavailable is retried, every other error is an answer.
+"""Retries for any store: StoreUnavailable is retried, every other error is an answer.
 
-Delays grow exponentially with full jitter, so that a fleet of replicas does not come back in step.
+Delays grow exponentially with full jitter, so that the replicas of a fleet do not retry in step.
 """
 
 from __future__ import annotations
@@ -10,20 +10,29 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from deltawire.core.errors import AlreadyExists, ObjectNotFound, StoreUnavailable, TruncatedFile, Unsupported
 from deltawire.store.base import Announcing, Browsing, Chunks, Fetched, Level, ObjectInfo, Settling, Store, Sweeping
 
 log = logging.getLogger("deltawire")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _WORTH_SAYING = 4
-"""Failures in a row after which somebody who waits should know why; a second or two."""
+"""Failures in a row after which a waiting user should know why; a second or two."""
 
 
 class Retrying:
+    """A store whose operations are repeated while it is unavailable.
+
+    attempts        of one operation
+    total_s         seconds that one operation may take with all its attempts
+    first_delay_s   upper bound of the first delay; it doubles each time, up to max_delay_s
+    sleep, clock, rng   replaced in tests
+    """
+
     def __init__(
         self,
         inner: Store,
@@ -51,22 +60,22 @@ class Retrying:
         self._rng = rng or random.Random()
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
-        return self._retry(lambda: self.inner.get(key, limit=limit))
+        return self._retry(self.inner.get, key, limit=limit)
 
     def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
-        return self._retry(lambda: self.inner.get_if_changed(key, etag, limit=limit))
+        return self._retry(self.inner.get_if_changed, key, etag, limit=limit)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self._retry(lambda: self.inner.get_range(key, start, length))
+        return self._retry(self.inner.get_range, key, start, length)
 
     def head(self, key: str) -> ObjectInfo:
-        return self._retry(lambda: self.inner.head(key))
+        return self._retry(self.inner.head, key)
 
     def put(self, key: str, data: bytes | Chunks) -> None:
-        self._retry(lambda: self.inner.put(key, data))
+        self._retry(self.inner.put, key, data)
 
     def delete(self, key: str) -> None:
-        self._retry(lambda: self.inner.delete(key))
+        self._retry(self.inner.delete, key)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """As in the protocol. After a failure that may have had its effect, the stored bytes tell whose object it is.
@@ -74,7 +83,7 @@ class Retrying:
         Two writers that create the same bytes can therefore both be told they won; give each writer's bytes a mark of
         their own where that matters.
         """
-        patience = self._patience()
+        patience = _Patience(self)
         while True:
             try:
                 self.inner.put_if_absent(key, data)
@@ -96,15 +105,12 @@ class Retrying:
                 raise
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        return self._list(prefix, after)
-
-    def _list(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
-        patience = self._patience()
+        patience = _Patience(self)
         while True:
             try:
                 for info in self.inner.list(prefix, after):
                     after = info.key  # a listing that breaks off goes on from here
-                    patience = self._patience()
+                    patience = _Patience(self)
                     yield info
                 return
             except StoreUnavailable as error:
@@ -114,7 +120,7 @@ class Retrying:
         inner = self.inner
         if not isinstance(inner, Browsing):
             raise Unsupported(f"{self.url} cannot list one level at a time")
-        return self._retry(lambda: inner.folders(prefix))
+        return self._retry(inner.folders, prefix)
 
     def announcements(self, stop: threading.Event) -> Iterator[str]:
         """As in `Announcing`; never repeated here, since the reader knows what it missed meanwhile."""
@@ -124,7 +130,7 @@ class Retrying:
 
     def sweep(self, older_than_s: float = 86_400.0, *, at: float | None = None) -> int:
         inner = self.inner
-        return self._retry(lambda: inner.sweep(older_than_s, at=at)) if isinstance(inner, Sweeping) else 0
+        return self._retry(inner.sweep, older_than_s, at=at) if isinstance(inner, Sweeping) else 0
 
     def _holds(self, key: str, data: bytes) -> bool:
         """Whether the object at `key` is exactly `data`. By size and range: a plain get may come back short."""
@@ -139,20 +145,17 @@ class Retrying:
 
         return self._retry(look)
 
-    def _retry(self, call: Callable[[], T]) -> T:
-        patience = self._patience()
+    def _retry(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        patience = _Patience(self)
         while True:
             try:
-                return call()
+                return call(*args, **options)
             except StoreUnavailable as error:
                 patience.wait(error)
 
-    def _patience(self) -> _Patience:
-        return _Patience(self)
-
 
 class _Patience:
-    """How much longer one operation may take."""
+    """The attempts of one operation."""
 
     def __init__(self, policy: Retrying) -> None:
         self._policy = policy
@@ -163,16 +166,16 @@ class _Patience:
         """Sleep before the next attempt, or raise when there is none."""
         policy = self._policy
         self.failures += 1
-        # The exponent is capped because 2**n overflows a float long before an operator's patience ends.
+        # the exponent is capped because 2**n overflows a float
         ceiling = min(policy._max_delay_s, policy._first_delay_s * 2.0 ** min(self.failures - 1, 60))
         delay = policy._rng.uniform(0.0, ceiling)
         if error.retry_after is not None:
-            # what was asked for and then some: all who were told the same must not come back at once
+            # the delay that the server asked for, plus jitter: clients that were told the same must not retry at once
             delay += error.retry_after
         spent = policy._clock() - self._started
         if self.failures >= policy._attempts or spent + delay > policy._total_s:
             attempts = "1 attempt" if self.failures == 1 else f"{self.failures} attempts"
             raise StoreUnavailable(f"{error}; gave up after {attempts} in {spent:.1f} s", error.retry_after) from error
         if self.failures == _WORTH_SAYING:
-            log.warning("%s; trying again for up to %.0f s", error, policy._total_s)
+            log.warning("%s; retrying for up to %.0f s", error, policy._total_s)
         policy._sleep(delay)

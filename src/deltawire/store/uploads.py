@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from urllib.parse import quote, urlsplit
 
 from deltawire.core.errors import PermissionDenied, StoreError, StoreUnavailable, Unsupported
-from deltawire.store.aws import Settings
+from deltawire.store.aws import S3Settings
 
 _TIMEOUT_S = 60.0
 _MAX_ANSWER = 16 << 20
@@ -28,17 +28,19 @@ _NOTHING = hashlib.sha256(b"").hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class Upload:
+    """An unfinished multipart upload."""
+
     key: str
-    # in the bucket, prefix and all
+    """In the bucket, with the run's prefix."""
     id: str
     started: float
-    # seconds since the epoch, by the store's clock
+    """Seconds since the epoch, by the store's clock."""
 
 
 class Uploads:
-    """Those of one bucket. `where` is what messages call it."""
+    """The unfinished uploads of one bucket. `where` names it in messages."""
 
-    def __init__(self, where: str, bucket: str, settings: Settings, bundle: str | None = None) -> None:
+    def __init__(self, where: str, bucket: str, settings: S3Settings, bundle: str | None = None) -> None:
         self._where = where
         self._settings = settings
         self._bundle = bundle
@@ -65,7 +67,7 @@ class Uploads:
             }
 
     def abort(self, upload: Upload) -> None:
-        """No error when somebody finished or ended it meanwhile."""
+        """Abort an upload; no error if it has been finished or aborted meanwhile."""
         self._ask("DELETE", upload.key, {"uploadId": upload.id}, missing_is_fine=True)
 
     def _ask(self, method: str, key: str, query: dict[str, str], *, missing_is_fine: bool = False) -> bytes:

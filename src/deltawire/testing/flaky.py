@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deltawire.core.errors import AlreadyExists, StoreUnavailable, TruncatedFile
-from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store
-from deltawire.store.names import check_key
+from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store, check_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import torch
 from serving import checkpoint, generate, nudge, publisher, serving, tiny_model, tokenizer
 from transformers import Qwen3ForCausalLM
 
-from deltawire.bucket import folder
+from deltawire.bucket import checkpoint_folder
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.core.errors import SchemaMismatch, StoreUnavailable
@@ -38,7 +38,7 @@ def loaded(run: Path, version: int, place: Path) -> Qwen3ForCausalLM:
     """The version as transformers loads it from what `deltawire checkout` writes."""
     opened = Run.open(LocalStore(run))
     place.mkdir()
-    folder.fill(place, opened, opened.manifest(version), checkout(opened, version))
+    checkpoint_folder.fill(place, opened, opened.manifest(version), checkout(opened, version))
     return Qwen3ForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
-from ...bucket import folder
+from ...bucket.checkpoint_folder import fill
 from ...bucket.references import resolver
 from ...bucket.replay import checkout
 from ...bucket.run import Run
@@ -73,7 +73,7 @@ def load_options(options: Options) -> Loaded:
             "serve MODEL --run RUN, or publish it with its files"
         )
     with tempfile.TemporaryDirectory(prefix="deltawire-serve-") as made:
-        folder.fill(Path(made), run(), manifest, checkout(run(), version, resolve=resolver(options.reference)))
+        fill(Path(made), run(), manifest, checkout(run(), version, resolve=resolver(options.reference)))
         return load_from(made)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ...bucket import folder
+from ...bucket import checkpoint_folder
 from ...bucket.fetch import Progress
 from ...bucket.references import resolver
 from ...bucket.replay import checkout
@@ -142,10 +142,10 @@ def write_version(
         if str(full.digest_of(full.Checkpoint(place))) == manifest.digest:
             return want
     find = resolver(reference or None)
-    with folder.scratch(place) as made:
+    with checkpoint_folder.scratch(place) as made:
         state = checkout(opened, want, resolve=find, progress=progress("fetch", None) if progress else None)
-        folder.fill(
+        checkpoint_folder.fill(
             made, opened, manifest, state, progress=progress("write", opened.schema.nbytes) if progress else None
         )
-        folder.move_into(made, place, replace=True)
+        checkpoint_folder.move_into(made, place, replace=True)
     return want

@@ -1,0 +1,274 @@
+"""Write a version as a checkpoint folder that transformers and vLLM load.
+
+`fill` writes it into an empty folder: one beside its place, moved there when it is whole (`scratch`, `move_into`), or
+one of a `CurrentFolder`, which is replaced by each new version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..core import full
+from ..core.errors import FolderError
+from ..core.manifest import Blob, File, Manifest
+from ..store.local import sync_folder
+from .cache import hash_of
+from .fetch import PART, Progress, fetch
+from .run import Run
+
+_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def fill(
+    folder: Path,
+    run: Run,
+    manifest: Manifest,
+    source: full.Source,
+    *,
+    before: Path | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write weights and companion files of a version into an empty folder; on disk when this returns.
+
+    Files that the folder `before` (an earlier version) has with the same content are not fetched again.
+    """
+    for file in manifest.files:
+        full.check_companion(file.name)
+    # peft looks for an adapter's weights under a name of their own
+    is_adapter = any(file.name == full.ADAPTER_CONFIG for file in manifest.files)
+    full.write_checkpoint(folder, source, stem="adapter_model" if is_adapter else "model", progress=progress)
+    for file in manifest.files:
+        with open(folder / file.name, "wb") as out:
+            for chunk in _content(run, file, before):
+                out.write(chunk)
+            out.flush()
+            os.fsync(out.fileno())
+    sync_folder(folder)
+
+
+def _content(run: Run, file: File, before: Path | None) -> Iterator[bytes]:
+    if before is not None and _holds(before / file.name, file):
+        with open(before / file.name, "rb") as known:
+            while chunk := known.read(PART):
+                yield chunk
+        return
+    with fetch(run.store, Blob(file.key, file.size, file.hash)) as data:
+        for start in range(0, file.size, PART):
+            yield data.read(start, min(PART, file.size - start))
+
+
+def _holds(path: Path, file: File) -> bool:
+    with suppress(OSError), open(path, "rb") as known:
+        return os.fstat(known.fileno()).st_size == file.size and hash_of(known.fileno()) == file.hash
+    return False
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Raise FolderError, which names the folder, where a file inside cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise  # one of ours, which says what is wrong
+        raise FolderError(
+            f"cannot write {str(place)[:1000]}: {error.strerror or error}; choose another folder, or make room there"
+        ) from error
+
+
+@contextmanager
+def scratch(place: Path) -> Iterator[Path]:
+    """Make an empty folder beside `place`, removed on the way out unless it was moved away.
+
+    Its owner holds a lock on it: folders without one were left by killed processes, and are removed.
+    """
+    with writing(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(place)
+        folder, held = _locked_folder(place)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)
+
+
+def move_into(folder: Path, place: Path, *, replace: bool) -> None:
+    """Give a finished folder its name. A reader finds the old one, or none, or the new one whole.
+
+    With `replace` the folder that is there is removed, else there must be none or an empty one.
+    """
+    if replace and place.is_dir() and any(place.iterdir()):
+        _exchange(folder, place)
+        # `folder` is now what was there before
+        shutil.rmtree(folder)
+    else:
+        os.rename(folder, place)
+    sync_folder(place.parent)
+
+
+def lock(folder: Path) -> int | None:
+    """Lock a folder for this process until the descriptor is closed; returns None if another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _prefix(place: Path) -> str:
+    return f".{place.name}.making-"
+
+
+def _locked_folder(place: Path) -> tuple[Path, int]:
+    while True:
+        folder = place.parent / f"{_prefix(place)}{secrets.token_hex(4)}"
+        folder.mkdir()
+        # another process may sweep it away before it is locked: then make another
+        with suppress(FileNotFoundError):
+            held = lock(folder)
+            if held is not None and folder.is_dir():
+                return folder, held
+            if held is not None:
+                os.close(held)
+
+
+def _sweep(place: Path) -> None:
+    for left in [path for path in place.parent.iterdir() if path.name.startswith(_prefix(place))]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            held = lock(left)
+            if held is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(held)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two folders in one step where the system can, else in two, undone when the second fails."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is not None:
+        if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code not in (errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code), str(other))
+    aside = one.with_name(one.name + ".old")
+    os.rename(other, aside)
+    try:
+        os.rename(one, other)
+    except OSError:
+        os.rename(aside, other)
+        raise
+    os.rename(aside, one)
+
+
+class CurrentFolder:
+    """A folder DIR that always is a whole version: a symlink, replaced by rename when the next version is on disk.
+
+    DIR → .DIR.versions/000041       what readers open
+          .DIR.versions/000040       the one before, for readers still in it
+          .DIR.versions/.making-…    being written; removed at the next start if it was never finished
+
+    Owns DIR and its versions until closed; no second process can.
+    """
+
+    def __init__(self, link: Path) -> None:
+        self.link = Path(os.path.abspath(link))
+        self._versions = self.link.parent / f".{self.link.name}.versions"
+        with writing(self.link):
+            self._check_place()
+            self._versions.mkdir(parents=True, exist_ok=True)
+            held = lock(self._versions)
+        if held is None:
+            raise BlockingIOError(f"another process keeps {link} current; a folder follows one run at a time")
+        self._lock = held
+        self._previous: str | None = None
+        self._tidy()
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that DIR points to now."""
+        if not self.link.is_symlink():
+            return None
+        target = self.link.parent / os.readlink(self.link)
+        return target if target.is_dir() else None
+
+    def holds(self, version: int) -> bool:
+        """Whether DIR was made as this version."""
+        return self.folder is not None and self.folder.name.partition(".")[0] == f"{version:06d}"
+
+    def put(self, version: int, fill: Callable[[Path], None]) -> Path:
+        """Make the folder of a version by `fill`, then point DIR to it. A reader sees the old one or the new one.
+
+        Raises FolderError where that fails: DIR stays what it was.
+        """
+        with writing(self.link):
+            return self._put(version, fill)
+
+    def _put(self, version: int, fill: Callable[[Path], None]) -> Path:
+        made = self._versions / f".making-{secrets.token_hex(4)}"
+        made.mkdir()
+        try:
+            fill(made)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+        place = self._versions / f"{version:06d}"
+        if place.exists():
+            # the same number of another run, or of a folder that somebody changed: readers may be in it
+            place = place.with_name(f"{place.name}.{secrets.token_hex(2)}")
+        os.rename(made, place)
+        sync_folder(self._versions)
+        before = self.folder
+        self._point_at(place)
+        self._previous = before.name if before else None
+        self._tidy()
+        return place
+
+    def _point_at(self, place: Path) -> None:
+        link = self._versions / f".link-{secrets.token_hex(4)}"
+        link.symlink_to(Path(self._versions.name) / place.name)
+        if self.link.is_dir() and not self.link.is_symlink():
+            self.link.rmdir()  # an empty folder; a rename replaces a symlink, not a folder
+        os.rename(link, self.link)
+        sync_folder(self.link.parent)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def __enter__(self) -> CurrentFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_place(self) -> None:
+        if self.link.is_symlink():
+            if Path(os.readlink(self.link)).parent != Path(self._versions.name):
+                raise FileExistsError(f"{self.link} is a symlink to somewhere else: remove it or choose another name")
+        elif self.link.exists() and not (self.link.is_dir() and not any(self.link.iterdir())):
+            raise FileExistsError(f"{self.link} is there already and not empty: remove it or choose another name")
+
+    def _tidy(self) -> None:
+        """Remove everything but the version that DIR is and the one before it."""
+        now = self.folder
+        names = {path.name for path in self._versions.iterdir()}
+        if self._previous is None and now is not None:
+            # after a restart: the newest of the older ones
+            self._previous = max((n for n in names if not n.startswith(".") and n < now.name), default=None)
+        for name in names - {now.name if now else None, self._previous}:
+            path = self._versions / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
