@@ -1,4 +1,4 @@
-"""What a test of a store, or of anything on top of one, starts from."""
+"""Tools for tests of stores and of programs that use one: `StoreTests`, `FlakyStore`, `CountingStore`, `seaweed`."""
 
 from __future__ import annotations
 

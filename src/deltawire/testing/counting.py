@@ -1,4 +1,4 @@
-"""A store that counts: how many requests, how many bytes. For tests that bound the cost of an operation."""
+"""A store that counts requests and bytes, for tests that limit the cost of an operation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from deltawire.store.base import Browsing, Chunks, Fetched, Level, ObjectInfo, S
 
 
 class CountingStore:
-    """Passes everything on. Thread-safe.
+    """Wraps a store and counts its requests and bytes. Thread-safe.
 
-    `requests` counts calls per verb, failed ones too (a listing is one call, however many pages it takes);
-    `bytes_in` is what was read from the store and `bytes_out` what was written to it, repeated attempts included.
+    requests    calls by method, including failed ones; a listing is one call, however many pages it has
+    bytes_in    bytes read from the store
+    bytes_out   bytes written to the store, including repeated attempts
     """
 
     def __init__(self, inner: Store) -> None:
@@ -25,6 +26,7 @@ class CountingStore:
         self.reset()
 
     def reset(self) -> None:
+        """Set all counters to zero."""
         with self._lock:
             self.requests: Counter[str] = Counter()
             self.bytes_in = 0

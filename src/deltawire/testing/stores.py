@@ -1,10 +1,9 @@
-"""The store protocol as tests. A store that passes these carries a run.
+"""The store protocol as tests. A store that passes them can hold a run.
 
-A subclass named Test… brings the store, empty and for each test anew:
-
+class TestMyStore(StoreTests):
     @pytest.fixture
     def store(self):
-        return MyStore(...)
+        return MyStore(...)      # a new, empty one for each test
 """
 
 from __future__ import annotations
@@ -48,11 +47,13 @@ ORDERED_KEYS = [
 
 
 class StoreTests:
+    """Tests of the store protocol. Subclass it and define a `store` fixture that returns an empty store."""
+
     page_size = 1000
-    """Listings are tried with a few more objects than this; S3 answers 1000 at a time."""
+    """Listings are tested with a few more objects than this; S3 returns 1000 at a time."""
 
     big_size = 20 << 20
-    """Streamed objects are this large: more than one part of a multipart upload."""
+    """Bytes of a streamed object: more than one part of a multipart upload."""
 
     @pytest.fixture
     def store(self) -> Store:
