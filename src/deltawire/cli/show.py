@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..bucket.run import Run
-    from ..core.describe import Base, Contents, IndexStats, Part
+    from ..core.describe import Base, Contents, IndexStats, TensorPart
     from ..core.dtypes import Bits
     from ..core.full import Checkpoint
     from ..core.manifest import Blob, Link
@@ -173,7 +173,7 @@ def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[
             state, _ = fetch_version(run, link.base, reference, partial(bar, "fetch the base version"))
         specs, readable = run.schema.by_name(), True
         base = lambda name: (specs[name], state.bits(name))  # noqa: E731
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     histogram = Histogram()
     for blob in link.objects:
         with _open(run, blob, whole=readable) as contents:
@@ -208,7 +208,7 @@ def _open(run: Run, blob: Blob, *, whole: bool) -> Iterator[Contents]:
 # ── what is said of both ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _tensors(parts: list[Part], stats: dict[str, IndexStats], schema: dict[str, TensorSpec]) -> dict[str, Any]:
+def _tensors(parts: list[TensorPart], stats: dict[str, IndexStats], schema: dict[str, TensorSpec]) -> dict[str, Any]:
     rows = []
     for part in parts:
         spec = schema.get(part.name)

@@ -9,7 +9,7 @@ from .errors import MissingBase, VersionNotFound
 from .manifest import Kind, Summary
 
 REQUEST_COST = 64 << 10
-"""What one more object costs, in bytes: a round trip to a bucket is worth about this much transfer."""
+"""Cost of one more object, in bytes: about what is transferred during a round trip to a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def plan(
 
 
 MAX_PLANS = 64
-"""Ways that are tried to a version. Each that ends at a bad link costs a plan, and what was fetched on it."""
+"""Paths that are tried to one version. Each that fails costs a plan, and what was fetched for it."""
 
 
 def gave_up(version: int, where: str, failure: Exception | None) -> MissingBase:
@@ -55,7 +55,7 @@ def gave_up(version: int, where: str, failure: Exception | None) -> MissingBase:
 
 
 def needed(wants: Iterable[int], versions: Mapping[int, Summary]) -> set[int]:
-    """The versions whose objects the cheapest paths from nothing to these use, these versions included."""
+    """The versions whose objects are on the cheapest paths from nothing to `wants`, those included."""
     best = _cheapest(None, versions, REQUEST_COST)
     found: set[int] = set()
     for want in wants:
@@ -70,14 +70,14 @@ def needed(wants: Iterable[int], versions: Mapping[int, Summary]) -> set[int]:
 
 
 def reachable(versions: Mapping[int, Summary]) -> set[int]:
-    """The versions that somebody who has nothing can get to."""
+    """The versions that can be reached without any weights to start from."""
     return set(_cheapest(None, versions, REQUEST_COST))
 
 
 def _cheapest(
     have: int | None, versions: Mapping[int, Summary], request_cost: int
 ) -> dict[int, tuple[int, Step | None]]:
-    """Version → what it costs to get there, and the last step on the way.
+    """Map each reachable version to the cost of reaching it and the last step on the way.
 
     Links always lead from a lower version to a higher one, so one pass in ascending order finds every best path.
     """

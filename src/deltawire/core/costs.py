@@ -64,7 +64,7 @@ class Speeds:
     hash: float
     """Bytes of an object."""
     apply: float
-    """Changes written into live weights; one core only, whatever there is."""
+    """Changes written into live weights, always on one core."""
     prove: float
     """Weights whose digest is recomputed."""
 
@@ -99,14 +99,14 @@ CODING = {
 }
 
 AUTO = "auto"
-"""Whichever of packed and context is there first: what the publisher does for every version anew."""
+"""The one of packed and context that arrives first, chosen by the publisher for each version."""
 
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 """Bytes per weight."""
 
 
 class UnknownCost(ValueError):
-    """A setup for which nothing was measured: saying so is better than a guess."""
+    """Nothing was measured for this setup."""
 
 
 def density_at(lr: float, *, first: bool = False) -> float:
@@ -126,7 +126,7 @@ def bits_at(density: float, encoding: str, dtype: str = "bf16") -> float:
 
 
 def _interpolate(x: float, points: list[tuple[float, float]]) -> float:
-    """On the line between two points in log-log. Below the first on its continuation, above the last as there."""
+    """Interpolate between points in log-log. Extrapolates below the first point; constant above the last."""
     if not x > 0:
         raise UnknownCost(f"a learning rate or density of {x:g} changes nothing: there is nothing to plan")
     if x >= points[-1][0]:

@@ -30,8 +30,8 @@ Base = Callable[[str], tuple[TensorSpec, Bits]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One tensor of the model, as the file has it."""
+class TensorPart:
+    """A tensor of the model, as far as a file holds it."""
 
     name: str
     dtype: str
@@ -55,8 +55,9 @@ class IndexStats:
     last: int
     ascending: bool
     low: float | None
-    """Smallest and largest value; None where there is no number to show."""
+    """Smallest value; None if no value is a number that can be shown."""
     high: float | None
+    """Largest value."""
 
 
 class Contents:
@@ -67,35 +68,30 @@ class Contents:
         self.header = container.read_header(read, size)
         self.metadata = self.header.metadata
         self._pairs = _pairs(self.header)
-        self._delta = self._open_delta()
-        self.kind: Literal["delta", "full"] = "delta" if self._delta or self._pairs or self._empty_delta else "full"
+        # a file with an index is ours, and read as strictly as a replica reads it
+        ours = INDEX in self.header.items and self.metadata.get("encoding", raw.name) != raw.name
+        self._delta = DeltaFile(read, size) if ours else None
+        empty = not self.header.items and self.metadata.get("sparse") == "true"
+        self.kind: Literal["delta", "full"] = "delta" if self._delta or self._pairs or empty else "full"
         self.encoding = self._delta.encoding if self._delta else raw.name if self.kind == "delta" else ""
 
-    @property
-    def _empty_delta(self) -> bool:
-        return not self.header.items and self.metadata.get("sparse") == "true"
-
-    def _open_delta(self) -> DeltaFile | None:
-        """Files with an index are ours: read as strictly as ever."""
-        ours = INDEX in self.header.items and self.metadata.get("encoding", raw.name) != raw.name
-        return DeltaFile(self._read, self.size) if ours else None
-
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TensorPart]:
+        """The tensors of the file. Reads no data."""
         if self._delta is not None:
             return _block_parts(self._delta)
         found = [
-            Part(name, values.dtype, None, indices.shape[0], indices.nbytes + values.nbytes)
+            TensorPart(name, values.dtype, None, indices.shape[0], indices.nbytes + values.nbytes)
             for name, (indices, values) in self._pairs.items()
         ]
         paired = {item.name for pair in self._pairs.values() for item in pair}
         return found + [
-            Part(item.name, item.dtype, item.shape, None, item.nbytes)
+            TensorPart(item.name, item.dtype, item.shape, None, item.nbytes)
             for item in self.header.items.values()
             if item.name not in paired
         ]
 
     def stats(self) -> dict[str, IndexStats]:
-        """Of each sparse tensor of a `raw` file that changes anything; reads all of it."""
+        """Positions and values of each tensor that a `raw` file changes. Reads all of it."""
         return {
             name: _stats(*self._pair(name), values.dtype)
             for name, (indices, values) in self._pairs.items()
@@ -154,7 +150,7 @@ def _pairs(header: container.Header) -> dict[str, tuple[container.Item, containe
     return found
 
 
-def _block_parts(delta: DeltaFile) -> list[Part]:
+def _block_parts(delta: DeltaFile) -> list[TensorPart]:
     changed: dict[TensorSpec, int] = {}
     nbytes: dict[TensorSpec, int | None] = {}
     for block in delta.blocks:
@@ -165,7 +161,7 @@ def _block_parts(delta: DeltaFile) -> list[Part]:
             known = nbytes.get(tensor, 0)
             # counted once per block
             nbytes[tensor] = known + (block.nbytes if number == 0 else 0) if alone and known is not None else None
-    return [Part(t.name, t.dtype, t.shape, count, nbytes[t]) for t, count in changed.items()]
+    return [TensorPart(t.name, t.dtype, t.shape, count, nbytes[t]) for t, count in changed.items()]
 
 
 def _stats(indices: npt.NDArray[Any], values: Bits, dtype: str) -> IndexStats:

@@ -26,52 +26,46 @@ class Dtype:
     """As safetensors spells it."""
     size: int
     """Bytes per element."""
-    is_float: bool
-    """Sign-magnitude: an ulp step needs the order-preserving key."""
-    exponent_shift: int = 0
+    exponent_shift: int
     """Lowest bit of the exponent field."""
-    exponent_bits: int = 0
+    exponent_bits: int
+    """Width of the exponent field; 0 if there is none, or if an element has several units."""
+    unit_size: int
+    """Bytes per unit."""
+    unit: type[np.unsignedinteger[Any]]
+    units_per_element: int
+    steps_are_signed: bool
+    """True where one unit holds a whole sign-magnitude number: steps are then counted along the numbers (see ulps)."""
 
-    @property
-    def unit_size(self) -> int:
-        return min(self.size, 4)
 
-    @property
-    def unit(self) -> type[np.unsignedinteger[Any]]:
-        return UNIT_TYPES[self.unit_size]
-
-    @property
-    def units_per_element(self) -> int:
-        return self.size // self.unit_size
-
-    @property
-    def steps_are_signed(self) -> bool:
-        """True where one unit holds the whole sign-magnitude number, so that steps can be counted in ulps."""
-        return self.is_float and self.units_per_element == 1
+def _dtype(name: str, size: int, is_float: bool, exponent_shift: int = 0, exponent_bits: int = 0) -> Dtype:
+    unit_size = min(size, 4)
+    signed = is_float and unit_size == size
+    return Dtype(name, size, exponent_shift, exponent_bits, unit_size, UNIT_TYPES[unit_size], size // unit_size, signed)
 
 
 DTYPES: dict[str, Dtype] = {
     d.name: d
     for d in (
-        Dtype("BOOL", 1, False),
-        Dtype("U8", 1, False),
-        Dtype("I8", 1, False),
-        Dtype("F8_E4M3", 1, True, 3, 4),
-        Dtype("F8_E5M2", 1, True, 2, 5),
-        Dtype("F8_E8M0", 1, False),
-        Dtype("F8_E4M3FNUZ", 1, True, 3, 4),
-        Dtype("F8_E5M2FNUZ", 1, True, 2, 5),
-        Dtype("I16", 2, False),
-        Dtype("U16", 2, False),
-        Dtype("F16", 2, True, 10, 5),
-        Dtype("BF16", 2, True, 7, 8),
-        Dtype("I32", 4, False),
-        Dtype("U32", 4, False),
-        Dtype("F32", 4, True, 23, 8),
-        Dtype("I64", 8, False),
-        Dtype("U64", 8, False),
-        Dtype("F64", 8, True),
-        Dtype("C64", 8, True),
+        _dtype("BOOL", 1, False),
+        _dtype("U8", 1, False),
+        _dtype("I8", 1, False),
+        _dtype("F8_E4M3", 1, True, 3, 4),
+        _dtype("F8_E5M2", 1, True, 2, 5),
+        _dtype("F8_E8M0", 1, False),
+        _dtype("F8_E4M3FNUZ", 1, True, 3, 4),
+        _dtype("F8_E5M2FNUZ", 1, True, 2, 5),
+        _dtype("I16", 2, False),
+        _dtype("U16", 2, False),
+        _dtype("F16", 2, True, 10, 5),
+        _dtype("BF16", 2, True, 7, 8),
+        _dtype("I32", 4, False),
+        _dtype("U32", 4, False),
+        _dtype("F32", 4, True, 23, 8),
+        _dtype("I64", 8, False),
+        _dtype("U64", 8, False),
+        _dtype("F64", 8, True),
+        _dtype("C64", 8, True),
     )
 }
 

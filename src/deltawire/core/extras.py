@@ -27,7 +27,7 @@ def install_command(extras: str) -> str:
 
 
 def _source() -> dict[str, Any] | None:
-    """What pip noted about where this distribution came from; None where it noted nothing."""
+    """Where this distribution was installed from, as pip recorded it; None if it did not."""
     try:
         noted = metadata.distribution("deltawire").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

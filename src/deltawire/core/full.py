@@ -1,4 +1,4 @@
-"""Full weights as safetensors: the anchors of a run and the checkpoint folders of the world."""
+"""Full weights as safetensors: the anchors of a run, and checkpoint folders."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def anchor(regions: Iterable[Region], read: Callable[[Region], Bits], metadata: 
 
 
 def _stored(rectangle: Region) -> TensorSpec:
-    """What a rectangle is in a file: the tensor itself, or a matrix of its elements."""
+    """The tensor that a rectangle is in a file: the whole one, or a matrix of its elements."""
     tensor = rectangle.tensor
     if rectangle == whole(tensor):
         return tensor
@@ -219,7 +219,7 @@ def check_companion(name: str) -> None:
 
 
 def companion_files(folder: Path) -> dict[str, bytes]:
-    """The small files that belong to a checkpoint. `left_out` tells of the others, `check_links` of what is refused."""
+    """The small files that are published with a checkpoint. `left_out` lists the others."""
     check_links(folder)
     return {
         path.name: path.read_bytes()
@@ -229,7 +229,7 @@ def companion_files(folder: Path) -> dict[str, bytes]:
 
 
 def left_out(folder: Path) -> dict[str, str]:
-    """Files of a checkpoint folder that do not travel, and why. Hidden ones are not looked at."""
+    """Files of a checkpoint folder that are not published, and why. Hidden files are ignored."""
     found = {}
     for path in sorted(folder.iterdir()):
         name = path.name
@@ -261,7 +261,7 @@ def asks_for_code(files: Mapping[str, bytes]) -> list[str]:
 
 
 def check_links(folder: Path) -> None:
-    """UnsafeName for a file to publish that is a symlink out of the folder: nobody would see from its name what it is.
+    """Raise UnsafeName for a file to publish that is a symlink out of the folder: its name does not show what it is.
 
     A snapshot in the cache of the Hugging Face Hub is made of links to the `blobs` beside it, which belong to it.
     """

@@ -68,7 +68,7 @@ def version_of(manifest_key: str) -> int | None:
 
 
 def data_version(data_key: str) -> int | None:
-    """The version an anchor or delta leads to; None for what no publisher would have written."""
+    """The version that an anchor or delta leads to; None if it is not the key of either."""
     match = _DATA.fullmatch(data_key)
     return int(match[1]) if match else None
 
@@ -99,7 +99,7 @@ def tag(name: str) -> str:
 
 
 def tag_name(key: str) -> str | None:
-    """The name of the tag that an object is; None for what is none."""
+    """The name of the tag with this key; None if it is not the key of a tag."""
     name = key.removeprefix(TAGS).removesuffix(".json")
     return name if key == f"{TAGS}{name}.json" and is_tag_name(name) else None
 

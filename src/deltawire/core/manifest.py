@@ -1,4 +1,4 @@
-"""The small JSON objects: what a run is, what a version is, which is newest, how a replica does.
+"""The small JSON objects of a run: run, manifest, head, pruned versions, tags, writer, heartbeats.
 
 All are read from a bucket and so are untrusted: `parse_*` checks types and meaning before anybody acts on them.
 """
@@ -213,7 +213,7 @@ class Tag(msgspec.Struct, frozen=True):
     run: str
     version: int
     at: float
-    """When it was set, in seconds since the epoch, by the clock of the one who set it."""
+    """When it was set: seconds since the epoch, by the clock of the machine that set it."""
 
 
 class Writer(msgspec.Struct, frozen=True):
@@ -257,7 +257,7 @@ def parse(data: bytes, kind: type[T], what: str) -> T:
 
 
 def parse_run(data: bytes, max_model: int | None = None) -> RunInfo:
-    """What a run is. ModelTooLarge where it declares more than `max_model` bytes of weights."""
+    """Parse run.json. Raises ModelTooLarge if the run declares more than `max_model` bytes of weights."""
     _check_format(data, keys.RUN)
     info = parse(data, RunInfo, keys.RUN)
     info.schema.check()
@@ -272,7 +272,7 @@ def parse_run(data: bytes, max_model: int | None = None) -> RunInfo:
 
 
 def parse_manifest(data: bytes, version: int, run: RunInfo) -> Manifest:
-    """The manifest of a version of this run; anything that contradicts either is refused."""
+    """Parse the manifest of a version of this run. Raises if it contradicts the version, the run or itself."""
     what = keys.manifest(version)
     _check_format(data, what)
     manifest = parse(data, Manifest, what)
@@ -321,7 +321,7 @@ def _check_files(files: tuple[File, ...], what: str) -> None:
 
 
 def most_bytes(schema: Schema) -> int:
-    """How large the objects of a link may be together: a delta is smaller than the full weights, or not published."""
+    """Most bytes that the objects of a link may have: a delta larger than the full weights is never published."""
     return 2 * schema.nbytes + (64 << 20)
 
 
@@ -388,7 +388,7 @@ def _check_spans(found: tuple[tuple[int, int], ...], what: str) -> None:
 
 
 def spans(versions: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Numbers as ranges, first and last included."""
+    """Numbers as ascending ranges (first, last), both included."""
     found: list[tuple[int, int]] = []
     for version in sorted(set(versions)):
         if found and found[-1][1] == version - 1:

@@ -100,7 +100,7 @@ class Schema(msgspec.Struct, frozen=True):
         return {t.name: t for t in self.tensors}
 
     def differences(self, other: Schema, *, ours: str, theirs: str) -> list[str]:
-        """How names and shapes differ, for a message; empty if they do not. dtypes and the names of ties may differ."""
+        """How names and shapes differ, as phrases for a message. Ignores dtypes and the names of ties."""
         mine, yours = self.by_name(), other.by_name()
         tied = {*self.ties, *self.ties.values(), *other.ties, *other.ties.values()}
         found = []
@@ -114,7 +114,7 @@ class Schema(msgspec.Struct, frozen=True):
         return found
 
     def require_equal(self, other: Schema, *, ours: str, theirs: str, advice: str = "") -> None:
-        """SchemaMismatch that names the first difference, and `advice` behind it."""
+        """Raise SchemaMismatch if they differ, naming the first difference, with `advice` at the end."""
         if self == other:
             return
         mine, yours = self.by_name(), other.by_name()

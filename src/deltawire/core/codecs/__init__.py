@@ -1,6 +1,6 @@
 """The encodings. One file each; adding one is a file and a line here (see CONTRIBUTING).
 
-`raw` is laid out by tensor and lives in `sparse.py`'s hands directly; the others code a block at a time.
+`raw` is laid out by tensor, which `sparse.py` does; the others code a block at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ def block_encoding(name: str) -> ModuleType:
 
 
 def check_encoding(name: str) -> None:
-    """UnknownFormat for a name that no encoding has. `planes` is for blocks, and nothing to ask for."""
+    """Raise UnknownFormat for a name that no encoding has. (`planes` is chosen by `context`, not by users.)"""
     if name not in ENCODINGS:
         raise UnknownFormat(f"encoding {name!r} is unknown; choose packed, context or raw")

@@ -57,12 +57,12 @@ class BlockRecord(msgspec.Struct, frozen=True):
 
 
 class Coded(msgspec.Struct, frozen=True):
-    """An encoder's answer: named streams, as they will stand in the file, and what the decoder must know."""
+    """A block as an encoder returns it: named streams in file order, and parameters for the decoder."""
 
     streams: dict[str, bytes]
     parameters: dict[str, int] = {}
     encoding: str | None = None
-    """Whose streams these are, where an encoder found that another one serves the block better."""
+    """The encoding of the streams, if it is not that of the encoder that was called."""
 
 
 # Our streams are noise with a skewed histogram: all there is to gain is in zstd's entropy coder. Its usual search finds
@@ -88,7 +88,7 @@ def squeeze(data: bytes) -> tuple[Stream, bytes]:
 
 
 def expand(stream: Stream, stored: bytes, limit: int, what: str) -> bytes:
-    """The stream again, which may have at most `limit` bytes: the caller knows how many its counts can explain."""
+    """Decompress a stream of at most `limit` bytes, which is what the counts of the block allow."""
     if not 0 <= stream.raw <= limit:
         raise CorruptStream(f"{what} claims {stream.raw} bytes where at most {limit} make sense")
     if stream.stored == stream.raw:
@@ -105,7 +105,7 @@ def expand(stream: Stream, stored: bytes, limit: int, what: str) -> bytes:
 
 
 def check_names(record: BlockRecord, streams: Collection[str], parameters: Collection[str] = ()) -> None:
-    """CorruptStream for a block with streams or parameters that its encoding does not know."""
+    """Raise CorruptStream for a block with streams or parameters that its encoding does not know."""
     strange = sorted((record.streams.keys() - set(streams)) | (record.parameters.keys() - set(parameters)))
     if strange:
         raise CorruptStream(f"{record.encoding!r} has no stream or parameter {strange[0]!r:.40}")

@@ -1,7 +1,7 @@
 """`planes`: old XOR new of whole regions as byte planes, for blocks where most of the weights changed.
 
 Positions cost nothing here and weights that did not change cost what zeros cost, so a block is never noticeably larger
-than its weights, whatever happened to them. `context` turns to it by itself.
+than its weights, whatever happened to them. `context` uses it for such blocks.
 """
 
 from __future__ import annotations

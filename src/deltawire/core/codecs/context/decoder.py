@@ -27,7 +27,7 @@ from ...ulps import take_steps
 from ..base import BaseBits, BlockRecord, CountedRegions, check_names, exactly
 from .classes import CHUNK, CLASSES, SPARE, classify_tile, place_tile
 from .encoder import shifted
-from .entropy import MODELS, coarse, joined
+from .entropy import MODELS, coarse
 from .head import (
     COLUMN_LEVELS,
     LEVEL_HEAD,
@@ -97,7 +97,7 @@ class TiledBlock:
         most = sum(2 * (LEVEL_HEAD + rows + columns + 8) for rows, columns in self._shapes)
         self._levels = self._read_levels(exactly(record, streams, "levels", (0, most)))
         tables = head.step_tables()
-        self._step_tables, self._step_coarse = joined(tables), coarse(tables)
+        self._step_tables, self._step_coarse = np.concatenate(tables), coarse(tables)
 
     def _read_levels(self, data: npt.NDArray[np.uint8]) -> list[tuple[LevelBytes, LevelBytes]]:
         result, at = [], 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,40 +18,35 @@ from ...ulps import zigzags_of
 from ..base import Before, Coded
 from . import runs
 from .classes import CLASSES, COLUMN_NEUTRAL, LEVELS, ROW_NEUTRAL, Rule
-from .entropy import MODELS, RATE, SPREADS, SYMBOLS, joined, scale
-from .head import COLUMN_LEVELS, ROW_LEVELS, Grid, Head, exponent, pack_head, pack_levels, pack_sizes
+from .entropy import MODELS, RATE, SPREADS, SYMBOLS, scale
+from .head import COLUMN_LEVELS, ROW_LEVELS, BlockHead, Grid, exponent, pack_head, pack_levels, pack_sizes
 from .levels import Floats, choose_levels
-from .old_weights import OldBlock, old_block
+from .old_weights import OldBlock, RankedChanges, old_block
 from .tiles import TILE, LevelBytes, grid_of, walked
 
 FEW_CHANGES = 200
-"""Segments with fewer have nothing that levels could be read from."""
+"""Regions with fewer changes have too few to choose levels from."""
 
 
 @dataclass(slots=True)
-class Segment:
-    """One region on its way into a block."""
+class _Prepared:
+    """What the encoder knows of one region, in the shape in which it is walked."""
 
     rows: int
     columns: int
-    """As they are walked."""
     positions: npt.NDArray[np.uint32]
     zigzags: npt.NDArray[np.uint32]
+    """Step of each change."""
     exponents: npt.NDArray[np.uint8]
-    """Of the old weights that changed."""
+    """Old exponent of each weight that changed."""
     grid: tuple[int, int]
+    """Tiles down and across."""
     per_row: npt.NDArray[np.int64]
+    """Changes in each row."""
     per_column: npt.NDArray[np.int64]
-    """How many changed."""
+    """Changes in each column."""
     row_levels: LevelBytes | None = None
     column_levels: LevelBytes | None = None
-    n: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, CLASSES), np.int64))
-    k: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, CLASSES), np.int64))
-    """Per tile and class: weights, changed ones."""
-
-    @property
-    def leveled(self) -> bool:
-        return self.row_levels is not None or self.column_levels is not None
 
     @property
     def flags(self) -> int:
@@ -62,33 +57,30 @@ def encode_tiles(changes: Sequence[Change], before: Before, *, tile: int = TILE,
     """The block in tiles and classes, whether that pays or not."""
     dtype = lookup(changes[0].region.tensor.dtype)
     shift, mask = exponent(dtype)
-    segments = [_segment(change, dtype.steps_are_signed, (shift, mask), tile) for change in changes]
+    regions = [_prepare(change, dtype.steps_are_signed, (shift, mask), tile) for change in changes]
     old = old_block(changes, before)
-    total, changed = _exponents(segments, old, shift, mask)
+    total, changed = _exponents(regions, old, shift, mask)
     rule = _choose_rule(total, changed, shift, mask, False)
     if use_levels:
         x = rule.top - np.clip(np.arange(mask + 1), rule.top - rule.span + 1, rule.top)
         rate = np.bincount(x, changed.sum(1)) / np.maximum(np.bincount(x, total), 1)
-        for number, s in enumerate(segments):
+        for number, s in enumerate(regions):
             if s.positions.size > FEW_CHANGES and s.rows > 1:
                 counts = s.per_row, s.per_column
                 s.row_levels, s.column_levels = choose_levels(
                     old, number, s.positions, s.exponents, counts, rule.table(CLASSES), rate
                 )
-        if any(s.leveled for s in segments):
+        if any(s.flags for s in regions):
             rule = _choose_rule(total, changed, shift, mask, True)
     classes = min(CLASSES, rule.span + 1 + (2 * LEVELS - 3 if rule.leveled else 0))
-    levels, grids = [(s.row_levels, s.column_levels) for s in segments], [s.grid for s in segments]
-    ranked = old.ranks(changes, [s.zigzags for s in segments], rule.table(classes), levels, grids)
+    levels, grids = [(s.row_levels, s.column_levels) for s in regions], [s.grid for s in regions]
+    ranked = old.ranks(changes, [s.zigzags for s in regions], rule.table(classes), levels, grids)
     # entropy coding needs no weights: what they take is free for the next block
     del old
-    for s, (n, k, _, _) in zip(segments, ranked, strict=True):
-        s.n, s.k = n, k
-    ranks, zigzags = (np.concatenate([found[part] for found in ranked]) for part in (2, 3))
-    return _code(segments, rule, classes, ranks, zigzags)
+    return _code(regions, ranked, rule, classes)
 
 
-def _segment(change: Change, signed: bool, field: tuple[int, int], tile: int) -> Segment:
+def _prepare(change: Change, signed: bool, field: tuple[int, int], tile: int) -> _Prepared:
     rows, columns = walked(change.region.rows, change.region.columns)
     positions = np.ascontiguousarray(change.positions, np.uint32)
     zigzags = np.empty(change.count, np.uint32)
@@ -98,31 +90,32 @@ def _segment(change: Change, signed: bool, field: tuple[int, int], tile: int) ->
     per_row, per_column = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
     if not _count_lines(positions, columns, per_row, per_column):
         raise PositionError(f"the changed positions of {change.region.tensor.name!r} are not ascending in their region")
-    return Segment(rows, columns, positions, zigzags, exponents, grid_of(rows, columns, tile), per_row, per_column)
+    return _Prepared(rows, columns, positions, zigzags, exponents, grid_of(rows, columns, tile), per_row, per_column)
 
 
-def _code(segments: list[Segment], rule: Rule, classes: int, ranks: Any, zigzags: Any) -> Coded:
-    n, k = np.concatenate([s.n for s in segments]), np.concatenate([s.k for s in segments])
+def _code(regions: list[_Prepared], ranked: Sequence[RankedChanges], rule: Rule, classes: int) -> Coded:
+    n, k, ranks, zigzags = (np.concatenate([found[part] for found in ranked]) for part in range(4))
     rates, inverse = _class_rates(n.sum(0), k.sum(0))
-    offsets = [_offset(s, rates, inverse) for s in segments]
+    offsets = [_offset(found[0].sum(0), found[1].sum(0), rates, inverse) for found in ranked]
     per_tile = np.concatenate(
-        [np.tile(shifted(rates, inverse, offset), (len(s.n), 1)) for s, offset in zip(segments, offsets, strict=True)]
+        [np.tile(shifted(rates, inverse, off), (len(found[0]), 1)) for found, off in zip(ranked, offsets, strict=True)]
     )
     histogram = np.zeros((CLASSES, SYMBOLS), np.int64)
     class_of_step = np.repeat(np.tile(np.arange(CLASSES, dtype=np.uint8), len(k)), k.reshape(-1))
     runs.step_histogram(class_of_step, zigzags, histogram)
     steps, step_table = _step_tables(histogram)
-    grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(segments, offsets, strict=True)]
+    grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(regions, offsets, strict=True)]
     spread = _choose_spread(n, k, per_tile, inverse)
-    head = Head(rule, classes, spread, rates, inverse, steps, step_table, grids)
-    tables, sizes, room, size = joined(head.step_tables()), np.zeros(len(n), np.int64), 2 * ranks.size + 64 * len(n), -1
+    head = BlockHead(rule, classes, spread, rates, inverse, steps, step_table, grids)
+    tables, sizes = np.concatenate(head.step_tables()), np.zeros(len(n), np.int64)
+    room, size = 2 * ranks.size + 64 * len(n), -1
     while size < 0:
         room *= 4
         out = np.empty(room, np.uint8)
         size = runs.encode_tiles(
             n, k, ranks, zigzags, per_tile, inverse, spread, tables, step_table, MODELS, out, sizes
         )
-    levels = [line for s in segments for line in (s.row_levels, s.column_levels) if line is not None]
+    levels = [line for s in regions for line in (s.row_levels, s.column_levels) if line is not None]
     return Coded(
         {
             "head": pack_head(head),
@@ -136,11 +129,11 @@ def _code(segments: list[Segment], rule: Rule, classes: int, ranks: Any, zigzags
 # ── what the head says ──
 
 
-def _exponents(segments: list[Segment], old: OldBlock, shift: int, mask: int) -> tuple[Floats, Floats]:
+def _exponents(regions: list[_Prepared], old: OldBlock, shift: int, mask: int) -> tuple[Floats, Floats]:
     """How many weights have each exponent (from a sample of rows), and the steps of those that changed."""
     total, changed = np.zeros(mask + 1), np.zeros((mask + 1, SYMBOLS), np.int64)
-    every = [max(1, min(16, s.rows // 64)) for s in segments]
-    for s, step, seen in zip(segments, every, old.exponents(shift, mask, every), strict=True):
+    every = [max(1, min(16, s.rows // 64)) for s in regions]
+    for s, step, seen in zip(regions, every, old.exponents(shift, mask, every), strict=True):
         hit = np.zeros((mask + 1, SYMBOLS), np.int64)
         runs.step_histogram(s.exponents, s.zigzags, hit)
         total += np.maximum(seen[: mask + 1] * (s.rows / -(-s.rows // step)), hit.sum(1))
@@ -164,11 +157,11 @@ def _class_rates(n: Floats, k: Floats) -> tuple[npt.NDArray[np.uint8], npt.NDArr
     return np.where(rare > 0, rate, runs.NEVER).astype(np.uint8), inverse
 
 
-def _offset(s: Segment, rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_]) -> int:
+def _offset(n: Floats, k: Floats, rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_]) -> int:
     """How far a segment as a whole is from the block's rates, in the same eighths of an octave."""
     usable = (rates != runs.NEVER) & ~inverse
-    expected = float((s.n.sum(0) * RATE[rates])[usable].sum())
-    seen = float(s.k.sum(0)[usable].sum())
+    expected = float((n * RATE[rates])[usable].sum())
+    seen = float(k[usable].sum())
     return int(np.clip(round(-8 * np.log2((seen + 0.5) / (expected + 0.5))), -127, 127))
 
 

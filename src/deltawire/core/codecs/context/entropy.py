@@ -73,11 +73,6 @@ def quantise(weights: Iterable[float]) -> Cumulative:
     return np.concatenate([[0], np.cumsum(freq)]).astype(np.uint16)
 
 
-def joined(tables: Sequence[Cumulative]) -> Cumulative:
-    """Tables as kernels take them: one behind the other, because a row of a matrix is an object, and counted."""
-    return np.concatenate(tables)
-
-
 def coarse(tables: Sequence[Cumulative]) -> npt.NDArray[np.uint8]:
     """For each table and each value's top 6 bits the first symbol it can be: the decoder's search starts there."""
     tops = np.arange(64) << (PRECISION - 6)
@@ -164,9 +159,11 @@ RATE = np.cumprod(np.concatenate([[1.0], np.full(255, _EIGHTH)]))
 """RATE[b] = 2^(−b/8): how often a class changes, in one byte."""
 
 MODELS = (
-    joined(GAP_TABLES), coarse(GAP_TABLES), joined(COUNT_TABLES), coarse(COUNT_TABLES), COUNT_SHIFT, RATE
+    np.concatenate(GAP_TABLES), coarse(GAP_TABLES), np.concatenate(COUNT_TABLES), coarse(COUNT_TABLES),
+    COUNT_SHIFT, RATE,
 )  # fmt: skip
-"""As kernels take them. As globals they would be compiled into every kernel that uses them and stay in its cache."""
+"""As kernels take them: tables one behind the other, because a row of a matrix is an object with a reference count. As
+globals they would be compiled into every kernel that uses them and stay in its cache."""
 
 
 # ── encoder: a tile is first a list of operations (start, frequency, bits), then one tight loop makes bytes of them ──

@@ -2,7 +2,7 @@
 
 head    u8 version, top, span, leveled, classes, spread; CLASSES bytes of rates; CLASSES bits (4 bytes, highest first):
         which are inverted; u8 number of step tables, each u8 length and its scaled bytes; CLASSES bytes of table
-        numbers (only where there are several); per segment: varint grid rows, varint grid columns, u8 flags (1 row
+        numbers (only where there are several); per region: varint grid rows, varint grid columns, u8 flags (1 row
         levels, 2 column levels), i8 rate offset.
 levels  per axis that has them: a table of LEVELS scaled bytes, u32 length, and the range-coded levels.
 sizes   the low bytes of all tile sizes, then the next bytes, as many planes as the largest needs.
@@ -68,7 +68,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class BlockHead:
     """What all tiles of a block share."""
 
     rule: Rule
@@ -95,12 +95,12 @@ def exponent(dtype: Dtype) -> tuple[int, int]:
     return dtype.exponent_shift, (1 << dtype.exponent_bits) - 1
 
 
-def head_limit(segments: int) -> int:
+def head_limit(regions: int) -> int:
     """The most bytes a head can have."""
-    return 6 + CLASSES + CLASSES // 8 + 1 + CLASSES * (1 + SYMBOLS) + CLASSES + 12 * segments
+    return 6 + CLASSES + CLASSES // 8 + 1 + CLASSES * (1 + SYMBOLS) + CLASSES + 12 * regions
 
 
-def pack_head(head: Head) -> bytes:
+def pack_head(head: BlockHead) -> bytes:
     rule = head.rule
     out = bytearray([VERSION, rule.top, rule.span, rule.leveled, head.classes, head.spread])
     out += head.rates.tobytes() + np.packbits(head.inverse).tobytes()
@@ -114,8 +114,8 @@ def pack_head(head: Head) -> bytes:
     return bytes(out)
 
 
-def parse_head(dtype: Dtype, data: Bytes, shapes: Sequence[tuple[int, int]]) -> Head:
-    """The head of a block whose segments are walked in these shapes."""
+def parse_head(dtype: Dtype, data: Bytes, shapes: Sequence[tuple[int, int]]) -> BlockHead:
+    """The head of a block whose regions are walked in these shapes."""
     read = _Reader(data.tobytes())
     version, top, span, leveled, classes, spread = read.take(6)
     shift, mask = exponent(dtype)
@@ -140,7 +140,7 @@ def parse_head(dtype: Dtype, data: Bytes, shapes: Sequence[tuple[int, int]]) -> 
     grids = [_grid(read, shape, leveled) for shape in shapes]
     read.end()
     rule = Rule(top, span, bool(leveled), shift, mask)
-    return Head(rule, classes, spread, rates, inverse, steps, step_table, grids)
+    return BlockHead(rule, classes, spread, rates, inverse, steps, step_table, grids)
 
 
 def _grid(read: _Reader, shape: tuple[int, int], leveled: int) -> Grid:
@@ -150,7 +150,7 @@ def _grid(read: _Reader, shape: tuple[int, int], leveled: int) -> Grid:
     if not fits or -(-rows // down) * -(-columns // across) > MAX_TILE:
         raise CorruptStream(f"a context grid of {down} × {across} tiles does not fit {rows} × {columns} units")
     if flags > (ROW_LEVELS | COLUMN_LEVELS) or (flags and not leveled):
-        raise CorruptStream(f"a context head has segment flags {flags}")
+        raise CorruptStream(f"a context head has region flags {flags}")
     return Grid(down, across, flags, offset - 256 if offset > 127 else offset)
 
 
@@ -178,7 +178,7 @@ class _Reader:
 
     def end(self) -> None:
         if self._at != len(self._data):
-            raise CountMismatch("a context head goes on after its last segment")
+            raise CountMismatch("a context head goes on after its last region")
 
 
 def pack_sizes(sizes: npt.NDArray[np.int64]) -> bytes:
