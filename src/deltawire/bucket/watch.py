@@ -57,14 +57,17 @@ def watch(
     every: bool = False,
     stop: threading.Event | None = None,
 ) -> Iterator[int]:
-    """Yield versions of a run as they come, for ever or until `stop` is set. Fetches no weights.
+    """Yield new versions of a run, until `stop` is set. Fetches no weights.
 
         for version in dw.watch("s3://runs/wordle"):
-            print("version", version, "is there")
+            print("published:", version)
 
-    Begins with the newest one there is, or after `since`. Of several that came together it yields the newest, or with
-    `every` each. Waits for a run that does not exist yet and for a store that is unavailable. Raises RunReplaced when
-    another run takes the address.
+    since   begin after this version; by default with the newest one
+    poll    most seconds between two requests
+    every   yield every version; by default only the newest if several are new
+
+    Waits for a run that does not exist yet and for a store that is unavailable. Raises RunReplaced if another run is
+    at the address.
     """
     store = open_store(address_only(run))
     stop = stop or threading.Event()

@@ -107,19 +107,19 @@ class Replica:
 
         with dw.Replica("s3://runs/wordle") as replica:
             replica.sync(model)                        # the newest version, verified
-            for version in replica.follow(model):      # and then every new one
+            for version in replica.follow(model):      # then every new one
                 ...
 
     `model` is a torch module, a state dict or a mapping of writable numpy arrays, with the names and shapes of the run.
-    Floats may be wider than the run's: fp32 weights take the values of a bf16 run and are proven on its bits. On any
-    error the weights are those of `replica.version`, as before. Weights that are elsewhere, such as those of an engine,
-    are passed as a `Target` in place of a model.
+    Floats may be wider than the run's: fp32 weights get the values of a bf16 run and are verified by its bits. After
+    any error the weights are still those of `replica.version`. For weights in another process, such as an engine's,
+    pass a `Target` instead of a model.
 
     Thread safety: every method may be called from any thread. Syncs run one at a time, under `lock`; the callbacks and
     `pause` are called by the thread that syncs, with the lock held. The properties can be read at any time.
 
     id          name of this replica in heartbeats, as `deltawire log` shows it
-    strict      whether weights that the run does not carry are an error (default) or left alone
+    strict      whether weights that are not in the run are an error (default) or ignored
     on_version  called with a `Synced` after each version that was reached, outside the pause; errors in it are logged
     on_name     called with the version of the weights after every sync that was tried, and with None as soon as they
                 are found to have none
@@ -128,8 +128,8 @@ class Replica:
     heartbeat   seconds between heartbeat objects in the bucket; 0 writes none
     reference   folder of the checkpoint that version 0 refers to, if the run's own name for it does not work here
     max_model_gb  the largest model that the run may declare; DELTAWIRE_MAX_MODEL_GB, or 4000, by default
-    pause       entered exactly for as long as live weights are written and proven, so that nobody computes with them;
-                `version` is right again when it is left, or is None if the weights have no version
+    pause       context manager that is entered while live weights are written and verified, so that nothing computes with
+                them; when it is left, `version` is current, or None if the weights are no version
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Replica:
 
     @property
     def trouble(self) -> str:
-        """Why the last sync or the last look at the run failed; empty if it did not."""
+        """Why the last sync or poll failed; empty if it succeeded."""
         return self._trouble
 
     @property
@@ -227,7 +227,7 @@ class Replica:
 
     @property
     def lock(self) -> threading.RLock:
-        """Held by every sync: whoever holds it finds the weights at one version."""
+        """Held during every sync: while you hold it, the weights do not change."""
         return self._lock
 
     # ── sync, follow ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,7 +235,7 @@ class Replica:
     def sync(
         self, model: Model | AnyTarget, version: int | str | None = None, *, progress: Progress | None = None
     ) -> int:
-        """Bring the model's weights to a version (the newest by default), verified; returns the version reached.
+        """Bring the model's weights to a version (the newest by default), verify them, and return the version.
 
         `version` is a number, or text as on the command line: "v41", "latest", "-2", or a tag.
         On failure the weights are those of `replica.version`, as before, or None where they were lost.
@@ -287,13 +287,13 @@ class Replica:
     ) -> Iterator[int]:
         """Yield each version reached, until `stop` is set or the replica is closed.
 
-        A failed sync is logged, noted in the heartbeat and tried again: the model keeps the version it has. Looks for
-        versions when the store announces something, else when one is due, and at least every `poll` seconds.
+        A failed sync is logged, noted in the heartbeat and retried; meanwhile the model keeps its version. Polls when
+        the store announces a change, when a version is due, and at least every `poll` seconds.
 
         every   sync to every version that can be reached, instead of the newest one
-        pin     called before each look: the version to stay at, or None to follow
+        pin     called before each poll; returns the version to stay at, or None to follow the run
 
-        Raises RunReplaced when another run takes the address: the model keeps its weights, and the new run needs a new
+        Raises RunReplaced if another run is at the address: the model keeps its weights, and the new run needs a new
         Replica. Raises SchemaMismatch if the model is not the run's.
         """
         stop = stop or threading.Event()
@@ -343,7 +343,7 @@ class Replica:
         return None
 
     def close(self) -> None:
-        """End `follow`, at its next look. The weights stay as they are."""
+        """End `follow` at its next poll. The weights do not change."""
         self._closed.set()
 
     def __enter__(self) -> Replica:

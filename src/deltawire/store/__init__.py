@@ -1,4 +1,4 @@
-"""Where a run lives: one small protocol, and the places that speak it.
+"""Stores: the protocol that a run needs from its bucket, and the backends that implement it.
 
     file:///path or a bare path    a folder, shared between processes
     memory://name                  this process's memory, for tests and demos
@@ -7,8 +7,8 @@
     az://container/run             Azure Blob Storage
     hf://buckets/me/name/run       a Hugging Face bucket, with the `hub` extra
 
-Credentials come from the environment or the files of the AWS tools, never from the URL; an endpoint and a region may
-stand in it (s3://bucket/run?endpoint=http://127.0.0.1:8333). docs/stores.md says more.
+Credentials come from the environment or the files of the AWS tools, never from the URL. The URL may name an endpoint
+and a region (s3://bucket/run?endpoint=http://127.0.0.1:8333). docs/stores.md has the details.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _SCHEMES = sorted(("file", "hf", *SCHEMES))
 
 
 def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> Store:
-    """The store at a URL or path. Nothing is contacted or created yet. A `Store` is handed back as it is."""
+    """Return the store at a URL or path, without any request. A `Store` is returned unchanged.
+
+    `retry` wraps it in `Retrying`. Raises BadURL if the address is not valid.
+    """
     if isinstance(where, Store):
         return where
     store = _open(os.fspath(where))

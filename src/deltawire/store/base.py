@@ -1,8 +1,8 @@
-"""The store protocol: all that deltawire asks of a bucket.
+"""The store protocol: everything that deltawire needs from a bucket.
 
-Keys are relative to the run's prefix and use `/`; one that could mean another place (`..`, an empty part, a backslash,
-a control character, …) is UnsafeName in every store. A reader never sees part of an object: a `put` becomes visible
-whole or not at all. Lower-layer errors are translated once, here in `store/`, into `deltawire.core.errors`.
+Keys are relative to the run's prefix and use `/`. A key that could lead elsewhere (`..`, an empty part, a backslash, a
+control character, …) raises UnsafeName in every store. A reader never sees part of an object: a `put` becomes visible
+as a whole or not at all. Errors of storage libraries are translated once, in `store/`, into `deltawire.errors`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Protocol, runtime_checkable
 from deltawire.core.errors import ObjectTooLarge, UnsafeName
 
 LISTED = 1_000_000
-"""Objects that a listing may have: they are held in memory, some 300 bytes each."""
+"""Most objects of a listing: they are kept in memory, about 300 bytes each."""
 
 TEMP_PREFIX = ".tmp-"
-"""How a half-written local file is named. No key may use it, or an object could be swept away or hidden."""
+"""Prefix of unfinished local files. No key may use it: such an object would be hidden, and deleted by `sweep`."""
 
 # A file system allows 255 bytes per part; S3 allows 1024 for the whole key, of which a run's prefix needs some.
 _MAX_PART_BYTES = 255
@@ -26,7 +26,7 @@ _MAX_KEY_BYTES = 900
 
 
 def check_size(where: str, size: int, limit: int | None) -> None:
-    """Raise ObjectTooLarge before a byte of it is read."""
+    """Raise ObjectTooLarge if an object has more than `limit` bytes."""
     if limit is not None and size > limit:
         raise ObjectTooLarge(
             f"{where} has {size:,} bytes; what belongs there has at most {limit:,}: somebody else wrote it"
@@ -39,16 +39,16 @@ def check_range(start: int, length: int) -> None:
 
 
 def check_listing(where: str, count: int) -> None:
-    """Raise ObjectTooLarge beyond LISTED objects: whoever can write to a bucket must not fill a reader's memory."""
+    """Raise ObjectTooLarge beyond LISTED objects: a hostile writer must not exhaust a reader's memory."""
     if count > LISTED:
         raise ObjectTooLarge(f"{where} has more than {LISTED:,} objects, all that a listing may have: delete some")
 
 
 Chunks = Callable[[], Iterable[bytes | memoryview]]
-"""What `put` streams: called once per attempt, so that a retry starts from the first byte again.
+"""A function that yields the data of a `put`. It is called once per attempt, so that a retry starts at the first byte.
 
-A chunk is bytes or a contiguous memoryview; its buffer may be filled anew once the next chunk is asked for. What the
-producer raises reaches the caller of `put` unchanged, and nothing becomes visible.
+A chunk is bytes or a contiguous memoryview; its buffer may be reused once the next chunk is requested. An exception of
+the function reaches the caller of `put` unchanged, and nothing becomes visible.
 """
 
 
@@ -63,7 +63,7 @@ class ObjectInfo:
     modified: float
     """Seconds since the epoch, by the store's clock."""
     etag: str | None = None
-    """Changes whenever the content does; None where the store has no etags."""
+    """Changes whenever the content does; None if the store has no etags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,93 +80,96 @@ Level = tuple[list[str], list[ObjectInfo]]
 
 @runtime_checkable
 class Store(Protocol):
-    """Where a run is kept. Methods may be called from several threads at once."""
+    """A place that holds the objects of a run. Methods may be called from several threads at once."""
 
     url: str
     """The address, as the user wrote it, without credentials."""
 
     creates_exclusively: bool
-    """Whether put_if_absent holds against writers on other machines. Where not, a writer must claim the run first.
+    """Whether put_if_absent also excludes writers on other machines. If not, a writer must claim the run first.
 
-    What a protocol promises; a publisher tries whether the server behind it keeps the promise."""
+    This is what the protocol promises; a publisher tests whether the server keeps it."""
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
-        """The whole object. ObjectNotFound if there is none; ObjectTooLarge, unread, beyond `limit` bytes."""
+        """Return the whole object.
+
+        Raises ObjectNotFound if there is none, and ObjectTooLarge, without reading it, beyond `limit` bytes.
+        """
         ...
 
     def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
-        """As `get`, or None when it still has this etag (a conditional request where the store knows one)."""
+        """Return the object as `get` does, or None if it still has this etag. A conditional request if possible."""
         ...
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Exactly `length` bytes from `start`. TruncatedFile when the object ends before that."""
+        """Return exactly `length` bytes from `start`. Raises TruncatedFile if the object ends before that."""
         ...
 
     def head(self, key: str) -> ObjectInfo:
-        """Size and etag without the bytes. ObjectNotFound if there is none."""
+        """Return size, time and etag without the bytes. Raises ObjectNotFound if there is no object."""
         ...
 
     def put(self, key: str, data: bytes | Chunks) -> None:
-        """Create or replace. Durable when it returns; other readers see the old object or the new one, never a mix."""
+        """Create or replace an object. Durable on return; readers see the old object or the new one, never a mix."""
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        """Create, or AlreadyExists. Of any number of concurrent callers exactly one succeeds."""
+        """Create an object; raises AlreadyExists if there is one. Of several concurrent callers exactly one succeeds."""
         ...
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        """Objects whose key starts with `prefix`, in key order, those greater than `after` only."""
+        """Yield the objects whose key starts with `prefix` and is greater than `after`, in key order."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove; no error when it is already gone."""
+        """Delete an object. No error if there is none."""
         ...
 
 
 @runtime_checkable
 class Announcing(Protocol):
-    """A store that tells its readers when something changed, so that they need not ask."""
+    """A store that announces changes to its readers."""
 
     def announcements(self, stop: threading.Event) -> Iterator[str]:
-        """Keys as others change them, for as long as the store talks; an empty one means "something, look yourself".
+        """Yield the keys that others change. An empty key means that something changed, without saying what.
 
-        Best effort: late, twice or not at all, so a reader goes on asking, only less often. An empty key comes first,
-        as soon as the store listens. Ends when `stop` is set. StoreUnavailable when the connection breaks (call again),
-        Unsupported when this store never tells.
+        Best effort: an announcement may be late, repeated or missing, so readers still poll, but less often. An empty
+        key comes first, as soon as the connection is open. Ends when `stop` is set. Raises StoreUnavailable if the
+        connection breaks (call again), and Unsupported if this store has no announcements.
         """
         ...
 
 
 @runtime_checkable
 class Sweeping(Protocol):
-    """A store in which a writer that died leaves something behind that no listing shows."""
+    """A store in which a killed writer leaves unfinished uploads that no listing shows."""
 
     def sweep(self, older_than_s: float = 86_400.0, *, at: float | None = None) -> int:
-        """Remove what was begun longer ago than this and never finished; returns how many things.
+        """Delete unfinished uploads that are older than this, and return their number.
 
-        `at` is the present time by the store's clock; by this machine's where it is not given.
+        `at` is the current time by the store's clock; by default this machine's.
         """
         ...
 
 
 @runtime_checkable
 class Browsing(Protocol):
-    """A store that can show one level at a time, without everything below it."""
+    """A store that can list one level, without everything below it."""
 
     def folders(self, prefix: str = "") -> Level:
-        """What lies right below `prefix`, which is empty or ends in "/": folders, as keys that end in "/", and objects.
+        """Return the folders and objects directly below `prefix`, which is empty or ends in "/", in key order.
 
-        In key order. A folder that could not be part of a key is left out.
+        Folders are keys that end in "/". A folder that could not be part of a key is left out.
         """
         ...
 
 
 @runtime_checkable
 class Settling(Protocol):
-    """A store that may not show an object at once."""
+    """A store in which a new object may not be visible at once."""
 
     settles_s: float
-    """How many seconds after a put others may still be told that there is no such object."""
+    """Seconds after a put in which others may still get ObjectNotFound."""
 
 
 # ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
