@@ -128,7 +128,7 @@ class Replica:
     heartbeat   seconds between heartbeat objects in the bucket; 0 writes none
     reference   folder of the checkpoint that version 0 refers to, if the run's own name for it does not work here
     max_model_gb  the largest model that the run may declare; DELTAWIRE_MAX_MODEL_GB, or 4000, by default
-    pause       context manager that is entered while live weights are written and verified, so that nothing computes with
+    pause       context manager, entered while live weights are written and verified, so that nothing computes with
                 them; when it is left, `version` is current, or None if the weights are no version
     """
 

@@ -114,7 +114,7 @@ class Store(Protocol):
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        """Create an object; raises AlreadyExists if there is one. Of several concurrent callers exactly one succeeds."""
+        """Create an object, or raise AlreadyExists. Of several concurrent callers exactly one succeeds."""
         ...
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
