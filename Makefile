@@ -26,7 +26,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-all test-stores setup-vllm test-vllm release-check walk soak fuzz hub-proof bench lint format clean
+.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm release-check walk soak fuzz hub-proof bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -40,10 +40,13 @@ demo: $(READY)  ## a policy learns Wordle, its weights travel to two servers thr
 netns-demo: $(READY)  ## the same in four network namespaces over links of 20 Mbit/s, deltas against full weights (root)
 	@$(BIN)/python benchmarks/netns_demo.py $(ARGS)
 
-test: $(READY)  ## run the tests, except the slow ones
+test: $(READY)  ## the everyday tests: all but the slow ones
 	@$(PYTEST) $(ARGS)
 
-test-all: $(READY)  ## run all tests, the slow ones too
+test-slow: $(READY)  ## the slow tests alone, with more random examples
+	@$(PYTEST) -m slow --timeout 900 --hypothesis-profile thorough $(ARGS)
+
+test-all: $(READY)  ## everyday and slow tests, with more random examples
 	@$(PYTEST) -m "" --timeout 900 --hypothesis-profile thorough $(ARGS)
 
 soak: $(READY)  ## one trainer, twelve replicas, a real S3 server and faults, for MINUTES=10 (SEED= repeats a run)
@@ -51,6 +54,12 @@ soak: $(READY)  ## one trainer, twelve replicas, a real S3 server and faults, fo
 
 fuzz: $(READY)  ## mutated files, runs and requests against all that reads them, for MINUTES=10 (SEED= repeats a run)
 	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+# With the environment of $(PYTHON), which has a GPU build of torch and deltawire in it.
+test-gpu:  ## the tests of what runs on a GPU (PYTHON=python of an environment with CUDA)
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "$(PYTHON) finds no GPU"; exit 1; }
+	@$(PYTHON) -m pytest -p no:cacheprovider -m "" --timeout 900 tests/kernels tests/replica/test_device_target.py \
+		tests/trainer/test_detectors.py tests/trainer/test_sharded.py tests/engines/server/test_server_dtype.py $(ARGS)
 
 test-stores: $(READY)  ## run whole runs and the store protocol on Azurite (npm) and moto (PyPI), installed outside the clone
 	@$(BIN)/python -m pytest -p no:cacheprovider -m "" --timeout 900 tests/store/test_store_emulators.py $(ARGS)
