@@ -39,40 +39,30 @@ against), "detect" and "put"."""
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A committed version, as `PublishHandle.result` returns it and `on_version` gets it."""
+    """A committed version, as `PublishHandle.result` returns it and `on_version` gets it.
+
+    version     its number
+    digest      state digest of all its weights
+    changed     number of weights that differ from the version before
+    bytes       bytes uploaded for this version
+    kinds       what was uploaded: "delta", "anchor", "reference"
+    timings     seconds: held (the training loop was blocked), encode, put; of the slowest rank
+    elements    number of weights of the model
+    publishes   calls of `publish` in this version: more than one where the bucket was slower than the trainer
+    """
 
     version: int
     digest: str
-    """State digest of all its weights."""
     changed: int
-    """Number of weights that differ from the version before."""
     bytes: int
-    """Bytes uploaded for this version."""
     kinds: tuple[str, ...]
-    """What was uploaded: "delta", "anchor", "reference"."""
     timings: dict[str, float]
-    """Seconds: held (the training loop was blocked), encode, put."""
     elements: int = 0
-    """Number of weights of the model."""
     publishes: int = 1
-    """Calls of `publish` that this version carries: more than one where the bucket was slower than the trainer."""
-
-    @classmethod
-    def of(cls, manifest: Manifest, elements: int, publishes: int) -> Published:
-        return cls(
-            manifest.version,
-            manifest.digest,
-            manifest.changed,
-            sum(link.bytes for link in manifest.links),
-            tuple(link.kind for link in manifest.links),
-            dict(manifest.timings),
-            elements,
-            publishes,
-        )
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Flat figures for a trainer's own log."""
+        """Figures for a trainer's own log: held_ms, encode_ms, put_ms, bytes, changed_percent, publishes."""
         return {
             **{f"{name}_ms": 1e3 * seconds for name, seconds in self.timings.items()},
             "bytes": self.bytes,
@@ -255,7 +245,16 @@ class VersionWriter:
             put = group.together(lambda: self._put(terms, pending, kinds, file, digest, skip))
         manifest = group.first(lambda: self._commit(terms, pending, digest, put, alone))
         self._start_over = False
-        return Published.of(manifest, self._run.schema.elements, len(pending.handles))
+        return Published(
+            manifest.version,
+            manifest.digest,
+            manifest.changed,
+            sum(link.bytes for link in manifest.links),
+            tuple(link.kind for link in manifest.links),
+            dict(manifest.timings),
+            self._run.schema.elements,
+            len(pending.handles),
+        )
 
     def _finish(self, terms: Terms, base: int, digest: StateDigest, delta: DeltaWriter) -> DataFile:
         """The file of a delta whose blocks are all there."""
