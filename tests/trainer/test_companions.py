@@ -23,7 +23,7 @@ from deltawire.core.manifest import File  # noqa: E402
 from deltawire.store import Store  # noqa: E402
 from deltawire.testing import CountingStore  # noqa: E402
 from deltawire.trainer import adapter, merged  # noqa: E402
-from deltawire.trainer.commit import Companions  # noqa: E402
+from deltawire.trainer.companions import Companions  # noqa: E402
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 WAIT = 60
@@ -170,4 +170,4 @@ def test_a_run_is_called_by_the_class_of_its_model(tmp_path: Path) -> None:
             publisher.publish({"w": np.zeros(8, np.uint16)}, wait=True)
         assert Run.open(str(tmp_path / name)).info.model == name
     for odd in (b"{}", b"[]", b'{"architectures": null}', b'{"architectures": []}', b"\xff"):
-        assert Companions({"config.json": odd}).architecture == ""
+        assert Companions({"config.json": odd}).model_name == ""

@@ -6,44 +6,16 @@ import logging
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-import msgspec
-from blake3 import blake3
 
 from ..bucket.run import MANIFEST, Run
-from ..core import full, history, keys
-from ..core.errors import AlreadyExists, ObjectTooLarge, PublishError, StoreError, VersionNotFound, WriterConflict
-from ..core.manifest import MAX_FILE, File, Head, Link, Manifest, Summary, dump, most_bytes, now, parse_manifest
+from ..core import history, keys
+from ..core.errors import AlreadyExists, PublishError, StoreError, VersionNotFound, WriterConflict
+from ..core.manifest import Head, Link, Manifest, Summary, dump, most_bytes, now, parse_manifest
 from ..store.base import check_size
 from .claim import Claim
+from .companions import Companions
 
 log = logging.getLogger("deltawire")
-
-
-class _Config(msgspec.Struct):
-    """What is read of a model's config.json."""
-
-    architectures: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Companions:
-    """Files that go with the weights."""
-
-    given: Mapping[str, bytes] | None = None
-    """The user's. They take the place of all that the version before has; None keeps those."""
-    found: Mapping[str, bytes] = field(default_factory=dict)
-    """The model's own. They take the place of those with the same names, unless the user gave one."""
-
-    @property
-    def architecture(self) -> str:
-        """The class of the model by its config.json; empty where that says none."""
-        config = {**self.found, **(self.given or {})}.get("config.json", b"")
-        try:
-            return msgspec.json.decode(config, type=_Config).architectures[0]
-        except (msgspec.MsgspecError, IndexError):
-            return ""
 
 
 class Committer:
@@ -74,24 +46,6 @@ class Committer:
             )
         return self.newest.version + 1
 
-    def _put_files(self, companions: Companions) -> tuple[File, ...]:
-        """Config and tokenizer files: uploaded once, named by every later manifest."""
-        inherited = {file.name: file for file in (self.newest.files if self.newest else ())}
-        known = {file.key for file in inherited.values()}
-        result = inherited if companions.given is None else {}
-        for name, data in sorted({**companions.found, **(companions.given or {})}.items()):
-            full.check_companion(name)
-            if len(data) > MAX_FILE:
-                raise ObjectTooLarge(
-                    f"{name!r} has {len(data):,} bytes; what goes with the weights has at most {MAX_FILE:,}"
-                )
-            hash = blake3(data).hexdigest(length=16)
-            key = keys.file(hash)
-            if key not in known:
-                self.run.store.put(key, data)
-            result[name] = File(name, key, len(data), hash)
-        return tuple(result[name] for name in sorted(result))
-
     def commit(
         self,
         links: tuple[Link, ...],
@@ -108,7 +62,8 @@ class Committer:
 
         Raises WriterConflict if another trainer has created it; RunNotFound or RunReplaced if the run was deleted.
         """
-        version, named = self.next_version, self._put_files(files)
+        version = self.next_version
+        named = files.put(self.run.store, self.newest.files if self.newest else ())
         # a skip delta that is larger than any reader accepts is left for prune: the way around it is shorter
         links = tuple(link for link in links if link.bytes <= most_bytes(self.run.schema))
         if history.needs_page(version):

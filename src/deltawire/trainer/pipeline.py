@@ -206,7 +206,7 @@ class Pipeline:
         if must_match and (committer is None or committer.newest is None):
             raise DivergedRun(f"{url} has no version to resume from")
         if committer is None:
-            committer = self._commit_to(Run.create(self._store, schema, options.model_name))
+            committer = self._commit_to(Run.create(self._store, schema, options.model_name or options.files.model_name))
         committer.check_run()
         committer.catch_up()
         committer.run.schema.require_equal(schema, ours=f"the run {url}", theirs="this model", advice=OTHER_MODEL)

@@ -6,7 +6,6 @@ publish ──capture──▶ waiting ──▶ in flight ──encode, put, co
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,14 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..bucket.versions import address_only
-from ..core import full
 from ..core.errors import DeltawireError, Misconfigured, OutOfStep
-from ..huggingface import tokenizer_files
-from ..models import AUTO, Model, class_name, files_of
+from ..models import AUTO, Model
 from ..store import Store, open_store
-from .adapters import Adapter
 from .collective import LAST_WAIT, group_of, may_share
-from .commit import Companions
+from .companions import Companions
 from .detectors import Detector
 from .pipeline import Pipeline
 from .policy import AnchorPolicy, EncodingChooser
@@ -31,8 +27,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .adamw import DeltaAdamW
-
-log = logging.getLogger("deltawire")
 
 HURRY = 5.0
 """Seconds to wait for other ranks where an exception ends a `with Publisher(…)`."""
@@ -107,12 +101,11 @@ class Publisher:
         continues: bool = False,
         on_version: Callable[[Published], object] | None = None,
     ) -> None:
-        if isinstance(files, (str, Path)):
-            files = _files_of(_folder("files", files))
+        given = _folder("files", files) if isinstance(files, (str, Path)) else files
         self._options = PublishOptions(
             chooser=EncodingChooser(encoding),
             policy=AnchorPolicy(anchor_every, anchor_ratio),
-            files=Companions(files),
+            files=Companions(given, tokenizer, wire_dtype),
             wire_dtype=wire_dtype,
             buffers=buffers,
             # an optimizer has a detector of its own
@@ -125,8 +118,6 @@ class Publisher:
             continues=continues,
             on_version=on_version,
         )
-        self._tokenizer = tokenizer
-        self._took_files = False
         self._store = open_store(address_only(run))
         self._turn = threading.RLock()
         """Held by the thread that captures or closes; reentrant, so that a signal handler can close."""
@@ -161,8 +152,7 @@ class Publisher:
         the next version. WriterConflict, RunNotFound and RunReplaced are raised every time.
         """
         with self._in_turn():
-            if not self._took_files:
-                self._take_files(model)
+            self._options.files.find(model)
             pipeline = self._pipeline_for(model)
             handle = pipeline.publish(model, step, metrics or {}, wait, progress)
             if wait and pipeline.together:
@@ -261,15 +251,6 @@ class Publisher:
                 self._pipeline = Pipeline(self._store, self._options, group)
         return self._pipeline
 
-    def _take_files(self, model: Model) -> None:
-        """Collect the files of the model and its tokenizer."""
-        found = model.files if isinstance(model, Adapter) else files_of(model, self._options.wire_dtype)
-        if self._tokenizer is not None:
-            found = {**found, **tokenizer_files(self._tokenizer)}
-        options = self._options
-        options.files.found, self._took_files = found, True
-        options.model_name = options.model_name or options.files.architecture or class_name(model)
-
 
 def _folder(option: str, path: str | Path) -> Path:
     folder = Path(path)
@@ -277,18 +258,3 @@ def _folder(option: str, path: str | Path) -> Path:
         what = "is not a folder" if folder.exists() else "does not exist"
         raise Misconfigured(f"{option}={str(path)!r} {what}: name a checkpoint folder, as save_pretrained writes it")
     return folder
-
-
-def _files_of(folder: Path) -> dict[str, bytes]:
-    """The small files of a checkpoint folder. What is not published is logged."""
-    files = full.companion_files(folder)
-    for name in full.asks_for_code(files):
-        log.warning(
-            "%s asks for code of its own (auto_map): code is never published, and no follower runs any", folder / name
-        )
-    left_out = full.left_out(folder)
-    if left_out:
-        code = any(name.endswith(full.CODE_SUFFIXES) for name in left_out)
-        listed = ", ".join(f"{name} ({why})" for name, why in left_out.items())
-        log.log(logging.WARNING if code else logging.INFO, "not published from %s: %s", folder, listed)
-    return files

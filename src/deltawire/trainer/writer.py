@@ -28,7 +28,8 @@ from ..core.manifest import Blob, Link, Manifest
 from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter, EncodedBlock
 from .captures import Changes
 from .collective import Group
-from .commit import Committer, Companions
+from .commit import Committer
+from .companions import Companions
 from .detectors import Detector
 from .policy import AnchorPolicy, Choice, EncodingChooser
 
@@ -86,9 +87,9 @@ class Published:
         }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PublishOptions:
-    """What the user asked of the publisher, explained there; name and files of the model once it is known."""
+    """What the user asked of the publisher, explained there."""
 
     chooser: EncodingChooser
     policy: AnchorPolicy

@@ -1,0 +1,95 @@
+"""Config and tokenizer files that are published with the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from ..core import full, keys
+from ..core.errors import ObjectTooLarge
+from ..core.manifest import MAX_FILE, File
+from ..huggingface import tokenizer_files
+from ..models import Model, class_name, files_of
+from ..store import Store
+from .adapters import Adapter
+
+log = logging.getLogger("deltawire")
+
+
+class _Config(msgspec.Struct):
+    """What is read of a model's config.json."""
+
+    architectures: tuple[str, ...] = ()
+
+
+class Companions:
+    """Files that are published with the weights: those that the user gave, those of the model and its tokenizer."""
+
+    def __init__(
+        self, given: Mapping[str, bytes] | Path | None = None, tokenizer: Any = None, wire_dtype: str | None = None
+    ) -> None:
+        """`given` are contents by name, or a checkpoint folder. They replace all files of the version before; None
+        keeps those. Files of model and tokenizer replace the ones with the same names, unless the user gave one."""
+        self._given = _read(given) if isinstance(given, Path) else given
+        self._tokenizer, self._wire_dtype = tokenizer, wire_dtype
+        self._found: Mapping[str, bytes] | None = None
+        """Of model and tokenizer, from the first publish on."""
+        self._class = ""
+
+    def find(self, model: Model) -> None:
+        """Collect the files of the model and its tokenizer, at the first call."""
+        if self._found is not None:
+            return
+        found = model.files if isinstance(model, Adapter) else files_of(model, self._wire_dtype)
+        if self._tokenizer is not None:
+            found = {**found, **tokenizer_files(self._tokenizer)}
+        self._found, self._class = found, class_name(model)
+
+    @property
+    def model_name(self) -> str:
+        """The class of the model, by its config.json or as it is in memory; empty where neither is known."""
+        config = self._all().get("config.json", b"")
+        try:
+            return msgspec.json.decode(config, type=_Config).architectures[0]
+        except (msgspec.MsgspecError, IndexError):
+            return self._class
+
+    def put(self, store: Store, before: tuple[File, ...]) -> tuple[File, ...]:
+        """Upload what the version before does not have. Returns all files of the next version."""
+        known = {file.key for file in before}
+        result = {file.name: file for file in before} if self._given is None else {}
+        for name, data in sorted(self._all().items()):
+            full.check_companion(name)
+            if len(data) > MAX_FILE:
+                raise ObjectTooLarge(
+                    f"{name!r} has {len(data):,} bytes; what goes with the weights has at most {MAX_FILE:,}"
+                )
+            hash = blake3(data).hexdigest(length=16)
+            key = keys.file(hash)
+            if key not in known:
+                store.put(key, data)
+            result[name] = File(name, key, len(data), hash)
+        return tuple(result[name] for name in sorted(result))
+
+    def _all(self) -> dict[str, bytes]:
+        return {**(self._found or {}), **(self._given or {})}
+
+
+def _read(folder: Path) -> dict[str, bytes]:
+    """The small files of a checkpoint folder. What is not published is logged."""
+    files = full.companion_files(folder)
+    for name in full.asks_for_code(files):
+        log.warning(
+            "%s asks for code of its own (auto_map): code is never published, and no follower runs any", folder / name
+        )
+    left_out = full.left_out(folder)
+    if left_out:
+        code = any(name.endswith(full.CODE_SUFFIXES) for name in left_out)
+        listed = ", ".join(f"{name} ({why})" for name, why in left_out.items())
+        log.log(logging.WARNING if code else logging.INFO, "not published from %s: %s", folder, listed)
+    return files
