@@ -1,4 +1,4 @@
-"""Who may reach and control a server. Imports nothing heavy: a refusal should come at once."""
+"""Access to a server: tokens and addresses. Imports nothing heavy, so that a refusal comes at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..core.errors import Misconfigured
 
 
 def check_guarded(host: str, token: str | None) -> None:
-    """Whoever can reach /pause can stop the server."""
+    """Raise Misconfigured for a server that others could stop: one without a token that listens beyond this machine."""
     if token is None and not is_loopback(host):
         raise Misconfigured(
             f"listening on {host} lets others reach /pause and /resume: set a bearer token in DELTAWIRE_TOKEN "
@@ -34,6 +34,6 @@ def is_bearer(header: str, token: str) -> bool:
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token from a file or the environment: never from the command line, where every process can read it."""
+    """Read the token from a file or the environment; never from the command line, which every process can read."""
     token = file.read_text().strip() if file is not None else os.environ.get("DELTAWIRE_TOKEN", "").strip()
     return token or None

@@ -1,6 +1,6 @@
-"""What every server that follows a run has beside completions: control routes, status and metrics.
+"""Control routes, status and metrics of every server that follows a run.
 
-GET  /deltawire/status                     how it is; `status` has the fields
+GET  /deltawire/status                     state, version, lag, …: see `status`
 GET  /deltawire/digest                     the state digest of the live weights, computed now
 POST /deltawire/sync   {"version": 41}     go to a version now, the newest by default
 POST /deltawire/pin    {"version": 41}     go to a version and stay there; null follows again
@@ -38,7 +38,7 @@ MAX_BODY = 1 << 16
 
 
 def health(follower: Follower | None) -> tuple[str, str]:
-    """State and reason, as GET /health says them."""
+    """Return state and reason, as GET /health shows them."""
     if follower is None:
         return "idle", "no run: set DELTAWIRE_RUN, or name one to POST /update_weights"
     state = follower.state
@@ -46,7 +46,7 @@ def health(follower: Follower | None) -> tuple[str, str]:
 
 
 def status(engine: str, model: str, follower: Follower | None, **more: Any) -> dict[str, Any]:
-    """The answer to GET /deltawire/status; `more` are fields that this engine alone has, or says otherwise."""
+    """Return the body of GET /deltawire/status; `more` are fields of this engine, or that it overrides."""
     state, reason = health(follower)
     said = {"engine": engine, "model": model, "state": state, "reason": reason}
     if follower is None:
@@ -68,7 +68,7 @@ def status(engine: str, model: str, follower: Follower | None, **more: Any) -> d
 
 
 def metrics(follower: Follower | None) -> Iterator[Any]:
-    """What GET /metrics says of a follower."""
+    """Yield the metrics of a follower for GET /metrics."""
     if follower is None:
         return
     replica = follower.replica
@@ -98,7 +98,7 @@ def metrics(follower: Follower | None) -> Iterator[Any]:
 def routes(
     follower: Callable[[], Follower], status: Callable[[], dict[str, Any]], authorize: Callable[[Request], None]
 ) -> APIRouter:
-    """`follower` and `authorize` raise HTTPException where there is none, or the client may not."""
+    """Return the control routes. `follower` and `authorize` raise HTTPException to refuse a request."""
     router = APIRouter()
 
     @router.get("/deltawire/status")
@@ -130,9 +130,9 @@ def routes(
 
 
 async def read(request: Request, fields: set[str]) -> dict[str, Any]:
-    """The JSON object that a control route was sent, plain or as vLLM's `update_info`.
+    """Read the JSON object in the body of a control request, plain or as vLLM's `update_info`.
 
-    Raises HTTPException where it is too large, no JSON object, or has other fields.
+    Raises HTTPException if it is too large, not a JSON object, or has other fields.
     """
     body = bytearray()
     async for part in request.stream():
@@ -150,13 +150,13 @@ async def read(request: Request, fields: set[str]) -> dict[str, Any]:
 
 
 async def command(follower: Follower, version: Any, *, pin: bool = False) -> None:
-    """Have a follower go to a version; raises HTTPException where it cannot."""
+    """Move a follower to a version; raises HTTPException if it cannot."""
     if not isinstance(version, int | str | None) or isinstance(version, bool):
         raise HTTPException(400, f"a version is a number or a tag, not {version!r:.40}")
     try:
         await asyncio.to_thread(follower.command, version, pin=pin)
     except DeltawireError as error:
-        log.warning("did not go to the version that was asked for: %s", error)
+        log.warning("could not go to the requested version: %s", error)
         raise refusal(error) from error
 
 

@@ -1,4 +1,4 @@
-"""A SHA-256 of a model's weights, made by torch alone: a second opinion on what the state digest says."""
+"""A SHA-256 of a model's weights, computed by torch alone: an independent check of the state digest."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def fingerprint(weights: Mapping[str, Tensor], dtype: str, *, exact: bool = False) -> str:
-    """Names, shapes and bits, with floating-point weights cast to `dtype`.
+    """Hash names, shapes and bits, with floating-point weights cast to `dtype`.
 
-    With `exact` a weight that the cast would change is an error: who serves a version in a wider dtype holds nothing
-    in between.
+    With `exact`, a weight that the cast would change is a ValueError: weights of a version that are served in a wider
+    dtype have no such values.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}")

@@ -1,4 +1,4 @@
-"""Names that all engines share, so that a client need not know which one answers. docs/serve.md has them in a table."""
+"""Names that all engines share, so that clients work with any of them. docs/serve.md has them in a table."""
 
 from __future__ import annotations
 

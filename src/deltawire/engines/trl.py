@@ -61,39 +61,38 @@ class BucketTransfer:
         """The trainer's model, once it is attached."""
         self._syncs = Syncs()
 
-    # ── what the trainer calls ───────────────────────────────────────────────────────────────────────────────────────
+    # ── called by the trainer ────────────────────────────────────────────────────────────────────────────────────────
 
     def init_weight_transfer(self) -> None:
-        if self._publisher is None:
-            # one process hands over full tensors, whatever the others hold
-            self._publisher = Publisher(self._run, **{"group": None, **self._options})
+        """Open the run, so that a wrong address is an error now."""
+        self._open()
 
     def pause(self) -> None:
-        """Nothing: a replica pauses itself, for the milliseconds in which it patches its weights."""
+        """Do nothing: a replica pauses itself for the milliseconds in which it patches its weights."""
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish them; returns once it is known what changed.
+        """Publish weights; returns once it is known what changed.
 
-        The iterator is consumed to its end whatever happens, since every rank of a sharded trainer takes part in it.
-        A bucket that is away is no reason to stop training: what it missed goes out with a later sync.
+        The iterator is always consumed to its end, since every rank of a sharded trainer takes part in it. If the
+        bucket is unavailable, training continues and a later sync carries what this one should have.
         """
         self._syncs.add(self._publish(iterator, step=self._syncs.count + 1))
 
     def resume(self) -> None:
-        """Nothing; see `pause`."""
+        """Do nothing; see `pause`."""
 
     def destroy(self) -> None:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
 
-    # ── what we add ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── additions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach(self, trainer: Any) -> None:
-        """Let samples carry the version that the server names, and our metrics appear in the trainer's log.
+        """Mark samples with the version that the server reports, and add our metrics to the trainer's log.
 
-        The stock worker marks a sample with the trainer's own count, which is ahead of what the servers have. And the
-        trainer waits for its servers before the first sync, while they wait for a first version: it goes out here.
+        The stock worker marks a sample with the trainer's own count, which is ahead of what the servers have. This also
+        publishes the first version: the trainer waits for its servers before its first sync, and they wait for one.
         Call it on every process, before `train`.
         """
         from .trl_worker import TrueVersions, wait_for_server
@@ -104,27 +103,30 @@ class BucketTransfer:
             self._options.setdefault("tokenizer", trainer.processing_class)
             trainer.rollout_queue = TrueVersions.over(trainer.rollout_worker, self._syncs)
             self._publish(trainer._streaming_iter(), step=0)
-            assert self._publisher is not None
             trainer.vllm_client.wait_for_server_ready = partial(
-                wait_for_server, trainer.vllm_client.server_url, trainer.vllm_client.server_timeout, self._publisher
+                wait_for_server, trainer.vllm_client.server_url, trainer.vllm_client.server_timeout, self._open()
             )
         trainer.callback_handler.callbacks.insert(0, MetricsCallback(self.metrics))
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest sync that is in the bucket."""
+        """Return the figures of the newest sync that is in the bucket."""
         return self._syncs.metrics()
 
     def _publish(self, named: Iterable[tuple[str, torch.Tensor]], step: int) -> PublishHandle | None:
         sent = Sent({name: tensor.detach() for name, tensor in named}, self._model)
-        self.init_weight_transfer()
-        assert self._publisher is not None
-        return publish(self._publisher, sent, step)
+        return publish(self._open(), sent, step)
+
+    def _open(self) -> Publisher:
+        if self._publisher is None:
+            # one process sends full tensors, whatever the others hold
+            self._publisher = Publisher(self._run, **{"group": None, **self._options})
+        return self._publisher
 
 
 class Sent:
-    """What TRL sends of a model, as a module: parameters that are trained, without buffers and frozen weights.
+    """The weights that TRL sends, as a module: trained parameters, without buffers and frozen weights.
 
-    Of a model that is known, those are added, and the names are its checkpoint's.
+    If the model is given, those are added, and the names become those of its checkpoint.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], model: Any = None) -> None:
@@ -141,7 +143,7 @@ class Sent:
 
 
 def _unsent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What TRL may leave out. Distributed tensors it does not: to gather one takes all ranks."""
+    """Yield the weights that TRL may leave out. Distributed tensors are not: gathering one takes all ranks."""
     adapted = hasattr(model, "peft_config")
     buffers = {name for name, _ in model.named_buffers()}
     for name, tensor in model.state_dict().items():
@@ -176,11 +178,11 @@ class DeltaSyncCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **around: Any) -> None:
         # on every process: a model that several of them train is published by all of them together
         self._publisher = self._open(around.get("processing_class"))
-        self._publish(around["model"], state)
+        self._publish(self._publisher, around["model"], state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **around: Any) -> None:
         if self._publisher is not None and state.global_step % self._every == 0:
-            self._publish(around["model"], state)
+            self._publish(self._publisher, around["model"], state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         add_metrics(self._syncs.metrics(), state, logs)
@@ -189,17 +191,16 @@ class DeltaSyncCallback(TrainerCallback):
         if self._publisher is None:
             return
         if state.global_step % self._every:
-            self._publish(around["model"], state)
+            self._publish(self._publisher, around["model"], state)
         self._publisher.close()
         self._publisher = None
 
     def metrics(self) -> dict[str, float]:
         return self._syncs.metrics()
 
-    def _publish(self, model: Any, state: Any) -> None:
-        assert self._publisher is not None
+    def _publish(self, publisher: Publisher, model: Any, state: Any) -> None:
         weights = self._of_peft(model) if is_peft(unwrapped(model)) else model
-        self._syncs.add(publish(self._publisher, weights, step=state.global_step))
+        self._syncs.add(publish(publisher, weights, step=state.global_step))
 
 
 class MetricsCallback(TrainerCallback):
@@ -211,7 +212,7 @@ class MetricsCallback(TrainerCallback):
 
 
 class Syncs:
-    """Which version each sync of the trainer became. Counted from 1, as TRL counts."""
+    """Records which version each sync of the trainer became. Syncs are counted from 1, as in TRL."""
 
     def __init__(self) -> None:
         self._handles: dict[int, PublishHandle] = {}
@@ -228,7 +229,7 @@ class Syncs:
             self._settle()
 
     def sync_of(self, version: int) -> int:
-        """The last sync that a server with this version has; 0 where it is older than all we know."""
+        """Return the last sync that is part of this version; 0 if the version is older than all that are known."""
         with self._lock:
             self._settle()
             syncs = sorted(self._versions)
@@ -256,17 +257,17 @@ class Syncs:
 
 
 def versions_in(answer: Mapping[str, Any]) -> list[int]:
-    """The versions that a completion says it was made with."""
+    """Return the versions that a completion was made with."""
     return [version for choice in answer.get("choices", ()) for version in versions_of(choice)]
 
 
 def publish(publisher: Publisher, weights: Mapping[str, Any] | Any, step: int) -> PublishHandle | None:
-    """Publish, or log why not: only another writer on the run, or another model, is a reason to stop training."""
+    """Publish, or log why not. Only another writer on the run, or another model, stops training."""
     for _ in range(2):
         try:
             return publisher.publish(weights, step=step)
         except PublishFailed as error:
-            # what an earlier publish ran into, said once; this one has not been tried yet
+            # the error of an earlier publish, raised once; this one has not been tried yet
             log.warning("%s", error)
         except StoreError as error:
             log.warning("sync %d was not published, a later one carries it: %s", step, error)
@@ -275,7 +276,7 @@ def publish(publisher: Publisher, weights: Mapping[str, Any] | Any, step: int) -
 
 
 def add_metrics(metrics: dict[str, float], state: Any, logs: dict[str, Any] | None) -> None:
-    """Into what reporters are about to read, and into the trainer's own history."""
+    """Add metrics to the logs that reporters are about to read, and to the trainer's history."""
     if logs is not None:
         logs.update(metrics)
     if state.log_history:

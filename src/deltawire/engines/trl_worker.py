@@ -21,13 +21,13 @@ from .trl import Syncs, versions_in
 log = logging.getLogger("deltawire")
 
 SAY_EVERY = 10.0
-"""Seconds between two lines about a server that is not there yet."""
+"""Seconds between two log lines about a server that is not ready."""
 
 _oldest: ContextVar[list[int] | None] = ContextVar("deltawire_oldest", default=None)
 
 
 class VersionedLoop(_AsyncRolloutLoop):
-    """Asks for the model that the server has, and notes the versions in its answers, rollout by rollout."""
+    """Requests the model by the server's name for it, and records the versions in its answers for each rollout."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -70,7 +70,7 @@ class VersionedLoop(_AsyncRolloutLoop):
 
 
 class TrueVersions:
-    """The worker's queue as the trainer sees it."""
+    """The worker's queue, with versions of the run translated to the trainer's count."""
 
     def __init__(self, queue: Any, syncs: Syncs) -> None:
         self._queue, self._syncs = queue, syncs
@@ -96,7 +96,7 @@ class TrueVersions:
 
 
 def wait_for_server(url: str, timeout: float, publisher: Publisher, poll_interval_s: float = 2.0) -> None:
-    """What TRL's client does before it asks a server for anything, with a word on what is missing."""
+    """Wait until a server is ready, as TRL's client does, and log what it is waiting for."""
     began, said = time.monotonic(), -SAY_EVERY
     while True:
         missing = _missing(url)
@@ -118,7 +118,7 @@ def wait_for_server(url: str, timeout: float, publisher: Publisher, poll_interva
 
 
 def _missing(url: str) -> str | None:
-    """What a server lacks to be asked; None if nothing."""
+    """Return why a server is not ready; None if it is."""
     try:
         answer = requests.get(f"{url}/health", timeout=5)
     except requests.RequestException as error:

@@ -136,9 +136,10 @@ def _new_cache() -> Cache:
 
 
 def require_batchable(model: Any, name: str) -> None:
-    """Refuse an architecture that keeps more than keys and values, or sees other things than the tokens before.
+    """Raise SchemaMismatch for a model that computes something else in a batch than alone.
 
-    It would give wrong text, so try: two sequences of different lengths must come out as they do alone.
+    That is one that caches more than keys and values, or attends to more than earlier tokens: its text would be wrong.
+    Two sequences of different lengths are computed in a batch and alone, and compared.
     """
     batch = Batch(model)
     count = batch.vocabulary

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, ready to be served: from a folder, from the hub, or from nothing but a run."""
+"""Load a model and its tokenizer: from a folder, from the hub, or from nothing but a run."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def load(source: str, *, dtype: torch.dtype, device: str = "cpu", max_model_len:
 
 
 def dtype_of(schema: Schema) -> torch.dtype:
-    """That of most weights of a run, whatever its config.json says of the checkpoint that it began with."""
+    """Return the dtype of most weights of a run. Its config.json may have that of the checkpoint it began with."""
     weights = Counter[str]()
     for tensor in schema.tensors:
         weights[tensor.dtype] += tensor.elements
@@ -171,7 +171,7 @@ def _length(config: Any, wanted: int | None) -> int:
 def _tokenizer(source: str) -> Any:
     place = Path(source)
     if place.is_dir() and not any((place / name).is_file() for name in TOKENIZER_FILES):
-        # transformers would make up one without words
+        # transformers would create one without a vocabulary
         log.warning("no tokenizer in %s, so requests must be token ids", source)
         return None
     try:

@@ -55,7 +55,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a row of the batch wants of its logits."""
+    """How the token of one row of the batch is drawn."""
 
     sampling: Sampling
     number: float
@@ -65,6 +65,8 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
+    """A token that was drawn."""
+
     token: int
     logprob: float | None
     top: list[tuple[int, float]] = field(default_factory=list)

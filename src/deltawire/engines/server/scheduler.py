@@ -47,7 +47,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Counts:
-    """What the scheduler did since it started."""
+    """Counters since the start."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -61,14 +61,16 @@ class Counts:
 
 
 class QueueFull(Exception):
-    pass
+    """More sequences would wait than are allowed."""
 
 
 class Scheduler:
-    """`version` says what the weights are now; while it says None, nothing is computed.
+    """Moves all sequences by a token at a time, in a thread of its own that begins with `start`.
 
-    Nothing happens before `start`. `deliver` gets what each step brought, in the scheduler's thread: hand it on, do no
-    work there. All methods may be called from any thread.
+    version    returns the version of the weights; while it returns None, nothing is computed
+    deliver    called in the scheduler's thread with what each step produced; must return quickly
+
+    All methods may be called from any thread.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class Scheduler:
             self._work.notify_all()
 
     def wake(self) -> None:
-        """`version` may say something else now."""
+        """Look again: `version` may return something else now."""
         with self._work:
             self._work.notify_all()
 
@@ -151,7 +153,7 @@ class Scheduler:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Entered between two steps; none begins before it is left. For whoever writes the weights."""
+        """Context in which no step runs, for writing the weights."""
         with self._work:
             self._holds += 1
             self._work.wait_for(lambda: not self._stepping)
