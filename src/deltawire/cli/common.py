@@ -43,12 +43,12 @@ _PIPE_WIDTH = 160
 
 
 def console() -> Console:
-    """Standard output. Into a pipe it is wide: nobody wants a table cut to 80 columns by what is not a terminal."""
+    """Return a console for standard output. In a pipe it is wide, so that no table is cut to 80 columns."""
     from rich.console import Console
     from rich.segment import Segment
 
     class CleanConsole(Console):
-        """Shows text from files and buckets as text: whatever a command prints goes through `clean` here."""
+        """Replaces control characters in everything a command prints: text comes from files and buckets."""
 
         def render(self, *arguments: Any, **options: Any) -> Iterator[Segment]:
             for text, style, control in super().render(*arguments, **options):
@@ -60,7 +60,7 @@ def console() -> Console:
 
 
 def emit(value: Any, render: Callable[[Console], None], as_json: bool) -> None:
-    """The result of a command: `value` as JSON, or whatever `render` prints for people."""
+    """Print the result of a command: `value` as JSON, or what `render` prints for people."""
     if not as_json:
         render(console())
         return
@@ -70,7 +70,7 @@ def emit(value: Any, render: Callable[[Console], None], as_json: bool) -> None:
 
 
 def emit_line(value: Any, text: str, as_json: bool) -> None:
-    """One event of a command that goes on: a JSON object on a line, or `text`. Out at once, also into a pipe."""
+    """Print one event of a long-running command, as a line of JSON or as `text`. Flushed at once."""
     import msgspec
 
     print(_escaped(msgspec.json.encode(value).decode()) if as_json else clean_lines(text), flush=True)
@@ -87,7 +87,7 @@ def step_rows(histogram: Histogram) -> list[dict[str, Any]]:
 
 
 def _escaped(json: str) -> str:
-    """JSON without characters that a terminal would obey. JSON has them in strings only, where they can be escaped."""
+    """Escape control characters in JSON. They can only occur in strings, where escapes are valid."""
     return "".join(char if char.isprintable() or char == "\n" else _escape(char) for char in json)
 
 
@@ -97,25 +97,25 @@ def _escape(char: str) -> str:
 
 
 def clean(text: str, limit: int = 500) -> str:
-    """Text from a file or bucket, safe to print: no control characters that a terminal would obey, and not endless."""
+    """Make text from a file or bucket safe to print: without control characters, and cut at `limit`."""
     shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:limit])
     return shown if len(text) <= limit else shown + " …"
 
 
 def clean_lines(text: str) -> str:
-    """As `clean`, for text of any length in which lines may end."""
+    """As `clean`, for text of any length with line breaks."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 def complain(text: str) -> None:
-    """What is wrong, as one line on stderr."""
+    """Print an error as one line on stderr."""
     typer.echo(f"deltawire: {clean(' '.join(text.splitlines()), 2000)}", err=True)
 
 
 def table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
-    """A plain table: figures to the right, the columns named in `left` to the left."""
+    """Make a plain table. Columns are right-aligned, except those named in `left`."""
     from rich import box
     from rich.table import Table
 
@@ -126,7 +126,7 @@ def table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> 
 
 
 def _cut(text: str, width: int) -> str:
-    """The end of a text that is too long."""
+    """Keep the end of a text that is too long."""
     return text if len(text) <= width else "…" + text[1 - width :]
 
 
@@ -139,7 +139,7 @@ def print_table(
     drop: Sequence[str] = (),
     shorten: str = "",
 ) -> None:
-    """A table with a line per row, whatever the width of the terminal.
+    """Print a table with one line per row, whatever the width of the terminal.
 
     Where it does not fit, the columns in `drop` are left out one after the other, and then the column `shorten` loses
     the beginning of what is too long: tensor names differ at their ends.
@@ -172,7 +172,7 @@ def print_table(
 
 
 def size(n: float) -> str:
-    """4.9 MB, 812 kB: decimal, as disks and networks are sold."""
+    """Format bytes in decimal units: 4.9 MB, 812 kB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(n) < 999.5:
             return f"{n:.0f} {unit}" if unit == "B" or abs(n) >= 99.5 else f"{n:.3g} {unit}"
@@ -181,7 +181,7 @@ def size(n: float) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """0.94 %, 12.5 %, and never 0 % for something."""
+    """Format a share: 0.94 %, 12.5 %; 0 % only if `part` is zero."""
     if not part or part == whole:
         return "100 %" if part else "0 %"
     share = 100 * part / whole if whole else 0.0
@@ -189,7 +189,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """61 ms, 3.2 s, 4 min, 2.5 h, 12 d."""
+    """Format seconds: 61 ms, 3.2 s, 4 min, 2.5 h, 12 d."""
     if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms"
     for limit, divisor, unit in ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h")):
@@ -200,7 +200,7 @@ def duration(seconds: float) -> str:
 
 
 def age(at: float) -> str:
-    """How long ago. A clock that runs ahead of ours is not a negative age, and a time before 1970 is none."""
+    """Format how long ago a timestamp was. Timestamps in the future are "now", negative ones "–"."""
     if at < 0:
         return "–"
     seconds = max(time.time() - at, 0)
@@ -208,7 +208,7 @@ def age(at: float) -> str:
 
 
 def times(full: float, sent: float) -> str:
-    """How many times smaller than the full weights."""
+    """Format how many times smaller than the full weights."""
     if not sent:
         return "–"
     ratio = full / sent
@@ -226,7 +226,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def open_run(text: str) -> Run:
-    """The run at an address that names no version."""
+    """Open the run at an address that names no version."""
     from ..bucket.run import Run
     from ..bucket.versions import address_only
 
@@ -234,7 +234,7 @@ def open_run(text: str) -> Run:
 
 
 def open_version(text: str) -> tuple[Run, int]:
-    """An opened run and the version that RUN[@VERSION] means."""
+    """Open the run of RUN[@VERSION] and resolve the version."""
     from ..bucket.run import Run
     from ..bucket.versions import resolve, split
 
@@ -264,7 +264,7 @@ def fetch_version(
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM is how a command that goes on for ever is told to stop: in order, and without an error."""
+    """Let SIGTERM end the block in order, with exit code 0."""
 
     def end(*_: object) -> None:
         # not an Exception, so nothing on the way mistakes it for trouble and goes on
@@ -282,7 +282,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 class Advance(Protocol):
     def __call__(self, n: int, total: int | None = None) -> None:
-        """So many bytes further; `total` where more is known of it than before."""
+        """Advance by `n` bytes; `total` replaces the expected total."""
 
 
 Bar = Callable[[str, int], Advance]
@@ -290,7 +290,7 @@ Bar = Callable[[str, int], Advance]
 
 @contextmanager
 def progress() -> Iterator[Bar]:
-    """Bars on stderr for as long as the block lasts; nothing where stderr is no terminal.
+    """Show progress bars on stderr during the block; nothing if stderr is not a terminal.
 
     Yields `bar(label, total bytes) -> advance(bytes)`; both may be called from any thread.
     """

@@ -1,4 +1,4 @@
-"""`deltawire doctor`: whether a store does what a run needs, and whether a server follows its run."""
+"""`deltawire doctor`: check that a store does what a run needs, or that a server follows its run."""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ def command(
         str | None, typer.Option("--exec", metavar="CMD", help="Shell command to run for each version.")
     ] = None,
     every: Annotated[bool, typer.Option("--every", help="Go through every version, also when behind.")] = False,
-    poll: Annotated[float, typer.Option(metavar="SECONDS", min=0.01, help="Look at least this often.")] = 1.0,
+    poll: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.01, help="Longest time between two looks at the run.")
+    ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Go to the newest version, then end.")] = False,
     reference: ReferenceOption = None,
     id: Annotated[str | None, typer.Option(metavar="NAME", help="Name in `log`; host and process by default.")] = None,

@@ -1,4 +1,4 @@
-"""`deltawire log`: what was published, and who follows."""
+"""`deltawire log`: list versions and replicas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..core.manifest import Heartbeat, Summary, Tag
 
 SILENT = 60.0
-"""Seconds after which a replica that says nothing is not counted as healthy; it should speak every ten."""
+"""Seconds without a heartbeat after which a replica counts as silent; one is due every ten."""
 
 
 _METRICS = 4
@@ -149,7 +149,7 @@ def _row(version: dict[str, Any], names: list[str], full: int, elements: int) ->
 
 
 def _render_sizes(out: Console, versions: list[dict[str, Any]], full: int) -> None:
-    """The deltas only: beside an anchor all of them would be flat."""
+    """Draw the sizes of the deltas only: beside an anchor all of them would be flat."""
     deltas = [version["bytes"] for version in reversed(versions) if version["kind"] == "delta"]
     if not deltas:
         return

@@ -1,4 +1,4 @@
-"""`deltawire plan`: what a run will cost."""
+"""`deltawire plan`: estimate what a run costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def command(
     bandwidth: Annotated[
         float, typer.Option(parser=rate, metavar="RATE", help="From the trainer into the bucket: 1Gbit, 2GB/s.")
     ] = "1Gbit",  # type: ignore[assignment]  # parsed like what is typed
-    replicas: Annotated[int, typer.Option(min=0, help="How many follow.")] = 1,
+    replicas: Annotated[int, typer.Option(min=0, help="Number of replicas that follow.")] = 1,
     replica_bandwidth: Annotated[
         float | None,
         typer.Option(
@@ -39,12 +39,12 @@ def command(
         typer.Option(
             parser=seconds,
             metavar="TIME",
-            help="A version every so often: 45s, 2min. By default every 60s.",
+            help="Time between two versions: 45s, 2min. By default 60s.",
             show_default=False,
         ),
     ] = None,
     steps_per_hour: Annotated[
-        float | None, typer.Option(min=0.001, help="The same, the other way round.", show_default=False)
+        float | None, typer.Option(min=0.001, help="The same as a rate: versions per hour.", show_default=False)
     ] = None,
     density: Annotated[
         float | None,
@@ -65,7 +65,7 @@ def command(
     all: Annotated[bool, typer.Option("--all", help="Every figure, and where it comes from.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Say what a run will cost: sizes, times, storage, traffic, money.
+    """Estimate what a run costs: sizes, times, storage, traffic, money.
 
     Needs no run and no bucket. With --all, every figure says how it is known:
     given by you, exact, measured (by what), or extrapolated from what was

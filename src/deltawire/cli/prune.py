@@ -1,4 +1,4 @@
-"""`deltawire prune`: let old versions go."""
+"""`deltawire prune`: delete old versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def command(
     run: RunArgument,
-    keep_last: Annotated[int, typer.Option(min=0, help="Keep so many of the newest versions.")] = 20,
+    keep_last: Annotated[int, typer.Option(min=0, help="Number of newest versions to keep.")] = 20,
     keep_every: Annotated[
         int | None, typer.Option(min=1, help="And every version whose number divides by this.", show_default=False)
     ] = None,
@@ -27,16 +27,20 @@ def command(
     ] = None,
     grace: Annotated[
         float,
-        typer.Option(parser=seconds, metavar="TIME", help="How long readers may take: 90s, 30min, 1h, 2d."),
+        typer.Option(parser=seconds, metavar="TIME", help="Time that readers get: 90s, 30min, 1h, 2d."),
     ] = "1h",  # type: ignore[assignment]  # parsed like what is typed
     unfinished: Annotated[
         float,
-        typer.Option(parser=seconds, metavar="TIME", help="Uploads begun longer ago and never finished go too."),
+        typer.Option(
+            parser=seconds, metavar="TIME", help="Also delete uploads that began longer ago and never finished."
+        ),
     ] = "1d",  # type: ignore[assignment]
-    apply: Annotated[bool, typer.Option("--apply", help="Do it. Without this, only say what would go.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Delete. Without it, only list what would be deleted.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Delete old versions without stranding any that stays, or anybody who reads.
+    """Delete old versions, but nothing that kept versions or current readers need.
 
     A version that stays keeps its manifest and everything on its cheapest path:
     the anchor before it and the deltas in between. The newest version always

@@ -1,4 +1,4 @@
-"""`deltawire publish`: the next version of a run from a checkpoint folder."""
+"""`deltawire publish`: publish a checkpoint folder as the next version of a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def command(
     ] = "packed",
     anchor: Annotated[bool, typer.Option("--anchor", help="Also upload the full weights.")] = False,
     anchor_every: Annotated[
-        int | None, typer.Option(min=1, help="Full weights at the latest every so many versions.")
+        int | None, typer.Option(min=1, help="Upload the full weights at least every N versions.")
     ] = None,
     step: Annotated[int | None, typer.Option(help="The trainer's own step count, shown by `log`.")] = None,
     metric: Annotated[
@@ -74,8 +74,8 @@ def command(
 
     Only what changed since the run's newest version is uploaded. The first
     version, and now and then a later one, is an anchor with the full weights.
-    config.json, tokenizer and template files travel along; code never does, and
-    what is left out is said. Symlinks out of the folder are refused, but for
+    config.json, tokenizer and template files are included, code never is; files
+    that are left out are listed. Symlinks out of the folder are refused, except
     those of the Hugging Face cache.
 
     To find what changed, the newest version is needed here. It is taken from the
@@ -125,7 +125,7 @@ def command(
 
 
 def _newest(run: str) -> str | None:
-    """What is at this address; None where there is no run."""
+    """Describe the run at this address; None if there is none."""
     from ..bucket.run import Run
     from ..core.errors import RunNotFound
 
@@ -200,7 +200,7 @@ class _Bars:
 
 
 def _record(url: str) -> Path:
-    """Where this user's last publish to a run is noted. Only a hint: what the folder holds is found by its digest."""
+    """File that records the folder last published to a run. Only a hint: the digest decides what the folder holds."""
     from blake3 import blake3
 
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -208,7 +208,7 @@ def _record(url: str) -> Path:
 
 
 def _last_published(url: str, checkpoint: Path) -> Path | None:
-    """The folder that was published last from here, if it is there and not the one that is published now."""
+    """Return the folder published last from here, if it still exists and is not the one being published."""
     import msgspec
 
     try:

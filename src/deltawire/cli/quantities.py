@@ -1,4 +1,4 @@
-"""Numbers as people type them: 405B parameters, 1Gbit, 2GB/s, 1h. For use as `parser=` of an option."""
+"""Parse numbers with units as people type them: 405B, 1Gbit, 2GB/s, 1h. Used as `parser=` of options."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _RATE = re.compile(r"([kmgt]i?|)(bit|bits|b|byte|bytes)(?:/s|ps)?", re.IGNORECAS
 
 
 def count(text: str) -> float:
-    """405e9, 405B, 7B, 600M: how many."""
+    """Parse a count: 405e9, 405B, 7B, 600M."""
     number, unit = _split(text)
     if unit.lower() not in _COUNTS:
-        raise typer.BadParameter(f"{text!r} is no count: write it as 405e9, 405B or 600M")
+        raise typer.BadParameter(f"{text!r} is not a count: write it as 405e9, 405B or 600M")
     return number * _COUNTS[unit.lower()]
 
 
 def rate(text: str) -> float:
-    """1Gbit, 100Mbit/s, 10Gbps, 2GB/s: bytes per second. Bits where it says bit or bps, or b in small letters."""
+    """Parse a rate into bytes per second: 1Gbit, 100Mbit/s, 10Gbps, 2GB/s. "bit", "bps" and a small "b" are bits."""
     number, unit = _split(text)
     match = _RATE.fullmatch(unit)
     if match is None or number <= 0:
-        raise typer.BadParameter(f"{text!r} is no rate: write it as 1Gbit, 100Mbit/s or 2GB/s")
+        raise typer.BadParameter(f"{text!r} is not a rate: write it as 1Gbit, 100Mbit/s or 2GB/s")
     bits = "bit" in match[2].lower() or match[2] == "b" or unit.endswith("bps")
     return number * _PREFIXES[match[1].lower()] / (8 if bits else 1)
 
 
 def seconds(text: str) -> float:
-    """90, 90s, 30min, 1h, 2d: how long, in seconds."""
+    """Parse a duration into seconds: 90, 90s, 30min, 1h, 2d."""
     number, unit = _split(text)
     if unit.lower() not in _TIMES:
-        raise typer.BadParameter(f"{text!r} is no time: write it as 90s, 30min, 1h or 2d")
+        raise typer.BadParameter(f"{text!r} is not a time: write it as 90s, 30min, 1h or 2d")
     return number * _TIMES[unit.lower()]
 
 

@@ -1,4 +1,4 @@
-"""`deltawire runs`: what runs there are in a bucket."""
+"""`deltawire runs`: list the runs in a bucket."""
 
 from __future__ import annotations
 

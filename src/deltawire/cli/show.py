@@ -1,4 +1,4 @@
-"""`deltawire show`: what is in a version or in a file."""
+"""`deltawire show`: show the contents of a version or a file."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def command(
     steps moves a bf16 weight by one, which is why deltas are small. A `packed`
     delta says so by itself, a `raw` one only beside the weights it starts from.
 
-    Any safetensors file will do, also somebody else's with NAME.indices and
+    Any safetensors file works, also one of another tool with NAME.indices and
     NAME.values.
 
     \b
@@ -188,7 +188,7 @@ def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[
 
 @contextmanager
 def _open(run: Run, blob: Blob, *, whole: bool) -> Iterator[Contents]:
-    """A data object, checked: all of it, or only its header and index, which is enough to say what it holds."""
+    """Open a data object after checking its hash: of all of it, or only of its header and index."""
     from blake3 import blake3
 
     from ..bucket.fetch import fetch

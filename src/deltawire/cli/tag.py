@@ -1,4 +1,4 @@
-"""`deltawire tag`: names for versions."""
+"""`deltawire tag`: name versions."""
 
 from __future__ import annotations
 

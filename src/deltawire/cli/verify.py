@@ -1,4 +1,4 @@
-"""`deltawire verify`: prove that a run is whole."""
+"""`deltawire verify`: check a whole run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def command(
 
 
 def _bound(run: Run, version: str | None) -> int | None:
-    """A bound may lie outside of what there is, or where versions were pruned; what is not a number must exist."""
+    """Resolve a bound. A number may be outside of the run or pruned; anything else must exist."""
     from ..bucket.versions import number, resolve
 
     if version is None:

@@ -34,15 +34,15 @@ class _Luck:
     truncated: bool
     twice: bool
     late: int
-    # after how many further calls a put shows up; 0 is at once
+    """Number of further calls after which a put becomes visible; 0 is at once."""
     share: float
-    # how far a truncated transfer, or a listing that breaks off, gets
+    """How far a truncated transfer, or a listing that breaks off, gets."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LatePut:
     due: int
-    # the number of the call that will see it
+    """Number of the call that will see it."""
     data: bytes
 
 
