@@ -290,16 +290,24 @@ class VersionWriter:
         links: list[Link] = []
         size, clock = 0, time.perf_counter()
 
+        def upload(key: str, file: DataFile) -> Blob:
+            nonlocal size
+            size += file.size
+
+            def chunks() -> Iterator[bytes]:
+                for chunk in file.chunks():
+                    yield chunk
+                    if pending.progress:
+                        pending.progress("put", len(chunk), size)
+
+            self._run.store.put(key, chunks)
+            return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
+
         def put_delta(base: int, file: DataFile) -> None:
-            blob = self._upload(keys.delta(base, version, terms.writer, self._shard), file, progress)
+            blob = upload(keys.delta(base, version, terms.writer, self._shard), file)
             links.append(Link("delta", base, (blob,), choice.encoding, choice.why, file.changed))
 
-        def progress(n: int) -> None:
-            if pending.progress:
-                pending.progress("put", n, size)
-
         if with_delta and (file.changed or first):
-            size += file.size
             put_delta(version - 1, file)
             elements = sum(r.units // lookup(r.tensor.dtype).units_per_element for r in self._regions)
             self._options.chooser.learn(choice, file, elements, pending.timings["encode"], time.perf_counter() - clock)
@@ -307,30 +315,16 @@ class VersionWriter:
             metadata = {"run": self._run.info.run, "model_version": str(version)}
             metadata["total_params"] = str(self._run.schema.elements)
             whole = full.anchor(self._regions, pending.changes.weights, metadata)
-            size += whole.size
-            blob = self._upload(keys.anchor(version, terms.writer, self._shard), whole, progress)
+            blob = upload(keys.anchor(version, terms.writer, self._shard), whole)
             links.append(Link("anchor", None, (blob,)))
         if skip is not None:
             base, encode = skip
             with DeltaWriter(choice.encoding) as delta:
                 for block in encode(choice.encoding):
                     delta.add(block)
-                spanning = self._finish(terms, base, digest, delta)
-                size += spanning.size
-                put_delta(base, spanning)
+                put_delta(base, self._finish(terms, base, digest, delta))
         pending.timings["put"] = time.perf_counter() - clock
         return _Put(links, file.changed, pending.timings)
-
-    def _upload(self, key: str, file: DataFile, progress: Callable[[int], None]) -> Blob:
-        """Put a data file. `progress` is called with the bytes of each chunk."""
-
-        def chunks() -> Iterator[bytes]:
-            for chunk in file.chunks():
-                yield chunk
-                progress(len(chunk))
-
-        self._run.store.put(key, chunks)
-        return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
 
     def _commit(
         self, terms: Terms, pending: PendingVersion[C], digest: StateDigest, put: Sequence[_Put], alone: bool
