@@ -395,7 +395,7 @@ def _order(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
         yield from [(encoding, options.density)] * 2
     for phase in options.phases:
         if phase in ENCODINGS:
-            yield from [(phase, options.density)] * _syncs(options, phase)
+            yield from [(phase, options.density)] * _count(options, phase)
         elif phase == "throughput":
             yield from [(encodings[0], options.density)] * (2 * round(options.seconds / EVERY_S))
         elif phase == "memory":
@@ -409,7 +409,7 @@ def _encodings(options: argparse.Namespace) -> list[str]:
     return [phase for phase in options.phases if phase in ENCODINGS] or ["packed"]
 
 
-def _syncs(options: argparse.Namespace, encoding: str) -> int:
+def _count(options: argparse.Namespace, encoding: str) -> int:
     return int(options.syncs[: _encodings(options).index(encoding) + 1][-1])
 
 
@@ -452,7 +452,8 @@ class _Phases:
     ) -> None:  # fmt: skip
         self.options, self.report, self.server, self.versions = options, report, server, versions
         self.followed, self.other, self.cores, self.folder, self.save = followed, other, cores, folder, save
-        self.quiet: Gaps | None = None
+        self.quiet: tuple[Gaps, Window] | None = None
+        """Of the control phase, and when it was measured."""
 
     def run(self) -> None:
         for _ in range(2 * len(_encodings(self.options))):
@@ -500,14 +501,13 @@ class _Phases:
             self.versions.publish(self.other, 2)
             self.server.status()
             time.sleep(max(0.0, step + SLOT_S - time.monotonic()))
-        self.quiet = Gaps(reading.stop())
-        return self.quiet.figures(_cut((began, time.monotonic()), [SLOT_S])) | {
-            "timeline": self.quiet.timeline(began + 5)
-        }
+        gaps, span = Gaps(reading.stop()), (began, time.monotonic())
+        self.quiet = gaps, span
+        return gaps.figures(_cut(span, [SLOT_S])) | {"timeline": gaps.timeline(began + 5)}
 
     def _syncs(self, encoding: str) -> dict[str, Any]:
         reading, windows, served, timings, size = self._clients(), [], [], [], []
-        for _ in range(_syncs(self.options, encoding)):
+        for _ in range(_count(self.options, encoding)):
             began = time.monotonic()
             made, status = self._sync()
             done = time.monotonic()
@@ -526,8 +526,8 @@ class _Phases:
             **{f"{name}_ms": _spread([t[name] for t in timings if name in t]) for name in timings[-1]},
         }
         if self.quiet is not None:
-            lengths = [end - start for start, end in windows]
-            same = self.quiet.longest(_cut((self.quiet.first, self.quiet.last), lengths))
+            quiet, span = self.quiet
+            same = quiet.longest(_cut(span, [end - start for start, end in windows]))
             ours = gaps.longest(windows)
             found["control_gap_ms"] = _spread(same)
             found["excess_gap_ms"] = {
@@ -657,7 +657,6 @@ class Gaps:
         ends = np.concatenate([request[1:] for request in requests])
         order = np.argsort(ends)
         self._ends, self._gaps = ends[order], (ends - starts)[order]
-        self.first, self.last = float(self._ends[0]), float(self._ends[-1])
 
     def within(self, window: Window) -> np.ndarray:
         first, last = np.searchsorted(self._ends, window)

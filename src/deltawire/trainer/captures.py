@@ -73,10 +73,10 @@ class Capture:
     def encode(self, encoding: str, since: Capture | None = None) -> Iterator[EncodedBlock]:
         """The coded blocks of this capture, or of `since`, which spans several captures and ends with this one."""
         changes = since or self
-        before = Weights(self._owner, self, changes)
-        return ordered_map(
-            lambda block: encode_block(block, encoding, before), changes.blocks, threads_for(changes.count)
-        )
+        before, threads = Weights(self._owner, self, changes), threads_for(changes.count)
+        if encoding == "context":
+            threads = min(threads, self._owner.detector.encoders)
+        return ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks, threads)
 
     def digest(self) -> StateDigest:
         owner = self._owner

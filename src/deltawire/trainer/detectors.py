@@ -10,6 +10,7 @@ A detector covers the tensors of the schema it is bound to. A sharded writer bin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ class Detector(Protocol):
     plan: list[Block]
     """What it was bound to, cut into blocks."""
 
+    @property
+    def encoders(self) -> int:
+        """Threads that encode `context` from its weights, at most."""
+        ...
+
     def bind(self, source: Source) -> None:
         """Prepare for the tensors of a source. Called once, before anything else."""
         ...
@@ -130,6 +136,7 @@ class HostDetector:
 
     state: State
     plan: list[Block]
+    encoders = sys.maxsize
 
     def bind(self, source: Source) -> None:
         if not hasattr(self, "state"):
