@@ -1,15 +1,15 @@
-"""A store that misbehaves the way networks and buckets do, the same way for the same seed.
+"""A store that injects the faults of networks and buckets, reproducibly for a seed.
 
-    drop            StoreUnavailable, before the effect or after it: the caller cannot know which
+    drop            raises StoreUnavailable before or after the effect; the caller cannot know which
     delay           the call takes up to `max_delay_s` longer
     truncate_read   a get returns the beginning of the object (with its true etag), a get_range raises TruncatedFile
-    truncate_put    a put dies part-way with StoreUnavailable; nothing becomes visible
+    truncate_put    a put fails half-way with StoreUnavailable; nothing becomes visible
     duplicate       a put, put_if_absent or delete is carried out twice
-    reorder         a put returns, but shows up only after 1 to `max_late` further calls: later keys may come first
+    reorder         a put becomes visible only after 1 to `max_late` further calls, possibly after later puts
 
-`truncate_read` of a get and `reorder` break the protocol on purpose: code that checks sizes and hashes survives the
-one, code that waits when a manifest names what is not there yet survives the other. Never broken: an object is whole or
-absent in the store itself, the puts of one key keep their order, one put_if_absent wins, listings are in order.
+`truncate_read` of a get and `reorder` violate the protocol on purpose: code must check sizes and hashes, and wait if a
+manifest names an object that is not visible yet. These still hold: an object in the store is whole or absent, the puts
+of one key keep their order, one put_if_absent succeeds, listings are in order.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class _LatePut:
 
 
 class FlakyStore:
-    """Each rate is the probability of that fault per call. `injected` counts what was done.
+    """Wraps a store and injects faults. Each rate is the probability of that fault per call; `injected` counts them.
 
-    The fate of a call depends on the seed, the verb, the key and how often that verb was called for that key, not on
-    what other threads do meanwhile. Only `reorder` counts calls of all threads together.
+    The fault of a call depends on the seed, the method, the key and the number of earlier calls of that method with
+    that key, not on other threads. Only `reorder` counts the calls of all threads together.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class FlakyStore:
         self._late: dict[str, _LatePut] = {}
 
     def settle(self) -> None:
-        """Let every late put show up now, as time would."""
+        """Make every late put visible now."""
         with self._lock:
             for key in list(self._late):
                 self._show(key)
@@ -202,7 +202,7 @@ class FlakyStore:
             raise StoreUnavailable(f"{self.url}/{key}: injected: the answer to {verb} was lost")
 
     def _draw(self, verb: str, key: str, nth: int) -> _Luck:
-        """Every number is drawn every time, so that changing one rate leaves the other faults where they were."""
+        """Draw the faults of a call. All numbers are drawn each time, so that changing one rate does not move others."""
         dice = random.Random(f"{self._seed}/{verb}/{nth}/{key}")
         writes = verb in ("put", "put_if_absent")
         drop = dice.random() < self._drop
