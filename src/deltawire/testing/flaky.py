@@ -202,7 +202,7 @@ class FlakyStore:
             raise StoreUnavailable(f"{self.url}/{key}: injected: the answer to {verb} was lost")
 
     def _draw(self, verb: str, key: str, nth: int) -> _Luck:
-        """Draw the faults of a call. All numbers are drawn each time, so that changing one rate does not move others."""
+        """Draw the faults of a call. All numbers are always drawn, so that one rate does not affect the others."""
         dice = random.Random(f"{self._seed}/{verb}/{nth}/{key}")
         writes = verb in ("put", "put_if_absent")
         drop = dice.random() < self._drop
