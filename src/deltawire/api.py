@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from .core import full
-from .core.change import Region, blocks, compare
+from .core.change import Block, Change, Region, blocks, compare
 from .core.digest import StateDigest
 from .core.dtypes import Bits
 from .core.errors import DigestMismatch, UnknownFormat
 from .core.parallel import ordered_map, threads_for
 from .core.schema import Schema
 from .core.sparse import BASE_DIGEST, DIGEST, DeltaFile, write_delta
-from .models import ModelView, like, require_schema, tensors_of
+from .models import ModelView, Module, like, require_schema, tensors_of
 
 
 def encode(
-    old: Any,
-    new: Any,
+    old: Module | Mapping[str, Any],
+    new: Module | Mapping[str, Any],
     encoding: str = "packed",
     *,
     metadata: Mapping[str, str] | None = None,
@@ -40,7 +40,7 @@ def encode(
     require_schema(after, before.schema, "the new model")
     schema = before.schema
 
-    def changed(block: Any) -> Any:
+    def changed(block: Block) -> list[Change]:
         return [compare(region, before.region(region), after.region(region)) for region in block]
 
     threads = threads_for(schema.elements, threads)
@@ -64,7 +64,9 @@ def encode(
         writer.close()
 
 
-def decode(blob: bytes, old: Any, *, check: bool = True, threads: int | None = None) -> dict[str, Any]:
+def decode(
+    blob: bytes, old: Module | Mapping[str, Any], *, check: bool = True, threads: int | None = None
+) -> dict[str, Any]:
     """Apply a delta made by `encode` to `old`, and return the result as new arrays of the same kind, by name.
 
     `old` itself is not changed. Tied names share one array in the result too.
