@@ -225,7 +225,7 @@ class CurrentFolder:
             raise
         place = self._versions / f"{version:06d}"
         if place.exists():
-            # the same number of another run, or of a folder that somebody changed: readers may be in it
+            # the same number of another run, or of a folder that was changed: readers may be in it
             place = place.with_name(f"{place.name}.{secrets.token_hex(2)}")
         os.rename(made, place)
         sync_folder(self._versions)

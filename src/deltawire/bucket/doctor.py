@@ -318,7 +318,7 @@ class _Visit:
             except DeltawireError:
                 left.append(key)
         for folder in self._absent:
-            with contextlib.suppress(OSError):  # somebody put something there meanwhile: then it stays
+            with contextlib.suppress(OSError):  # it is not empty any more: then it stays
                 folder.rmdir()
         return left if self._stored else []
 

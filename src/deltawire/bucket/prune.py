@@ -1,14 +1,14 @@
-"""What of a run can go, and the order in which it goes.
+"""Delete old versions of a run without breaking its readers.
 
-Pruning is publishing backwards, in two visits. The first marks: `pruned.json` says which versions nobody starts to read
-any more. A later one, when that has stood there for the grace period, deletes what is marked: manifests first, then
-data. So no manifest ever names an object that is gone, and a crash at any point leaves a whole run and some garbage,
-which the next prune takes. A mark restarts the period for all of them, so there is one batch at a time.
+Pruning is publishing backwards, in two runs. The first marks: `pruned.json` names the versions that no reader starts to
+read any more. A later one, after the grace period, deletes what is marked: manifests first, then data. So no manifest
+ever names an object that is gone, and a crash at any point leaves a whole run and some garbage, which the next prune
+deletes. A mark restarts the period for all of them, so there is one batch at a time.
 
-A replica that is about to read more than the newest delta says so in its heartbeat (`reading`) and looks at the marks
-once more. Prune marks and then looks who reads; whichever of the two comes second sees the other, without any clock.
-What a fresh heartbeat names stays. A replica without heartbeats has the grace period to finish; one that sleeps longer
-finds objects missing and plans anew, as it does around any other damage.
+A replica that is about to read more than the newest delta first says so in its heartbeat (`reading`) and then reads the
+marks. Prune marks and then reads the heartbeats; whichever of the two comes second sees the other, without any clock.
+Versions that a fresh heartbeat names stay. A replica without heartbeats has the grace period to finish; one that is
+suspended for longer finds objects missing and plans again, as with any other damage.
 
 A version with a tag stays. A version that stays keeps its manifest and all that lies on its cheapest path from nothing,
 as `checkout` takes it. Versions stay or go whole: a manifest cannot be rewritten, and one that names a missing object
@@ -66,7 +66,7 @@ class PrunePlan:
     kept: dict[int, str]
     """Versions that stay, with the reason."""
     marked: tuple[int, ...]
-    """Versions that nobody starts to read from now on; they are deleted when the grace period is over."""
+    """Versions that no reader starts to read from now on; they are deleted when the grace period is over."""
     later: int
     """Bytes of the marked versions."""
     waiting: tuple[int, ...]
@@ -195,7 +195,7 @@ def survey(run: Run, rule: Retention, at: float | None = None) -> PrunePlan:
 def prune(run: Run, rule: Retention, progress: Callable[[ObjectInfo], None] | None = None) -> PrunePlan:
     """Mark what can go and delete what was marked long enough ago. Several at once do no harm."""
     if not rule.grace:
-        # nobody is to be waited for but those who read, and these are looked for after the mark
+        # only replicas that read are waited for, and their heartbeats are read after the mark
         _mark(run, _survey_by_its_clock(run, rule).marked)
     plan = _survey_by_its_clock(run, rule)
     apply_prune(run, plan, progress)

@@ -156,7 +156,7 @@ class Run:
         if (there := parse_run(found.data).run) != self.info.run:
             raise RunReplaced(
                 f"{self.store.url} holds another run now ({there}, this one was {self.info.run}); "
-                "open it anew, or use an address of its own"
+                "open it again, or use an address of its own"
             )
         self._etag = found.etag
 
@@ -166,11 +166,11 @@ class Run:
         """Find the newest committed version, in O(log n) requests whatever head says; three or four where it is right.
 
         Versions are committed one after the other, prune marks a version in pruned.json before its manifest goes, and
-        no mark is taken back once that is gone. So a version up to the newest has a manifest, or is marked for those
-        who look after they missed it; one above the newest has neither. Hence "is there or was pruned" holds up to the
+        no mark is removed once that is gone. So a version up to the newest has a manifest, or is marked by the time its
+        manifest is missed; one above the newest has neither. Hence "is there or was pruned" holds up to the
         newest version and nowhere above it: a search that doubles its stride and then halves the gap finds the last
         version for which it holds. Prune never takes the newest one, so that version has a manifest. Where it has none,
-        pruned.json says nonsense, and the manifests are listed.
+        pruned.json is wrong, and the manifests are listed.
         """
         hint = self.head_hint()
         if hint is None or not self.exists(hint):

@@ -1,4 +1,4 @@
-"""Walk the chain of a run: plan the cheapest way to a version, prefetch its objects, plan anew around a bad link.
+"""Walk the chain of a run: plan the cheapest way to a version, prefetch its objects, plan again around a bad link.
 
 For live weights (`replica/`), private copies (`replay.py`) and `verify` alike.
 """

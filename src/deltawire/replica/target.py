@@ -1,4 +1,4 @@
-"""What a replica needs of live weights, wherever they are: in host memory, on a GPU, on the ranks of an engine."""
+"""The interface of live weights for a replica: in host memory, on a GPU, on the ranks of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..core.sparse import DeltaClaim
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A fetched delta. Whoever decodes it opens its files, by `sparse.open_delta`."""
+    """A fetched delta. The target that decodes it opens its files, by `sparse.open_delta`."""
 
     claim: DeltaClaim
     """What its manifest says it is."""
@@ -25,18 +25,18 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A version on its way to live weights."""
+    """A version to be applied to live weights."""
 
     version: int
     digest: StateDigest
-    """What the weights will have."""
+    """Digest that the weights will have."""
     base: StateDigest
-    """What the weights have now, as far as the replica knows."""
+    """Digest that the weights have now, as far as the replica knows."""
     content: Delta | Source
     """A delta to be applied to the present weights, or full weights."""
 
     def require(self, found: StateDigest) -> None:
-        """DigestMismatch where the content does not lead to the version. For `stage`: nothing was changed."""
+        """Raise DigestMismatch where the content does not lead to the version. For `stage`: nothing was changed."""
         if found != self.digest:
             raise DigestMismatch(
                 self.version, str(self.digest), str(found), "what was fetched does not lead there; nothing was changed"

@@ -29,8 +29,13 @@ def check_size(where: str, size: int, limit: int | None) -> None:
     """Raise ObjectTooLarge if an object has more than `limit` bytes."""
     if limit is not None and size > limit:
         raise ObjectTooLarge(
-            f"{where} has {size:,} bytes; what belongs there has at most {limit:,}: somebody else wrote it"
+            f"{where} has {size:,} bytes; what belongs there has at most {limit:,}: something else wrote it"
         )
+
+
+def is_transient(status: int) -> bool:
+    """Whether an HTTP status may change by itself. 501 is about the request, not about the moment."""
+    return status in (408, 425, 429) or (status >= 500 and status != 501)
 
 
 def check_range(start: int, length: int) -> None:

@@ -1,4 +1,4 @@
-"""What the Hub's answers and its storage engine's errors mean. The only place that reads their messages.
+"""Translate the Hub's answers and its storage engine's errors. The only place that reads their messages.
 
 They are translated `from None`: they quote signed links, which are secrets for as long as they last.
 """
@@ -17,6 +17,7 @@ from deltawire.core.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from deltawire.store.base import is_transient
 
 if TYPE_CHECKING:
     import httpx2
@@ -70,8 +71,7 @@ def _of_status(status: int, where: str, said: str, wait: float | None) -> Deltaw
         return ObjectNotFound(f"no object at {where}")
     if status in (402, 413, 507):
         return StoreFull(f"{where}: {said}")
-    # 501 is an answer about the request, not about the moment.
-    if status in (408, 425, 429) or (status >= 500 and status != 501):
+    if is_transient(status):
         return StoreUnavailable(f"{where}: {said}", wait)
     return StoreError(f"{where}: {said}")
 

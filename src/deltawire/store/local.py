@@ -54,7 +54,7 @@ from deltawire.store.base import (
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 # What network file systems and busy machines answer now and not a second later. ENOENT is among them because it can
-# only mean, in a write, that somebody removed the folder between two of our steps.
+# only mean, in a write, that the folder was removed between two steps.
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENOENT}
 # A socket and a circle of symlinks cannot be opened at all.
 _NO_OBJECT = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP}
@@ -215,7 +215,7 @@ class LocalStore:
 
     def _read(self, key: str, file: BinaryIO, found: os.stat_result, limit: int | None) -> Fetched:
         check_size(self._where(key), found.st_size, limit)
-        # not more than its size now: somebody may append to it while we read
+        # not more than its size now: it may grow while it is read
         return Fetched(file.read(found.st_size), _etag(found))
 
     def _walk(self, folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:

@@ -1,4 +1,4 @@
-"""What the bucket client's errors mean. The only place that reads its messages.
+"""Translate the bucket client's errors. The only place that reads its messages.
 
 The client keeps the HTTP status in the text alone and gives most failures one class (a 403 is "permission denied" on a
 get and "generic" on a list), so the text decides wherever it names a status or an error code.
@@ -29,6 +29,7 @@ from deltawire.core.errors import (
     TruncatedFile,
     UnsafeName,
 )
+from deltawire.store.base import is_transient
 
 CLIENT_ERRORS = (BaseError, FileNotFoundError, ValueError)
 """All that a call into the client raises on its own account."""
@@ -126,8 +127,7 @@ def translate(error: Exception, where: str) -> DeltawireError:
         return StoreError(f"{where}: {_TLS[trouble[1]]} ({trouble[2]})")
     if not answer and ("HTTP error: " in text or isinstance(error, JoinError)):
         return StoreUnavailable(f"{where}: {reason}")
-    # 501 is an answer about the request, not about the moment.
-    if status in (408, 425, 429) or (status >= 500 and status != 501):
+    if is_transient(status):
         return StoreUnavailable(f"{where}: {reason}")
     return StoreError(f"{where}: {reason}")
 

@@ -20,6 +20,7 @@ from urllib.parse import quote, urlsplit
 
 from deltawire.core.errors import PermissionDenied, StoreError, StoreUnavailable, Unsupported
 from deltawire.store.aws import S3Settings
+from deltawire.store.base import is_transient
 
 _TIMEOUT_S = 60.0
 _MAX_ANSWER = 16 << 20
@@ -88,7 +89,7 @@ class Uploads:
             return b""
         if status in (401, 403):
             raise PermissionDenied(f"{what}; grant s3:ListBucketMultipartUploads and s3:AbortMultipartUpload")
-        if status in (408, 429) or (status >= 500 and status != 501):
+        if is_transient(status):
             raise StoreUnavailable(what)
         raise Unsupported(what) if status in (400, 404, 405, 501) else StoreError(what)
 
