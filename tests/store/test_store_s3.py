@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.core.errors import BadURL, DeltawireError, PermissionDenied, StoreUnavailable
+from deltawire.core.errors import BadURL, DeltawireError, PermissionDenied
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store, open_store
 from deltawire.testing import StoreTests
@@ -245,19 +245,3 @@ def test_a_failed_put_leaves_no_upload_and_a_killed_one_is_swept(seaweed: Seawee
     assert open_store(store).sweep(0) == 1
     assert store.sweep(0) == 0
     assert list(store.list()) == []
-
-
-def test_the_server_dies_and_comes_back() -> None:
-    with SeaweedFS() as server:
-        store = server.store("some-bucket/run", retries=0)
-        store.put("key", b"x")
-        server.kill()
-        with pytest.raises(StoreUnavailable, match="Connection refused"):
-            store.get("key")
-        server.start()
-        assert store.get("key").data == b"x"
-        ports, folder = server.ports, server.folder
-    assert not folder.exists()
-    assert not [
-        path for path in Path("/tmp").glob("seaweedfs-*.sock") if path.stem.endswith(tuple(map(str, ports.values())))
-    ]
