@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,10 +37,11 @@ def command(
     with checkpoint_folder.writing(output):
         _check_place(output, force)
     opened, version = open_version(run)
-    with checkpoint_folder.scratch(output) as made, progress() as bar:
-        state, steps = fetch_version(opened, version, reference, partial(bar, "fetch"))
+    with checkpoint_folder.scratch(output) as made, progress() as advance:
+        state, steps = fetch_version(opened, version, reference, advance)
         manifest = opened.manifest(version)
-        checkpoint_folder.fill(made, opened, manifest, state, progress=bar("write", opened.schema.nbytes))
+        size_of_all = opened.schema.nbytes
+        checkpoint_folder.fill(made, opened, manifest, state, progress=lambda n: advance("write", n, size_of_all))
         checkpoint_folder.move_into(made, output, replace=force)
     value = {
         "run": opened.store.url,

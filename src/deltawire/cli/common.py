@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +37,9 @@ ReferenceOption = Annotated[
     Path | None,
     typer.Option(metavar="DIR", exists=True, file_okay=False, help="Where the checkpoint is that the run starts from."),
 ]
+
+Advance = Callable[[str, int, int], None]
+"""Counts bytes of a task: (label, bytes done, bytes in all)."""
 
 _PIPE_WIDTH = 160
 
@@ -244,19 +248,21 @@ def open_version(text: str) -> tuple[Run, int]:
 
 
 def fetch_version(
-    run: Run, version: int, reference: Path | None, advance: Callable[[int], Advance], state: State | None = None
+    run: Run, version: int, reference: Path | None, advance: Advance, label: str = "fetch", state: State | None = None
 ) -> tuple[State, list[Step]]:
-    """Rebuild a version in memory, from `state` on if that is cheaper. Also returns what was fetched.
-
-    `advance` gets the number of bytes to fetch and returns what counts them, such as a progress bar.
-    """
+    """Rebuild a version in memory, from `state` on if that is cheaper. Also returns what was fetched."""
     from ..bucket.references import resolver
     from ..bucket.replay import checkout
     from ..core import chain
 
     steps = chain.plan(state.version if state else None, version, run.timeline(version))
-    counted = advance(sum(step.bytes for step in steps))
-    return checkout(run, version, state, resolve=resolver(reference), progress=counted, steps=steps), steps
+    total = sum(step.bytes for step in steps)
+
+    def fetched(n: int) -> None:
+        advance(label, n, total)
+
+    fetched(0)
+    return checkout(run, version, state, resolve=resolver(reference), progress=fetched, steps=steps), steps
 
 
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -280,33 +286,29 @@ def ended_by_sigterm() -> Iterator[None]:
 # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Advance(Protocol):
-    def __call__(self, n: int, total: int | None = None) -> None:
-        """Advance by `n` bytes; `total` replaces the expected total."""
-
-
-Bar = Callable[[str, int], Advance]
-
-
 @contextmanager
-def progress() -> Iterator[Bar]:
+def progress() -> Iterator[Advance]:
     """Show progress bars on stderr during the block; nothing if stderr is not a terminal.
 
-    Yields `bar(label, total bytes) -> advance(bytes)`; both may be called from any thread.
+    Yields `advance(label, bytes, total)`, which makes a bar for each new label. It may be called from any thread.
     """
     from rich.console import Console
 
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
-        yield lambda label, total: lambda n, total=None: None
+        yield lambda label, n, total: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=stderr, transient=True) as bars:
+        tasks: dict[str, Any] = {}
+        lock = threading.Lock()
 
-        def bar(label: str, total: int) -> Advance:
-            task = bars.add_task(label, total=total)
-            return lambda n, total=None: bars.update(task, advance=n, total=total)
+        def advance(label: str, n: int, total: int) -> None:
+            with lock:
+                if label not in tasks:
+                    tasks[label] = bars.add_task(label, total=total)
+            bars.update(tasks[label], advance=n, total=total)
 
-        yield bar
+        yield advance

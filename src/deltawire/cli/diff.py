@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .common import (
-    Bar,
+    Advance,
     JsonOption,
     ReferenceOption,
     clean,
@@ -76,17 +75,17 @@ def command(
     """
     from ..bucket.compare import differences
 
-    with contextlib.ExitStack() as stack, progress() as bar:
+    with contextlib.ExitStack() as stack, progress() as advance:
         first, second = _sides(old, new)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-diff-")))
-        before, after = _open(first, second, scratch, reference, bar)
+        before, after = _open(first, second, scratch, reference, advance)
         mine, theirs = before.schema.by_name(), after.schema.by_name()
         both = [tensor for tensor in after.schema.tensors if mine.get(tensor.name) == tensor]
-        compared = bar("compare", sum(tensor.nbytes for tensor in both))
+        total = sum(tensor.nbytes for tensor in both)
         found = []
         for difference, tensor in zip(differences(before, after, both), both, strict=True):
             found.append(difference)
-            compared(tensor.nbytes)
+            advance("compare", tensor.nbytes, total)
     apart = {
         "only_old": sorted(mine.keys() - theirs.keys()),
         "only_new": sorted(theirs.keys() - mine.keys()),
@@ -129,14 +128,15 @@ def _sides(old: str, new: str | None) -> tuple[_Side, _Side]:
     return _Side(f"{split(old)[0]}@{parent}"), second
 
 
-def _open(first: _Side, second: _Side, scratch: Path, reference: Path | None, bar: Bar) -> tuple[Source, Source]:
+def _open(
+    first: _Side, second: _Side, scratch: Path, reference: Path | None, advance: Advance
+) -> tuple[Source, Source]:
     from ..core.full import Checkpoint, write_checkpoint
 
     def fetched(side: _Side, state: State | None = None) -> State:
         assert side.run is not None
         assert side.version is not None
-        label = partial(bar, f"fetch v{side.version}")
-        return fetch_version(side.run, side.version, reference, label, state)[0]
+        return fetch_version(side.run, side.version, reference, advance, f"fetch v{side.version}", state)[0]
 
     if first.run is None:
         state, before = None, Checkpoint(first.folder)
@@ -145,7 +145,8 @@ def _open(first: _Side, second: _Side, scratch: Path, reference: Path | None, ba
         if second.run is None:
             return state, Checkpoint(second.folder)
         # one of the two in memory is enough
-        write_checkpoint(scratch, state, progress=bar("set aside", state.schema.nbytes))
+        total = state.schema.nbytes
+        write_checkpoint(scratch, state, progress=lambda n: advance("set aside", n, total))
         before = Checkpoint(scratch)
         if first.run.info.run != second.run.info.run:
             state = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import Advance, Bar, JsonOption, RunArgument, age, duration, emit, percent, pick, progress, size, times
+from .common import JsonOption, RunArgument, age, duration, emit, percent, pick, progress, size, times
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,11 +117,17 @@ def command(
         continues=True,
     ) as publisher:
         source = _source(checkpoint, run)
-        with progress() as bar:
-            bars = _Bars(bar)
-            handle = publisher.publish(source, step=step, metrics=metrics, wait=True, progress=bars)
+        fetched = 0
+        with progress() as advance:
+
+            def count(phase: str, n: int, total: int) -> None:
+                nonlocal fetched
+                fetched += n if phase == "fetch" else 0
+                advance(_LABELS[phase], n, total)
+
+            handle = publisher.publish(source, step=step, metrics=metrics, wait=True, progress=count)
     _remember(url, checkpoint)
-    _report(Run.open(run), handle.result(), bars.fetched, left_out(checkpoint), json)
+    _report(Run.open(run), handle.result(), fetched, left_out(checkpoint), json)
 
 
 def _newest(run: str) -> str | None:
@@ -179,21 +185,6 @@ def _source(checkpoint: Path, run: str) -> Source:
         return as_run(source, Run.open(run).schema, f"the checkpoint {checkpoint}", OTHER_MODEL)
     except RunNotFound:
         return source
-
-
-class _Bars:
-    """One bar per phase, shown when the phase begins."""
-
-    def __init__(self, bar: Bar) -> None:
-        self._bar = bar
-        self._shown: dict[str, Advance] = {}
-        self.fetched = 0
-
-    def __call__(self, phase: str, n: int, total: int) -> None:
-        if phase not in self._shown:
-            self._shown[phase] = self._bar(_LABELS[phase], total)
-        self._shown[phase](n, total)
-        self.fetched += n if phase == "fetch" else 0
 
 
 # ── the folder published last ────────────────────────────────────────────────────────────────────────────────────────

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -169,8 +168,8 @@ def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[
     # `packed` alone stores steps at known places; others need the weights they start from
     readable = link.kind == "delta" and link.encoding == packed.name
     if steps and link.base is not None and not readable:
-        with progress() as bar:
-            state, _ = fetch_version(run, link.base, reference, partial(bar, "fetch the base version"))
+        with progress() as advance:
+            state, _ = fetch_version(run, link.base, reference, advance, "fetch the base version")
         specs, readable = run.schema.by_name(), True
         base = lambda name: (specs[name], state.bits(name))  # noqa: E731
     parts: list[TensorPart] = []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import Advance, Bar, JsonOption, ReferenceOption, RunArgument, emit, open_run, progress, size
+from .common import JsonOption, ReferenceOption, RunArgument, emit, open_run, progress, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,14 +48,14 @@ def command(
     from ..bucket.verify import verify
 
     opened = open_run(run)
-    with progress() as bar:
+    with progress() as advance:
         result = verify(
             opened,
             first=_bound(opened, first),
             last=_bound(opened, last),
             quick=quick,
             resolve=resolver(reference),
-            progress=_lazy(bar),
+            progress=partial(advance, "verify"),
         )
     url = opened.store.url
     emit({"run": url, "ok": result.ok, **asdict(result)}, lambda out: _render(out, url, result), json)
@@ -71,18 +71,6 @@ def _bound(run: Run, version: str | None) -> int | None:
         return None
     exact = number(version)
     return exact if exact is not None and exact >= 0 else resolve(run, version)
-
-
-def _lazy(bar: Bar) -> Callable[[int, int], None]:
-    """A bar that appears once the size of the run is known."""
-    shown: list[Advance] = []
-
-    def advance(n: int, total: int) -> None:
-        if not shown:
-            shown.append(bar("verify", total))
-        shown[0](n)
-
-    return advance
 
 
 def _render(out: Console, url: str, result: Verification) -> None:
