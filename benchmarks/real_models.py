@@ -81,10 +81,10 @@ def short_sentences(text: str) -> float:
 class Subject:
     model: Any
     folder: Path
-    # with config and tokenizer
+    """With config and tokenizer."""
     prompts: Sequence[Sequence[int]]
     reward: Callable[[Sequence[int]], float]
-    # of a completion
+    """Of a completion."""
 
 
 def checkpoint(name: str, folder: Path) -> Subject:

@@ -148,12 +148,12 @@ class Step:
     """What a step works on, one of each per tensor of the log's elements."""
 
     pointers: Pointers
-    # parameters, gradients (0: the parameter stays as it is), first and second moments
+    """Parameters, gradients (0: the parameter stays as it is), first and second moments."""
     scalars: Tensor
-    # fp32 [tensors, SCALARS], on the device
+    """fp32 [tensors, SCALARS], on the device."""
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    # not zero: nothing is done
+    """Not zero: nothing is done."""
 
 
 def step(elements: Elements, work: Step, log: ChangeLog | None) -> None:
@@ -173,7 +173,7 @@ class Noted:
 
     entries: Tensor
     new: Tensor
-    # int16
+    """int16."""
 
 
 def noted(elements: Elements, params: Sequence[Tensor], log: ChangeLog, ops: ModuleType) -> Noted:

@@ -63,15 +63,15 @@ class Segment:
     """A rectangle of one tensor and the lines along which it is cut into tiles."""
 
     tensor: int
-    # its place in the list of tensors
+    """Its place in the list of tensors."""
     offset: int
-    # units of the tensor before the rectangle's first
+    """Units of the tensor before the rectangle's first."""
     stride: int
-    # units from one of its rows to the next
+    """Units from one of its rows to the next."""
     row_cuts: Ints
-    # 0, …, rows
+    """Row numbers: 0, …, rows."""
     column_cuts: Ints
-    # 0, …, columns
+    """Column numbers: 0, …, columns."""
 
     @property
     def rows(self) -> int:
@@ -132,13 +132,13 @@ class Launch:
     """Tiles that one kernel launch covers: alike in unit width, and in whether wide reads are allowed."""
 
     tiles: Tensor
-    # their numbers
+    """Their numbers in the plan."""
     count: int
     unit: int
-    # bytes
+    """Bytes of a unit."""
     aligned: bool
     addresses: tuple[Tensor, ...]
-    # per list of tensors, where every tile (of the whole plan) begins
+    """Per list of tensors, where every tile (of the whole plan) begins."""
 
 
 class Plan:

@@ -48,11 +48,11 @@ class Changed:
     """Changed units, tile after tile. In a tile they come row by row from `detect`, class by class from `place`."""
 
     starts: Tensor
-    # int64, tiles + 1: where each tile's begin
+    """int64, tiles + 1: where each tile's begin."""
     positions: Tensor
-    # within the tile, row by row; uint16 where every tile is that small, else uint32
+    """Within the tile, row by row; uint16 where every tile is that small, else uint32."""
     old: Tensor
-    # unsigned bits, zero-extended where the plan has wider units elsewhere
+    """Unsigned bits, zero-extended where the plan has wider units elsewhere."""
     new: Tensor
 
     @property
@@ -74,11 +74,11 @@ class Moves:
 
     starts: Tensor
     positions: Tensor
-    # both as in `Changed`
+    """Both as in `Changed`."""
     values: Tensor
-    # as wide as the bits
+    """As wide as the bits."""
     kinds: Tensor
-    # int32 [tiles]
+    """int32 [tiles]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,13 @@ class Ranks:
     """Changed units as ranks within classes of the old bits: tile after tile, class by class, rank by rank."""
 
     sizes: Tensor
-    # int32 [tiles, CLASSES]: units of each class; of class 0, in which nothing changes, none
+    """int32 [tiles, CLASSES]: units of each class; of class 0, in which nothing changes, none."""
     counts: Tensor
-    # int32 [tiles, CLASSES]: how many of them changed
+    """int32 [tiles, CLASSES]: how many of them changed."""
     ranks: Tensor
-    # as wide as positions
+    """As wide as positions."""
     steps: Tensor
-    # zigzagged step in ulps, as core/codecs/ulps.py has it; as wide as the bits
+    """Zigzagged step in ulps, as core/codecs/ulps.py has it; as wide as the bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +115,15 @@ class Rules:
     """
 
     table: Tensor
-    # int32 [tiles, 6]: exponent's shift, its mask (0: not a float), low, top, offset, classes
+    """int32 [tiles, 6]: exponent's shift, its mask (0: not a float), low, top, offset, classes."""
     classes: int
-    # the most any tile has
+    """The most any tile has."""
     levels: Tensor
-    # uint8: of all rows and columns, one segment after the other; empty where all are neutral
+    """uint8: of all rows and columns, one segment after the other; empty where all are neutral."""
     level_at: Tensor
-    # int64 [tiles, 2]: where the levels of a tile's rows and of its columns begin
+    """int64 [tiles, 2]: where the levels of a tile's rows and of its columns begin."""
     aligned: bool
-    # whether all levels of columns begin where wide reads are allowed
+    """Whether all levels of columns begin where wide reads are allowed."""
 
 
 Level = npt.NDArray[np.uint8] | None

@@ -50,7 +50,7 @@ class Piece:
 
     region: Region
     view: Tensor
-    # [rows, columns] of the region; columns are neighbours in memory
+    """[rows, columns] of the region; columns are neighbours in memory."""
 
 
 @dataclass(frozen=True, slots=True)
