@@ -6,9 +6,15 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+from deltawire.core.errors import ManifestError
+from deltawire.core.typed_json import decode
+
 MANY = """
     import sys, threading
     import msgspec
+    from deltawire.core.errors import ManifestError
     from deltawire.core.typed_json import decode
 
     sys.setswitchinterval(1e-6)
@@ -19,7 +25,7 @@ MANY = """
 
         def work():
             together.wait()
-            found.append(decode(b'{"name": "a", "parts": [{"key": "k", "size": 3}]}', outer))
+            found.append(decode(b'{"name": "a", "parts": [{"key": "k", "size": 3}]}', outer, "it", ManifestError))
 
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
@@ -28,6 +34,12 @@ MANY = """
             thread.join()
         assert [value.parts[0].size for value in found] == [3] * 4
 """
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b'{"a": "\xff"}', b"[" * 100_000, b'{"a": 1e999}'])
+def test_what_is_not_of_the_kind_is_one_error(data: bytes) -> None:
+    with pytest.raises(ManifestError, match="it does not parse: "):
+        decode(data, dict[str, int], "it", ManifestError)
 
 
 def test_threads_that_begin_at_the_same_moment() -> None:

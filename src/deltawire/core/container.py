@@ -70,12 +70,10 @@ def read_header(read: Read, file_size: int) -> Header:
     if PREFIX + claimed > file_size:
         raise TruncatedFile(f"the header claims {claimed:,} bytes, the file has {file_size:,} in all")
     size = PREFIX + claimed
-    try:
-        raw = msgspec.json.decode(read(PREFIX, claimed), type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-        entries = {name: decode(entry, _Entry) for name, entry in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise HeaderError(f"the header is not the JSON of a safetensors file: {error}") from None
+    what = "the header of a safetensors file"
+    raw = decode(read(PREFIX, claimed), dict[str, msgspec.Raw], what, HeaderError)
+    metadata = decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), dict[str, str], what, HeaderError)
+    entries = {name: decode(entry, _Entry, what, HeaderError) for name, entry in raw.items()}
     items: dict[str, Item] = {}
     position = 0
     for name, entry in sorted(entries.items(), key=lambda pair: pair[1].data_offsets):

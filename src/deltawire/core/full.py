@@ -21,6 +21,7 @@ from .manifest import MAX_FILE, parse
 from .parallel import ordered_map, threads_for
 from .schema import Schema, TensorSpec, check_file_name
 from .sparse import FORMAT, FORMAT_VERSION, DataFile
+from .typed_json import decode
 
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -119,7 +120,10 @@ class Anchor:
         known = schema.by_name()
         self._parts: dict[str, list[tuple[Region, TensorSpec, FullFile]]] = {name: [] for name in known}
         for file in files:
-            placed = _regions(file.metadata.get(REGIONS, "{}"))
+            said = file.metadata.get(REGIONS, "{}")
+            placed = decode(
+                said, dict[str, tuple[str, int, int, int, int]], "the `regions` of an anchor", SchemaMismatch
+            )
             for stored in file.tensors:
                 name, *sides = placed.get(stored.name) or (stored.name,)
                 if name not in known:
@@ -154,13 +158,6 @@ class Anchor:
                 return bits
             result[common.within(region)] = bits.reshape(common.rows, common.columns)
         return result.reshape(-1)
-
-
-def _regions(text: str) -> dict[str, tuple[str, int, int, int, int]]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, tuple[str, int, int, int, int]])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise SchemaMismatch(f"the regions of an anchor do not parse: {error}") from None
 
 
 class Checkpoint:

@@ -250,10 +250,7 @@ def dump(value: msgspec.Struct) -> bytes:
 
 
 def parse(data: bytes, kind: type[T], what: str) -> T:
-    try:
-        return decode(data, kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ManifestError(f"{what} does not parse: {error}") from None
+    return decode(data, kind, what, ManifestError)
 
 
 def parse_run(data: bytes, max_model: int | None = None) -> RunInfo:

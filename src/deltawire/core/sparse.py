@@ -343,10 +343,7 @@ class DeltaFile:
         claimed = self.metadata.get("index_size", "")
         raw_size = int(claimed) if claimed.isdecimal() and len(claimed) < 12 else -1
         plain = expand(Stream(raw_size, item.nbytes), self._read(item.start, item.nbytes), MAX_INDEX, "the index")
-        try:
-            return decode(plain, _Index)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise CorruptStream(f"the index does not parse: {error}") from None
+        return decode(plain, _Index, "the index", CorruptStream)
 
 
 class DeltaClaim(msgspec.Struct, frozen=True):
