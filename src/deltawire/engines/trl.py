@@ -48,7 +48,7 @@ _OF_PEFT: dict[str, Callable[[Any], Any]] = {"merged": merged, "adapter": adapte
 class BucketTransfer:
     """The `weight_transfer` of TRL's AsyncGRPOTrainer: every sync becomes a version of a run.
 
-    `options` are those of `Publisher`. Weights travel as bf16 unless `wire_dtype` says otherwise.
+    `options` are those of `Publisher`. fp32 weights are published as bf16 unless `wire_dtype` is set.
 
     Call `attach(trainer)` before `train`: it publishes the first version, with the model's config and tokenizer, so
     that a server can start from the run.
@@ -71,10 +71,10 @@ class BucketTransfer:
         """Do nothing: a replica pauses itself for the milliseconds in which it patches its weights."""
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Publish weights; returns once it is known what changed.
+        """Publish weights; returns once the changes are captured.
 
         The iterator is always consumed to its end, since every rank of a sharded trainer takes part in it. If the
-        bucket is unavailable, training continues and a later sync carries what this one should have.
+        bucket is unavailable, training continues and a later sync includes these changes.
         """
         self._syncs.add(self._publish(iterator, step=self._syncs.count + 1))
 
@@ -82,6 +82,7 @@ class BucketTransfer:
         """Do nothing; see `pause`."""
 
     def destroy(self) -> None:
+        """Wait until everything is in the bucket, and close the publisher."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
@@ -155,11 +156,11 @@ def _unsent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 class DeltaSyncCallback(TrainerCallback):
     """Publishes the model of any transformers or TRL trainer: at the start, then after every `every` optimizer steps.
 
-    Of a PEFT model it publishes the merged weights, which every server can follow; `peft="adapter"` the adapter alone.
-    The model's config and the trainer's tokenizer (`processing_class`) go with them. `options` are those of
-    `Publisher`.
+    For a PEFT model it publishes the merged weights, which every server can load, or with `peft="adapter"` only the
+    adapter. The model's config and the trainer's tokenizer (`processing_class`) are published too. `options` are those
+    of `Publisher`.
 
-    `attach(trainer)` in place of `callbacks=[…]` puts our metrics before the reporters', so that they see them too.
+    Use `attach(trainer)` rather than `callbacks=[…]`, so that the trainer's reporters include our metrics.
     """
 
     def __init__(self, run: str, *, every: int = 1, peft: str = "merged", **options: Any) -> None:
@@ -173,6 +174,7 @@ class DeltaSyncCallback(TrainerCallback):
         self._syncs = Syncs()
 
     def attach(self, trainer: Any) -> None:
+        """Add this callback to a trainer, before its reporters."""
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **around: Any) -> None:
@@ -196,6 +198,7 @@ class DeltaSyncCallback(TrainerCallback):
         self._publisher = None
 
     def metrics(self) -> dict[str, float]:
+        """Return the figures of the newest version that is in the bucket."""
         return self._syncs.metrics()
 
     def _publish(self, publisher: Publisher, model: Any, state: Any) -> None:
