@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 
 from . import container, digest
 from .change import BLOCK_UNITS, Region, blocks, pieces, tile, whole
@@ -73,7 +74,7 @@ def anchor(regions: Iterable[Region], read: Callable[[Region], Bits], metadata: 
         everything[REGIONS] = msgspec.json.encode(parts).decode()
     head = container.build(((t.name, t.dtype, t.shape) for t in stored), everything)
     elements = sum(tensor.elements for tensor in stored)
-    return DataFile.of(head, lambda: map(bytes, _chunks(ordered, read)), elements)
+    return DataFile.of(head, lambda: map(bytes, _chunks(ordered, read)), elements, blake3.AUTO)
 
 
 def _stored(rectangle: Region) -> TensorSpec:

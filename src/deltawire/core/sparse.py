@@ -112,14 +112,14 @@ class DataFile:
     chunks: Callable[[], Iterator[bytes]]
 
     @classmethod
-    def of(cls, head: bytes, body: Callable[[], Iterator[bytes]], changed: int) -> DataFile:
-        """A file of these parts. Reads the body once to hash it, and again for every put."""
+    def of(cls, head: bytes, body: Callable[[], Iterator[bytes]], changed: int, threads: int = 1) -> DataFile:
+        """A file of these parts. Reads the body once to hash it, on `threads`, and again for every put."""
 
         def chunks() -> Iterator[bytes]:
             yield head
             yield from body()
 
-        everything, size = blake3(max_threads=blake3.AUTO), 0
+        everything, size = blake3(max_threads=threads), 0
         for chunk in chunks():
             everything.update(chunk)
             size += len(chunk)
