@@ -22,6 +22,8 @@ class Vandal:
 
     def __init__(self, store: Store, disk: Path) -> None:
         self._store, self._disk = store, disk
+        self._good: dict[str, bytes] = {}
+        """Write-once objects as they were before the first damage: a second damage must not save a bad copy."""
 
     def victim(self, dice: random.Random, prefixes: tuple[str, ...]) -> tuple[str, bytes] | None:
         found = [item for item in self._store.list() if item.key.startswith(prefixes) and item.size > 8]
@@ -29,7 +31,8 @@ class Vandal:
             return None
         # the newest are the ones that somebody will want
         item = dice.choice(sorted(found, key=lambda item: item.modified)[-12:])
-        return item.key, self._store.get(item.key).data
+        data = self._store.get(item.key).data
+        return item.key, self._good.setdefault(item.key, data) if item.key.startswith(_RESTORED) else data
 
     def overwrite(self, dice: random.Random, how: str) -> Undo | None:
         """Other bytes under the same key, or none at all."""
