@@ -6,6 +6,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.run import Run
 from deltawire.bucket.watch import PROBE_EVERY, Rhythm, Watcher
 from deltawire.core import keys
-from deltawire.core.errors import ObjectTooLarge, RunReplaced, StoreUnavailable, Unsupported
+from deltawire.core.errors import ObjectNotFound, ObjectTooLarge, RunReplaced, StoreUnavailable, Unsupported
 from deltawire.core.manifest import Head, dump
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Retrying, Store
+from deltawire.store.base import Fetched
 from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
 from support import blank, copy, history, publish, same
@@ -233,6 +235,33 @@ def test_head_is_only_a_hint(store: Store, head: str) -> None:
     spoil()
     found = [watcher.look(run, 1) for _ in range(PROBE_EVERY)]
     assert 2 in found
+
+
+@pytest.mark.parametrize("error", [ObjectNotFound("not visible yet"), StoreUnavailable("down")])
+def test_a_manifest_that_head_names_is_asked_for_again(store: Store, error: Exception) -> None:
+    """Head's ETag counts as seen only when its version was found: else the next looks would not read it again."""
+    versions = history(2)
+    publish(store, versions[:1])
+
+    class Late(CountingStore):
+        failing = 0
+
+        def get(self, key: str, *, limit: int | None = None) -> Fetched:
+            if key == keys.manifest(1) and self.failing:
+                self.failing -= 1
+                raise error
+            return super().get(key, limit=limit)
+
+    late = Late(store)
+    watcher, run = Watcher(late, poll=1.0, stop=threading.Event()), Run.open(late)
+    assert watcher.look(run, None) == 0
+    add(store, versions[1])
+    late.failing = 1
+    known: int | None = 0
+    for _ in range(2):
+        with suppress(StoreUnavailable):
+            known = watcher.look(run, known)
+    assert known == 1
 
 
 # ── another run at the same address ──────────────────────────────────────────────────────────────────────────────────

@@ -55,7 +55,7 @@ class Walker:
         self,
         have: Callable[[], int | None],
         want: int,
-        steps: list[Step] | None = None,
+        planned: list[Step] | None = None,
         *,
         begin: Callable[[list[Step]], bool] = lambda steps: True,
         progress: Progress | None = None,
@@ -63,15 +63,15 @@ class Walker:
         """Yield the steps to `want` with their objects, until `have()` is `want`.
 
         The caller applies a link before it asks for the next one, and calls `reject` or `plan_again` where that fails.
-        `steps` is a way that was planned before. `begin` is called with each plan before anything is fetched; if it
-        returns False, another plan is made. Raises the last failure, or MissingBase, when no way is left, and after
-        chain.MAX_PLANS plans.
+        `planned` is a way that was planned before, to be tried first. `begin` is called with each plan before anything
+        is fetched; if it returns False, another plan is made. Raises the last failure, or MissingBase, when no way is
+        left, and after chain.MAX_PLANS plans.
         """
         for _ in range(chain.MAX_PLANS):
             if have() == want:
                 return
             try:
-                steps = steps or self.plan(have(), want)
+                steps, planned = planned or self.plan(have(), want), None
             except MissingBase:
                 failure = self._failure
                 if failure is not None and not isinstance(failure, StoreUnavailable):
@@ -85,7 +85,6 @@ class Walker:
                     yield item
                     if self._must_plan:
                         break
-            steps = None
         if have() != want:
             raise chain.gave_up(want, self._run.store.url, self._failure) from self._failure
 

@@ -161,7 +161,6 @@ class Watcher:
             got = self._store.get_if_changed(keys.HEAD, self._etag, limit=SMALL)
             if got is None:
                 return known
-            self._etag = got.etag
             version = run.parse_head(got.data)
         except StoreUnavailable:
             raise
@@ -169,16 +168,12 @@ class Watcher:
             self._etag, self._headless = None, True
             return known
         self._headless = version is None
-        if version is None:
-            # manifests are the truth; but there may be another run now
-            return self._check_run(run, known)
-        if version <= known:
+        if version is not None and version > known and not run.exists(version):
+            # perhaps not visible yet: without its ETag, head is read again at the next look
             return known
-        if run.exists(version):
-            return version
-        # it points at nothing, perhaps at a version that is not visible yet: look again
-        self.forget()
-        return known
+        self._etag = got.etag
+        # where head names no version, manifests are the truth; but there may be another run now
+        return self._check_run(run, known) if version is None else max(version, known)
 
     def _probe(self, run: Run, known: int) -> int:
         newest = run.newest() if run.exists(known + 1) else None

@@ -40,6 +40,7 @@ class HostMemory:
             # bits already, of dtypes that numpy may have no name for
             model.schema.require_equal(schema, ours="this state", theirs="the run")
             self._cells: dict[str, list[_Cell]] = {n: [_Cell(bits)] for n, bits in model.tensors.items()}
+            """One cell per piece of memory: weights that the run ties may be several here, and all must agree."""
             return
         tensors = live_tensors(model)
         names = require(tensors, schema, strict)
@@ -80,12 +81,14 @@ class HostMemory:
         return _HostPatch(self, decoded)
 
     def write(self, change: Change) -> None:
-        for cell in self._cells[change.region.tensor.name]:
-            cell.scatter(change, change.new)
+        self._scatter(change, change.new)
 
     def undo(self, change: Change) -> None:
+        self._scatter(change, change.old)
+
+    def _scatter(self, change: Change, values: Bits) -> None:
         for cell in self._cells[change.region.tensor.name]:
-            cell.scatter(change, change.old)
+            cell.scatter(change, values)
 
     def load(self, source: Source) -> None:
         for tensor in self.schema.tensors:
