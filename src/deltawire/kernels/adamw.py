@@ -38,7 +38,7 @@ class Elements:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         dtypes, devices = {t.dtype for t in tensors}, {t.device for t in tensors}
         if len(devices) != 1 or (dtypes - {torch.float32} and dtypes - {torch.bfloat16}):
-            found = ", ".join(sorted(map(str, dtypes | devices)))  # type: ignore[arg-type]
+            found = ", ".join(sorted(map(str, dtypes | devices)))
             raise ValueError(f"parameters must be all fp32 or all bf16, on one device; these are {found}")
         if not all(t.is_contiguous() for t in tensors):
             raise ValueError("parameters must be contiguous")
@@ -110,7 +110,7 @@ class ChangeLog:
         """Look how many entries there are (waits for the device). False if some found no room."""
         asked, cut = self.used.tolist()
         self.count = min(asked, cut)
-        return asked <= self.entries.numel()
+        return bool(asked <= self.entries.numel())
 
     def grow(self, room: int) -> None:
         larger = torch.empty(min(room, self.elements.total), dtype=torch.int64, device=self.entries.device)

@@ -71,7 +71,7 @@ class DeviceBlock:
             first = first.repeat_interleave(sizes, output_size=sum(row.numel() for row in rows))
             found = (torch.cat(rows) >> shift).bitwise_and_(mask).to(torch.int32).add_(first)
             count = torch.bincount(found, minlength=256 * len(rows))
-            return count.cpu().numpy().reshape(len(rows), 256)  # type: ignore[no-any-return]
+            return count.cpu().numpy().reshape(len(rows), 256)
 
     def by_row(self, number: int, rule: Table, plus: LevelBytes, kinds: int) -> npt.NDArray[np.float32]:
         with self._beside():
@@ -151,7 +151,7 @@ def _count(found: Tensor, axis: int, kinds: int) -> npt.NDArray[np.float32]:
     """How often each number below `kinds` occurs along an axis: [lines, kinds]."""
     found = found.to(torch.uint8)
     counts = [(found == kind).sum(axis, dtype=torch.int32) for kind in range(kinds)]
-    return torch.stack(counts, 1).to(torch.float32).cpu().numpy()  # type: ignore[no-any-return]
+    return torch.stack(counts, 1).to(torch.float32).cpu().numpy()
 
 
 def _wait(tensor: Tensor) -> None:

@@ -130,7 +130,9 @@ Level = npt.NDArray[np.uint8] | None
 
 
 def rules(
-    plan: Plan, table: Sequence[Sequence[int]] | npt.NDArray[Any], levels: Sequence[tuple[Level, Level]] | None = None
+    plan: Plan,
+    table: Sequence[Sequence[int] | npt.NDArray[Any]] | npt.NDArray[Any],
+    levels: Sequence[tuple[Level, Level]] | None = None,
 ) -> Rules:
     """Rules of a plan from six numbers per segment (see `Rules.table`), and its row and column levels.
 

@@ -359,7 +359,7 @@ def _digest_table(plan: Plan) -> Tensor:
 
 def _wide(rules: Rules) -> int:
     """Classes that kernels count, rounded up to what they can: a power of two, and whole words of four."""
-    return max(4, triton.next_power_of_2(rules.classes))
+    return max(4, int(triton.next_power_of_2(rules.classes)))
 
 
 def _leveled(rules: Rules) -> int:

@@ -91,8 +91,9 @@ class _Process:
         try:
             for file in files:
                 for moves, tiles in ordered_map(lambda block, f=file: self._block(f, block), file.blocks, _threads()):  # type: ignore[misc]
-                    for mine, more in zip((*cut, *self._tiles), (*moves, *tiles), strict=True):
-                        mine += more
+                    for n in range(len(self._ranks)):
+                        cut[n] += moves[n]
+                        self._tiles[n] += tiles[n]
         except _CutTiles:
             return {"cut": True}
         return {

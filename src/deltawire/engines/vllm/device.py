@@ -96,9 +96,11 @@ class DeviceShard:
             ready = []
             for kind, count in parts:
                 if count:
-                    sent = (self._send(found[f"{name}.{kind}"]) for name in ("starts", "positions", "values"))
                     kinds = torch.full((self._plan.tiles,), kind, dtype=torch.int32, device=self._device)
-                    sent_moves = kernels.Moves(*sent, kinds)
+                    starts, positions, values = (
+                        self._send(found[f"{name}.{kind}"]) for name in ("starts", "positions", "values")
+                    )
+                    sent_moves = kernels.Moves(starts, positions, values, kinds)
                     ready.append((self._plan, kernels.resolve(self._views, sent_moves, plan=self._plan)))
             if ranks is not None and sheet is not None:
                 plan, rules = kernels.read_sheet(arrays.open_arrays(sheet), self._views, self._tile_plans)

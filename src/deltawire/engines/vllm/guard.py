@@ -40,7 +40,7 @@ def problems_of(model: nn.Module, config: Any) -> list[str]:
 
 def has_draft(config: Any) -> bool:
     """Whether the server speculates with a model of its own, whose weights no run of the main model carries."""
-    speculative = getattr(config, "speculative_config", None)
+    speculative: Any = getattr(config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     return draft is not None and draft is not speculative.target_model_config
 
@@ -54,7 +54,7 @@ def pack_again(model: nn.Module) -> None:
     """Have experts packed for their kernel by the next reload. On a CPU, vLLM 0.32 packs them only when it makes the
     kernel, and a reload would put plain weights in the place of packed ones."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and next(module.parameters()).device.type == "cpu":
             method.moe_kernel = None
 
@@ -65,7 +65,7 @@ def fingerprint(model: nn.Module) -> str:
     for name, tensor in _tensors(model):
         whole.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        whole.update(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+        whole.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return whole.hexdigest()
 
 

@@ -16,7 +16,7 @@ class Metrics:
 
     def __init__(self, follower: Callable[[], Follower | None]) -> None:
         self._follower = follower
-        REGISTRY.register(self)  # type: ignore[arg-type]
+        REGISTRY.register(self)
 
     def collect(self) -> Iterator[Any]:
         return control.metrics(self._follower())

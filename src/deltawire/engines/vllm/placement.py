@@ -145,7 +145,7 @@ def _piece(spec: TensorSpec, source: Tensor, to: Tensor) -> Piece | None:
         else:
             merged.append((n, a, b))
     across = max(spec.columns, 1)
-    first, offset = source.storage_offset() // across, source.storage_offset() % across
+    first, offset = divmod(int(source.storage_offset()), across)
     if not merged:
         merged = [(1, 1, 1)]
     if len(merged) == 1:

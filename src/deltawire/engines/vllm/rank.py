@@ -87,7 +87,8 @@ class Rank:
         self._schema = msgspec.json.decode(Path(schema).read_bytes(), type=Schema)
         problems = self._problems()
         with self._loading():
-            placement = trace(self._model, self._model.load_weights, self._schema)
+            load: Any = self._model.load_weights  # vLLM's models have it, `nn.Module` does not
+            placement = trace(self._model, load, self._schema)
         problems += placement.problems
         try:
             self._shard = open_shard(placement.pieces)
