@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import container
-from .change import BIT_STEPS, NUMBER_STEPS
-from .codecs import raw
+from .codecs import packed, raw
 from .container import Read
 from .dtypes import Bits, lookup
 from .errors import PositionError, SchemaMismatch
@@ -108,12 +107,15 @@ class Contents:
         return histogram
 
     def _coded_steps(self) -> Iterator[npt.NDArray[np.int64] | None]:
-        for found in map(self._delta.read, self._delta.blocks) if self._delta is not None else ():
-            if not isinstance(found, list) or any(moves.kind not in (NUMBER_STEPS, BIT_STEPS) for moves in found):
+        delta = self._delta
+        for block in delta.blocks if delta is not None else ():
+            steps_are_coded = block.record is not None and block.record.encoding == packed.name
+            found = delta.read(block) if delta is not None and steps_are_coded else None
+            if isinstance(found, list):
+                yield from (unzigzag(moves.values) for moves in found)
+            else:
                 # the steps of `context` depend on the base, and `planes` has flipped bits
                 yield None
-            else:
-                yield from (unzigzag(moves.values) for moves in found)
         if self._pairs:
             yield None
 

@@ -216,6 +216,13 @@ class BlockRef:
     def changed(self) -> int:
         return sum(changed for _, changed in self.regions)
 
+    @property
+    def work(self) -> int:
+        """Units that decoding has to look at: `context` counts all weights of its regions, changed or not."""
+        if self.record is None or self.record.encoding != context.name:
+            return self.changed
+        return sum(region.units for region, _ in self.regions)
+
 
 class DeltaFile:
     """An opened delta. Opening checks the header and index; `read` reads and checks one block."""
@@ -281,7 +288,7 @@ class DeltaFile:
     def each(self, work: Callable[[BlockRef], T], threads: int | None = None) -> Iterator[T]:
         """Work on all blocks, on as many threads as decoding them leaves memory for; results in order."""
         most = max((block.changed for block in self.blocks), default=0)
-        wanted = threads_for(sum(block.changed for block in self.blocks), threads)
+        wanted = threads_for(sum(block.work for block in self.blocks), threads)
         threads = max(1, min(wanted, IN_WORK // (_DECODED * max(most, 1))))
         return ordered_map(work, self.blocks, threads)
 

@@ -103,7 +103,7 @@ class Ranks:
     ranks: Tensor
     """As wide as positions."""
     steps: Tensor
-    """Zigzagged step in ulps, as core/codecs/ulps.py has it; as wide as the bits."""
+    """Zigzagged step in ulps, as core/ulps.py has it; as wide as the bits."""
 
 
 @dataclass(frozen=True, slots=True)

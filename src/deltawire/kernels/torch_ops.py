@@ -335,7 +335,7 @@ def _group_starts(key: Tensor, segment: Segment) -> Tensor:
 def _steps(plan: Plan, rules: Rules, first: int, old: Tensor, new: Tensor) -> Tensor:
     bits = 8 * int(plan.unit[first])
     is_float = bool(rules.table[first, 1])
-    # the usual zigzag, less one, of the way back: +1 → 0, −1 → 1, +2 → 2 …, as core/codecs/ulps.py has it
+    # the usual zigzag, less one, of the way back: +1 → 0, −1 → 1, +2 → 2 …, as core/ulps.py has it
     step = (_to_key(old, is_float, bits) - _to_key(new, is_float, bits)) & ((1 << bits) - 1)
     step = torch.where(step >> (bits - 1) != 0, step - (1 << bits), step)
     return ((step << 1) ^ (step >> 63)) - 1

@@ -75,7 +75,8 @@ class Capture:
         changes = since or self
         before, threads = Weights(self._owner, self, changes), threads_for(changes.count)
         if encoding == "context":
-            threads = min(threads, self._owner.detector.encoders)
+            # it counts all weights, changed or not
+            threads = min(threads_for(self._owner.nbytes), self._owner.detector.encoders)
         return ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks, threads)
 
     def digest(self) -> StateDigest:

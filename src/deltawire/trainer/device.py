@@ -146,7 +146,8 @@ class DeviceDetector:
 
     @property
     def encoders(self) -> int:
-        return _ENCODERS if self._counts_on_device() else sys.maxsize
+        on_device = self._counts_on_device() and any(part.copy is not None for part in self._parts)
+        return _ENCODERS if on_device else sys.maxsize
 
     def _counts_on_device(self) -> bool:
         # in host memory the codec's own kernels are faster

@@ -168,7 +168,8 @@ class Pipeline:
         detector = group.each(lambda: self._local.detector(source))
         state, start_over, watched = None, False, source
         if newest is None:
-            if progress is not None and isinstance(detector, HostDetector):
+            # shards are read twice, so their bytes would count twice
+            if progress is not None and self._local.streams and isinstance(detector, HostDetector):
                 watched = Watched(source, lambda n: progress("detect", n, schema.nbytes))
         elif self._differs(newest, source, detector, must_match):
             fetched = (lambda n, total: progress("fetch", n, total)) if progress else None
