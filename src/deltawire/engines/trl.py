@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import MissingExtra, PublishFailed, StoreError
+from ..core.errors import BadURL, MissingExtra, ObjectNotFound, PublishFailed, StoreError
 from ..core.extras import install_command
 from ..models import is_peft, unwrapped
 from ..trainer import Published, Publisher, PublishHandle, adapter, merged
@@ -272,6 +272,9 @@ def publish(publisher: Publisher, weights: Mapping[str, Any] | Any, step: int) -
         except PublishFailed as error:
             # the error of an earlier publish, raised once; this one has not been tried yet
             log.warning("%s", error)
+        except (BadURL, ObjectNotFound):
+            # the bucket itself is gone: no later publish succeeds either
+            raise
         except StoreError as error:
             log.warning("sync %d was not published, a later one carries it: %s", step, error)
             return None

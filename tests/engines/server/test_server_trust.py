@@ -14,12 +14,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from pydantic import ValidationError
 from serving import checkpoint, publisher, serving, tiny_model, tokenizer
 from starlette.datastructures import URL
 from starlette.requests import HTTPConnection
 
 from deltawire.engines.server import Connections, Limits, RolloutServer, app, template
 from deltawire.engines.server.loading import UntrustedCode, load
+from deltawire.engines.server.requests import ChatRequest
 from deltawire.engines.server.template import ChatTemplate, TemplateFailed
 
 TOKEN = "correct horse"
@@ -166,6 +168,8 @@ def test_a_template_out_of_a_bucket_gets_seconds_and_megabytes(monkeypatch: pyte
         (b'{"prompt": "a", "stop_token_ids": [' + b"1," * 300 + b"1]}", 400),
         (b'{"prompt": "a", "stop": 7}', 400),
         (b'{"prompt": "a", "stream_options": 7, "stream": true}', 400),
+        (b'{"prompt": "a", "stream_options": {"include_usage": "yes"}, "stream": true}', 400),
+        (b'{"prompt": "a", "unknown": Infinity}', 400),
         (b'{"prompt": [' + b'"a",' * 41 + b'"a"]}', 400),
         (b'{"prompt": "' + b"a" * 5000 + b'"}', 413),
         (b'{"prompt": ["a", "' + b"a" * 5000 + b'"]}', 413),
@@ -201,6 +205,13 @@ def test_no_chat_ends_in_a_500(client: httpx.Client, messages: Any, status: int)
     for more in ({}, {"continue_final_message": True}):
         answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2, **more})
         assert answer.status_code in (status, 400), answer.text
+
+
+@pytest.mark.parametrize("wrong", [{"messages": [1] * 5000}, {"messages": SAID, "stop": [1] * 5000}])
+def test_what_is_wrong_thousands_of_times_is_counted_a_few_times(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as error:
+        ChatRequest.model_validate(wrong)
+    assert error.value.error_count() < 20
 
 
 def test_large_requests_are_not_all_held_at_once(served: tuple[RolloutServer, httpx.Client], wire: Any) -> None:

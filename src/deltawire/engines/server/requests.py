@@ -11,7 +11,8 @@ import time
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from .sampling import Sampling
 from .template import ChatTemplate, TemplateFailed
@@ -83,6 +84,8 @@ class Reader:
 
 
 class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
     include_usage: bool | None = None
 
 
@@ -182,7 +185,8 @@ class CompletionRequest(CommonRequest):
 class ChatRequest(CommonRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], FailFast()]
+    """Checked up to the first that is wrong: an error for each of a million would take gigabytes."""
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -234,10 +238,14 @@ R = TypeVar("R", bound=CommonRequest)
 def parse(body: bytes, kind: type[R]) -> R:
     """The request in a body; raises Refused for what is not one."""
     try:
-        return kind.model_validate_json(body)
+        given = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(f"the body is not JSON for an object: {error}") from None
+    try:
+        return kind.model_validate(given)
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_input=False)[0]
-    if wrong["type"] == "json_invalid" or not wrong["loc"]:
+    if not wrong["loc"]:
         raise Refused(f"the body is not JSON for an object: {wrong['msg']}")
     param = str(wrong["loc"][0])
     raise Refused(f"{param} {wrong['msg'].replace('Input should', 'must')}", param)

@@ -95,13 +95,13 @@ class RolloutServer:
 
             def served(version: int, timings: Mapping[str, float]) -> None:
                 self.metrics.pause.observe(timings.get("pause", 0.0))
-                self.scheduler.wake()
                 on_version(version, timings)
 
             self.follower = ServerFollower(
                 options.run,
                 loaded.model,
                 hold=self.scheduler.hold,
+                wake=self.scheduler.wake,
                 on_version=served,
                 pin=options.pin,
                 poll=options.poll,
