@@ -107,15 +107,15 @@ class Contents:
         return histogram
 
     def _coded_steps(self) -> Iterator[npt.NDArray[np.int64] | None]:
-        delta = self._delta
-        for block in delta.blocks if delta is not None else ():
-            steps_are_coded = block.record is not None and block.record.encoding == packed.name
-            found = delta.read(block) if delta is not None and steps_are_coded else None
-            if isinstance(found, list):
-                yield from (unzigzag(moves.values) for moves in found)
-            else:
-                # the steps of `context` depend on the base, and `planes` has flipped bits
-                yield None
+        if self._delta is not None:
+            for block in self._delta.blocks:
+                steps_are_coded = block.record is not None and block.record.encoding == packed.name
+                found = self._delta.read(block) if steps_are_coded else None
+                if isinstance(found, list):
+                    yield from (unzigzag(moves.values) for moves in found)
+                else:
+                    # the steps of `context` depend on the base, and `planes` has flipped bits
+                    yield None
         if self._pairs:
             yield None
 

@@ -73,10 +73,13 @@ class Capture:
     def encode(self, encoding: str, since: Capture | None = None) -> Iterator[EncodedBlock]:
         """The coded blocks of this capture, or of `since`, which spans several captures and ends with this one."""
         changes = since or self
-        before, threads = Weights(self._owner, self, changes), threads_for(changes.count)
+        before = Weights(self._owner, self, changes)
         if encoding == "context":
             # it counts all weights, changed or not
-            threads = min(threads_for(self._owner.nbytes), self._owner.detector.encoders)
+            units = sum(region.units for block in self._owner.plan for region in block)
+            threads = min(threads_for(units), self._owner.detector.encoders)
+        else:
+            threads = threads_for(changes.count)
         return ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks, threads)
 
     def digest(self) -> StateDigest:
@@ -122,7 +125,7 @@ class Captures:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the weights that the detector covers."""
-        return sum(region.units * region.tensor.unit_size for block in self.plan for region in block)
+        return sum(region.nbytes for block in self.plan for region in block)
 
     def capture(self, source: Source, budget: int, onto: Capture | None = None) -> Capture:
         """Capture what `source` changed since the last capture, merged with `onto` if that is still waiting.
