@@ -32,6 +32,7 @@ from deltawire.core.errors import (
 from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
 from deltawire.replica.host import HostMemory
+from deltawire.replica.replica import SYNCS
 from deltawire.store import Retrying, Store, open_store
 from deltawire.testing import FlakyStore
 from deltawire.trainer import Publisher
@@ -925,3 +926,45 @@ def test_a_version_that_is_replaced_under_a_replica(store: Store, reached: int) 
     # and back to the version before
     assert replica.sync(live, 3) == 3
     assert same(live, theirs[3])
+
+
+def test_a_heartbeat_tells_of_the_latest_syncs(store: Store) -> None:
+    versions = history(4)
+    publish(store, versions, anchor_ratio=1e9)
+    replica, live = Replica(store, id="r"), blank(versions[0])
+    for version in (0, 1, 1, 3):
+        replica.sync(live, version)
+    (beat,) = Run.open(store).heartbeats()
+    # a sync that had nothing to do is none
+    assert [(sync.version, sync.previous, sync.error) for sync in beat.syncs] == [(0, None, ""), (1, 0, ""), (3, 1, "")]
+    last = beat.syncs[-1]
+    assert last.bytes == sum(Run.open(store).manifest(v).link("delta", v - 1).bytes for v in (2, 3))
+    assert {"fetch", "decode", "apply", "prove"} <= last.timings.keys()
+    assert sum(last.timings.values()) <= last.seconds + 1e-3
+
+
+def test_a_failure_that_repeats_is_one_record(store: Store) -> None:
+    versions = history(3)
+    publish(store, versions, anchor_ratio=1e9)
+    replica, live = Replica(store, id="r"), blank(versions[0])
+    replica.sync(live, 1)
+    spoil(store, delta_key(store, 2))
+    for _ in range(3):
+        with pytest.raises(HashMismatch):
+            replica.sync(live)
+    (beat,) = Run.open(store).heartbeats()
+    assert [(sync.version, sync.times) for sync in beat.syncs] == [(1, 1), (2, 3)]
+    assert delta_key(store, 2) in beat.syncs[-1].error
+
+
+def test_a_heartbeat_with_long_errors_stays_readable(store: Store) -> None:
+    versions = history(2)
+    publish(store, versions)
+    replica, live = Replica(store, id="r"), blank(versions[0])
+    replica.sync(live, 0)
+    for version in range(100):
+        replica._record(version, 0, 1.0, "\x01" * 1000)
+    replica.sync(live)
+    (beat,) = Run.open(store).heartbeats()
+    assert 0 < len(beat.syncs) <= SYNCS
+    assert beat.syncs[-1].version == 1

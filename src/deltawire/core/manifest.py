@@ -226,6 +226,26 @@ class Writer(msgspec.Struct, frozen=True):
     at: float
 
 
+class SyncRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A sync of a replica, as its heartbeat tells of it. Times are by the replica's clock."""
+
+    version: int
+    """The version it went to."""
+    previous: int | None
+    """The version before; None where the weights had none."""
+    at: float
+    """When it ended: seconds since the epoch."""
+    seconds: float
+    bytes: int
+    """Bytes fetched."""
+    timings: dict[str, float] = {}
+    """Seconds by phase: fetch, verify, decode, stage, apply, prove; from engines also pause, audit and others."""
+    error: str = ""
+    """Why it failed; empty if it did not."""
+    times: int = 1
+    """How often in a row it failed in this way."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """replicas/<id>.json: the state that a replica reports."""
 
@@ -240,6 +260,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     timings: dict[str, float] = {}
     reading: tuple[tuple[int, int], ...] = ()
     """Ranges of versions whose objects it is fetching: prune keeps them while the heartbeat is fresh."""
+    syncs: tuple[SyncRecord, ...] = ()
+    """The latest syncs, oldest first."""
 
 
 T = TypeVar("T")

@@ -8,16 +8,19 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from ..bucket.cache import Cache
 from ..bucket.fetch import Progress
 from ..bucket.references import resolver
 from ..bucket.replay import State
-from ..bucket.run import DAMAGE, Run
+from ..bucket.run import DAMAGE, SMALL, Run
 from ..bucket.versions import address_only, resolve
 from ..bucket.walk import Walker
 from ..bucket.watch import Watcher, following
@@ -37,7 +40,7 @@ from ..core.errors import (
     VersionNotFound,
 )
 from ..core.full import Source
-from ..core.manifest import Heartbeat, Manifest, dump, now, spans
+from ..core.manifest import Heartbeat, Manifest, SyncRecord, dump, now, spans
 from ..store import Store, open_store
 from .model import Model, ModelTarget
 from .target import AnyTarget, Delta, Target, Update
@@ -50,6 +53,9 @@ of every version to reach one before it skips it."""
 
 READING_EVERY = 60.0
 """Seconds, at most, between heartbeats of a replica that reads what prune must leave; `Retention.lease` is longer."""
+
+SYNCS = 24
+"""Number of recent syncs that a heartbeat tells of; fewer where it would be larger than its readers allow."""
 
 _UNBOUND = ModelTarget({})
 
@@ -174,6 +180,7 @@ class Replica:
         """A step whose objects the store could not give: after some attempts the object is to blame, not the store."""
         self._fetched = 0
         """Bytes fetched in this sync."""
+        self._syncs: deque[SyncRecord] = deque(maxlen=SYNCS)
         self._heartbeat = heartbeat
         self._beat_at = 0.0
         self._beating = threading.Lock()
@@ -247,6 +254,7 @@ class Replica:
                 raise RunNotFound(f"the run at {self._store.url} has no version yet")
             self._newest = want if version is None else max(want, self._newest or 0)
             clock, self._timings, self._fetched = time.perf_counter(), {}, 0
+            previous = self._version
             try:
                 target = self._bind(model, run, want)
                 previous = self._version
@@ -254,16 +262,30 @@ class Replica:
             except Exception as error:
                 self._failures += 1
                 self._trouble = str(error)
+                self._record(want, previous, time.perf_counter() - clock, self._trouble)
                 self._reading = ()
                 self._beat(error=self._trouble, force=True)
                 raise
             finally:
                 self._on_name(self._version)
             self._trouble, self._reading = "", ()
+            seconds = time.perf_counter() - clock
+            if want != previous:
+                self._record(want, previous, seconds)
             self._beat(force=True)
             if want != previous:
-                self._tell(run, want, previous, time.perf_counter() - clock)
+                self._tell(run, want, previous, seconds)
             return want
+
+    def _record(self, version: int, previous: int | None, seconds: float, error: str = "") -> None:
+        """Keep a sync for the heartbeats. A failure that repeats is one record."""
+        error, times = error[:160], 1
+        if error and self._syncs and (self._syncs[-1].version, self._syncs[-1].error) == (version, error):
+            times += self._syncs.pop().times
+        timings = {name: round(spent, 6) for name, spent in self._timings.items()}
+        self._syncs.append(
+            SyncRecord(version, previous, now(), round(seconds, 6), self._fetched, timings, error, times)
+        )
 
     def _tell(self, run: Run, version: int, previous: int | None, seconds: float) -> None:
         if self._on_version is None:
@@ -544,9 +566,11 @@ class Replica:
             timings = {name: round(seconds, 6) for name, seconds in dict(self._timings).items()}
             beat = Heartbeat(
                 self._run.info.run, self._id, self._version, self._newest, not error, self._beat_at, error[:500],
-                timings, self._reading,
+                timings, self._reading, tuple(self._syncs),
             )  # fmt: skip
-            self._store.put(keys.replica(self._id), dump(beat))
+            while len(data := dump(beat)) > SMALL and beat.syncs:
+                beat = msgspec.structs.replace(beat, syncs=beat.syncs[len(beat.syncs) // 2 + 1 :])
+            self._store.put(keys.replica(self._id), data)
         except PermissionDenied as trouble:
             # a replica only needs to read; warn once
             level = logging.DEBUG if self._may_not_beat else logging.WARNING
