@@ -26,7 +26,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm release-check walk soak fuzz hub-proof bench lint format clean
+.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm test-browser release-check walk soak fuzz hub-proof bench lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -78,6 +78,11 @@ else
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
 		tests/engines/vllm/$(if $(VLLM),older,live).py $(if $(VLLM),,tests/docs/live_documents.py) $(ARGS)
 endif
+
+# these files are not named test_…: the everyday tests need no browser
+test-browser: $(READY)  ## open every page in a real Chromium (Debian's package chromium) and use its controls
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[browser]'
+	@$(BIN)/python -m pytest -p no:cacheprovider $(filter-out %/conftest.py,$(wildcard tests/browser/*.py)) $(ARGS)
 
 release-check: $(READY)  ## build sdist and wheel, and prove that both install and run in clean environments
 	@$(BIN)/python tests/release.py

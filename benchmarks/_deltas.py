@@ -250,8 +250,10 @@ def grpo_batches(
     return batch
 
 
-def train(name: str, lr: float, keep: tuple[int, ...], device: str = "cpu", shape: Shape = SMALL) -> Iterator[Delta]:
-    """Yield the deltas of the steps in `keep`."""
+def training(
+    name: str, lr: float, device: str = "cpu", shape: Shape = SMALL
+) -> Iterator[tuple[Weights, torch.optim.Optimizer]]:
+    """A run without an end: the master weights and their optimizer, before the first step and after every step."""
     torch.manual_seed(1)
     if name == "stories":
         shape, weights = stories15m()
@@ -264,9 +266,8 @@ def train(name: str, lr: float, keep: tuple[int, ...], device: str = "cpu", shap
     for tensor in weights.values():
         tensor.requires_grad_(True)
     optimizer = torch.optim.AdamW(weights.values(), lr=lr, weight_decay=0.0)
-    old = bits_of(weights)
-    for step in range(1, max(keep) + 1):
-        clock = time.time()
+    while True:
+        yield weights, optimizer
         ids, advantage, prompt = batches({k: _Rounded.apply(v.detach()) for k, v in weights.items()})
         logits = forward({k: _Rounded.apply(v) for k, v in weights.items()}, shape, ids[:, :-1])
         chosen = torch.log_softmax(logits.float(), -1).gather(-1, ids[:, 1:, None])[..., 0][:, prompt - 1 :]
@@ -275,13 +276,20 @@ def train(name: str, lr: float, keep: tuple[int, ...], device: str = "cpu", shap
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
         optimizer.step()
+
+
+def train(name: str, lr: float, keep: tuple[int, ...], device: str = "cpu", shape: Shape = SMALL) -> Iterator[Delta]:
+    """Yield the deltas of the steps in `keep`."""
+    run = training(name, lr, device, shape)
+    old, clock = bits_of(next(run)[0]), time.time()
+    for step, (weights, _) in zip(range(1, max(keep) + 1), run, strict=False):
         new = bits_of(weights)
         if step in keep:
             delta = Delta(f"{name} lr {lr:g} step {step}", old, new)
             share = 100 * delta.changed / delta.elements
             print(f"  trained {delta.name}: {share:.2f} % changed, {time.time() - clock:.1f} s a step", flush=True)
             yield delta
-        old = new
+        old, clock = new, time.time()
 
 
 def bits_of(weights: Weights) -> Bits:
