@@ -11,7 +11,7 @@ machine.
 Phases, one after the other, against one server:
     control      versions are published to another run, which nobody follows: the same load without a sync
     packed …     (an encoding) versions are published to the run that the server follows, one at a time
-    throughput   stretches with a sync every ten seconds and stretches with none, under the same streams
+    throughput   slots of ten seconds with one sync and with none, in turn, under the same streams
     memory       versions while nothing is generated: what the worker allocates on its device for them
     prefixes     requests with one prefix under every version: none may find what another version computed
     equal        the weights of the server against a fresh load of the last version by vLLM's own loader
@@ -397,12 +397,17 @@ def _order(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
         if phase in ENCODINGS:
             yield from [(phase, options.density)] * _count(options, phase)
         elif phase == "throughput":
-            yield from [(encodings[0], options.density)] * (2 * round(options.seconds / EVERY_S))
+            yield from [(encodings[0], options.density)] * sum(_slots(options))
         elif phase == "memory":
             for encoding in encodings:
                 yield from [(encoding, options.density)] * 3
         elif phase == "prefixes":
             yield from [(encodings[0], FEW)] * options.syncs[0]
+
+
+def _slots(options: argparse.Namespace) -> list[bool]:
+    """Whether each slot of the throughput phase has a sync."""
+    return [number % 4 in (1, 2) for number in range(2 * round(options.seconds / EVERY_S / 2))]
 
 
 def _encodings(options: argparse.Namespace) -> list[str]:
@@ -507,6 +512,8 @@ class _Phases:
 
     def _syncs(self, encoding: str) -> dict[str, Any]:
         reading, windows, served, timings, size = self._clients(), [], [], [], []
+        if self.options.profile:
+            self._rpc("profile", on=True)
         for _ in range(_count(self.options, encoding)):
             began = time.monotonic()
             made, status = self._sync()
@@ -517,9 +524,11 @@ class _Phases:
             timings.append(status["timings"])
             size.append(made["bytes"])
             time.sleep(max(0.0, began + SLOT_S - time.monotonic()))
+        noted = self._rpc("profile", on=False)[0] if self.options.profile else None
         gaps = Gaps(reading.stop())
         found = {
             **gaps.figures(windows),
+            **({"profile": _explained(gaps, windows, noted)} if noted else {}),
             "bytes": int(np.median(size)),
             "changed": made["changed"],
             "served_ms": _spread(served),
@@ -537,18 +546,25 @@ class _Phases:
         return found | {"timeline": gaps.timeline(typical[0])}
 
     def _throughput(self) -> dict[str, Any]:
-        """Without, with, with, without: what drifts is the same for both."""
+        """Slots without and with a sync, in the order A B B A: what drifts is the same for both. The error is that of
+        the mean over pairs of neighbours."""
         reading, windows = self._clients(), []
-        for syncs in (False, True, True, False):
+        for syncs in _slots(self.options):
             began = time.monotonic()
-            for number in range(round(self.options.seconds / EVERY_S)):
-                if syncs:
-                    self._sync()
-                time.sleep(max(0.0, began + (number + 1) * EVERY_S - time.monotonic()))
+            if syncs:
+                self._sync()
+            time.sleep(max(0.0, began + EVERY_S - time.monotonic()))
             windows.append((began, time.monotonic()))
         gaps = Gaps(reading.stop())
-        rates = [gaps.rate(window) for window in windows]
-        return {"tokens_per_s": rates, "throughput_ratio": (rates[1] + rates[2]) / (rates[0] + rates[3])}
+        rates = np.array([gaps.rate(window) for window in windows])
+        mixed = np.array(_slots(self.options))
+        ratios = rates[mixed] / rates[~mixed]
+        return {
+            "tokens_per_s": rates.tolist(), "with_sync": mixed.tolist(), "slot_s": EVERY_S, "ratios": ratios.tolist(),
+            "throughput_ratio": float(rates[mixed].sum() / rates[~mixed].sum()),
+            "standard_error": float(ratios.std(ddof=1) / np.sqrt(ratios.size)) if ratios.size > 1 else None,
+            "spread_without": float(rates[~mixed].std() / rates[~mixed].mean()),
+        }  # fmt: skip
 
     def _memory(self) -> dict[str, Any]:
         """Bytes on the device beyond those before a sync, at most, while nothing else is computed."""
@@ -665,6 +681,12 @@ class Gaps:
     def longest(self, windows: Sequence[Window]) -> list[float]:
         return [float(self.within(window).max(initial=0.0)) for window in windows]
 
+    def longest_at(self, window: Window) -> Window:
+        """When the longest gap of a window was."""
+        first, last = np.searchsorted(self._ends, window)
+        at = first + int(np.argmax(self._gaps[first:last]))
+        return float(self._ends[at] - self._gaps[at]), float(self._ends[at])
+
     def rate(self, window: Window) -> float:
         return self.within(window).size / (window[1] - window[0])
 
@@ -681,6 +703,25 @@ class Gaps:
         """Tokens per 5 ms around a moment: [ms from it, tokens]."""
         counts, edges = np.histogram(self._ends, np.arange(start - 0.5, start + 1.5, 0.005))
         return [[round(1e3 * (t - start), 1), int(n)] for t, n in zip(edges, counts, strict=False)]
+
+
+def _explained(gaps: Gaps, windows: Sequence[Window], noted: dict[str, Any]) -> dict[str, Any]:
+    """What the worker did in the longest gaps: for each of its calls the median milliseconds of one, how many there are
+    per sync, how much of the longest gaps fell into them, and the longest time between two steps that touched one."""
+    steps, longest = np.array(noted["steps"]), [gaps.longest_at(window) for window in windows]
+    found: dict[str, Any] = {"between_steps_ms": _spread(np.diff(steps).tolist())}
+    for name in sorted({call[0] for call in noted["calls"]}):
+        calls = [(begin, end) for other, begin, end in noted["calls"] if other == name]
+        overlap = [sum(max(0.0, min(end, b) - max(begin, a)) for begin, end in calls) for a, b in longest]
+        around = []
+        for begin, end in calls:
+            first, last = np.searchsorted(steps, (begin, end))
+            around.append(float(np.diff(steps[max(0, first - 1) : last + 1]).max(initial=0.0)))
+        found[name] = {
+            "ms": 1e3 * float(np.median([end - begin for begin, end in calls])), "calls": len(calls) / len(windows),
+            "of_longest_gaps_ms": 1e3 * float(np.mean(overlap)), "longest_step_ms": _spread(around),
+        }  # fmt: skip
+    return found
 
 
 def _cut(span: Window, lengths: Sequence[float]) -> list[Window]:
@@ -784,10 +825,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1500, help="tokens of a completion, on average")
     parser.add_argument("--settle", type=float, default=6.0, help="seconds of streaming before a phase is measured")
     parser.add_argument("--poll", type=float, default=1.0, help="DELTAWIRE_POLL of the server")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each of the four stretches of throughput")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of the throughput phase, in slots of ten")
     parser.add_argument("--rivals", type=int, default=10, help="times that each rival is measured; even")
     parser.add_argument("--requests", type=int, default=1000, help="of the prefix phase")
     parser.add_argument("--flags", default="--gpu-memory-utilization 0.5", help="more flags of vllm serve, in quotes")
+    parser.add_argument("--profile", action="store_true", help="note what the worker does while versions are staged")
     parser.add_argument("--make", type=Path, help="only make the versions, in this folder")
     parser.add_argument("--made", type=Path, help="folder with versions that --make has made, or is making")
     parser.add_argument("--turns", type=Path, help="folder with files that say which phase may begin")

@@ -203,14 +203,17 @@ class Vllm:
         from vllm_live import Server
 
         refuse = {"VLLM_TEST_REFUSE": "measured with reloads"} if given.reloads else {}
-        # the clients of pause_server.py call it m
+        length = min(2048, subject.model.config.max_position_embeddings)
+        # on a CPU compiling takes minutes, and the clients of pause_server.py call the model m
+        mode = "--no-enforce-eager" if given.device == "cuda" else "--enforce-eager"
         self._server = Server(
             subject.folder, folder / "vllm.log", run=Path(run.removeprefix("file://")),
-            flags=["--no-enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "256", *shlex.split(given.flags)],
-            **refuse,
+            flags=[mode, "--max-model-len", str(length), "--max-num-seqs", "256", *shlex.split(given.flags)], **refuse,
         )  # fmt: skip
         self.urls, self.model = [f"http://127.0.0.1:{self._server.port}"], "m"
         self._folder, self._streams = folder, given.streams
+        # a completion of the clients is up to half as long again, and a prompt comes before it
+        self._tokens_each = min(400, length // 2)
         self._timings: dict[int, dict[str, float]] = {}
         self._over = threading.Event()
 
@@ -221,7 +224,7 @@ class Vllm:
         from pause_server import Clients
 
         cores = sorted(os.sched_getaffinity(0))
-        self._clients = Clients(self._server.port, self._streams, cores[-4:], self._folder, 400)
+        self._clients = Clients(self._server.port, self._streams, cores[-4:], self._folder, self._tokens_each)
         time.sleep(3)
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()

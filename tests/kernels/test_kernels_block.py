@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -9,12 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from deltawire.core.change import Change, Region, compare, whole
+from deltawire.core.change import Change, Region, compare, no_change, whole
 from deltawire.core.codecs import context
 from deltawire.core.codecs.context.old_weights import HostBlock
 from deltawire.core.dtypes import lookup
 from deltawire.core.schema import TensorSpec
+from deltawire.core.sparse import _batches, encode_block, encode_counted
 from deltawire.kernels.block import DeviceBlock
+
+_TURN = threading.Lock()
 
 
 class Model:
@@ -54,7 +58,8 @@ class OnDevice:
 
     def block(self, regions: list[Region]) -> DeviceBlock:
         by_region = {change.region: change for change in self._model.changes}
-        found = DeviceBlock(regions, self._read)
+        # the interpreter of kernels is not for several threads
+        found = DeviceBlock(regions, self._read, counting=lambda: _TURN)
         found.undo([by_region[region] for region in regions])
         return found
 
@@ -86,6 +91,30 @@ def test_bytes_are_the_host_s(dtype: str, device: torch.device) -> None:
     assert context.encode_tiles(model.changes, OnDevice(model, device), tile=4096) == expected
     if dtype == "BF16":
         assert expected.streams["levels"]
+
+
+def test_blocks_that_are_counted_together_have_the_bytes_they_have_alone(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on threads, where a batch has one dtype, and where one of the blocks is too small for tiles or unchanged."""
+    monkeypatch.setattr("deltawire.core.sparse.BATCH_UNITS", 30_000)
+    models = [
+        Model("BF16", {"a": (96, 260), "b": (700,)}, seed=1),
+        Model("BF16", {"c": (40, 9)}, seed=2),
+        Model("BF16", {"d": (64, 128)}, seed=3),
+        Model("F8_E4M3", {"e": (64, 128), "f": (90,)}, seed=4),
+        Model("BF16", {"g": (300, 130)}, seed=5, density=0.02),
+    ]
+    blocks = [[compare(region, old, model.new[region]) for region, old in model.old.items()] for model in models]
+    blocks.append([no_change(region) for region in models[0].old])
+    every = Model("BF16", {})
+    for model in models:
+        every.old |= model.old
+        every.new |= model.new
+    expected = [encode_block(block, "context", every.before) for block in blocks]
+    assert [len(batch) for batch in _batches(blocks)] == [2, 1, 1, 1, 1]
+    assert [*encode_counted(blocks, OnDevice(every, device), 4)] == expected
+    assert {block.record.encoding for block in expected if block.record} == {"context", "packed"}
 
 
 def test_levels_are_counted_alike(device: torch.device) -> None:

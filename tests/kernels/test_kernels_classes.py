@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltawire.kernels import CLASSES, Plan, Ranks, Rules, grid, rules, torch_ops
+from deltawire.kernels import CLASSES, Plan, Ranks, Rules, grid, pace, rules, torch_ops
 
 EXPONENT = {torch.bfloat16: (7, 255), torch.float32: (23, 255), torch.float8_e4m3fn: (3, 15), torch.uint8: (0, 0)}
 
@@ -128,10 +128,10 @@ def test_place_takes_the_ranks_of_all_weights_back(ops: ModuleType, device: torc
 def assert_placed(ops: ModuleType, case: Case) -> None:
     changed = torch_ops.detect(case.plan, case.old, case.new)
     ranks: Ranks = torch_ops.class_ranks(case.plan, case.old, case.rules, changed)
-    placed = ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks, ranks.steps)
-    assert models.equal(
-        placed, torch_ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks, ranks.steps)
-    )
+    expected = torch_ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks, ranks.steps)
+    # the change takes the memory of ranks and steps
+    placed = ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks.clone(), ranks.steps.clone())
+    assert models.equal(placed, expected)
     one, two = models.clones(case.old), models.clones(case.old)
     torch_ops.apply(case.plan, one, placed)
     torch_ops.apply(case.plan, two, changed)
@@ -160,7 +160,7 @@ def test_a_rank_past_its_class_is_refused(ops: ModuleType, device: torch.device)
     lie = ranks.ranks.clone()
     lie.view(torch.int16)[5] = -1
     with pytest.raises(ValueError, match="past their class"):
-        ops.place(case.plan, case.old, case.rules, ranks.counts, lie, ranks.steps)
+        ops.place(case.plan, case.old, case.rules, ranks.counts, lie.clone(), ranks.steps.clone())
     with pytest.raises(ValueError, match="counts say"):
         ops.place(case.plan, case.old, case.rules, ranks.counts, lie[1:], ranks.steps)
     counts: Tensor = ranks.counts.clone()
@@ -169,3 +169,22 @@ def test_a_rank_past_its_class_is_refused(ops: ModuleType, device: torch.device)
     with pytest.raises(ValueError, match="past their class"):
         ops.place(case.plan, case.old, case.rules, counts, ranks.ranks, ranks.steps)
     assert models.same(case.old, before)
+
+
+def test_work_beside_a_model_comes_in_parts(
+    ops: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tiles at a time, with a wait after each part: the same results. torch's own kernels are not cut."""
+    monkeypatch.setattr(pace, "TILES", 2)
+    case = Case(device, torch.bfloat16, True)
+    changed = torch_ops.detect(case.plan, case.old, case.new)
+    ranks = torch_ops.class_ranks(case.plan, case.old, case.rules, changed)
+    expected = torch_ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks, ranks.steps)
+    waits: list[int] = []
+    with pace.gently(lambda: waits.append(1)):
+        sizes = ops.class_counts(case.plan, case.old, case.rules)
+        placed = ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks, ranks.steps)
+    assert torch.equal(sizes, ranks.sizes)
+    assert models.equal(placed, expected)
+    parts = sum(-(-launch.count // 2) for launch in case.plan.launches(case.old))
+    assert len(waits) == (2 * parts if ops is not torch_ops else 0)

@@ -50,7 +50,7 @@ def test_ranks_are_the_codec_s(ops: ModuleType, device: torch.device, shape: tup
     positions = np.flatnonzero(bits(old) != bits(new)).astype(np.uint32)
     cursor = np.searchsorted(positions, np.arange(rows) * columns)
     segment, starts = plan.segments[0], changed.starts.tolist()
-    placed = ops.place(plan, [old.to(device)], rule_set, found.counts, found.ranks, found.steps)
+    placed = ops.place(plan, [old.to(device)], rule_set, found.counts, found.ranks.clone(), found.steps.clone())
     for tile in range(plan.tiles):
         i, j = divmod(tile, tiles[1])
         r0, r1 = (int(v) for v in segment.row_cuts[i : i + 2])
@@ -94,7 +94,7 @@ def test_steps_are_the_core_s(ops: ModuleType, device: torch.device, step: int) 
     expected = np.empty(old.numel(), np.uint32)
     zigzags_of(bits_before, bits_after, True, expected)
     assert np.array_equal(np.unique(found.steps.cpu().numpy().view(np.uint16)), np.unique(expected).astype(np.uint16))
-    placed = ops.place(plan, [old.to(device)], rule_set, found.counts, found.ranks, found.steps)
+    placed = ops.place(plan, [old.to(device)], rule_set, found.counts, found.ranks.clone(), found.steps.clone())
     reached = np.empty_like(bits_after)
     reached[placed.positions.cpu().numpy().astype(np.int64)] = (
         placed.new.cpu().view(torch.int16).numpy().view(np.uint16)

@@ -20,6 +20,7 @@ from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.bucket.verify import verify  # noqa: E402
 from deltawire.core import full  # noqa: E402
 from deltawire.core.codecs import context  # noqa: E402
+from deltawire.core.codecs.context.encoder import encode_tiles_together  # noqa: E402
 from deltawire.core.errors import SchemaMismatch  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
@@ -54,23 +55,23 @@ def test_old_weights_are_counted_where_they_are(
     kind: str, device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`context` with several captures on their way: none of their old weights comes to the host, and a trainer does not
-    wait until there is room for the old weights of another block."""
-    monkeypatch.setattr("deltawire.trainer.captures.BLOCKS", 1)
+    wait until a batch of them is coded."""
+    monkeypatch.setattr("deltawire.core.sparse.BATCH_UNITS", 1)
     monkeypatch.setattr("deltawire.trainer.device.DeviceDetector._counts_on_device", lambda self: True)
     monkeypatch.setattr("deltawire.core.codecs.context.old_weights.HostBlock", None)
     coded: list[int] = []
     later = threading.Event()
 
-    def encode(changes: Any, before: Any) -> Any:
+    def encode(blocks: Any, before: Any, each: Any) -> Any:
         # captures come meanwhile: what is counted must be what was, not what is
-        old = before.block([change.region for change in changes])
+        old = [before.block([change.region for change in changes]) for changes in blocks]
         assert later.wait(WAIT)
         del old
-        found = context.encode_tiles(changes, before)
-        coded.append(len(found.streams["tiles"]))
+        found = encode_tiles_together(blocks, before, each)
+        coded.extend(len(block.streams["tiles"]) for block in found)
         return found
 
-    monkeypatch.setattr(context, "encode", encode)
+    monkeypatch.setattr(context, "encode_together", encode)
     trainer = Trainer(kind, store, device, encoding="context")
     trainer.publish()
     trainer.publisher.flush()

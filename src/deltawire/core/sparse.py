@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, TypeVar
 
@@ -18,7 +19,7 @@ from blake3 import blake3
 from . import container, keys
 from .change import Change, Region, RegionMoves, whole
 from .codecs import block_encoding, check_encoding, context, raw
-from .codecs.base import BaseBits, Before, BlockRecord, CountedRegions, Stream, expand, squeeze
+from .codecs.base import BaseBits, Before, BlockRecord, Coded, CountedRegions, Stream, expand, squeeze
 from .container import Read
 from .digest import StateDigest
 from .dtypes import lookup
@@ -33,7 +34,7 @@ from .errors import (
     SchemaMismatch,
     UnknownFormat,
 )
-from .parallel import ordered_map, threads_for
+from .parallel import default_threads, ordered_map, threads_for
 from .schema import Schema, TensorSpec
 from .typed_json import decode
 
@@ -52,6 +53,10 @@ IN_WORK = 128 << 20
 _DECODED = 24
 """Bytes a change takes on its way: position, old and new bits, and what the decoder needs beside them."""
 _COPY = 4 << 20
+BATCH_UNITS = 1 << 26
+"""Weights that are counted on a device at once, as four blocks of a publisher."""
+BATCHES = 3
+"""Batches that are encoded at a time: one is counted while another is coded."""
 
 T = TypeVar("T")
 
@@ -77,11 +82,54 @@ class EncodedBlock:
 def encode_block(changes: Sequence[Change], encoding: str, before: Before) -> EncodedBlock:
     """Code one block. Pure and free of shared state: blocks are coded on several threads."""
     changes = [change for change in changes if change.count]
+    coded = block_encoding(encoding).encode(changes, before) if changes and encoding != raw.name else None
+    return _encoded(changes, encoding, coded)
+
+
+def encode_counted(
+    blocks: Sequence[Sequence[Change]], before: Before, threads: int | None = None
+) -> Iterator[EncodedBlock]:
+    """Code blocks in `context` whose old weights are on a device, in order and on several threads.
+
+    Several blocks are counted at once: a call to the device takes longer than its work there, and threads that take
+    turns with it wait for each other.
+    """
+    pool = ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="deltawire")
+
+    def together(batch: Sequence[Sequence[Change]]) -> list[EncodedBlock]:
+        changed = [[change for change in changes if change.count] for changes in batch]
+        found = iter(context.encode_together([changes for changes in changed if changes], before, pool.map))
+        pairs = [(changes, next(found) if changes else None) for changes in changed]
+        return list(pool.map(lambda pair: _encoded(pair[0], context.name, pair[1]), pairs))
+
+    try:
+        for found in ordered_map(together, _batches(blocks), BATCHES):
+            yield from found
+    finally:
+        # all its work is done, or nobody waits for it (see ordered_map)
+        pool.shutdown(wait=False)
+
+
+def _batches(blocks: Sequence[Sequence[Change]]) -> list[list[Sequence[Change]]]:
+    """Blocks that follow each other and have one dtype, up to a size."""
+    result: list[list[Sequence[Change]]] = []
+    last, room = "", 0
+    for block in blocks:
+        dtype, size = block[0].region.tensor.dtype, sum(change.region.units for change in block)
+        if dtype != last or size > room:
+            result.append([])
+            last, room = dtype, BATCH_UNITS
+        result[-1].append(block)
+        room -= size
+    return result
+
+
+def _encoded(changes: Sequence[Change], encoding: str, coded: Coded | None) -> EncodedBlock:
+    """A block ready for a file; `coded` is None for `raw`, and where nothing changed."""
     changed = sum(change.elements for change in changes)
     tensors = list(dict.fromkeys(change.region.tensor for change in changes))
-    if encoding == raw.name or not changes:
+    if coded is None:
         return EncodedBlock(tensors, None, raw.encode(changes), changed)
-    coded = block_encoding(encoding).encode(changes, before)
     streams: dict[str, Stream] = {}
     stored: list[bytes] = []
     for name, data in coded.streams.items():

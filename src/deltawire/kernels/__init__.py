@@ -26,6 +26,7 @@ from torch import Tensor
 from ..core.digest import StateDigest, tensor_keys
 from . import torch_ops
 from .host import from_changes, region_plan, send_moves, to_changes
+from .pace import gently
 from .plan import TILE, Plan, Segment, flat_plan, grid
 from .results import (
     BIT_STEPS,
@@ -69,6 +70,7 @@ __all__ = [
     "digest_plan",
     "flat_plan",
     "from_changes",
+    "gently",
     "grid",
     "operations",
     "place",
@@ -195,7 +197,10 @@ def class_ranks(old: Sequence[Tensor], plan: Plan, rules: Rules, changed: Change
 
 
 def place(old: Sequence[Tensor], plan: Plan, rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:
-    """The inverse of `class_ranks`: a change ready to be applied. A rank past its class is a ValueError."""
+    """The inverse of `class_ranks`: a change ready to be applied. A rank past its class is a ValueError.
+
+    `ranks` and `steps` may be overwritten: the change takes their memory.
+    """
     if tuple(counts.shape) != (plan.tiles, CLASSES):
         raise ValueError(f"counts are {tuple(counts.shape)}, the plan needs {(plan.tiles, CLASSES)}")
     return _run("place", plan, old, rules, counts, ranks, steps)  # type: ignore[no-any-return]

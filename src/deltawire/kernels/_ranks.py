@@ -162,6 +162,7 @@ def place_kernel(
     packed,
     sums,
     chunks_at_most,
+    APART: tl.constexpr,
     LEVELED: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -210,9 +211,16 @@ def place_kernel(
                 chunk = tl.where(further & (before <= rank), probe, chunk)
                 leap = leap // 2
             left = rank - tl.load(column + chunk * WIDE, mask=here, other=0).to(tl.int32)
+            # what is not in the chunk, a rank that wraps included, is found nowhere
+            left = tl.where((left < 0) | (left > CHUNK), CHUNK, left)
+            # positions may be where ranks are
+            tl.debug_barrier()
             tl.store(positions + i, chunk, mask=here)
-            tl.store(old + i, tl.minimum(left, CHUNK), mask=here)
-            tl.store(new + i, mine, mask=here)
+            if APART:
+                tl.store(old + i, left, mask=here)
+                tl.store(new + i, mine, mask=here)
+            else:
+                tl.store(old + i, left | (mine << 8), mask=here)
             first += GROUP
         tl.debug_barrier()
 
@@ -222,7 +230,11 @@ def place_kernel(
             here = i < end
             chunk = tl.load(positions + i, mask=here, other=0).to(tl.int32)
             left = tl.load(old + i, mask=here, other=0).to(tl.int32)[:, None]
-            mine = tl.load(new + i, mask=here, other=0).to(tl.int32)[:, None]
+            if APART:
+                mine = tl.load(new + i, mask=here, other=0).to(tl.int32)[:, None]
+            else:
+                mine = left >> 8
+                left = left & 255
             step = tl.load(steps + i, mask=here, other=0).to(tl.uint32)
             tl.debug_barrier()
             found = chunk_classes(at, chunk, shape, rule, levels, where, WIDE + 1, LEVELED, CHUNK, UNIT, ALIGNED)

@@ -21,7 +21,7 @@ from ..core.codecs.context.tiles import LevelBytes, walked
 from ..core.dtypes import Bits
 from .host import fetched
 from .plan import Plan, Remember, grid
-from .results import rules
+from .results import rules as make_rules
 
 _APART = 16
 """Regions begin at multiples of so many units, where wide reads are allowed."""
@@ -34,8 +34,8 @@ class DeviceBlock:
 
     regions   of one dtype, in one piece each
     read      the flat units of a region, on the device
-    copying   entered around the copy, which is done when the constructor returns
-    counting  entered around all other work
+    copying   entered around the copy
+    counting  entered around all other work, which comes after the copy
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class DeviceBlock:
             places = zip(self._starts.tolist(), parts, strict=True)
             # one call: each gives up the interpreter's lock, which other encoders are waiting for
             torch._foreach_copy_([self._units[start : start + part.numel()] for start, part in places], parts)
-            _wait(self._units)
 
     def undo(self, changes: Sequence[Change]) -> None:
         """Put old bits back; one change per region."""
@@ -89,7 +88,7 @@ class DeviceBlock:
         self,
         changes: Sequence[Change],
         zigzags: Sequence[npt.NDArray[np.uint32]],
-        rule: Table,
+        rules: Sequence[Table],
         levels: Sequence[Levels],
         grids: Sequence[tuple[int, int]],
     ) -> list[RankedChanges]:
@@ -104,7 +103,7 @@ class DeviceBlock:
             changed = detect([self._units], [new], plan=plan)
             if changed.count != sum(change.count for change in changes):
                 raise RuntimeError("these are not the weights that the change was taken from")
-            found = class_ranks([self._units], plan, rules(plan, [rule] * len(grids), levels), changed)
+            found = class_ranks([self._units], plan, make_rules(plan, rules, levels), changed)
             fetching = [fetched(part) for part in (found.sizes, found.counts, found.ranks, found.steps)]
             _wait(self._units)
         self._units = self._units.new_empty(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from ..core import digest as core_digest
 from . import _adamw, _change, _classes, _digest, _ranks
 from .adamw import ChangeLog, Elements, Step
-from .plan import TILE, Plan
+from .pace import in_turns
+from .plan import TILE, Launch, Plan
 from .results import CLASSES, Changed, Moves, Origins, Ranks, Rules, TooMany
 
 CHUNK = 128
@@ -127,7 +128,7 @@ def _writer(plan: Plan, tensors: Sequence[Tensor], changed: Changed, keep: bool)
 def resolve(plan: Plan, tensors: Sequence[Tensor], moves: Moves) -> Changed:
     """Old bits at the positions of moves, and the new ones they lead to."""
     old, new = torch.empty_like(moves.values), torch.empty_like(moves.values)
-    for launch in plan.launches(tensors) if moves.values.numel() else ():
+    for launch in _paced(plan.launches(tensors) if moves.values.numel() else ()):
         _change.resolve_kernel[(launch.count,)](
             launch.tiles,
             *launch.addresses,
@@ -156,7 +157,7 @@ def prepare_digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Calla
     table, launches = _digest_table(plan), plan.launches(tensors)
 
     def run(out: Tensor) -> None:
-        for launch in launches:
+        for launch in _paced(launches):
             _digest.digest_kernel[(launch.count,)](
                 launch.tiles,
                 *launch.addresses,
@@ -176,8 +177,9 @@ def prepare_digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Calla
 def digest_change(plan: Plan, changed: Changed, keys: Tensor, origins: Origins | None = None) -> Tensor:
     """How both lanes of the state digest move when the changes are applied; int64 [groups, 2]."""
     out = torch.zeros((origins.groups if origins else 1, 2), dtype=torch.int64, device=plan.device)
-    if changed.count:
-        _digest.digest_change_kernel[(plan.tiles,)](
+    for launch in _paced([Launch.of_all(plan)] if changed.count else ()):
+        _digest.digest_change_kernel[(launch.count,)](
+            launch.tiles,
             plan.geometry,
             plan.remember("units", lambda: torch.from_numpy(plan.unit).to(plan.device)),
             keys,
@@ -198,7 +200,7 @@ def digest_change(plan: Plan, changed: Changed, keys: Tensor, origins: Origins |
 def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
     """Units of each class in each tile, int32 [tiles, CLASSES]: what a host needs to decode ranks."""
     sizes = torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=plan.device)
-    for launch in plan.launches(old):
+    for launch in _paced(plan.launches(old)):
         _classes.class_counts_kernel[(launch.count,)](
             launch.tiles,
             *launch.addresses,
@@ -250,15 +252,22 @@ def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Change
 
 
 def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:
-    """Positions, old and new bits from ranks and steps. A rank past its class is a ValueError."""
+    """Positions, old and new bits from ranks and steps. A rank past its class is a ValueError.
+
+    The memory of ranks becomes that of positions, and that of steps, where it is wide enough, that of new bits.
+    """
     starts = _starts(counts.sum(1, dtype=torch.int32))
-    result = _empty_change(plan, starts)
-    if result.count != ranks.numel() or result.count != steps.numel():
-        raise ValueError(
-            f"counts say {result.count} changes; there are {ranks.numel()} ranks and {steps.numel()} steps"
-        )
+    total = int(starts[-1])
+    if total != ranks.numel() or total != steps.numel():
+        raise ValueError(f"counts say {total} changes; there are {ranks.numel()} ranks and {steps.numel()} steps")
+    found, needed = (ranks.dtype, steps.dtype), (plan.position_dtype, plan.value_dtype)
+    if found != needed:
+        raise ValueError(f"ranks and steps are {found}, the plan needs {needed}")
+    # a byte has no room for a class and a place in a chunk
+    apart = steps.dtype.itemsize == 1
+    result = Changed(starts, ranks, torch.empty_like(steps), torch.empty_like(steps) if apart else steps)
     bad = torch.zeros(1, dtype=torch.int32, device=plan.device)
-    for launch in plan.launches(old) if result.count else ():
+    for launch in _paced(plan.launches(old) if total else ()):
         grid, options = _persistent(plan, launch.count, rules)
         _ranks.place_kernel[grid](
             launch.tiles,
@@ -276,6 +285,7 @@ def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks
             result.old,
             result.new,
             bad,
+            APART=apart,
             UNIT=launch.unit,
             ALIGNED=launch.aligned,
             **options,
@@ -329,6 +339,10 @@ def gather_bf16(elements: Elements, params: Sequence[Tensor], entries: Tensor) -
             elements.places, elements.table(params), entries, count, out, BF16=elements.bf16, **GATHER
         )
     return out.view(torch.int16)
+
+
+def _paced(launches: Iterable[Launch]) -> Iterator[Launch]:
+    return (part for launch in launches for part in in_turns(launch))
 
 
 def _late(log: ChangeLog, blocks: int) -> Tensor:

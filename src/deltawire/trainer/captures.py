@@ -8,7 +8,6 @@ already at 43, with one copy of the model, or none besides the trainer's own.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
@@ -19,14 +18,11 @@ from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source
 from ..core.parallel import ordered_map, threads_for
-from ..core.sparse import EncodedBlock, encode_block
+from ..core.sparse import EncodedBlock, encode_block, encode_counted
 from .detectors import Detector, Found, done, merge
 
 if TYPE_CHECKING:
     from ..kernels.block import DeviceBlock
-
-BLOCKS = 12
-"""Blocks of old weights that are on a device for the encoder at a time, 64 MB each."""
 
 
 class Changes(Protocol):
@@ -74,12 +70,13 @@ class Capture:
         """The coded blocks of this capture, or of `since`, which spans several captures and ends with this one."""
         changes = since or self
         before = Weights(self._owner, self, changes)
-        if encoding == "context":
-            # it counts all weights, changed or not
-            units = sum(region.units for block in self._owner.plan for region in block)
-            threads = min(threads_for(units), self._owner.detector.encoders)
-        else:
+        if encoding != "context":
             threads = threads_for(changes.count)
+        else:
+            # it counts all weights, changed or not
+            threads = threads_for(sum(region.units for block in self._owner.plan for region in block))
+            if self._owner.detector.counts:
+                return encode_counted(changes.blocks, before, threads)
         return ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks, threads)
 
     def digest(self) -> StateDigest:
@@ -120,7 +117,6 @@ class Captures:
         self.pending: list[Capture] = []
         """Oldest first."""
         self._lock = threading.Lock()
-        self._room = threading.BoundedSemaphore(BLOCKS)
 
     @cached_property
     def nbytes(self) -> int:
@@ -254,21 +250,12 @@ class Weights:
     def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
         """A copy of regions on the device they are on, which stays there; None if they are in host memory."""
         captures = self._captures
-        # before the lock: a capture must not wait until an encoder is done with a block
-        captures._room.acquire()
-        try:
-            with captures._lock:
-                found = captures.detector.block([captures._local(region) for region in regions])
-                undone = self._to_undo()
-        except BaseException:
-            captures._room.release()
-            raise
-        if found is None:
-            captures._room.release()
-            return None
-        weakref.finalize(found, captures._room.release)
-        for capture in undone:
-            found.undo([capture.blocks[b][n] for b, n in map(captures._place.__getitem__, regions)])
+        with captures._lock:
+            found = captures.detector.block([captures._local(region) for region in regions])
+            undone = self._to_undo()
+        if found is not None:
+            for capture in undone:
+                found.undo([capture.blocks[b][n] for b, n in map(captures._place.__getitem__, regions)])
         return found
 
     def _to_undo(self) -> list[Capture]:

@@ -10,7 +10,6 @@ A detector covers the tensors of the schema it is bound to. A sharded writer bin
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -74,8 +73,8 @@ class Detector(Protocol):
     """What it was bound to, cut into blocks."""
 
     @property
-    def encoders(self) -> int:
-        """Threads that encode `context` from its weights, at most."""
+    def counts(self) -> bool:
+        """Whether `block` has an answer: weights are counted on a device, for `context`."""
         ...
 
     def bind(self, source: Source) -> None:
@@ -136,7 +135,7 @@ class HostDetector:
 
     state: State
     plan: list[Block]
-    encoders = sys.maxsize
+    counts = False
 
     def bind(self, source: Source) -> None:
         if not hasattr(self, "state"):

@@ -6,7 +6,6 @@ put into the core's terms by a thread of its own, while training goes on.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,10 +29,6 @@ from .gpu_snapshot import DeviceCopy, TensorGroup, regions_of, snapshot_parts, u
 
 _CHANGE_BYTES = 8
 """What a changed unit of 16 bits takes on the host: position, old and new bits."""
-
-_ENCODERS = 4
-"""With more threads, what counts on the device waits longer for the interpreter's lock than it works: the Qwen3-0.6B
-shape takes 508 ms with 4 threads, 634 with 8 and 724 with 16 (H200, 16 cores)."""
 
 _AT_ONCE = 1 << 27
 """Elements that are cast at a time where a digest needs them in the wire dtype."""
@@ -67,6 +62,7 @@ class DeviceDetector:
             self._stream = torch.cuda.Stream(self.device)
             self._counter = torch.cuda.Stream(self.device)
             self._taken = torch.cuda.Event()
+            self._copied = torch.cuda.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltawire-capture")
         self._parts = self._make_parts(view)
         self._part_of = {name: part for part in self._parts for name in part.names}
@@ -94,6 +90,7 @@ class DeviceDetector:
 
     def load(self, source: Source) -> StateDigest:
         view = self._view(source)
+        self._after_copies()
         for part in self._parts:
             part.load(self._live(view.tensors, part))
         self._mark()
@@ -115,6 +112,7 @@ class DeviceDetector:
             ready.record(torch.cuda.current_stream(self.device))
 
         def take() -> Future[Found]:
+            self._after_copies()
             for part, what in found:
                 part.take(what)
             self._mark()
@@ -122,6 +120,7 @@ class DeviceDetector:
             return self._pool.submit(self._fetch, found, ready)
 
         def give_back() -> None:
+            self._after_copies()
             for part, what in found:
                 part.give_back(what)
             self._mark()
@@ -133,21 +132,19 @@ class DeviceDetector:
             return self._part_of[region.tensor.name].read(region)
 
     def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
-        if not self._counts_on_device():
+        if not self.counts:
             return None
-        copies = {}
-        for name in {region.tensor.name for region in regions}:
-            copy = self._part_of[name].copy
-            if copy is None:
-                return None
-            copies[name] = copy
-        taken = self._taken if self._stream is not None else None
-        return DeviceBlock(regions, lambda r: copies[r.tensor.name](r), lambda: self._beside(taken), self._counting)
+
+        def copy(region: Region) -> Tensor:
+            found = self._part_of[region.tensor.name].copy
+            assert found is not None, "no weights here are in host memory"
+            return found(region)
+
+        return DeviceBlock(regions, copy, self._copying, self._counting)
 
     @property
-    def encoders(self) -> int:
-        on_device = self._counts_on_device() and any(part.copy is not None for part in self._parts)
-        return _ENCODERS if on_device else sys.maxsize
+    def counts(self) -> bool:
+        return self._counts_on_device() and all(part.copy is not None for part in self._parts)
 
     def _counts_on_device(self) -> bool:
         # in host memory the codec's own kernels are faster
@@ -192,7 +189,23 @@ class DeviceDetector:
             yield
             return
         with self._turn, torch.cuda.device(self.device), torch.cuda.stream(self._counter):
+            self._counter.wait_event(self._copied)
             yield
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Beside training. Nobody waits here: who counts, or writes the next capture, does so after the copy."""
+        if self._stream is None:
+            yield
+            return
+        with self._beside(self._taken):
+            yield
+            self._copied.record(self._stream)
+
+    def _after_copies(self) -> None:
+        """What is queued from now on may write to the weights captured last: copies of them come first."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._copied)
 
     @contextmanager
     def _beside(self, event: Any) -> Iterator[None]:

@@ -23,7 +23,8 @@ from ...core.digest import StateDigest
 from ...core.dtypes import Bits
 from ...core.full import Source
 from ...kernels import torch_ops
-from ...kernels.plan import Remember, narrow, units, widen
+from ...kernels.pace import in_turns
+from ...kernels.plan import Launch, Remember, narrow, units, widen
 from . import arrays
 from .layout import Sums
 from .placement import Piece
@@ -165,13 +166,14 @@ class DeviceShard:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Work on a stream of its own, and wait for that alone."""
+        """Work on a stream of its own, with breaks in which the device is the model's, and wait for that alone."""
         if self._stream is None:
             yield
             return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        wait = self._stream.synchronize
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), kernels.gently(wait):
             yield
-            self._stream.synchronize()
+            wait()
 
     # ── in the swap ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -264,7 +266,8 @@ class _GroupProof:
         if self._bands is not None:
             from ._rows import rows_kernel
 
-            rows_kernel[(self._bands.shape[0],)](self._bands, self._table, out, PERIOD=digest.BLOCK, BLOCK=512)
+            for part in in_turns(self._bands):
+                rows_kernel[(part.count,)](part.tiles, self._table, out, PERIOD=digest.BLOCK, BLOCK=512)
         for piece in self._slow:
             out += _rows_digest(piece, self._table)
 
@@ -293,7 +296,7 @@ def _digest(lanes: Sequence[int]) -> StateDigest:
     return StateDigest(lane0, lane1)
 
 
-def _bands_of(pieces: Sequence[Piece], height: int = 16) -> Tensor:
+def _bands_of(pieces: Sequence[Piece], height: int = 16) -> Launch:
     """What the kernel's programs work on: some rows of a piece each."""
     bands = []
     for piece in pieces:
@@ -304,7 +307,8 @@ def _bands_of(pieces: Sequence[Piece], height: int = 16) -> Tensor:
             rows = min(height, region.rows - row)
             first = region.base + row * region.tensor.columns
             bands.append([address, rows, region.columns, first, region.tensor.columns, *keys])
-    return torch.tensor(bands, dtype=torch.int64, device=pieces[0].view.device)
+    table = torch.tensor(bands, dtype=torch.int64, device=pieces[0].view.device)
+    return Launch(table, len(table), 2, False, ())
 
 
 def _joined(piece: Piece, changes: list[Change]) -> Change:

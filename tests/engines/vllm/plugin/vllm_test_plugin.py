@@ -108,6 +108,52 @@ class Probe:
         steps, self.steps[:] = [*self.steps], []
         return max(after[0] - before[1] for before, after in pairwise(steps))
 
+    def profile(self, on: bool) -> dict[str, Any]:
+        """Note when the model computes and when staging does what, or stop that. Returns [name, begin, end] of each
+        call and the begin of each step, by the clock of `time.monotonic`, since it was switched on."""
+        from deltawire.engines.vllm.device import DeviceShard
+        from deltawire.engines.vllm.rank import Rank
+        from deltawire.kernels import triton_ops
+
+        if not on:
+            for owner, name, original in self.replaced:
+                setattr(owner, name, original)
+            return {"calls": self.noted, "steps": self.begun}
+        self.noted: list[tuple[str, float, float]] = []
+        self.begun: list[float] = []
+        self.replaced = [
+            (owner, name, getattr(owner, name))
+            for owner, names in (
+                (DeviceShard, ("count", "receive", "moved", "digests_beside", "_send", "_patch", "write", "digests")),
+                (Rank, ("_require_in_place",)),
+                (triton_ops, ("class_counts", "place", "resolve", "digest_change")),
+            )
+            for name in names
+        ]
+        for owner, name, original in self.replaced:
+            setattr(owner, name, _timed(original, name, self.noted))
+        runner = self.model_runner  # type: ignore[attr-defined]
+        compute = runner.execute_model
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.begun.append(time.monotonic())
+            return compute(*args, **kwargs)
+
+        self.replaced.append((runner, "execute_model", compute))
+        runner.execute_model = step
+        return {}
+
+    def tune(self, tiles: int = 0, rest: float = -1.0, switch_s: float = 0.0) -> None:
+        """Try other breaks of staging, and another time after which Python threads take turns."""
+        import sys
+
+        from deltawire.kernels import pace
+
+        pace.TILES = tiles or pace.TILES
+        pace.REST = rest if rest >= 0 else pace.REST
+        if switch_s:
+            sys.setswitchinterval(switch_s)
+
     def device_memory(self) -> dict[str, int]:
         """Bytes that are allocated on the device now, and at most since the last call."""
         if not torch.cuda.is_available():
@@ -188,6 +234,17 @@ class Probe:
     def load_model_express(self) -> None:
         """What its back end does in the pause, once it has fetched a delta."""
         self.installer.install_checkpoint(self.express.apply())
+
+
+def _timed(work: Any, name: str, noted: list[tuple[str, float, float]]) -> Any:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin = time.monotonic()
+        try:
+            return work(*args, **kwargs)
+        finally:
+            noted.append((name, begin, time.monotonic()))
+
+    return timed
 
 
 class _ModelExpress:

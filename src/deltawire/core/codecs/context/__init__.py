@@ -26,7 +26,7 @@ from ...change import Change
 from .. import packed, planes
 from ..base import Before, Coded, squeeze
 from .decoder import TiledBlock, TileSpan
-from .encoder import encode_tiles
+from .encoder import Each, encode_tiles, encode_tiles_together
 
 name = "context"
 
@@ -42,20 +42,37 @@ def encode(changes: Sequence[Change], before: Before) -> Coded:
 
     `packed` is always made: it takes a twentieth of the time, and nothing else says for sure how large it would be.
     """
+    return encode_together([changes], before)[0]
+
+
+def encode_together(blocks: Sequence[Sequence[Change]], before: Before, each: Each = map) -> list[Coded]:
+    """`encode` for several blocks of one dtype, whose old weights are counted at once. `each` may use threads."""
+    plain: list[tuple[Coded, int]] = list(each(lambda changes: _without_tiles(changes, before), blocks))
+    result = [coded for coded, _ in plain]
+    tried = [number for number, (_, size) in enumerate(plain) if size]
+    if tried:
+        found = encode_tiles_together([blocks[number] for number in tried], before, each)
+        for number, own in zip(tried, found, strict=True):
+            # not compressed yet, and hardly compressible
+            if sum(map(len, own.streams.values())) < plain[number][1]:
+                result[number] = own
+    return result
+
+
+def _without_tiles(changes: Sequence[Change], before: Before) -> tuple[Coded, int]:
+    """The block as `packed` or `planes`, and the size that tiles must be below; 0: not worth a try."""
     plain = msgspec.structs.replace(packed.encode(changes, before), encoding=packed.name)
     size = _stored(plain)
     if size <= SMALL:
-        return plain
+        return plain, 0
     if sum(c.count for c in changes) > DENSE * sum(c.region.units for c in changes):
         dense = msgspec.structs.replace(planes.encode(changes, before), encoding=planes.name)
-        return dense if _stored(dense) < size else plain
-    own = encode_tiles(changes, before)
-    # not compressed yet, and hardly compressible
-    return own if sum(map(len, own.streams.values())) < size else plain
+        return dense if _stored(dense) < size else plain, 0
+    return plain, size
 
 
 def _stored(coded: Coded) -> int:
     return sum(squeeze(data)[0].stored for data in coded.streams.values())
 
 
-__all__ = ["TileSpan", "TiledBlock", "encode", "encode_tiles", "name"]
+__all__ = ["TileSpan", "TiledBlock", "encode", "encode_tiles", "encode_together", "name"]

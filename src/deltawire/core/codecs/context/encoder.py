@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from .classes import CLASSES, COLUMN_NEUTRAL, LEVELS, ROW_NEUTRAL, Rule
 from .entropy import MODELS, RATE, SPREADS, SYMBOLS, scale
 from .head import COLUMN_LEVELS, ROW_LEVELS, BlockHead, Grid, exponent, pack_head, pack_levels, pack_sizes
 from .levels import Floats, choose_levels
-from .old_weights import OldBlock, RankedChanges, old_block
+from .old_weights import Counts, OldBlock, RankedChanges, old_block
 from .tiles import TILE, LevelBytes, grid_of, walked
 
 FEW_CHANGES = 200
@@ -49,35 +49,88 @@ class _Prepared:
     column_levels: LevelBytes | None = None
 
     @property
+    def every(self) -> int:
+        """Of so many rows one is looked at, to see how many weights have each exponent."""
+        return max(1, min(16, self.rows // 64))
+
+    @property
     def flags(self) -> int:
         return ROW_LEVELS * (self.row_levels is not None) + COLUMN_LEVELS * (self.column_levels is not None)
 
 
+Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""`map`, or the same on several threads."""
+
+
 def encode_tiles(changes: Sequence[Change], before: Before, *, tile: int = TILE, use_levels: bool = True) -> Coded:
     """The block in tiles and classes, whether that pays or not."""
-    dtype = lookup(changes[0].region.tensor.dtype)
-    shift, mask = exponent(dtype)
-    regions = [_prepare(change, dtype.steps_are_signed, (shift, mask), tile) for change in changes]
-    old = old_block(changes, before)
-    total, changed = _exponents(regions, old, shift, mask)
-    rule = _choose_rule(total, changed, shift, mask, False)
-    if use_levels:
-        x = rule.top - np.clip(np.arange(mask + 1), rule.top - rule.span + 1, rule.top)
+    return encode_tiles_together([changes], before, tile=tile, use_levels=use_levels)[0]
+
+
+def encode_tiles_together(
+    blocks: Sequence[Sequence[Change]], before: Before, each: Each = map, *, tile: int = TILE, use_levels: bool = True
+) -> list[Coded]:
+    """Several blocks of one dtype. Their old weights are counted at once; all other work is done block by block."""
+    prepared: list[_Block] = list(each(lambda changes: _Block(changes, tile), blocks))
+    first = np.cumsum([0, *map(len, blocks)]).tolist()
+    # entropy coding needs no weights: what they take is free for other blocks by then
+    ranked = _rank(prepared, first, [change for block in blocks for change in block], before, each, use_levels)
+    return list(each(lambda n: prepared[n].code(ranked[first[n] : first[n + 1]]), range(len(blocks))))
+
+
+def _rank(
+    blocks: list[_Block], first: list[int], changes: list[Change], before: Before, each: Each, use_levels: bool
+) -> list[RankedChanges]:
+    """Choose the classes of all blocks, and rank the changes of all regions within them."""
+    old, regions = old_block(changes, before), [region for block in blocks for region in block.regions]
+    seen = old.exponents(*blocks[0].exponent, [region.every for region in regions])
+
+    def choose(number: int) -> None:
+        blocks[number].choose(old, first[number], seen[first[number] : first[number + 1]], use_levels)
+
+    # all of them, before anything is ranked
+    list(each(choose, range(len(blocks))))
+    rules = [block.rule.table(block.classes) for block in blocks for _ in block.regions]
+    levels, grids = [(s.row_levels, s.column_levels) for s in regions], [s.grid for s in regions]
+    return old.ranks(changes, [s.zigzags for s in regions], rules, levels, grids)
+
+
+class _Block:
+    """A block on its way: `choose`, once its old weights can be counted, then `code`."""
+
+    rule: Rule
+    classes: int
+
+    def __init__(self, changes: Sequence[Change], tile: int) -> None:
+        dtype = lookup(changes[0].region.tensor.dtype)
+        self.exponent = exponent(dtype)
+        """Lowest bit and mask of the exponent."""
+        self.regions = [_prepare(change, dtype.steps_are_signed, self.exponent, tile) for change in changes]
+
+    def choose(self, old: OldBlock, first: int, seen: Counts, use_levels: bool) -> None:
+        """Choose classes and levels. The regions are those of `old` from `first` on; `seen` are their exponents."""
+        shift, mask = self.exponent
+        total, changed = _exponents(self.regions, seen, mask)
+        self.rule = _choose_rule(total, changed, shift, mask, False)
+        if use_levels:
+            self._choose_levels(old, first, total, changed)
+            if any(s.flags for s in self.regions):
+                self.rule = _choose_rule(total, changed, shift, mask, True)
+        self.classes = min(CLASSES, self.rule.span + 1 + (2 * LEVELS - 3 if self.rule.leveled else 0))
+
+    def _choose_levels(self, old: OldBlock, first: int, total: Floats, changed: Floats) -> None:
+        rule = self.rule
+        x = rule.top - np.clip(np.arange(rule.mask + 1), rule.top - rule.span + 1, rule.top)
         rate = np.bincount(x, changed.sum(1)) / np.maximum(np.bincount(x, total), 1)
-        for number, s in enumerate(regions):
+        for number, s in enumerate(self.regions, first):
             if s.positions.size > FEW_CHANGES and s.rows > 1:
                 counts = s.per_row, s.per_column
                 s.row_levels, s.column_levels = choose_levels(
                     old, number, s.positions, s.exponents, counts, rule.table(CLASSES), rate
                 )
-        if any(s.flags for s in regions):
-            rule = _choose_rule(total, changed, shift, mask, True)
-    classes = min(CLASSES, rule.span + 1 + (2 * LEVELS - 3 if rule.leveled else 0))
-    levels, grids = [(s.row_levels, s.column_levels) for s in regions], [s.grid for s in regions]
-    ranked = old.ranks(changes, [s.zigzags for s in regions], rule.table(classes), levels, grids)
-    # entropy coding needs no weights: what they take is free for the next block
-    del old
-    return _code(regions, ranked, rule, classes)
+
+    def code(self, ranked: Sequence[RankedChanges]) -> Coded:
+        return _code(self.regions, ranked, self.rule, self.classes)
 
 
 def _prepare(change: Change, signed: bool, field: tuple[int, int], tile: int) -> _Prepared:
@@ -129,14 +182,13 @@ def _code(regions: list[_Prepared], ranked: Sequence[RankedChanges], rule: Rule,
 # ── what the head says ──
 
 
-def _exponents(regions: list[_Prepared], old: OldBlock, shift: int, mask: int) -> tuple[Floats, Floats]:
+def _exponents(regions: list[_Prepared], seen: Counts, mask: int) -> tuple[Floats, Floats]:
     """How many weights have each exponent (from a sample of rows), and the steps of those that changed."""
     total, changed = np.zeros(mask + 1), np.zeros((mask + 1, SYMBOLS), np.int64)
-    every = [max(1, min(16, s.rows // 64)) for s in regions]
-    for s, step, seen in zip(regions, every, old.exponents(shift, mask, every), strict=True):
+    for s, sample in zip(regions, seen, strict=True):
         hit = np.zeros((mask + 1, SYMBOLS), np.int64)
         runs.step_histogram(s.exponents, s.zigzags, hit)
-        total += np.maximum(seen[: mask + 1] * (s.rows / -(-s.rows // step)), hit.sum(1))
+        total += np.maximum(sample[: mask + 1] * (s.rows / -(-s.rows // s.every)), hit.sum(1))
         changed += hit
     return total, changed
 

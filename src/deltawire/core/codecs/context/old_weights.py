@@ -51,7 +51,7 @@ class OldBlock(Protocol):
         self,
         changes: Sequence[Change],
         zigzags: Sequence[npt.NDArray[np.uint32]],
-        rule: Table,
+        rules: Sequence[Table],
         levels: Sequence[Levels],
         grids: Sequence[tuple[int, int]],
     ) -> list[RankedChanges]:
@@ -104,17 +104,18 @@ class HostBlock:
         self,
         changes: Sequence[Change],
         zigzags: Sequence[npt.NDArray[np.uint32]],
-        rule: Table,
+        rules: Sequence[Table],
         levels: Sequence[Levels],
         grids: Sequence[tuple[int, int]],
     ) -> list[RankedChanges]:
         result: list[RankedChanges] = []
-        for old, change, steps, pair, grid in zip(self._old, changes, zigzags, levels, grids, strict=True):
+        parts = zip(self._old, changes, zigzags, rules, levels, grids, strict=True)
+        for old, change, steps, rule, pair, grid in parts:
             positions = np.ascontiguousarray(change.positions, np.uint32)
             n, k = (np.zeros((grid[0] * grid[1], CLASSES), np.int64) for _ in range(2))
             ranks, source = np.empty(positions.size, np.uint32), np.empty(positions.size, np.uint32)
             lines = cuts(old.rows, grid[0]), cuts(old.columns, grid[1])
-            lined = padded(*pair, (old.rows, old.columns))
+            lined = padded(pair[0], pair[1], (old.rows, old.columns))
             _segment_ranks(old.units, old.size, old.stride, rule, *lined, *lines, positions, n, k, ranks, source)
             result.append((n, k, ranks, steps[source]))
         return result
