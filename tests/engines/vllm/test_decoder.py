@@ -15,7 +15,6 @@ from deltawire import kernels  # noqa: E402
 from deltawire.engines.vllm import device  # noqa: E402
 from deltawire.engines.vllm.decoder import Decoder, DecoderError, _Process  # noqa: E402
 from deltawire.engines.vllm.device import DeviceShard  # noqa: E402
-from deltawire.engines.vllm.rectangle import rectangle  # noqa: E402
 from support import diff, encoded, moved_bag, random_bag  # noqa: E402
 
 SIZES = {"hidden": 512, "ffn": 1024, "heads": 8, "kv": 4, "vocab": 512, "layers": 1}
@@ -28,7 +27,7 @@ SAID = {"run": "a run", "base_version": "3", "model_version": "4"}
 def opening(folder: Path, ranks: Ranks) -> dict:
     schema = folder / "schema.json"
     schema.write_bytes(msgspec.json.encode(ranks.schema))
-    pieces = [[msgspec.structs.astuple(rectangle(p.region)) for p in shard.pieces] for shard in ranks.shards]
+    pieces = msgspec.to_builtins([[piece.region for piece in shard.pieces] for shard in ranks.shards])
     return {"schema": str(schema), "ranks": pieces}
 
 

@@ -16,7 +16,7 @@ from deltawire.core.codecs import context  # noqa: E402
 from deltawire.core.full import FullFile, anchor  # noqa: E402
 from deltawire.core.schema import Schema  # noqa: E402
 from deltawire.core.sparse import DeltaFile  # noqa: E402
-from deltawire.engines.vllm.decode import Decoder, Wanted, rectangle  # noqa: E402
+from deltawire.engines.vllm.decode import Decoder, Wanted  # noqa: E402
 from deltawire.engines.vllm.device import DeviceShard  # noqa: E402
 from deltawire.engines.vllm.layout import Layout, arrange  # noqa: E402
 from deltawire.engines.vllm.placement import Piece, trace  # noqa: E402
@@ -42,7 +42,7 @@ class Ranks:
         self.decoders = [Decoder(shard) for shard in self.shards]
         self.layout: Layout = arrange(
             self.schema,
-            [[rectangle(piece.region) for piece in shard.pieces] for shard in self.shards],
+            [[piece.region for piece in shard.pieces] for shard in self.shards],
             [problem for placement in self.placements for problem in placement.problems],
         )
 
@@ -65,7 +65,7 @@ class Ranks:
             try:
                 result.append(decoder.delta(file))
             except Wanted as wanted:
-                lent = {part: bits for other in self.decoders for part, bits in other.lend(wanted.rectangles)}
+                lent = {part: bits for other in self.decoders for part, bits in other.lend(wanted.regions)}
                 result.append(decoder.delta(file, lent))
         return result
 
@@ -136,7 +136,7 @@ def test_ranks_decode_whole_tiles_alone_and_borrow_for_cut_ones() -> None:
             try:
                 decoder.delta(file)
             except Wanted as wanted:
-                borrowed += wanted.rectangles
+                borrowed += wanted.regions
         assert bool(borrowed) == borrows
 
 
@@ -172,7 +172,7 @@ def test_what_is_not_a_plain_copy_is_a_problem() -> None:
 
     def refused(load: object) -> str:
         placement = trace(model, load, schema)  # type: ignore[arg-type]
-        layout = arrange(schema, [[rectangle(p.region) for p in placement.pieces]], placement.problems)
+        layout = arrange(schema, [[p.region for p in placement.pieces]], placement.problems)
         return " | ".join(layout.problems)
 
     def dropping(weights):  # type: ignore[no-untyped-def]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -29,19 +28,18 @@ from ...core.schema import Schema, TensorSpec
 from ...core.sparse import BlockRef, DeltaFile
 from .layout import Sums
 from .placement import Piece
-from .rectangle import Rectangle, rectangle
 from .shard import DENSE, PieceChange, Shard, open_shard
 
-Lent = Mapping[Rectangle, Bits]
+Lent = Mapping[Region, Bits]
 """Old weights of other ranks, by where they belong."""
 
 
 class Wanted(Exception):
-    """Tiles are cut by the edges of this rank's pieces: these rectangles have to be known to decode them."""
+    """Tiles are cut by the edges of this rank's pieces: it takes the old weights of these regions to decode them."""
 
-    def __init__(self, rectangles: Iterable[Rectangle]) -> None:
-        self.rectangles = sorted(set(rectangles), key=msgspec.structs.astuple)
-        super().__init__(f"{len(self.rectangles)} rectangles of old weights are held by other ranks")
+    def __init__(self, regions: Iterable[Region]) -> None:
+        self.regions = list(dict.fromkeys(regions))
+        super().__init__(f"{len(self.regions)} regions of old weights are held by other ranks")
 
 
 class Decoder:
@@ -57,10 +55,10 @@ class Decoder:
     def delta(self, file: DeltaFile, lent: Lent | None = None) -> list[PieceChange]:
         """What a delta changes here. Raises `Wanted` where that takes weights of other ranks."""
         lent = lent or {}
-        wanted: list[Rectangle] = []
+        wanted: list[Region] = []
         found: list[PieceChange] = []
 
-        def one(block: BlockRef) -> tuple[list[PieceChange], list[Rectangle]]:
+        def one(block: BlockRef) -> tuple[list[PieceChange], list[Region]]:
             if block.record is not None and block.record.encoding == context.name:
                 return self._tiles(file, block, lent)
             return self._anywhere(file, block), []
@@ -118,14 +116,14 @@ class Decoder:
             for part in _bands(piece):
                 self._shard.put(number, part.row - piece.region.row, _rows(source, part))
 
-    def lend(self, rectangles: Sequence[Rectangle]) -> Iterator[tuple[Rectangle, Bits]]:
-        """What this rank holds of some rectangles."""
-        for wanted in rectangles:
-            for number in self._by_tensor.get(wanted.tensor, ()):
-                whole = rectangle(self._shard.pieces[number].region)
-                part = wanted.meet(whole)
+    def lend(self, regions: Sequence[Region]) -> Iterator[tuple[Region, Bits]]:
+        """What this rank holds of some regions."""
+        for wanted in regions:
+            for number in self._by_tensor.get(wanted.tensor.name, ()):
+                piece = self._shard.pieces[number].region
+                part = wanted.meet(piece)
                 if part is not None:
-                    yield part, np.ascontiguousarray(self._shard.read(number)[part.within(whole)])
+                    yield part, np.ascontiguousarray(self._shard.read(number)[part.within(piece)])
 
     # ── encodings that need old weights at the changed positions alone ────────────────────────────────────────────────
 
@@ -163,43 +161,42 @@ class Decoder:
 
     # ── tiles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _tiles(self, file: DeltaFile, block: BlockRef, lent: Lent) -> tuple[list[PieceChange], list[Rectangle]]:
+    def _tiles(self, file: DeltaFile, block: BlockRef, lent: Lent) -> tuple[list[PieceChange], list[Region]]:
         held = [
             (number, piece, part)
             for number, (region, _) in enumerate(block.regions)
             for piece in self._by_tensor.get(region.tensor.name, ())
-            if (part := rectangle(region).meet(rectangle(self._shard.pieces[piece].region))) is not None
+            if (part := region.meet(self._shard.pieces[piece].region)) is not None
         ]
         if not held:
             return [], []
         coded = file.read(block)
         assert isinstance(coded, context.TiledBlock)
         result: list[PieceChange] = []
-        wanted: list[Rectangle] = []
+        wanted: list[Region] = []
         for number, piece, part in held:
             region, count = block.regions[number]
-            spans = coded.around(number, *part.within(rectangle(region)))
+            spans = coded.around(number, *part.within(region))
             around = _of_spans(region, spans)
             old, missing = self._old(around, lent)
             if old is None:
                 wanted += missing
                 continue
             positions, was, now = coded.shard(number, *spans, old)
-            if around == rectangle(region) and positions.size != count:
+            if around == region and positions.size != count:
                 raise CountMismatch(
                     f"a region of {region.tensor.name!r} has {positions.size} changes, its count is {count}"
                 )
-            spanned = Region(region.tensor, around.row, around.rows, around.column, around.columns)
-            here = _cut(Change(spanned, positions, was, now), self._shard.pieces[piece].region)
+            here = _cut(Change(around, positions, was, now), self._shard.pieces[piece].region)
             if here is not None:
                 result.append(PieceChange(piece, here))
         return result, wanted
 
-    def _old(self, around: Rectangle, lent: Lent) -> tuple[Bits | None, list[Rectangle]]:
-        """The old weights of a rectangle: a view where one piece holds it, else put together, or what is missing."""
-        known: list[tuple[Rectangle, Callable[[], Bits]]] = []
-        for number in self._by_tensor[around.tensor]:
-            whole = rectangle(self._shard.pieces[number].region)
+    def _old(self, around: Region, lent: Lent) -> tuple[Bits | None, list[Region]]:
+        """The old weights of a region: a view where one piece holds it, else put together, or what is missing."""
+        known: list[tuple[Region, Callable[[], Bits]]] = []
+        for number in self._by_tensor[around.tensor.name]:
+            whole = self._shard.pieces[number].region
             part = around.meet(whole)
             if part == around:
                 return self._shard.read(number)[around.within(whole)], []
@@ -214,8 +211,7 @@ class Decoder:
             covered[part.within(around)] = True
         if not covered.all():
             return None, [around]
-        spec = self._shard.pieces[self._by_tensor[around.tensor][0]].region.tensor
-        old = np.empty((around.rows, around.columns), lookup(spec.dtype).unit)
+        old = np.empty((around.rows, around.columns), lookup(around.tensor.dtype).unit)
         for part, bits_of in known:
             old[part.within(around)] = bits_of()
         return old, []
@@ -236,10 +232,10 @@ def compile_decoders() -> None:
             Decoder(open_shard([Piece(whole(spec), view)])).delta(file)
 
 
-def _of_spans(region: Region, spans: tuple[slice, slice]) -> Rectangle:
+def _of_spans(region: Region, spans: tuple[slice, slice]) -> Region:
     rows, columns = spans
-    return Rectangle(
-        region.tensor.name,
+    return Region(
+        region.tensor,
         region.row + rows.start,
         rows.stop - rows.start,
         region.column + columns.start,
@@ -263,9 +259,9 @@ def _rows(source: Source, part: Region) -> Bits:
 def _cut(change: Change, to: Region) -> Change | None:
     """The part of a change that lies in a piece, its positions counted within the piece."""
     region = change.region
-    if (region.row, region.rows, region.column, region.columns) == (to.row, to.rows, to.column, to.columns):
+    if region == to:
         return Change(to, change.positions, change.old, change.new) if change.count else None
-    if rectangle(region).meet(rectangle(to)) is None:
+    if region.meet(to) is None:
         return None
     row, column = np.divmod(change.positions.astype(np.int64), max(region.columns, 1))
     row += region.row - to.row

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from ...core.change import Region
 from ...core.codecs import context
 from ...core.codecs.context.decoder import Tiles, decode_ranks, join_ranks, make_sheet
 from ...core.errors import ChainError
@@ -29,7 +30,6 @@ from ...core.sparse import BlockRef, DeltaClaim, DeltaFile, open_delta
 from . import arrays
 from .channel import Answer, Caller, listen, opened
 from .moves import PieceMoves, RankPieces, write_moves
-from .rectangle import Rectangle, rectangle
 
 
 class DecoderError(ChainError):
@@ -77,9 +77,9 @@ class _Process:
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def _do_open(self, schema: str, ranks: list[list[list[Any]]]) -> Answer:
+    def _do_open(self, schema: str, ranks: list[list[Any]]) -> Answer:
         self._schema = msgspec.json.decode(Path(schema).read_bytes(), type=Schema)
-        self._ranks = [RankPieces(self._schema, [Rectangle(*piece) for piece in pieces]) for pieces in ranks]
+        self._ranks = [RankPieces(pieces) for pieces in msgspec.convert(ranks, list[list[Region]])]
         return {}
 
     def _do_read(self, paths: list[str], claim: Any, out: str) -> Answer:
@@ -125,13 +125,12 @@ def _threads() -> int:
 def _tiles_of(rank: RankPieces, coded: context.TiledBlock) -> list[Tiles]:
     found = []
     for number, (region, _) in enumerate(coded.regions):
-        whole = rectangle(region)
         for piece_number in rank.by_tensor.get(region.tensor.name, ()):
             piece = rank.pieces[piece_number]
-            part = whole.meet(piece)
+            part = region.meet(piece)
             if part is None:
                 continue
-            rows, columns = part.within(whole)
+            rows, columns = part.within(region)
             if coded.around(number, rows, columns) != (rows, columns):
                 raise _CutTiles
             row, column = part.row - piece.row, part.column - piece.column

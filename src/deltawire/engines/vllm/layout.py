@@ -11,10 +11,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...core.change import Region
 from ...core.digest import StateDigest
 from ...core.errors import SchemaMismatch
 from ...core.schema import Schema
-from .rectangle import Rectangle
 
 Sums = dict[int, StateDigest]
 """Digests by group of pieces."""
@@ -51,13 +51,13 @@ class Layout:
         return result
 
 
-def arrange(schema: Schema, ranks: Sequence[Sequence[Rectangle]], problems: Sequence[str] = ()) -> Layout:
+def arrange(schema: Schema, ranks: Sequence[Sequence[Region]], problems: Sequence[str] = ()) -> Layout:
     """Group the pieces of all ranks and check that together they cover every weight exactly once."""
-    # rectangle → (rank, index of the copy there)
-    where: dict[Rectangle, list[tuple[int, int]]] = defaultdict(list)
-    copies: list[list[tuple[Rectangle, int]]] = []
+    # region → (rank, index of the copy there)
+    where: dict[Region, list[tuple[int, int]]] = defaultdict(list)
+    copies: list[list[tuple[Region, int]]] = []
     for rank, pieces in enumerate(ranks):
-        seen: dict[Rectangle, int] = defaultdict(int)
+        seen: dict[Region, int] = defaultdict(int)
         copies.append([])
         for piece in pieces:
             copies[-1].append((piece, seen[piece]))
@@ -71,7 +71,7 @@ def arrange(schema: Schema, ranks: Sequence[Sequence[Rectangle]], problems: Sequ
             holders = tuple(rank for rank, other in where[piece] if other == copy)
             numbers.append(kinds.setdefault((holders, copy), len(kinds)))
         groups.append(tuple(numbers))
-    used = {piece.tensor for piece in where}
+    used = {piece.tensor.name for piece in where}
     unused = tuple(tensor.name for tensor in schema.tensors if tensor.units and tensor.name not in used)
     found = [*problems, *_uncovered(schema, where)]
     if any(copy for _, copy in kinds):
@@ -79,10 +79,10 @@ def arrange(schema: Schema, ranks: Sequence[Sequence[Rectangle]], problems: Sequ
     return Layout(tuple(groups), {group: holders for (holders, _), group in kinds.items()}, tuple(found), unused)
 
 
-def _uncovered(schema: Schema, pieces: Mapping[Rectangle, object]) -> list[str]:
-    by_tensor: dict[str, list[Rectangle]] = defaultdict(list)
+def _uncovered(schema: Schema, pieces: Mapping[Region, object]) -> list[str]:
+    by_tensor: dict[str, list[Region]] = defaultdict(list)
     for piece in pieces:
-        by_tensor[piece.tensor].append(piece)
+        by_tensor[piece.tensor.name].append(piece)
     problems = []
     for tensor in schema.tensors:
         mine = by_tensor[tensor.name]
@@ -90,6 +90,6 @@ def _uncovered(schema: Schema, pieces: Mapping[Rectangle, object]) -> list[str]:
             problems.append(f"the server's loader does not use {tensor.name!r}")
         elif any(a.meet(b) for i, a in enumerate(mine) for b in mine[:i]):
             problems.append(f"ranks hold overlapping parts of {tensor.name!r}")
-        elif sum(piece.rows * piece.columns for piece in mine) != tensor.units:
+        elif sum(piece.units for piece in mine) != tensor.units:
             problems.append(f"no rank holds some part of {tensor.name!r}")
     return problems

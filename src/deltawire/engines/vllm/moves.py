@@ -16,12 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from ...core.change import RegionMoves
-from ...core.dtypes import Bits, lookup
+from ...core.change import Region, RegionMoves
+from ...core.dtypes import Bits
 from ...core.parallel import ordered_map
-from ...core.schema import Schema
 from . import arrays
-from .rectangle import Rectangle
 
 TILE_BITS = 16
 """Tiles are runs of 65,536 units of a piece, as `kernels.flat_plan` cuts them: positions in them take two bytes."""
@@ -39,15 +37,13 @@ class PieceMoves(msgspec.Struct, frozen=True):
 class RankPieces:
     """The pieces of one rank, and how their memory is numbered."""
 
-    def __init__(self, schema: Schema, pieces: Sequence[Rectangle]) -> None:
+    def __init__(self, pieces: Sequence[Region]) -> None:
         self.pieces = pieces
-        specs = schema.by_name()
         self.by_tensor: dict[str, list[int]] = defaultdict(list)
         for number, piece in enumerate(pieces):
-            self.by_tensor[piece.tensor].append(number)
-        sizes = [piece.rows * piece.columns for piece in pieces]
-        self.first_tile = np.cumsum([0, *(-(-size >> TILE_BITS) for size in sizes)])
-        self.width = max((lookup(specs[piece.tensor].dtype).unit().itemsize for piece in pieces), default=1)
+            self.by_tensor[piece.tensor.name].append(number)
+        self.first_tile = np.cumsum([0, *(-(-piece.units >> TILE_BITS) for piece in pieces)])
+        self.width = max((piece.tensor.unit_size for piece in pieces), default=1)
 
     @property
     def tiles(self) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 from torch import nn
 
 from ... import kernels
-from ...core.change import Change
+from ...core.change import Change, Region
 from ...core.full import Checkpoint
 from ...core.parallel import default_threads
 from ...core.schema import Schema
@@ -33,7 +33,6 @@ from .decode import Decoder, Lent, Wanted, compile_decoders
 from .guard import fingerprint, pack_again
 from .layout import Sums, sums_to_send
 from .placement import trace
-from .rectangle import Rectangle, rectangle
 from .shard import PieceChange, Shard, open_shard
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class Rank:
             os.unlink(path)
         listen(path, self.call, prepare=_use_other_cores)
         return {
-            "pieces": [msgspec.structs.astuple(rectangle(piece.region)) for piece in placement.pieces],
+            "pieces": msgspec.to_builtins([piece.region for piece in placement.pieces]),
             "problems": problems,
             "untouched": placement.untouched,
             "failure": placement.failure,
@@ -147,14 +146,14 @@ class Rank:
         decoder = Decoder(self._weights, threads=max(1, default_threads() // 2))
         borrowed, expected = _borrowed(lent), msgspec.convert(claim, DeltaClaim)
         changes: list[PieceChange] = []
-        wanted: list[Rectangle] = []
+        wanted: list[Region] = []
         for path in paths:
             try:
                 changes += decoder.delta(open_delta(*opened(path), self._schema, expected), borrowed)
             except Wanted as missing:
-                wanted += missing.rectangles
+                wanted += missing.regions
         if wanted:
-            return {"wanted": [msgspec.structs.astuple(r) for r in wanted]}
+            return {"wanted": msgspec.to_builtins(wanted)}
         return self._stage(self._weights.prepare(changes))
 
     def _do_stage_full(self, folder: str) -> Answer:
@@ -224,9 +223,9 @@ class Rank:
     def _do_digest(self) -> Answer:
         return {"sums": sums_to_send(self._weights.digests_beside(self._groups))}
 
-    def _do_lend(self, rectangles: list[list[Any]], path: str) -> Answer:
-        """Write what this rank holds of some rectangles to a file."""
-        parts = [*Decoder(self._weights).lend([Rectangle(*r) for r in rectangles])]
+    def _do_lend(self, regions: list[Any], path: str) -> Answer:
+        """Write what this rank holds of some regions to a file."""
+        parts = [*Decoder(self._weights).lend(msgspec.convert(regions, list[Region]))]
         index = np.frombuffer(msgspec.json.encode([part for part, _ in parts]), np.uint8)
         out = Path(f"{path}.{self._number}.lent")
         arrays.write(out, {"index": index, **{str(i): bits for i, (_, bits) in enumerate(parts)}})
@@ -301,9 +300,9 @@ def _use_other_cores() -> None:
 
 
 def _borrowed(paths: list[str]) -> Lent:
-    lent: dict[Rectangle, Any] = {}
+    lent: dict[Region, Any] = {}
     for path in paths:
         file = arrays.open_arrays(Path(path))
-        for i, part in enumerate(msgspec.json.decode(file["index"].tobytes(), type=list[Rectangle])):
+        for i, part in enumerate(msgspec.json.decode(file["index"].tobytes(), type=list[Region])):
             lent[part] = file[str(i)]
     return lent

@@ -19,6 +19,7 @@ import msgspec
 
 from ...bucket.references import as_run
 from ...core import full
+from ...core.change import Region
 from ...core.digest import StateDigest
 from ...core.errors import ChainError, DeltawireError, DigestMismatch, MissingBase, NotRestored, SchemaMismatch
 from ...core.schema import Schema, listed
@@ -28,7 +29,6 @@ from .channel import Caller, ChannelClosed, call_all
 from .decoder import Decoder
 from .guard import has_draft
 from .layout import Layout, arrange, sums_of
-from .rectangle import Rectangle
 from .settings import Policy
 
 log = logging.getLogger("deltawire")
@@ -114,7 +114,7 @@ class EngineTarget:
         path = self._folder / "schema.json"
         path.write_bytes(msgspec.json.encode(schema))
         answers = self._all("layout", schema=str(path), sockets=str(self._folder))
-        ranks = [[Rectangle(*piece) for piece in answer["pieces"]] for answer in answers]
+        ranks = msgspec.convert([answer["pieces"] for answer in answers], list[list[Region]])
         problems = [problem for answer in answers for problem in answer["problems"]]
         self._layout = arrange(schema, ranks, list(dict.fromkeys(problems)))
         self._require_names(schema, self._layout.unused, answers)
@@ -245,8 +245,8 @@ class EngineTarget:
         """Stage what each rank decodes from the weights it holds, and from those that others lend it."""
         answers = self._beside("stage_delta", paths=files, claim=claim, lent=[])
         if any("wanted" in answer for answer in answers):
-            rectangles = [r for answer in answers for r in answer.get("wanted", ())]
-            lent = [answer["lent"] for answer in self._beside("lend", rectangles=rectangles, path=files[0])]
+            regions = [region for answer in answers for region in answer.get("wanted", ())]
+            lent = [answer["lent"] for answer in self._beside("lend", regions=regions, path=files[0])]
             answers = self._beside("stage_delta", paths=files, claim=claim, lent=lent)
         if any("wanted" in answer for answer in answers):
             raise MissingBase(f"version {claim['version']} needs old weights that no rank of this node holds")
