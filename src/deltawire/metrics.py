@@ -9,18 +9,36 @@ wandb and trackio need nothing of the kind: `on_version=lambda version: wandb.lo
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from .core.errors import Misconfigured, MissingExtra
 from .core.extras import install_command
 
 
-class Reports(Protocol):
-    """What `on_version` gets: `Published` or `Synced`."""
+class VersionFigures:
+    """Figures of a version that was published (`Published`) or reached by a replica (`Synced`)."""
+
+    __slots__ = ()
+    version: int
+    bytes: int
+    changed: int
+    elements: int
+    timings: dict[str, float]
+
+    @property
+    def density(self) -> float:
+        """Share of the weights that differ from the version published before, 0 to 1."""
+        return self.changed / max(self.elements, 1)
 
     def report(self) -> dict[str, float]:
-        """Figures by names of the form `deltawire/…`."""
-        ...
+        """Figures under the names `deltawire/…`, as `wandb.log` and `log` of a trackio run take them."""
+        return {
+            "deltawire/version": float(self.version),
+            "deltawire/changed": float(self.changed),
+            "deltawire/density": self.density,
+            "deltawire/bytes": float(self.bytes),
+            **{f"deltawire/{name}_ms": 1e3 * seconds for name, seconds in self.timings.items()},
+        }
 
 
 class Prometheus:
@@ -57,7 +75,7 @@ class Prometheus:
                     "end what listens there"
                 ) from None
 
-    def __call__(self, version: Reports) -> None:
+    def __call__(self, version: VersionFigures) -> None:
         for name, value in version.report().items():
             name = name.replace("/", "_")
             if name not in self._gauges:

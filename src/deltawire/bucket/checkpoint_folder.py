@@ -17,11 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..core import full
-from ..core.errors import FolderError
+from ..core.errors import FolderError, SchemaMismatch
 from ..core.manifest import Blob, File, Manifest
 from ..store.local import sync_folder
 from .cache import hash_of
 from .fetch import PART, Progress, fetch
+from .references import Resolve
+from .replay import checkout
 from .run import Run
 
 _EXCHANGE = 2
@@ -53,6 +55,17 @@ def fill(
             out.flush()
             os.fsync(out.fileno())
     sync_folder(folder)
+
+
+def fill_for_engine(folder: Path, run: Run, version: int, resolve: Resolve) -> None:
+    """Check out a version into an empty folder. SchemaMismatch if no config.json was published with it."""
+    manifest = run.manifest(version)
+    if not any(file.name == "config.json" for file in manifest.files):
+        raise SchemaMismatch(
+            f"version {version} of {run.store.url} carries no config.json, so it cannot say which model it is: publish "
+            "it with files=<checkpoint folder>, or name a model (serve MODEL --run RUN)"
+        )
+    fill(folder, run, manifest, checkout(run, version, resolve=resolve))
 
 
 def _content(run: Run, file: File, before: Path | None) -> Iterator[bytes]:

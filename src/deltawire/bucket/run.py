@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from ..core import history, keys
+from ..core.digest import StateDigest
 from ..core.errors import (
     AlreadyExists,
     ChainError,
@@ -299,6 +300,15 @@ class Run:
         found[newest] = manifest.summary()
         gone = self.pruned()
         return {v: found[v] for v in sorted(found) if since <= v <= newest and v not in gone}
+
+    def identify(self, digest: StateDigest, newest: int) -> int | None:
+        """Return the newest version up to `newest` that has this digest; None if none has."""
+        wanted = str(digest)
+        for version, summary in reversed(self.timeline(newest).items()):
+            # a summary is only what a page of history says: the manifest decides
+            if summary.digest == wanted and self.manifest(version).digest == wanted:
+                return version
+        return None
 
     def page(self, end: int) -> history.Page:
         return self.parse_page(end, self.store.get(keys.history(end), limit=HISTORY).data)

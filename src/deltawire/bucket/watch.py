@@ -92,6 +92,12 @@ def watch(
             watcher.wait()
 
 
+def wait_for_run(run: str | Store, poll: float = 1.0) -> Run:
+    """Open a run once it has a version: trainer and server start in any order."""
+    next(watch(run, poll=poll))
+    return Run.open(run)
+
+
 def following(run: Run, version: int, newest: int) -> int:
     """Return the next version that exists: those between may have been pruned."""
     if run.exists(version + 1):

@@ -41,6 +41,7 @@ from ..core.errors import (
 )
 from ..core.full import Source
 from ..core.manifest import Heartbeat, Manifest, SyncRecord, dump, now, spans
+from ..metrics import VersionFigures
 from ..store import Store, open_store
 from .model import Model, ModelTarget
 from .target import AnyTarget, Delta, Target, Update
@@ -61,7 +62,7 @@ _UNBOUND = ModelTarget({})
 
 
 @dataclass(frozen=True, slots=True)
-class Synced:
+class Synced(VersionFigures):
     """A version that a replica has reached, as `on_version` gets it."""
 
     version: int
@@ -80,20 +81,10 @@ class Synced:
     seconds: float
     """Seconds the sync took in all."""
 
-    @property
-    def density(self) -> float:
-        """Share of the weights that differ from the version published before, 0 to 1."""
-        return self.changed / max(self.elements, 1)
-
     def report(self) -> dict[str, float]:
-        """Figures under the names `deltawire/…`, as `wandb.log` and `log` of a trackio run take them."""
-        return {
-            "deltawire/version": float(self.version),
-            "deltawire/lag": float(self.lag),
-            "deltawire/density": self.density,
-            "deltawire/bytes": float(self.bytes),
-            **{f"deltawire/{name}_ms": 1e3 * seconds for name, seconds in self.timings.items()},
-        }
+        """As of a published version, and how far this replica is behind."""
+        # not super(): a class with slots is made anew, and super() means the first one
+        return {**VersionFigures.report(self), "deltawire/lag": float(self.lag)}
 
 
 class _Repeated:
@@ -423,18 +414,10 @@ class Replica:
             self._version = None
         if self._version is None:
             self._digest = target.digest()
-            self._version = self._identify(run, want)
+            self._version = run.identify(self._digest, want)
+            if self._version is not None:
+                log.info("%s: the weights are version %d already", self._id, self._version)
         return target
-
-    def _identify(self, run: Run, newest: int) -> int | None:
-        """Return the version whose digest equals that of the weights, or None."""
-        found = str(self._digest)
-        for version, summary in reversed(run.timeline(newest).items()):
-            # summaries are only hints: confirm with the manifest
-            if summary.digest == found and run.manifest(version).digest == found:
-                log.info("%s: the weights are version %d already", self._id, version)
-                return version
-        return None
 
     def _lose_version(self) -> None:
         self._version = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from ..bucket.references import Resolve, as_run
@@ -11,7 +11,6 @@ from ..bucket.replay import State, checkout
 from ..bucket.run import Run
 from ..core import chain, full
 from ..core.errors import ChainError, DeltawireError, FormatError, ObjectNotFound, ReferenceUnavailable
-from ..core.manifest import Summary
 
 log = logging.getLogger("deltawire")
 
@@ -33,9 +32,8 @@ def rebuild(
     """
     log.info("rebuilding version %d from %s to diff against", version, run.store.url)
     try:
-        timeline = run.timeline(version)
-        base = None if folder is None else _load(run, folder, timeline)
-        steps = chain.plan(base.version if base else None, version, timeline)
+        base = None if folder is None else _load(run, folder, version)
+        steps = chain.plan(base.version if base else None, version, run.timeline(version))
         total = sum(step.bytes for step in steps if step.kind != "reference")
         told = (lambda n: progress(n, total)) if progress else None
         return checkout(run, version, base, resolve=resolve, progress=told, steps=steps)
@@ -46,7 +44,7 @@ def rebuild(
         return None
 
 
-def _load(run: Run, folder: Path, versions: Mapping[int, Summary]) -> State | None:
+def _load(run: Run, folder: Path, newest: int) -> State | None:
     """Return a checkpoint folder as the version of the run that has its digest. None, with a warning, if none has."""
     try:
         state = State(run.schema)
@@ -54,12 +52,10 @@ def _load(run: Run, folder: Path, versions: Mapping[int, Summary]) -> State | No
     except (DeltawireError, OSError) as error:
         log.warning("%s cannot be compared with and is not used: %s", folder, error)
         return None
-    found = str(state.digest)
-    for version in sorted(versions, reverse=True):
-        # a summary is only what a history page says; the manifest decides
-        if versions[version].digest == found and run.manifest(version).digest == found:
-            log.info("%s is version %d, and need not be fetched", folder, version)
-            state.version = version
-            return state
-    log.warning("%s holds no version of %s (its state digest is %s) and is not used", folder, run.store.url, found)
-    return None
+    state.version = run.identify(state.digest, newest)
+    if state.version is None:
+        held = f"its state digest is {state.digest}"
+        log.warning("%s holds no version of %s (%s) and is not used", folder, run.store.url, held)
+        return None
+    log.info("%s is version %d, and need not be fetched", folder, state.version)
+    return state

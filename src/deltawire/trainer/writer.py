@@ -26,6 +26,7 @@ from ..core.digest import StateDigest
 from ..core.dtypes import lookup
 from ..core.manifest import Blob, Link, Manifest
 from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter, EncodedBlock
+from ..metrics import VersionFigures
 from .captures import Changes
 from .collective import Group
 from .commit import Committer
@@ -39,7 +40,7 @@ against), "detect" and "put"."""
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class Published(VersionFigures):
     """A committed version, as `PublishHandle.result` returns it and `on_version` gets it.
 
     version     its number
@@ -69,21 +70,6 @@ class Published:
             "bytes": self.bytes,
             "changed_percent": 100 * self.density,
             "publishes": self.publishes,
-        }
-
-    @property
-    def density(self) -> float:
-        """Share of the weights that differ from the version before, 0 to 1."""
-        return self.changed / max(self.elements, 1)
-
-    def report(self) -> dict[str, float]:
-        """Figures under the names `deltawire/…`, as `wandb.log` and `log` of a trackio run take them."""
-        return {
-            "deltawire/version": float(self.version),
-            "deltawire/changed": float(self.changed),
-            "deltawire/density": self.density,
-            "deltawire/bytes": float(self.bytes),
-            **{f"deltawire/{name}_ms": 1e3 * seconds for name, seconds in self.timings.items()},
         }
 
 

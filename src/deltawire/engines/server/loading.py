@@ -6,7 +6,6 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -17,16 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
-from ...bucket.checkpoint_folder import fill
+from ...bucket.checkpoint_folder import fill_for_engine
 from ...bucket.references import resolver
-from ...bucket.replay import checkout
 from ...bucket.run import Run
 from ...bucket.versions import resolve
-from ...bucket.watch import watch
-from ...core.errors import DeltawireError, ReferenceUnavailable, RunNotFound, SchemaMismatch
+from ...bucket.watch import wait_for_run
+from ...core.errors import DeltawireError, SchemaMismatch
 from ...core.full import weight_files
 from ...core.schema import Schema
-from ...store import Store, open_store
 from .batch import require_batchable
 from .template import ChatTemplate
 
@@ -60,32 +57,15 @@ class Loaded:
 
 def load_options(options: Options) -> Loaded:
     """Load the model that a server was told to serve; without one, the run's own, once the run has a version."""
-    run = cache(lambda: _wait_for(options.run, options.poll))
+    run = cache(lambda: wait_for_run(options.run, options.poll))
     dtype = compute_dtype(options, run)
     load_from = partial(load, dtype=dtype, device=options.device, max_model_len=options.max_model_len)
     if options.model is not None:
         return load_from(options.model)
     version = resolve(run(), "latest" if options.pin is None else options.pin)
-    manifest = run().manifest(version)
-    if not any(file.name == "config.json" for file in manifest.files):
-        raise ReferenceUnavailable(
-            f"the run at {run().store.url} carries no config.json, so it cannot say which model it is: "
-            "serve MODEL --run RUN, or publish it with its files"
-        )
     with tempfile.TemporaryDirectory(prefix="deltawire-serve-") as made:
-        fill(Path(made), run(), manifest, checkout(run(), version, resolve=resolver(options.reference)))
+        fill_for_engine(Path(made), run(), version, resolver(options.reference))
         return load_from(made)
-
-
-def _wait_for(where: str | Store, poll: float) -> Run:
-    """The run, once it has a version."""
-    with suppress(RunNotFound):
-        run = Run.open(where)
-        if run.newest() is not None:
-            return run
-    log.warning("there is no version at %s yet; waiting for it", open_store(where).url)
-    next(watch(where, poll=poll))
-    return Run.open(where)
 
 
 def compute_dtype(options: Options, run: Callable[[], Run]) -> torch.dtype:

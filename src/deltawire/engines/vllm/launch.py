@@ -6,19 +6,17 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from ...bucket import checkpoint_folder
-from ...bucket.fetch import Progress
 from ...bucket.references import resolver
-from ...bucket.replay import checkout
 from ...bucket.run import Run
 from ...bucket.versions import resolve
-from ...bucket.watch import watch
+from ...bucket.watch import wait_for_run
 from ...core import full
-from ...core.errors import MissingExtra, RunNotFound, SchemaMismatch
+from ...core.errors import MissingExtra, SchemaMismatch
 from ...core.extras import install_command
 from ..names import model_name
 
@@ -36,11 +34,9 @@ def launch(
     folder_for_weights: str | Path | None = None,
     reference: str | None = None,
     poll: float = 1.0,
-    follow: bool = True,
     kv: str | None = None,
     token: str | None = None,
     extra: Sequence[str] = (),
-    progress: Callable[[str, int | None], Progress] | None = None,
 ) -> NoReturn:
     """Replace this process by a vLLM server that follows a run, once the run has a version.
 
@@ -56,13 +52,12 @@ def launch(
         place = (
             Path(folder_for_weights) if folder_for_weights else Path(tempfile.mkdtemp(prefix="deltawire-model-")) / "m"
         )
-        # trainer and server start in any order
-        next(watch(run, poll=poll))
-        write_version(run, version, place, reference=reference, progress=progress)
+        wait_for_run(run, poll)
+        write_version(run, version, place, reference=reference)
         model = place
     command, environment = prepare(
         run, model, vllm=vllm, name=name, host=host, port=port, version=version, reference=reference, poll=poll,
-        follow=follow, kv=kv, token=token, extra=extra,
+        kv=kv, token=token, extra=extra,
     )  # fmt: skip
     sys.stdout.flush()
     os.execve(vllm, command, environment)
@@ -88,7 +83,6 @@ def prepare(
     version: int | None = None,
     reference: str | None = None,
     poll: float = 1.0,
-    follow: bool = True,
     kv: str | None = None,
     token: str | None = None,
     extra: Sequence[str] = (),
@@ -100,7 +94,6 @@ def prepare(
         "VLLM_PLUGINS": ",".join([*plugins, "deltawire"]),
         "DELTAWIRE_RUN": run,
         "DELTAWIRE_POLL": str(poll),
-        "DELTAWIRE_FOLLOW": "1" if follow else "0",
     }
     if kv:
         added["DELTAWIRE_KV"] = kv
@@ -117,35 +110,16 @@ def prepare(
     return command, {**environment, **added}
 
 
-def write_version(
-    run: str,
-    version: int | None,
-    place: Path,
-    *,
-    reference: str | None = None,
-    progress: Callable[[str, int | None], Progress] | None = None,
-) -> int:
+def write_version(run: str, version: int | None, place: Path, *, reference: str | None = None) -> int:
     """A version of a run as a checkpoint folder (the newest by default), unless that is what `place` holds already."""
     opened = Run.open(run)
-    want = opened.newest() if version is None else resolve(opened, version)
-    if want is None:
-        raise RunNotFound(f"the run at {opened.store.url} has no version yet: publish one first")
-    manifest = opened.manifest(want)
-    if not any(file.name == "config.json" for file in manifest.files):
-        raise SchemaMismatch(
-            f"version {want} of {opened.store.url} carries no config.json, so vLLM cannot know the model; publish with "
-            "files=<checkpoint folder>, or name a model to start from"
-        )
+    want = resolve(opened, version)
     if place.is_dir() and any(place.iterdir()):
         if not (place / "config.json").is_file():
             raise SchemaMismatch(f"{place} is not empty and not a checkpoint folder: name another folder")
-        if str(full.digest_of(full.Checkpoint(place))) == manifest.digest:
+        if str(full.digest_of(full.Checkpoint(place))) == opened.manifest(want).digest:
             return want
-    find = resolver(reference or None)
     with checkpoint_folder.scratch(place) as made:
-        state = checkout(opened, want, resolve=find, progress=progress("fetch", None) if progress else None)
-        checkpoint_folder.fill(
-            made, opened, manifest, state, progress=progress("write", opened.schema.nbytes) if progress else None
-        )
+        checkpoint_folder.fill_for_engine(made, opened, want, resolver(reference or None))
         checkpoint_folder.move_into(made, place, replace=True)
     return want
