@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from .core import full
-from .core.change import Block, Change, Region, blocks, compare
+from .core.change import Block, Change, Region, blocks, compare, moved
 from .core.digest import StateDigest
 from .core.dtypes import Bits
 from .core.errors import DigestMismatch, UnknownFormat
 from .core.parallel import ordered_map, threads_for
 from .core.schema import Schema
 from .core.sparse import BASE_DIGEST, DIGEST, DeltaFile, write_delta
-from .models import ModelView, Module, like, require_schema, tensors_of
+from .models import ModelView, Module, like, tensors_of
 
 
 def encode(
@@ -37,8 +37,8 @@ def encode(
     threads    the most threads to use; by default one per core that this process may use
     """
     before, after = ModelView(old), ModelView(new)
-    require_schema(after, before.schema, "the new model")
     schema = before.schema
+    schema.require_equal(after.schema, ours="the old model", theirs="the new model")
 
     def changed(block: Block) -> list[Change]:
         return [compare(region, before.region(region), after.region(region)) for region in block]
@@ -47,7 +47,6 @@ def encode(
     found = list(ordered_map(changed, blocks(schema), threads))
     count = sum(change.elements for block in found for change in block)
     digest = full.digest_of(before, threads)
-    moved = sum((change.digest() for block in found for change in block), StateDigest())
     described = {
         "base_version": "0",
         "model_version": "1",
@@ -55,7 +54,7 @@ def encode(
         "sparsity": f"{1 - count / max(schema.elements, 1):.6f}",
         **(metadata or {}),
         BASE_DIGEST: str(digest),
-        DIGEST: str(digest + moved),
+        DIGEST: str(sum(map(moved, found), digest)),
     }
     writer, file = write_delta(found, encoding, before.region, described, threads)
     try:

@@ -330,13 +330,6 @@ def like(template: Any, bits: Bits) -> Any:
     return signed.view(template.dtype).reshape(template.shape).to(template.device)
 
 
-def require_schema(view: ModelView, schema: Schema, what: str) -> None:
-    """Raise SchemaMismatch unless the model has exactly the run's schema, ties included."""
-    if view.schema != schema:
-        schema.require_equal(view.schema, ours="the run", theirs=what)
-        raise SchemaMismatch(f"{what} differs from the run's schema")
-
-
 def _check(tensors: Mapping[Any, Any]) -> None:
     """UnsafeName or UnsupportedTensor for what is not a named piece of memory."""
     for name, value in tensors.items():

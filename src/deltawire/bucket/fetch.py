@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from ..core.errors import HashMismatch, ObjectNotFound, StoreFull, TruncatedFile
 from ..core.manifest import Blob
-from ..core.parallel import ordered_map
+from ..core.parallel import for_each
 from ..store import Store
 from ..store.base import Settling
 from .cache import Cache, hash_of
@@ -133,8 +133,7 @@ def _download(store: Store, blob: Blob, into: FetchedObject, progress: Progress 
             # worth a request of its own only where the download would be several
             if blob.size > PART and (size := store.head(blob.key).size) != blob.size:
                 raise HashMismatch(f"{blob.key} has {size:,} bytes, its manifest says {blob.size:,}")
-            for _ in ordered_map(part, range(0, blob.size, PART), connections):
-                pass
+            for_each(part, range(0, blob.size, PART), connections)
             clock = time.perf_counter()
             if (found := into.hash()) != blob.hash:
                 raise HashMismatch(f"{blob.key} has the hash {found}, its manifest says {blob.hash}")

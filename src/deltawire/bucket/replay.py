@@ -11,12 +11,12 @@ import os
 import numpy as np
 
 from ..core import chain, full
-from ..core.change import Region, blocks
+from ..core.change import Region, blocks, moved
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.errors import DigestMismatch, ModelTooLarge
 from ..core.manifest import Manifest
-from ..core.parallel import ordered_map, threads_for
+from ..core.parallel import for_each, threads_for
 from ..core.schema import Schema
 from .fetch import Progress
 from .references import Resolve, find_reference
@@ -56,8 +56,7 @@ class State:
 
         threads = threads_for(self.schema.elements, threads)
         for block in blocks(self.schema, 1 << 22):
-            for _ in ordered_map(one, block, threads):
-                pass
+            for_each(one, block, threads)
         self.digest = full.digest_of(self, threads)
 
     def take(self, fetched: FetchedLink, resolve: Resolve, *, write: bool = True) -> None:
@@ -71,7 +70,7 @@ class State:
             for file in fetched.deltas(digest):
                 # blocks cover disjoint regions, so each may be written while others are still being decoded
                 for changes in file.patches(self.bits) if write else file.changes(self.bits):
-                    digest += sum((change.digest() for change in changes), StateDigest())
+                    digest += moved(changes)
         else:
             self.load(fetched.weights(resolve))
             digest = self.digest

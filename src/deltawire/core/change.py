@@ -130,6 +130,11 @@ class Change:
         scatter(self.region, self.positions, self.old, bits)
 
 
+def moved(changes: Iterable[Change]) -> digest.StateDigest:
+    """How the state digest moves when all of these are applied."""
+    return sum((change.digest() for change in changes), digest.StateDigest())
+
+
 NEW_BITS, NUMBER_STEPS, BIT_STEPS, FLIPS = range(4)
 """What the values of `RegionMoves` are: new bits; zigzagged steps along the numbers that bits stand for; the same along
 the bits themselves; old XOR new."""

@@ -53,3 +53,8 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int | None 
         for future in waiting:
             future.cancel()
         pool.shutdown(wait=not abandoned)
+
+
+def for_each(work: Callable[[T], object], items: Iterable[T], threads: int | None = None) -> None:
+    """`ordered_map` for work that returns nothing."""
+    deque(ordered_map(work, items, threads), maxlen=0)

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from . import container, keys
 from .change import Change, Region, RegionMoves, whole
-from .codecs import block_encoding, check_encoding, context, raw
+from .codecs import block_encoding, check_encoding, context, raw, work
 from .codecs.base import BaseBits, Before, BlockRecord, Coded, CountedRegions, Stream, expand, squeeze
 from .container import Read
 from .digest import StateDigest
@@ -266,10 +266,9 @@ class BlockRef:
 
     @property
     def work(self) -> int:
-        """Units that decoding has to look at: `context` counts all weights of its regions, changed or not."""
-        if self.record is None or self.record.encoding != context.name:
-            return self.changed
-        return sum(region.units for region, _ in self.regions)
+        """Units that decoding has to look at."""
+        encoding = self.record.encoding if self.record else raw.name
+        return work(encoding, sum(region.units for region, _ in self.regions), self.changed)
 
 
 class DeltaFile:
@@ -333,12 +332,12 @@ class DeltaFile:
         error: blocks before a bad one are written already."""
         return self.each(lambda block: self.patch(block, bits), threads)
 
-    def each(self, work: Callable[[BlockRef], T], threads: int | None = None) -> Iterator[T]:
-        """Work on all blocks, on as many threads as decoding them leaves memory for; results in order."""
+    def each(self, visit: Callable[[BlockRef], T], threads: int | None = None) -> Iterator[T]:
+        """Visit all blocks, on as many threads as decoding them leaves memory for; results in order."""
         most = max((block.changed for block in self.blocks), default=0)
         wanted = threads_for(sum(block.work for block in self.blocks), threads)
         threads = max(1, min(wanted, IN_WORK // (_DECODED * max(most, 1))))
-        return ordered_map(work, self.blocks, threads)
+        return ordered_map(visit, self.blocks, threads)
 
     def _raw_blocks(self, schema: Schema | None) -> list[BlockRef]:
         known = schema.by_name() if schema else None

@@ -36,18 +36,9 @@ class DeviceMemory:
     def __init__(self, model: Any, schema: Schema, *, strict: bool = True) -> None:
         self.schema = schema
         tensors = live_tensors(model)
-        require(tensors, schema, strict, may_be_wider=False)
-        seen: dict[tuple[int, str], str] = {}
-        self._names: dict[str, list[str]] = {}
+        self._names = require(tensors, schema, strict, may_be_wider=False)
         """The model's names with memory of their own, by the run's: an alias may be tied in the run and not here."""
-        self._live: dict[str, Tensor] = {}
-        for tensor in schema.tensors:
-            names = [tensor.name, *(alias for alias, name in schema.ties.items() if name == tensor.name)]
-            for name in (n for n in names if n in tensors):
-                own = seen.setdefault((tensors[name].data_ptr(), tensor.name), name)
-                self._live.setdefault(own, tensors[name].detach())
-                if own not in self._names.setdefault(tensor.name, []):
-                    self._names[tensor.name].append(own)
+        self._live = {name: tensors[name].detach() for names in self._names.values() for name in names}
         self.device = next(iter(self._live.values())).device
         self._regions = [region for block in blocks(schema) for region in block]
         """The regions that a publisher cuts the run into."""

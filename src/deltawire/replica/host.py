@@ -11,12 +11,12 @@ from numba import njit
 
 from ..bucket.replay import State
 from ..core import full
-from ..core.change import Change, Region, no_change, regions, scatter
+from ..core.change import Change, Region, moved, no_change, regions, scatter
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
-from ..core.parallel import ordered_map
+from ..core.parallel import for_each
 from ..core.schema import Schema, TensorSpec, listed
 from ..core.sparse import DeltaFile
 from ..models import ModelView, dtype_of, is_torch, like, live_tensors, torch_bits, torch_dtype
@@ -114,13 +114,12 @@ class _HostPatch:
 
     def __init__(self, memory: HostMemory, changes: Sequence[Change]) -> None:
         self._memory, self._changes = memory, changes
-        self.moved = sum((change.digest() for change in changes), StateDigest())
+        self.moved = moved(changes)
 
     def write(self) -> None:
         many = sum(change.count for change in self._changes) >= WORTH_THREADS
         threads = None if many and self._memory.in_place else 1
-        for _ in ordered_map(self._memory.write, self._changes, threads):
-            pass
+        for_each(self._memory.write, self._changes, threads)
 
     def undo(self) -> None:
         # undoing a change that was never written has no effect

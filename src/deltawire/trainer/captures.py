@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+from ..core import codecs
 from ..core.change import Block, Change, Region, compare, no_change
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
@@ -70,13 +71,10 @@ class Capture:
         """The coded blocks of this capture, or of `since`, which spans several captures and ends with this one."""
         changes = since or self
         before = Weights(self._owner, self, changes)
-        if encoding != "context":
-            threads = threads_for(changes.count)
-        else:
-            # it counts all weights, changed or not
-            threads = threads_for(sum(region.units for block in self._owner.plan for region in block))
-            if self._owner.detector.counts:
-                return encode_counted(changes.blocks, before, threads)
+        units = sum(region.units for block in self._owner.plan for region in block)
+        threads = threads_for(codecs.work(encoding, units, changes.count))
+        if encoding == codecs.context.name and self._owner.detector.counts:
+            return encode_counted(changes.blocks, before, threads)
         return ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks, threads)
 
     def digest(self) -> StateDigest:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..bucket.replay import State
 from ..core import full
-from ..core.change import Block, Change, Region, blocks, compare, compose
+from ..core.change import Block, Change, Region, blocks, compare, compose, moved
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source
-from ..core.parallel import ordered_map, threads_for
+from ..core.parallel import for_each, ordered_map, threads_for
 from ..models import ModelView
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ class Found:
 
     @classmethod
     def of(cls, found: Sequence[list[Change]]) -> Found:
-        moved = ordered_map(lambda changes: sum((change.digest() for change in changes), StateDigest()), found)
-        return cls(list(found), sum(moved, StateDigest()))
+        return cls(list(found), sum(ordered_map(moved, found), StateDigest()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,21 +163,20 @@ class HostDetector:
         def one(block: Block) -> tuple[list[Change], StateDigest]:
             changes = [compare(region, self.state.region(region), source.region(region)) for region in block]
             # here and not in Found.of: the changes are still in the cache
-            return changes, sum((change.digest() for change in changes), StateDigest())
+            return changes, moved(changes)
 
         changed: list[list[Change]] = []
-        moved = StateDigest()
+        total = StateDigest()
         for changes, digest in ordered_map(one, self.plan, threads_for(source.schema.elements)):
             changed.append(changes)
-            moved += digest
+            total += digest
             budget -= sum(change.nbytes for change in changes)
             if budget < 0:
                 raise TooLarge
-        found = Found(changed, moved)
+        found = Found(changed, total)
 
         def take() -> Future[Found]:
-            for _ in ordered_map(self.write, changed, threads_for(found.count)):
-                pass
+            for_each(self.write, changed, threads_for(found.count))
             return done(found)
 
         def give_back() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from ..core import full
-from ..core.change import Block, Change, Region, compare, pieces
+from ..core.change import Block, Change, Region, compare, moved, pieces
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import PublishFailed
@@ -51,15 +51,14 @@ class Stream:
         self._source, self._detected = source, detected
 
     def encode(self, encoding: str) -> Iterator[EncodedBlock]:
-        plan, moved = self._captures.plan, StateDigest()
+        plan, reached = self._captures.plan, self._captures.digest
         threads = max(1, min(default_threads(), IN_WORK // (READ_UNITS * _PER_UNIT)))
         parts = ordered_map(lambda block: self._encode(block, encoding), plan, threads)
         for block, (digest, coded) in zip(plan, parts, strict=True):
-            moved += digest
+            reached += digest
             if self._detected:
                 self._detected(sum(region.units * region.tensor.unit_size for region in block))
             yield from coded
-        reached = self._captures.digest + moved
         if not isinstance(self._detector, HostDetector) and self._detector.load(self._source) != reached:
             raise PublishFailed("the weights changed while they were being published; keep training out of `publish`")
         self._captures.move(reached)
@@ -75,15 +74,15 @@ class Stream:
 
         Blocks cover disjoint regions: one may be updated while others are still being compared.
         """
-        moved, coded = StateDigest(), []
+        digest, coded = StateDigest(), []
 
         def take(changes: list[Change]) -> None:
-            nonlocal moved
+            nonlocal digest
             coded.append(encode_block(changes, encoding, self._detector.region))
             if isinstance(self._detector, HostDetector):
                 # encoded against the old bits, so they may go now
                 self._detector.write(changes)
-            moved += sum((change.digest() for change in changes), StateDigest())
+            digest += moved(changes)
 
         sparse: list[Change] = []
         for part in (part for region in block for part in pieces(region, READ_UNITS)):
@@ -98,7 +97,7 @@ class Stream:
                 at = piece.base - part.base
                 take([compare(piece, old[at : at + piece.units], new[at : at + piece.units])])
         take(sparse)
-        return moved, coded
+        return digest, coded
 
 
 class Watched:

@@ -22,6 +22,11 @@ def block_encoding(name: str) -> ModuleType:
         raise UnknownFormat(f"encoding {name!r} is unknown here; known: {', '.join(ENCODINGS)}") from None
 
 
+def work(encoding: str, units: int, changed: int) -> int:
+    """How many of `units` weights coding looks at: `context` counts all of them, the others those that changed."""
+    return units if encoding == context.name else changed
+
+
 def check_encoding(name: str) -> None:
     """Raise UnknownFormat for a name that no encoding has. (`planes` is chosen by `context`, not by users.)"""
     if name not in ENCODINGS:

@@ -18,7 +18,7 @@ from numba import njit
 
 from ...core.change import Region, RegionMoves
 from ...core.dtypes import Bits
-from ...core.parallel import ordered_map
+from ...core.parallel import for_each
 from . import arrays
 
 TILE_BITS = 16
@@ -103,8 +103,7 @@ def _fill(
         end = to + where.size
         _to_tiles(where, what, to, starts[tiles], positions[to:end], values[to:end])
 
-    for _ in ordered_map(one, work):
-        pass
+    for_each(one, work)
 
 
 def _joined(parts: Sequence[PieceMoves]) -> tuple[npt.NDArray[np.uint32], Bits]:

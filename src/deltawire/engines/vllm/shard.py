@@ -13,7 +13,7 @@ from ...core import digest
 from ...core.change import Change, Region
 from ...core.digest import StateDigest
 from ...core.dtypes import Bits
-from ...core.parallel import ordered_map
+from ...core.parallel import for_each, ordered_map
 from ...core.scatter import scatter_and_look
 from ...core.schema import TensorSpec
 from .layout import Sums
@@ -134,8 +134,7 @@ class HostShard:
                 raise RuntimeError(f"memory of {change.region.tensor.name!r} does not hold what was written to it")
 
         many = sum(item.change.count for item in patch) >= WORTH_THREADS
-        for _ in ordered_map(one, patch, None if many else 1):
-            pass
+        for_each(one, patch, None if many else 1)
 
 
 def _host_bits(piece: Piece) -> Bits:
