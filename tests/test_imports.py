@@ -30,7 +30,9 @@ ROOMS: dict[str, set[str]] = {
     "trainer": {*BASE, "kernels", "metrics"},
     "replica": {*BASE, "kernels", "metrics"},
     "engines": {*BASE, "kernels", "trainer", "replica", "api"},
-    "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines"},
+    # of engines only what checks tokens and addresses
+    "dash": {"bucket", "core", "store", "engines"},
+    "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines", "dash"},
     "errors": {"core"},
     "__init__": {"api", "bucket", "core", "errors", "replica", "trainer"},
     "trl": {"engines"},

@@ -123,6 +123,7 @@ COMMANDS = {
     "serve": "deltawire.cli.serve",
     "env": "deltawire_wordle.env_command",
     "log": "deltawire.cli.log",
+    "dash": "deltawire.cli.dash",
     "show": "deltawire.cli.show",
     "diff": "deltawire.cli.diff",
     "tag": "deltawire.cli.tag",

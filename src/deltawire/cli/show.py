@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,10 +29,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..bucket.run import Run
-    from ..core.describe import Base, Contents, IndexStats, TensorPart
+    from ..core.describe import Base, IndexStats, TensorPart
     from ..core.dtypes import Bits
     from ..core.full import Checkpoint
-    from ..core.manifest import Blob, Link
+    from ..core.manifest import Link
     from ..core.schema import TensorSpec
     from ..core.ulps import Histogram
 
@@ -133,10 +131,11 @@ def _base(checkpoint: Checkpoint) -> Base:
 
 
 def _version(text: str, steps: bool, reference: Path | None) -> dict[str, Any]:
+    from ..bucket.contents import main_link
+
     run, version = open_version(text)
     manifest = run.manifest(version)
-    deltas = [link for link in manifest.links if link.kind == "delta" and link.base == manifest.parent]
-    link = (deltas or list(manifest.links))[0]
+    link = main_link(manifest)
     value: dict[str, Any] = {
         "run": run.store.url,
         **pick(manifest, "version", "parent", "digest", "created", "step", "changed"),
@@ -161,12 +160,11 @@ def _version(text: str, steps: bool, reference: Path | None) -> dict[str, Any]:
 
 
 def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[str, Any]:
-    from ..core.codecs import packed
+    from ..bucket.contents import opened, tells_steps
     from ..core.ulps import Histogram
 
     base: Base | None = None
-    # `packed` alone stores steps at known places; others need the weights they start from
-    readable = link.kind == "delta" and link.encoding == packed.name
+    readable = tells_steps(link)
     if steps and link.base is not None and not readable:
         with progress() as advance:
             state, _ = fetch_version(run, link.base, reference, advance, "fetch the base version")
@@ -175,7 +173,7 @@ def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[
     parts: list[TensorPart] = []
     histogram = Histogram()
     for blob in link.objects:
-        with _open(run, blob, whole=readable) as contents:
+        with opened(run.store, blob, whole=readable) as contents:
             parts += contents.parts()
             if readable:
                 histogram.add_all(contents.steps(base))
@@ -183,25 +181,6 @@ def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[
         **_tensors(parts, {}, run.schema.by_name()),
         **_steps(link.kind, link.encoding, histogram if readable else None, "--steps rebuilds the base version first"),
     }
-
-
-@contextmanager
-def _open(run: Run, blob: Blob, *, whole: bool) -> Iterator[Contents]:
-    """Open a data object after checking its hash: of all of it, or only of its header and index."""
-    from blake3 import blake3
-
-    from ..bucket.fetch import fetch
-    from ..core.describe import Contents
-    from ..core.errors import HashMismatch
-
-    if whole or not blob.head_size:
-        with fetch(run.store, blob) as data:
-            yield Contents(data.read, data.size)
-        return
-    head = run.store.get_range(blob.key, 0, blob.head_size)
-    if blake3(head).hexdigest(length=16) != blob.head_hash:
-        raise HashMismatch(f"the header of {blob.key} does not have the hash its manifest names")
-    yield Contents(lambda start, length: head[start : start + length], blob.size)
 
 
 # ── what is said of both ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,58 @@
+"""What a data object of a run contains: changes per tensor, and steps in ulps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from blake3 import blake3
+
+from ..core.codecs import packed
+from ..core.describe import Base, Contents
+from ..core.errors import HashMismatch
+from ..core.manifest import Blob, Link, Manifest
+from ..core.ulps import Histogram
+from ..store import Store
+from .fetch import fetch
+
+
+@contextmanager
+def opened(store: Store, blob: Blob, *, whole: bool) -> Iterator[Contents]:
+    """Open a data object after checking its hash: of all of it, or only of its header and index."""
+    if whole or not blob.head_size:
+        with fetch(store, blob) as data:
+            yield Contents(data.read, data.size)
+        return
+    head = store.get_range(blob.key, 0, blob.head_size)
+    if blake3(head).hexdigest(length=16) != blob.head_hash:
+        raise HashMismatch(f"the header of {blob.key} does not have the hash its manifest names")
+    yield Contents(lambda start, length: head[start : start + length], blob.size)
+
+
+def main_link(manifest: Manifest) -> Link:
+    """The link that followers use: the delta from the parent, or else the first one."""
+    return next((x for x in manifest.links if x.kind == "delta" and x.base == manifest.parent), manifest.links[0])
+
+
+def tells_steps(link: Link) -> bool:
+    """Whether a link shows how far weights moved. Only `packed` stores steps; other encodings need the base version."""
+    return link.kind == "delta" and link.encoding == packed.name
+
+
+def changed_per_tensor(store: Store, link: Link) -> dict[str, int]:
+    """Changed weights of each tensor of a delta. Reads the header and index of each of its objects."""
+    found: dict[str, int] = {}
+    for blob in link.objects:
+        with opened(store, blob, whole=False) as contents:
+            for part in contents.parts():
+                found[part.name] = found.get(part.name, 0) + (part.changed or 0)
+    return found
+
+
+def steps(store: Store, link: Link, base: Base | None = None) -> Histogram:
+    """How far weights moved, in ulps. Fetches the delta; one that does not tell steps needs its base version."""
+    histogram = Histogram()
+    for blob in link.objects:
+        with opened(store, blob, whole=True) as contents:
+            histogram.add_all(contents.steps(base))
+    return histogram

@@ -1,0 +1,146 @@
+"""`deltawire dash`: a page about a run, live or as a file."""
+
+from __future__ import annotations
+
+import json as json_module
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import JsonOption, RunArgument, duration, emit, emit_line, ended_by_sigterm, percent, size, times
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..dash import Document
+
+PORT = 8321
+"""Where the page is, unless something else is asked for."""
+
+
+def command(
+    run: RunArgument,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help=f"Serve the live page; 0: any port that is free.  [default: {PORT}]",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="File with the token of the page; else DELTAWIRE_TOKEN."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write the page as one file that needs no server."),
+    ] = None,
+    every: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="With --out: write it again and again, until interrupted.")
+    ] = 0.0,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the latest syncs as a trace for ui.perfetto.dev.")
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=16,
+            metavar="N",
+            help="Most requests to the bucket before the page shows.  [default: 48, in a folder 400]",
+            show_default=False,
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Show a run on a page: versions, replicas, syncs, bytes, changes per tensor.
+
+    Without --out, --trace or --json the page is served at http://127.0.0.1:8321
+    and follows the run; a run that does not exist yet appears on it later. With
+    --out it is one file that works without a server, also as a static page next
+    to a public bucket: --every writes it again, and an open page takes the new
+    figures. Nothing is written to the bucket.
+
+    To listen on anything but this machine the page needs a token (DELTAWIRE_TOKEN
+    or --token-file), which it asks for, or takes from #token=… behind its address.
+
+    \b
+    Examples
+      deltawire dash s3://runs/chat
+      deltawire dash s3://runs/chat --out run.html
+      deltawire dash s3://runs/chat --trace syncs.json
+      deltawire dash s3://runs/chat --json | jq .headline
+    """
+    from ..dash import Collector, save
+    from ..dash.trace import trace as trace_of
+
+    if every and out is None:
+        raise typer.BadParameter("goes with --out", param_hint="--every")
+    once = out is not None or trace is not None or json
+    if once and port is not None:
+        raise typer.BadParameter("the page is served, or --out, --trace and --json are written", param_hint="--port")
+    if not once:
+        _serve(run, PORT if port is None else port, host, token_file, requests)
+        return
+    collector = Collector(run, requests=requests)
+    collector.opened()
+    document = collector.look()
+    if document.problem:
+        raise _failure(document)
+    for target in (out, trace):
+        if target is not None and not target.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {target.parent}")
+    if trace is not None:
+        trace.write_text(json_module.dumps(trace_of(document)), "utf-8")
+    if out is not None:
+        save(document, out)
+    if json or not every:
+        emit(document, lambda console: _render(console, document, out, trace), json)
+    with ended_by_sigterm():
+        while every and out is not None:
+            time.sleep(every)
+            save(collector.look(), out)
+
+
+def _failure(document: Document) -> Exception:
+    from ..core.errors import DeltawireError
+
+    return DeltawireError(document.problem)
+
+
+def _serve(run: str, port: int, host: str, token_file: Path | None, requests: int | None) -> None:
+    from ..dash import Server
+    from ..engines.access import read_token
+
+    token = read_token(token_file)
+    server = Server(run, host=host, port=port, token=token, requests=requests)
+    more = ", with the token" if token else ""
+    emit_line({"url": server.url}, f"{run} at {server.url}{more}; Ctrl-C ends it", False)
+    with ended_by_sigterm():
+        try:
+            server.serve_forever()
+        finally:
+            server.server_close()
+
+
+def _render(out: Console, document: Document, page: Path | None, trace: Path | None) -> None:
+    head, totals = document.headline, document.totals
+    rows: list[tuple[str, Any]] = [
+        ("newest version", "none yet" if document.newest is None else f"v{document.newest}"),
+        ("deltas", f"{totals.deltas:,} in {size(totals.delta_bytes)}"),
+        ("smaller than full weights", times(head.smaller, 1) if head.smaller else "–"),
+        ("changed per version", "–" if totals.changed_share is None else percent(totals.changed_share, 1)),
+        ("replicas", f"{head.current} of {head.following} at the newest version"),
+        ("slowest replica", f"{head.slowest}, {head.slowest_lag} behind" if head.slowest else "–"),
+        ("longest pause", "–" if head.pause_s is None else f"{duration(head.pause_s)}, {head.pause_replica}"),
+        ("from publish to proven", "–" if head.arrival_s is None else duration(head.arrival_s)),
+    ]
+    for name, value in rows:
+        out.print(f"  {name:<27}{value}", soft_wrap=True)
+    for path in (page, trace):
+        if path is not None:
+            out.print(f"wrote {path}, {size(path.stat().st_size)}", soft_wrap=True)

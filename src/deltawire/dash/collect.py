@@ -1,0 +1,501 @@
+"""Read what the page shows from the bucket: manifests, pages of history, heartbeats, headers of deltas.
+
+The first look costs fewer than `requests` requests, whatever the length of the run and the number of replicas. Later
+looks read what is new: one conditional request while nothing happens, and a listing of the heartbeats.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+
+from ..bucket import contents
+from ..bucket.references import resolver
+from ..bucket.replay import checkout
+from ..bucket.run import REQUESTS, SMALL, Run
+from ..bucket.versions import address_only
+from ..bucket.watch import Watcher
+from ..core import chain, history, keys
+from ..core.errors import DeltawireError, RunNotFound, RunReplaced
+from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, parse_tag
+from ..core.parallel import ordered_map
+from ..store import Store, open_store
+from .document import Columns, Document, Headline, Heat, Link, Replica, Steps, Sync, Totals, Trainer, Version
+from .thin import LARGEST, columns, groups, main_link, merged, share
+
+log = logging.getLogger("deltawire")
+
+FEW_REQUESTS = 48
+"""Requests of the first look at a bucket."""
+
+MANY_REQUESTS = 400
+"""The same in a folder, where a request costs nothing."""
+
+RECENT = 256
+"""Versions that are shown in detail."""
+
+SILENT = 60.0
+"""Seconds without a heartbeat after which a replica counts as silent."""
+
+MAX_REPLICAS = 512
+MAX_TAGS = 4
+MAX_ANCHORS = 2000
+HEAT_ROWS = 400
+HEAT_COLUMNS = 64
+KEPT_SYNCS = 200
+"""Syncs of a replica that are kept while the page is served; a heartbeat has the latest 24."""
+
+STEP_BYTES = 64 << 20
+"""Bytes that are read in a folder for a histogram of steps without being asked."""
+
+FEW_BYTES = 8 << 20
+"""The same from a bucket: one request."""
+
+_SKEW = 2.0
+"""Seconds by which clocks may differ without being corrected: listings have whole seconds."""
+
+
+class Collector:
+    """Reads a run, again and again. Threads may share it."""
+
+    def __init__(self, run: str | Path | Store, *, requests: int | None = None) -> None:
+        """`requests` limits the first look: 48 by default, in a folder 400."""
+        self._store = open_store(address_only(run))
+        local = self._store.url.startswith("file:") or "://" not in self._store.url
+        self._requests = requests or (MANY_REQUESTS if local else FEW_REQUESTS)
+        self._lock = threading.Lock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._run: Run | None = None
+        self._first = True
+        """Whether no version has been looked at yet."""
+        self._watcher = Watcher(self._store, poll=1.0, stop=threading.Event())
+        self._newest: int | None = None
+        self._summaries: dict[int, Summary] = {}
+        self._anchors: list[int] = []
+        self._tags: dict[str, int] = {}
+        self._beats: dict[str, tuple[float, Heartbeat | None]] = {}
+        """Heartbeats by key, each with its time in the store."""
+        self._listed: dict[str, float] = {}
+        """All heartbeats there are: key and time in the store."""
+        self._syncs: dict[str, dict[tuple[float, int], Sync]] = {}
+        self._heat: dict[int, list[float]] = {}
+        self._unreadable: set[int] = set()
+        self._trainer: dict[int, Trainer] = {}
+        self._steps: dict[int, Steps] = {}
+        self._shown_steps: Steps | None = None
+        self._spent = 0
+
+    # ── looking ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def look(self) -> Document:
+        """Read what is new and return everything. What is wrong with the bucket is in `problem`, never raised."""
+        with self._lock:
+            problem = ""
+            try:
+                self._read()
+            except RunReplaced:
+                log.info("another run is at %s now", self._store.url)
+                self._reset()
+                return Document(self._store.url, time.time(), problem="another run is at this address; reading it")
+            except RunNotFound as error:
+                if self._run is not None:
+                    problem = f"the run is gone: {error}"
+                else:
+                    problem = str(error)
+            except DeltawireError as error:
+                problem = str(error)
+            return self._document(problem[:500])
+
+    def opened(self) -> Run:
+        """The run. Raises RunNotFound where there is none yet."""
+        with self._lock:
+            return self._open()
+
+    def _open(self) -> Run:
+        if self._run is None:
+            run = Run.open(self._store)
+            # once: a schema may have a hundred thousand tensors
+            self._sizes = {tensor.name: tensor.elements for tensor in run.schema.tensors}
+            self._elements, self._full_bytes = sum(self._sizes.values()), run.schema.nbytes
+            self._rows = groups([*self._sizes], HEAT_ROWS)
+            self._columns, self._totals = columns([], 0), Totals()
+            self._run, self._spent = run, 1
+        return self._run
+
+    def _read(self) -> None:
+        run, first = self._open(), self._first
+        if not first and self._newest is None:
+            run.check_present()
+        newest = self._watcher.look(run, self._newest)
+        self._spent += 4
+        if newest is not None and newest != self._newest:
+            since = 0 if self._newest is None else self._newest + 1
+            self._spent += 1 + len(history.pages(newest, since))
+            self._summaries.update(run.timeline(newest, since))
+            gone = run.pruned() if since else ()
+            self._summaries = {v: s for v, s in self._summaries.items() if v not in gone}
+            self._newest = newest
+            found = [self._summaries[v] for v in sorted(self._summaries)]
+            self._columns, self._totals = columns(found, self._elements), _totals(found, self._elements)
+            self._anchors = [s.version for s in found if any(x.kind != "delta" for x in s.links)][-MAX_ANCHORS:]
+            self._learn(run.manifest(newest))
+            self._read_tags(run)
+        self._read_heartbeats(run, first)
+        if first:
+            self._first_steps(run)
+            self._read_heat(self._requests - self._spent)
+            self._first = newest is None
+        elif newest is not None:
+            # its manifest is there already: one request per new version
+            self._read_heat(2, [newest])
+
+    def _read_tags(self, run: Run) -> None:
+        items = sorted(self._store.list(keys.TAGS), key=lambda item: item.modified, reverse=True)
+        names = [name for item in items if (name := keys.tag_name(item.key)) is not None][:MAX_TAGS]
+        self._spent += 1 + len(names)
+        self._tags = {}
+        for name in names:
+            try:
+                tag = parse_tag(self._store.get(keys.tag(name), limit=SMALL).data, name)
+            except DeltawireError as error:
+                log.debug("ignoring the tag %s: %s", name, error)
+                continue
+            if tag.run == run.info.run:
+                self._tags[name] = tag.version
+
+    def _read_heartbeats(self, run: Run, first: bool) -> None:
+        items = sorted(self._store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)[:MAX_REPLICAS]
+        self._listed = {item.key: item.modified for item in items}
+        self._beats = {key: found for key, found in self._beats.items() if key in self._listed}
+        due = [item for item in items if item.key not in self._beats or self._beats[item.key][0] != item.modified]
+        # those that were never read first, and then those whose news are oldest
+        due.sort(key=lambda item: self._beats.get(item.key, (0.0, None))[0])
+        if first:
+            due = [item for item in items if item in due]
+        most = max(self._requests // 2, 1)
+        due = due[:most]
+        self._spent += 1 + len(due)
+        found = ordered_map(lambda item: run.heartbeat(item.key), due, REQUESTS)
+        for item, beat in zip(due, found, strict=True):
+            ours = beat is not None and beat.run == run.info.run
+            self._beats[item.key] = item.modified, beat if ours else None
+            if beat is not None and ours:
+                self._keep_syncs(item.key, beat, _skew(beat, item.modified))
+
+    def _keep_syncs(self, key: str, beat: Heartbeat, skew: float) -> None:
+        kept = self._syncs.setdefault(key, {})
+        now = time.time()
+        for record in beat.syncs:
+            sync = _sync(record, skew)
+            if sync is not None and sync.at < now + 60:
+                # a failure that repeats is one record that is written again
+                same = [
+                    k for k, old in kept.items() if old.error and (old.version, old.error) == (sync.version, sync.error)
+                ]
+                for old in same[-1:] if sync.error else ():
+                    del kept[old]
+                kept[record.at, record.version] = sync
+        for old in sorted(kept)[:-KEPT_SYNCS]:
+            del kept[old]
+
+    def _learn(self, manifest: Manifest) -> None:
+        """Keep the trainer's timings of a manifest that was read."""
+        phases = {name[:40]: seconds for name, seconds in list(manifest.timings.items())[:12] if _sane(seconds)}
+        self._trainer[manifest.version] = Trainer(manifest.version, _moment(manifest.created), phases)
+        for version in sorted(self._trainer)[:-RECENT]:
+            del self._trainer[version]
+
+    # ── detail ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def versions(self, first: int, last: int) -> Columns:
+        """Return the versions of a range, without thinning it out where it is short enough."""
+        with self._lock:
+            found = [self._summaries[v] for v in sorted(self._summaries) if first <= v <= last]
+            return columns(found, self._elements if self._run else 0)
+
+    def details(self, first: int, last: int) -> list[Version]:
+        """Return the versions of a range in detail, RECENT at most."""
+        with self._lock:
+            wanted = [v for v in sorted(self._summaries) if first <= v <= last][:RECENT]
+            return self._versions(wanted)
+
+    def heat(self, versions: Iterable[int]) -> Heat | None:
+        """Read changed weights per tensor of some more versions, HEAT_COLUMNS at most."""
+        with self._lock:
+            self._read_heat(4 * HEAT_COLUMNS, list(versions)[:HEAT_COLUMNS])
+            return self._heat_map()
+
+    def steps(self, version: int, *, most: int = 1 << 30) -> Steps:
+        """Return how far the weights of a version moved; fetches its delta, and its base where that is needed."""
+        with self._lock:
+            run = self._open()
+            if version not in self._steps:
+                self._steps[version] = _steps(run, version, most)
+            self._shown_steps = self._steps[version]
+            return self._shown_steps
+
+    def _read_heat(self, requests: int, wanted: list[int] | None = None) -> None:
+        run = self._run
+        if run is None:
+            return
+        deltas = [v for v, s in sorted(self._summaries.items()) if any(x.kind == "delta" for x in s.links)]
+        if wanted is None:
+            per_column = 1 + max(
+                (len(self._summaries[v].links) and _objects(self._summaries[v]) for v in deltas), default=1
+            )
+            wanted = _spread(deltas, min(requests // per_column, HEAT_COLUMNS))
+        todo = [v for v in wanted if v in self._summaries and v not in self._heat and v not in self._unreadable]
+
+        def read(version: int) -> tuple[Manifest, dict[str, int]] | None:
+            try:
+                manifest = run.manifest(version)
+                link = contents.main_link(manifest)
+                return (manifest, contents.changed_per_tensor(run.store, link)) if link.kind == "delta" else None
+            except DeltawireError as error:
+                log.debug("no changes per tensor of version %d: %s", version, error)
+                return None
+
+        for version, found in zip(todo, ordered_map(read, todo, REQUESTS), strict=True):
+            if found is None:
+                self._unreadable.add(version)
+                continue
+            self._learn(found[0])
+            self._heat[version] = merged(found[1], self._sizes, self._rows)
+        for version in sorted(set(self._heat) - set(_spread(sorted(self._heat), HEAT_COLUMNS))):
+            del self._heat[version]
+
+    def _first_steps(self, run: Run) -> None:
+        """The histogram of the newest delta, where that costs little."""
+        if self._newest is None:
+            return
+        link = contents.main_link(run.manifest(self._newest))
+        if self._requests >= MANY_REQUESTS:
+            self._shown_steps = _steps(run, self._newest, STEP_BYTES)
+        elif contents.tells_steps(link) and len(link.objects) == 1 and link.bytes < FEW_BYTES:
+            self._shown_steps = _steps(run, self._newest, FEW_BYTES)
+            self._spent += 1
+
+    # ── the document ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _document(self, problem: str) -> Document:
+        run = self._run
+        document = Document(self._store.url, round(time.time(), 3), problem)
+        if run is None:
+            return document
+        document.run, document.model = run.info.run[:64], run.info.model[:200]
+        document.created = _moment(run.info.created)
+        document.tensors, document.elements, document.full_bytes = len(self._sizes), self._elements, self._full_bytes
+        document.newest = self._newest
+        document.tags = {name: v for name, v in self._tags.items() if v in self._summaries}
+        document.totals, document.versions, document.anchors = self._totals, self._columns, self._anchors
+        document.replicas = self._replicas()
+        document.recent = self._versions(sorted(self._summaries)[-RECENT:])
+        document.trainer = [self._trainer[v] for v in sorted(self._trainer)]
+        document.heat, document.steps = self._heat_map(), self._shown_steps
+        document.headline = _headline(document, self._summaries)
+        document.notes = self._notes(document)
+        return document
+
+    def _notes(self, document: Document) -> list[str]:
+        notes = []
+        unread = sum(replica.health == "unread" for replica in document.replicas)
+        if unread:
+            notes.append(f"The heartbeats of {unread} of {len(document.replicas)} replicas were not read.")
+        if document.versions and max(document.versions.count, default=1) > 1:
+            most = max(document.versions.count)
+            notes.append(f"{len(self._summaries):,} versions: in the charts a point of the past is the mean of {most}.")
+        if self._newest is not None and len(self._summaries) <= self._newest:
+            notes.append(f"{self._newest + 1 - len(self._summaries):,} versions were pruned or cannot be read.")
+        return notes
+
+    def _versions(self, wanted: list[int]) -> list[Version]:
+        proven: dict[int, set[str]] = {}
+        for key, (_, beat) in self._beats.items():
+            if beat is not None and beat.version is not None:
+                proven.setdefault(beat.version, set()).add(key)
+            for sync in self._syncs.get(key, {}).values():
+                if sync.proven and not sync.error:
+                    proven.setdefault(sync.version, set()).add(key)
+        tags: dict[int, list[str]] = {}
+        for name, version in self._tags.items():
+            tags.setdefault(version, []).append(name)
+        return [_version(self._summaries[v], self._elements, tags.get(v, []), len(proven.get(v, ()))) for v in wanted]
+
+    def _replicas(self) -> list[Replica]:
+        found = [self._replica(key, seen) for key, seen in self._listed.items()]
+        return sorted((r for r in found if r is not None), key=lambda replica: replica.id)
+
+    def _replica(self, key: str, seen: float) -> Replica | None:
+        id = key.removeprefix(keys.REPLICAS).removesuffix(".json")[:128]
+        if key not in self._beats:
+            return Replica(id, "unread", None, None, None, seen, 0.0, "", [])
+        modified, beat = self._beats[key]
+        if beat is None:
+            return None
+        lag = behind = None
+        if self._newest is not None and beat.version is not None:
+            lag = max(self._newest - beat.version, 0)
+            behind = self._behind(beat.version)
+        silent = time.time() - modified > SILENT
+        health = "silent" if silent else "ok" if beat.healthy else "failing"
+        syncs = sorted(self._syncs.get(key, {}).values(), key=lambda sync: sync.at)
+        return Replica(id, health, beat.version, lag, behind, seen, _skew(beat, modified), beat.error[:500], syncs)
+
+    def _behind(self, version: int) -> float | None:
+        """Seconds since the version after this one was published."""
+        if self._newest is None or version >= self._newest:
+            return 0.0
+        after = self._summaries.get(version + 1)
+        at = _moment(after.created) if after else None
+        return None if at is None else round(max(time.time() - at, 0.0), 3)
+
+    def _heat_map(self) -> Heat | None:
+        if self._run is None or not self._heat:
+            return None
+        labels = [r[0][:200] if len(r) == 1 else f"{r[0][:100]} … {r[-1][:100]} ({len(r)} tensors)" for r in self._rows]
+        order, tensors = sorted(self._heat), len(self._sizes)
+        return Heat(labels, order, [self._heat[v] for v in order], tensors if len(labels) < tensors else 0)
+
+
+# ── from records to the document ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _sane(value: float) -> bool:
+    return math.isfinite(value) and 0 <= value < 1e9
+
+
+def _size(value: int) -> int:
+    """Bytes that a program in JavaScript can count."""
+    return min(max(value, 0), LARGEST)
+
+
+def _moment(at: float) -> float | None:
+    """A time that a chart can show; None for anything else that may stand in a bucket."""
+    return round(at, 3) if math.isfinite(at) and 1e9 < at < time.time() + 86400 else None
+
+
+def _skew(beat: Heartbeat, modified: float) -> float:
+    """Seconds that a replica's clock is ahead of the store's; 0 where they agree, or nobody can tell."""
+    ahead = beat.at - modified
+    return round(ahead, 1) if math.isfinite(ahead) and abs(ahead) > _SKEW else 0.0
+
+
+def _sync(record: SyncRecord, skew: float) -> Sync | None:
+    at = _moment(record.at - skew)
+    if at is None or not _sane(record.seconds) or not 0 <= record.version <= keys.MAX_VERSION:
+        return None
+    phases = {name[:40]: seconds for name, seconds in list(record.timings.items())[:16] if _sane(seconds)}
+    paused = phases.get("pause", phases.get("apply", 0.0) + phases.get("prove", 0.0))
+    proven = not record.error and ("prove" in phases or "audit" in phases)
+    times = min(max(record.times, 1), 1 << 31)
+    return Sync(
+        record.version,
+        record.previous,
+        at,
+        record.seconds,
+        _size(record.bytes),
+        phases,
+        paused,
+        proven,
+        record.error[:200],
+        times,
+    )
+
+
+def _objects(summary: Summary) -> int:
+    return max((x.objects for x in summary.links if x.kind == "delta"), default=1)
+
+
+def _version(summary: Summary, elements: int, tags: list[str], proven: int) -> Version:
+    links = [Link(x.kind, x.base, _size(x.bytes), x.encoding[:40], x.why[:300]) for x in summary.links[:16]]
+    step = summary.step if summary.step is not None and abs(summary.step) < LARGEST else None
+    metrics = {k[:40]: v for k, v in list(summary.metrics.items())[:16] if math.isfinite(v) and abs(v) < 1e300}
+    return Version(
+        summary.version, summary.parent, _moment(summary.created), step, share(summary, elements), links, metrics,
+        sorted(tags), proven,
+    )  # fmt: skip
+
+
+def _totals(found: list[Summary], elements: int) -> Totals:
+    totals = Totals(versions=len(found))
+    shares = []
+    for summary in found:
+        link = main_link(summary)
+        if link is not None and link.kind == "delta":
+            totals.deltas += 1
+            totals.delta_bytes += _size(link.bytes)
+            shares.append(share(summary, elements))
+        totals.anchors += any(x.kind != "delta" for x in summary.links)
+        totals.skips += sum(x.kind == "delta" and x.base != summary.parent for x in summary.links)
+        totals.stored_bytes += sum(_size(x.bytes) for x in summary.links if x.kind != "reference")
+    totals.changed_share = round(sum(shares) / len(shares), 10) if shares else None
+    return totals
+
+
+def _headline(document: Document, summaries: dict[int, Summary]) -> Headline:
+    found, totals = Headline(), document.totals
+    if totals.delta_bytes:
+        full = document.full_bytes * totals.deltas
+        found.smaller, found.saved_bytes = round(full / totals.delta_bytes, 2), max(full - totals.delta_bytes, 0)
+    arrivals = []
+    for replica in document.replicas:
+        found.failures += sum(sync.times for sync in replica.syncs if sync.error)
+        for sync in replica.syncs:
+            if sync.error or sync.previous is None:
+                continue
+            if found.pause_s is None or sync.pause > found.pause_s:
+                found.pause_s, found.pause_replica, found.pause_version = sync.pause, replica.id, sync.version
+            published = _moment(summaries[sync.version].created) if sync.version in summaries else None
+            if published is not None and sync.at >= published:
+                arrivals.append(sync.at - published)
+    found.arrival_s = round(median(arrivals), 3) if arrivals else None
+    read = [replica for replica in document.replicas if replica.health != "unread"]
+    # of a run that has ended all are silent: then it is about how it ended
+    alive = [replica for replica in read if replica.health != "silent"] or read
+    found.following, found.current = len(alive), sum(replica.lag == 0 for replica in alive)
+    if alive:
+        took = {r.id: median([s.seconds for s in r.syncs if s.previous is not None] or [0.0]) for r in alive}
+        slowest = max(
+            alive, key=lambda replica: (replica.lag if replica.lag is not None else LARGEST, took[replica.id])
+        )
+        found.slowest, found.slowest_lag = slowest.id, slowest.lag or 0
+        found.slowest_sync_s = round(took[slowest.id], 6) or None
+    return found
+
+
+def _spread(values: list[int], most: int) -> list[int]:
+    """At most so many of the values, evenly spread, the last one among them."""
+    if most <= 0 or not values:
+        return []
+    if len(values) <= most:
+        return values
+    return sorted({values[-1 - round(i * (len(values) - 1) / max(most - 1, 1))] for i in range(most)})
+
+
+def _steps(run: Run, version: int, most: int) -> Steps:
+    """How far the weights of a version moved, unless more than `most` bytes would be fetched for it."""
+    try:
+        manifest = run.manifest(version)
+        link = contents.main_link(manifest)
+        if link.kind != "delta" or link.base is None:
+            return Steps(version, [], "this version has no delta")
+        base, cost = None, link.bytes
+        if not contents.tells_steps(link):
+            plan = chain.plan(None, link.base, run.timeline(link.base))
+            cost += sum(step.bytes for step in plan)
+            if cost <= most:
+                state = checkout(run, link.base, resolve=resolver(None), steps=plan)
+                specs = run.schema.by_name()
+                base = lambda name: (specs[name], state.bits(name))  # noqa: E731
+        if cost > most:
+            return Steps(version, [], f"this takes {cost / 1e6:,.0f} MB from the bucket")
+        return Steps(version, contents.steps(run.store, link, base).rows(), "")
+    except DeltawireError as error:
+        return Steps(version, [], str(error)[:300])

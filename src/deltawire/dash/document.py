@@ -1,0 +1,197 @@
+"""The document behind the page: everything it shows, as JSON. `deltawire dash RUN --json` prints it.
+
+What comes from a bucket is untrusted: numbers are finite and times plausible here, or None, and text has a limit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Totals(msgspec.Struct):
+    """Sums over all versions that the bucket tells of."""
+
+    versions: int = 0
+    deltas: int = 0
+    anchors: int = 0
+    skips: int = 0
+    """Deltas that span more than one version."""
+    delta_bytes: int = 0
+    """Bytes of the deltas from one version to the next."""
+    stored_bytes: int = 0
+    """Bytes of all links: deltas, skip deltas, anchors."""
+    changed_share: float | None = None
+    """Mean share of weights that a version changes, 0 to 1."""
+
+
+class Columns(msgspec.Struct):
+    """Versions by column. In a long run one entry stands for several versions: their means, and their last number."""
+
+    version: list[int]
+    count: list[int]
+    """Number of versions that an entry stands for."""
+    at: list[float | None]
+    """When it was published, by the trainer's clock; seconds since the epoch."""
+    bytes: list[float]
+    """Mean bytes that a follower fetches per version."""
+    changed: list[float]
+    """Mean share of changed weights, 0 to 1."""
+    anchor: list[int]
+    """Number of versions that have full weights."""
+    skip: list[int]
+    step: list[int | None]
+    metrics: dict[str, list[float | None]]
+    """Means of the metrics that were given to `publish`."""
+
+
+class Link(msgspec.Struct):
+    kind: str
+    base: int | None
+    bytes: int
+    encoding: str
+    why: str
+
+
+class Version(msgspec.Struct):
+    """A version in detail."""
+
+    version: int
+    parent: int | None
+    at: float | None
+    step: int | None
+    changed: float
+    """Share of changed weights, 0 to 1."""
+    links: list[Link]
+    metrics: dict[str, float]
+    tags: list[str]
+    proven: int
+    """Number of replicas known to have recomputed its digest from their live weights."""
+
+
+class Sync(msgspec.Struct):
+    """A sync of a replica. Times are corrected by the difference between the replica's clock and the store's."""
+
+    version: int
+    previous: int | None
+    at: float
+    """When it ended."""
+    seconds: float
+    bytes: int
+    phases: dict[str, float]
+    """Seconds by phase."""
+    pause: float
+    """Seconds in which nothing was computed with the weights."""
+    proven: bool
+    """Whether the digest of all live weights was recomputed."""
+    error: str
+    times: int
+
+
+class Replica(msgspec.Struct):
+    id: str
+    health: str
+    """ok, failing, silent, or unread where its heartbeat was not read."""
+    version: int | None
+    lag: int | None
+    """Number of versions behind the newest."""
+    behind_s: float | None
+    """Seconds since a version was published that it does not have; 0 if it has the newest."""
+    seen: float
+    """When its heartbeat was written, by the store's clock."""
+    clock_s: float
+    """Seconds that its clock is ahead of the store's; 0 below two seconds."""
+    error: str
+    syncs: list[Sync]
+
+
+class Heat(msgspec.Struct):
+    """Share of changed weights per tensor and version, from the headers of deltas."""
+
+    tensors: list[str]
+    versions: list[int]
+    shares: list[list[float]]
+    """One list per version, one entry per tensor."""
+    grouped: int
+    """Number of tensors of the model, where neighbours were merged into one entry; else 0."""
+
+
+class Steps(msgspec.Struct):
+    """How far the weights of one version moved."""
+
+    version: int | None
+    rows: list[tuple[str, int, int]]
+    """Step size in ulps, number of weights that moved up, and down."""
+    note: str
+    """Why there is nothing to show; empty if there is."""
+
+
+class Trainer(msgspec.Struct):
+    """Seconds by phase of a version's publication, from its manifest."""
+
+    version: int
+    at: float | None
+    phases: dict[str, float]
+
+
+class Headline(msgspec.Struct):
+    """The figures that come first."""
+
+    smaller: float | None = None
+    """How many times smaller the deltas are than full weights for the same versions."""
+    saved_bytes: int = 0
+    """Bytes that one follower of every version does not fetch."""
+    current: int = 0
+    """Number of replicas that serve the newest version."""
+    following: int = 0
+    """Number of replicas that are not silent; where all are, their number."""
+    slowest: str = ""
+    """The replica that is furthest behind; where all are current, the one with the longest syncs."""
+    slowest_lag: int = 0
+    slowest_sync_s: float | None = None
+    """Its median sync, in seconds."""
+    pause_s: float | None = None
+    """The longest pause of a sync, first loads aside."""
+    pause_replica: str = ""
+    pause_version: int | None = None
+    arrival_s: float | None = None
+    """Median seconds from a version's publication to its proof in a replica; clocks of two machines are compared."""
+    failures: int = 0
+    """Number of failed syncs in the heartbeats."""
+
+
+class Document(msgspec.Struct):
+    """A run at one moment."""
+
+    url: str
+    looked: float
+    """When the bucket was looked at; seconds since the epoch."""
+    problem: str = ""
+    """Why there is nothing newer, or nothing at all; empty if all is well."""
+    run: str = ""
+    model: str = ""
+    created: float | None = None
+    tensors: int = 0
+    elements: int = 0
+    full_bytes: int = 0
+    """Bytes of the full weights."""
+    newest: int | None = None
+    headline: Headline = msgspec.field(default_factory=Headline)
+    totals: Totals = msgspec.field(default_factory=Totals)
+    versions: Columns | None = None
+    recent: list[Version] = []
+    """The newest versions in detail, oldest first."""
+    anchors: list[int] = []
+    """Versions with full weights, the newest ones."""
+    tags: dict[str, int] = {}
+    replicas: list[Replica] = []
+    trainer: list[Trainer] = []
+    heat: Heat | None = None
+    steps: Steps | None = None
+    notes: list[str] = []
+    """What was left out, for people."""
+
+
+def encode(document: Any) -> bytes:
+    return msgspec.json.encode(document)

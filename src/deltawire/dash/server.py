@@ -1,0 +1,230 @@
+"""Serve the page and what it asks for. Read-only, in the standard library alone.
+
+    GET /                                   the page, without data
+    GET /api/run?have=REVISION              the document; 204 while it is what the page has
+    GET /api/versions?first=100&last=900    columns of a range, for a zoomed chart
+    GET /api/chain?first=100&last=160       versions of a range in detail
+    GET /api/tensors?versions=41,42         changed weights per tensor
+    GET /api/steps?version=41               how far weights moved
+
+The bucket is looked at when a page asks, at most once in LOOK_EVERY seconds: nobody looking costs nothing. Without a
+token only this machine is answered, by the name it has here, so that no other site can read the run through a browser.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+
+from ..core.errors import DeltawireError, Misconfigured
+from ..engines.access import is_bearer, is_loopback
+from ..store import Store
+from .collect import Collector
+from .document import Document, encode
+from .page import FRAME, html, policy
+
+log = logging.getLogger("deltawire")
+
+LOOK_EVERY = 0.7
+"""Seconds between two looks at the bucket, at least."""
+
+CONNECTIONS = 32
+TIMEOUT = 20.0
+"""Seconds that a connection may be idle."""
+
+
+class Live:
+    """The newest document of a run, as JSON with a revision. Threads may share it."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.collector = collector
+        self._lock = threading.Lock()
+        self._looked = -LOOK_EVERY
+        self._revision = 0
+        self._data = b""
+        self._shown: Document | None = None
+
+    def current(self) -> tuple[int, bytes]:
+        """Return the revision and the encoded document, after a look at the bucket where one is due."""
+        with self._lock:
+            if time.monotonic() - self._looked >= LOOK_EVERY:
+                document = self.collector.look()
+                self._looked = time.monotonic()
+                if self._shown is None or _without_clock(document) != _without_clock(self._shown):
+                    self._shown, self._revision = document, self._revision + 1
+                    self._data = encode(document)
+            return self._revision, self._data
+
+
+def _without_clock(document: Document) -> Document:
+    """A document without what time alone changes: the page counts seconds by itself."""
+    replicas = [msgspec.structs.replace(replica, behind_s=None) for replica in document.replicas]
+    return msgspec.structs.replace(document, looked=0.0, replicas=replicas)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one run until `shutdown`. Made with the socket bound, so that `url` is known at once."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(
+        self,
+        run: str | Path | Store,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        requests: int | None = None,
+    ) -> None:
+        if token is None and not is_loopback(host):
+            raise Misconfigured(
+                f"listening on {host} lets others read the run: set a token in DELTAWIRE_TOKEN (or --token-file), or "
+                "listen on 127.0.0.1"
+            )
+        self.live = Live(Collector(run, requests=requests))
+        self.token = token
+        self._slots = threading.BoundedSemaphore(CONNECTIONS)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), Handler)
+        except OSError as error:
+            raise Misconfigured(
+                f"cannot listen on {host}, port {port} ({error.strerror or error}): choose another with --port (0: any)"
+            ) from None
+
+    @property
+    def url(self) -> str:
+        """Address for a browser, without the token."""
+        host, port = self.server_address[:2]
+        name = host.decode() if isinstance(host, bytes | bytearray) else str(host)
+        return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._slots.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a page's connection failed", exc_info=True)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    protocol_version = "HTTP/1.1"
+    server_version = "deltawire"
+    sys_version = ""
+    timeout = TIMEOUT
+    server: Server
+
+    def do_GET(self) -> None:
+        where = urlsplit(self.path)
+        if not self._is_allowed_host():
+            self._say(HTTPStatus.FORBIDDEN, "this server answers to its own name only: open the address it printed")
+        elif where.path == "/":
+            self._send(HTTPStatus.OK, html(None).encode(), "text/html; charset=utf-8")
+        elif where.path not in ROUTES:
+            self._say(HTTPStatus.NOT_FOUND, "there is no such page")
+        elif self.server.token and not is_bearer(self.headers.get("Authorization", ""), self.server.token):
+            self._say(HTTPStatus.UNAUTHORIZED, "the token is missing or wrong")
+        else:
+            self._answer(where.path, {name: values[-1] for name, values in parse_qs(where.query).items()})
+
+    def _answer(self, path: str, asked: dict[str, str]) -> None:
+        try:
+            found = ROUTES[path](self.server.live, asked)
+        except (ValueError, KeyError):
+            self._say(HTTPStatus.BAD_REQUEST, "the request names no version, or not in digits")
+        except DeltawireError as error:
+            self._say(HTTPStatus.NOT_FOUND, str(error)[:500])
+        else:
+            status = HTTPStatus.OK if found else HTTPStatus.NO_CONTENT
+            self._send(status, found, "application/json")
+
+    def _is_allowed_host(self) -> bool:
+        """Without a token, only names of this machine: else a site could point its own name here and read the run."""
+        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        return self.server.token is not None or is_loopback(name or "0.0.0.0")
+
+    def _say(self, status: HTTPStatus, text: str) -> None:
+        self._send(status, json.dumps({"error": text}).encode(), "application/json")
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        if status != HTTPStatus.NO_CONTENT:
+            self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", f"{policy()}; {FRAME}")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        log.debug("dash: " + format, *args)
+
+
+# ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _run(live: Live, asked: dict[str, str]) -> bytes:
+    revision, data = live.current()
+    if asked.get("have") == str(revision):
+        return b""
+    return b'{"revision":%d,"document":%s}' % (revision, data)
+
+
+def _span(asked: dict[str, str]) -> tuple[int, int]:
+    return _number(asked["first"]), _number(asked["last"])
+
+
+def _number(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise ValueError
+    return int(text)
+
+
+def _versions(live: Live, asked: dict[str, str]) -> bytes:
+    return encode(live.collector.versions(*_span(asked)))
+
+
+def _chain(live: Live, asked: dict[str, str]) -> bytes:
+    return encode(live.collector.details(*_span(asked)))
+
+
+def _tensors(live: Live, asked: dict[str, str]) -> bytes:
+    return encode(live.collector.heat([_number(text) for text in asked["versions"].split(",")]))
+
+
+def _steps(live: Live, asked: dict[str, str]) -> bytes:
+    return encode(live.collector.steps(_number(asked["version"])))
+
+
+ROUTES: dict[str, Callable[[Live, dict[str, str]], bytes]] = {
+    "/api/run": _run,
+    "/api/versions": _versions,
+    "/api/chain": _chain,
+    "/api/tensors": _tensors,
+    "/api/steps": _steps,
+}
