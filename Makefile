@@ -11,8 +11,8 @@ SEED   ?=
 VLLM   ?=
 DEVICE ?= cpu
 # Files that start with an underscore are helpers, not benchmarks; pause.py wants vLLM's environment, sync.py and
-# netns_demo.py root, density.py and real_models.py a model, service_proof.py a bucket, wordle_seeds.py half an hour.
-APART  := density pause pause_server sync netns_demo real_models service_proof wordle_seeds
+# netns_demo.py root, density.py, figures.py and real_models.py a model, service_proof.py a bucket, wordle_seeds.py half an hour.
+APART  := density figures pause pause_server sync netns_demo real_models service_proof wordle_seeds
 BENCH  ?= $(filter-out $(APART:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py)))
 
 # without cached bytecode every worker and every program that a test starts compiles the package anew
@@ -26,7 +26,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm test-browser release-check walk soak fuzz hub-proof bench lint format clean
+.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm test-browser release-check walk soak fuzz hub-proof bench figures lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -97,6 +97,10 @@ walk: $(READY)  ## the quick start with a model of your own, in a fresh clone an
 bench: $(READY)  ## run the benchmarks (one of them: make bench BENCH=benchmarks/memory.py)
 	@test -n "$(BENCH)" || { echo "no benchmarks found in benchmarks/"; exit 1; }
 	@for file in $(BENCH); do echo "== $$file"; $(BIN)/python "$$file" $(ARGS) || exit 1; done
+
+figures: $(READY)  ## record the data of the interactive figures again, and build their pages (ARGS=bits: only that one)
+	@$(BIN)/python benchmarks/figures.py $(ARGS)
+	@$(BIN)/python docs/figures/build.py
 
 lint: $(READY)  ## check style, formatting and types
 	@$(BIN)/ruff check .
