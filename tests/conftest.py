@@ -8,6 +8,7 @@ import os
 import signal
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import typer.testing
@@ -44,8 +45,12 @@ def _interpret_triton() -> None:
     del os.environ["TRITON_INTERPRET"]
 
 
-if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
-    _interpret_triton()
+def pytest_configure(config: pytest.Config) -> None:
+    # a process that only hands tests to workers needs no kernels
+    runs_tests = not getattr(config.option, "numprocesses", None)
+    if runs_tests and importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
+        _interpret_triton()
+
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts what it runs in the background deaf to Ctrl-C, and the programs under test would inherit that
@@ -56,6 +61,28 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Before the workers of a parallel run start."""
     if getattr(session.config.option, "numprocesses", None):
         precompile()
+
+
+LONGEST = (
+    "wordle/test_demo_command.py",
+    "trainer/test_sharded.py",
+    "test_soak.py",
+    "store/test_store_hub.py",
+    "abuse/test_abuse_limits.py",
+    "abuse/test_abuse_files.py",
+    "trainer/test_publisher_killed.py",
+    "kernels/test_kernels_adamw.py",
+    "kernels/test_kernels_classes.py",
+    "trainer/test_detectors.py",
+    "engines/server/test_server_batch.py",
+    "engines/server/test_server_follow.py",
+)
+"""Files that take longest: run first, so that no worker waits for one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 COMMIT = "0" * 40
@@ -15,11 +17,12 @@ FETCH = """
 import sys
 from deltawire.bucket.references import find_reference
 from deltawire.core.errors import ReferenceUnavailable
-try:
-    folder = find_reference("org/model", int(sys.argv[1]))
-    print(sorted((path.name, path.stat().st_size) for path in folder.iterdir()))
-except ReferenceUnavailable as error:
-    print(error)
+for line in sys.stdin:
+    try:
+        folder = find_reference("org/model", int(line))
+        print(sorted((path.name, path.stat().st_size) for path in folder.iterdir()), flush=True)
+    except ReferenceUnavailable as error:
+        print(error, flush=True)
 """
 
 
@@ -58,28 +61,39 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@contextmanager
+def client(home: Path, **environment: str) -> Iterator[Callable[[int], str]]:
+    """A process, because the Hub's client reads its settings when it is imported. Asks for at most so many bytes."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FETCH],
+        env={**os.environ, "HF_HOME": str(home), **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked, answers = process.stdin, process.stdout
+
+        def found(most: int) -> str:
+            print(most, file=asked, flush=True)
+            return answers.readline().strip()
+
+        yield found
+
+
 def test_a_model_of_the_hub_that_is_larger_than_the_run_explains(tmp_path: Path) -> None:
+    whole = "[('config.json', 2), ('model.safetensors', 5000)]"
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-
-        def found(most: int, **more: str) -> str:
-            endpoint = f"http://127.0.0.1:{server.server_port}"
-            environment = {
-                **os.environ,
-                "HF_ENDPOINT": endpoint,
-                "HF_HOME": str(tmp_path),
-                "HF_HUB_OFFLINE": "0",
-                **more,
-            }
-            command = [sys.executable, "-c", FETCH, str(most)]
-            return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
-
-        assert "5,002 bytes would be fetched; the run's model explains 5,001" in found(5001)
-        assert Hub.fetched == []
-        whole = "[('config.json', 2), ('model.safetensors', 5000)]"
-        assert found(5002) == whole
-        assert sorted(Hub.fetched) == ["config.json", "model.safetensors"]
-        # what is here costs nothing, with and without the Hub
-        assert found(0) == whole
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        with client(tmp_path, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0") as found:
+            assert "5,002 bytes would be fetched; the run's model explains 5,001" in found(5001)
+            assert Hub.fetched == []
+            assert found(5002) == whole
+            assert sorted(Hub.fetched) == ["config.json", "model.safetensors"]
+            # what is here costs nothing, with and without the Hub
+            assert found(0) == whole
         server.shutdown()
-        assert found(0, HF_HUB_OFFLINE="1") == whole
+    with client(tmp_path, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="1") as found:
+        assert found(0) == whole

@@ -1,4 +1,7 @@
-"""One rank of a sharded trainer. Run by test_sharded.py: torchrun sharded_rank.py SCENARIO,…/SCENARIO,… FOLDER."""
+"""One rank of a sharded trainer. Run by test_sharded.py: torchrun sharded_rank.py SCENARIO,…/SCENARIO,… FOLDER.
+
+With a third argument, the number of ranks, it starts them itself: torch is imported once for all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -449,6 +453,28 @@ def main(scenarios: str, folder: Path) -> None:
     play(last, folder)
 
 
+def rehearse() -> None:
+    """Load once what every rank would load on first use: parts of torch, and compiled kernels."""
+    with tempfile.TemporaryDirectory() as folder, Publisher(f"{folder}/run", skip_every=2) as publisher:
+        training = Training(seeded(Small))
+        for _ in range(3):
+            training.step()
+            publisher.publish(training.model, wait=True)
+
+
+def launch(size: int, scenarios: str, folder: Path) -> int:
+    """Fork the ranks, and return 0 if all of them succeeded."""
+    torch.set_num_threads(1)
+    rehearse()
+    ranks = []
+    for rank in range(size):
+        if not (child := os.fork()):
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "TORCHELASTIC_RESTART_COUNT": "0"}
+            main(scenarios, folder)
+        ranks.append(child)
+    return int(any([os.waitpid(child, 0)[1] for child in ranks]))
+
+
 def play(names: str, folder: Path) -> NoReturn:
     rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
     # not by torchrun's own store: after a restart it still has the addresses at which gloo was before
@@ -469,4 +495,6 @@ def play(names: str, folder: Path) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if sys.argv[3:]:
+        sys.exit(launch(int(sys.argv[3]), sys.argv[1], Path(sys.argv[2])))
     main(sys.argv[1], Path(sys.argv[2]))

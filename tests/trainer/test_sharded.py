@@ -48,8 +48,16 @@ class Trained:
 
 def train(folder: Path, scenarios: str, size: int, dies: int | None = None, restarts: int = 0) -> Trained:
     """By torchrun, as people do it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    command += [f"--max-restarts={restarts}", str(Path(__file__).parent / "sharded_rank.py"), scenarios, str(folder)]
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", f"--max-restarts={restarts}"]
+    return run_ranks(command, folder, scenarios, size, dies, restarts)
+
+
+def run_ranks(
+    launcher: list[str], folder: Path, scenarios: str, size: int, dies: int | None = None, restarts: int = 0
+) -> Trained:
+    command = [sys.executable, *launcher, str(Path(__file__).parent / "sharded_rank.py"), scenarios, str(folder)]
+    if not launcher:
+        command.append(str(size))
     code = run_to_end(command, folder / "log", LIMIT, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
     gone = dies is not None and not restarts
     assert (code != 0) == gone, (folder / "log").read_text()[-8000:]
@@ -108,9 +116,9 @@ def assert_each_wrote_its_share(trained: Trained, name: str, manifests: list[Man
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """One start of torchrun for all scenarios. In the last one rank 1 is killed."""
+    """One start for all scenarios, of ranks that share their imports. In the last one rank 1 is killed."""
     scenarios = "fsdp,ddp,upload_fails,out_of_step,resume,refused,adamw,unequal/killed"
-    return train(tmp_path_factory.mktemp("two"), scenarios, 2, dies=1)
+    return run_ranks([], tmp_path_factory.mktemp("two"), scenarios, 2, dies=1)
 
 
 def test_fsdp_publishes_what_one_process_would(two: Trained) -> None:
