@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from deltawire.core.errors import SchemaMismatch
 from deltawire.engines.server.batch import require_batchable
-from deltawire.engines.server.sampling import Draw, Sampling, draw
+from deltawire.engines.server.sampling import draw
 from deltawire.engines.server.scheduler import Limits, QueueFull, Scheduler
-from deltawire.engines.server.sequence import Sequence, TextStream
+from deltawire.engines.server.sequence import Sampling, Sequence, TextStream
 
 EOS = frozenset({2})
 
@@ -100,7 +100,7 @@ def test_little_memory_only_makes_it_slower() -> None:
     model = tiny_model().double()
     with bench(model) as roomy:
         expected = [s.tokens for s in roomy.run(prompts_of(12), Sampling(20, temperature=0))]
-        position = roomy.scheduler._batch.position_bytes
+        position = roomy.scheduler.batch.position_bytes
     with bench(model, limits=Limits(max_batch=8, max_model_len=256, kv_memory=position * 64)) as tight:
         assert not tight.scheduler.fits(65)
         assert [s.tokens for s in tight.run(prompts_of(12), Sampling(20, temperature=0))] == expected
@@ -136,9 +136,8 @@ def test_tokens_are_drawn_from_the_distribution(wish: Sampling) -> None:
         before += float(shares[token])
     expected = {token: float(shares[token]) / before for token in kept}
     count = 4000
-    rng = random.Random(0)
-    rows = [Draw(wish, rng.random()) for _ in range(count)]
-    found = Counter(drawn.token for drawn in draw(logits.expand(count, -1), rows, "raw_logprobs"))
+    rows = [Sequence([1], replace(wish, seed=i), 0, None, EOS, False, print) for i in range(count)]
+    found = Counter(token for token, _, _ in draw(logits.expand(count, -1), rows, "raw_logprobs"))
     assert set(found) <= set(expected)
     chi2 = sum((found[token] - count * share) ** 2 / (count * share) for token, share in expected.items())
     # the numbers are seeded, so this is no lottery; 30 is beyond the 99.9 % point of 8 degrees of freedom
@@ -316,15 +315,15 @@ def test_the_queue_is_bounded_and_takes_all_or_none() -> None:
 
 def test_a_failing_step_ends_its_sequences_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     with bench() as it:
-        step, failures = it.scheduler._batch.step, iter([True])
+        step, failures = it.scheduler.batch.step, iter([True])
 
         def fails_once(*args: Any) -> Any:
             if next(failures, False):
                 raise MemoryError("no room")
             return step(*args)
 
-        monkeypatch.setattr(it.scheduler._batch, "step", fails_once)
-        assert {s.finish_reason for s in it.run([[5], [6]], Sampling(5))} == {"error"}
+        monkeypatch.setattr(it.scheduler.batch, "step", fails_once)
+        assert {s.finish_reason for s in it.run([[5], [6]], Sampling(5, ignore_eos=True))} == {"error"}
         assert it.run([[5]], Sampling(5, ignore_eos=True))[0].finish_reason == "length"
 
 

@@ -233,7 +233,7 @@ def _prepare(
     """Parse and tokenize a request: a sequence for each prompt and choice, if they can run here at all."""
     request: CompletionRequest | ChatRequest = parse(body, kind)
     prompts = request.prompts(server.reader, deadline)
-    count, most = server.scheduler.vocabulary, server.loaded.max_model_len
+    count, most = server.scheduler.batch.vocabulary, server.loaded.max_model_len
     for token in (*(token for prompt in prompts for token in prompt), *request.stop_token_ids):
         if not 0 <= token < count:
             raise Refused(f"token id {token} is not in the vocabulary of {count}", "prompt")

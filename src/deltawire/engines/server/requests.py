@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
-from .sampling import Sampling
+from .sequence import Sampling
 from .template import ChatTemplate, TemplateFailed
 
 MAX_TEMPLATE_KWARGS = 8192

@@ -67,10 +67,8 @@ class QueueFull(Exception):
 class Scheduler:
     """Moves all sequences by a token at a time, in a thread of its own that begins with `start`.
 
-    version    returns the version of the weights; while it returns None, nothing is computed
-    deliver    called in the scheduler's thread with what each step produced; must return quickly
-
-    All methods may be called from any thread.
+    `version` returns the version of the weights; while it returns None, nothing is computed. All methods may be called
+    from any thread.
     """
 
     def __init__(
@@ -81,23 +79,22 @@ class Scheduler:
         limits: Limits,
         kv_policy: KvPolicy = "clear",
         logprobs_mode: LogprobsMode = "raw_logprobs",
-        deliver: Callable[[Told], None] | None = None,
     ) -> None:
         self.limits, self.counts, self.kv_policy = limits, Counts(), kv_policy
-        self.deliver = deliver or tell
+        self.deliver: Callable[[Told], None] = tell
+        """Called in the scheduler's thread with what each step produced; must return quickly."""
+        self.batch = Batch(model)
         self._version, self._logprobs_mode = version, logprobs_mode
-        self._batch = Batch(model)
-        self._work = threading.Condition()
-        self._running: list[Sequence] = []
-        """Row by row as in the batch; only the thread replaces it."""
-        self._waiting: list[Sequence] = []
-        self._late: list[Sequence] = []
-        """Arrived while paused; they wait for `resume`."""
+        self._queue: list[Sequence] = []
+        """In the order of arrival. The first `running` of them are the rows of the batch."""
+        self.running = 0
         self._pause: PauseMode | None = None
         self._recompute = False
         self._last_version: int | None = None
         self._holds = 0
         self._stepping = self._closed = False
+        self._changed = threading.Condition()
+        """Guards all of these; only the thread removes from the queue and moves `running`."""
         self._thread = threading.Thread(target=self._run, name="deltawire-scheduler", daemon=True)
 
     def start(self) -> None:
@@ -108,16 +105,8 @@ class Scheduler:
         return self._thread.is_alive()
 
     @property
-    def vocabulary(self) -> int:
-        return self._batch.vocabulary
-
-    @property
-    def running(self) -> int:
-        return len(self._running)
-
-    @property
     def waiting(self) -> int:
-        return len(self._waiting) + len(self._late)
+        return len(self._queue) - self.running
 
     @property
     def paused(self) -> bool:
@@ -127,42 +116,44 @@ class Scheduler:
 
     def fits(self, length: int) -> bool:
         """Whether a sequence of this length can ever run."""
-        return length <= self.limits.max_model_len and length * self._batch.position_bytes <= self.limits.kv_memory
+        return length <= self.limits.max_model_len and length * self.batch.position_bytes <= self.limits.kv_memory
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue all of them or, with QueueFull, none."""
-        with self._work:
+        with self._changed:
             if self._closed or self.waiting + len(sequences) > self.limits.max_queue:
                 raise QueueFull
-            (self._late if self.paused else self._waiting).extend(sequences)
-            self._work.notify_all()
+            for sequence in sequences:
+                sequence.late = self.paused
+            self._queue += sequences
+            self._changed.notify_all()
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """End these between two steps, with what they have."""
-        with self._work:
+        with self._changed:
             for sequence in sequences:
                 sequence.cancelled = True
-            self._work.notify_all()
+            self._changed.notify_all()
 
     def wake(self) -> None:
         """Look again: `version` may return something else now."""
-        with self._work:
-            self._work.notify_all()
+        with self._changed:
+            self._changed.notify_all()
 
     # ── control ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Context in which no step runs, for writing the weights."""
-        with self._work:
+        with self._changed:
             self._holds += 1
-            self._work.wait_for(lambda: not self._stepping)
+            self._changed.wait_for(lambda: not self._stepping)
         try:
             yield
         finally:
-            with self._work:
+            with self._changed:
                 self._holds -= 1
-                self._work.notify_all()
+                self._changed.notify_all()
 
     def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
         """Make no more tokens until `resume`; what arrives meanwhile waits. What is there already:
@@ -171,88 +162,84 @@ class Scheduler:
         wait    is finished first
         keep    stays where it is and goes on at `resume`, computed anew if `clear_cache`
         """
-        with self._work:
-            self._admit_late(mode)
+        with self._changed:
+            self._set_pause(mode)
             self._recompute |= clear_cache and mode == "keep"
             if mode == "abort":
-                self.cancel(self._present())
-            self._work.notify_all()
+                self.cancel(self._queue)
             # a `resume` meanwhile ends the wait too
-            self._work.wait_for(
-                lambda: (
-                    self._closed
-                    or self._pause is None
-                    or not (self._stepping or (mode != "keep" and (self._running or self._waiting)))
-                )
+            self._changed.wait_for(
+                lambda: self._closed or not self.paused or not (self._stepping or (mode != "keep" and self._ready))
             )
 
     def resume(self) -> None:
-        with self._work:
-            self._admit_late(None)
-            self._work.notify_all()
+        with self._changed:
+            self._set_pause(None)
 
     def drain(self, seconds: float) -> None:
         """Take nothing new, let what is there finish for so long, end the rest. The thread is gone afterwards."""
-        with self._work:
+        with self._changed:
             self._closed = True
-            self._work.notify_all()
-            self._work.wait_for(lambda: not self._present(), seconds)
-            self.cancel(self._present())
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._queue, seconds)
+            self.cancel(self._queue)
         if self.alive:
             self._thread.join()
 
-    def _admit_late(self, pause: PauseMode | None) -> None:
-        self._pause = pause
-        self._waiting += self._late
-        self._late = []
-
-    def _present(self) -> list[Sequence]:
-        return [*self._running, *self._waiting, *self._late]
+    def _set_pause(self, mode: PauseMode | None) -> None:
+        self._pause = mode
+        for sequence in self._queue:
+            sequence.late = False
+        self._changed.notify_all()
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
     def _run(self) -> None:
         while True:
-            with self._work:
+            with self._changed:
                 self._stepping = False
-                self._work.notify_all()
-                self._work.wait_for(self._has_work)
-                if self._closed and not self._present():
+                self._changed.notify_all()
+                self._changed.wait_for(self._has_work)
+                if self._closed and not self._queue:
                     return
                 self._stepping = True
-                told = self._drop_cancelled()
+                told = self._end_cancelled()
                 version = self._computable()
-            if version is not None and (self._running or self._waiting):
+            if version is not None and self._ready:
                 told += self._step(version)
             if told:
                 self.deliver(told)
 
+    @property
+    def _ready(self) -> bool:
+        """Whether there are sequences that may be computed during a pause too."""
+        return not all(sequence.late for sequence in self._queue)
+
     def _has_work(self) -> bool:
-        present = self._present()
-        if any(sequence.cancelled for sequence in present) or (self._closed and not present):
+        if any(sequence.cancelled for sequence in self._queue) or (self._closed and not self._queue):
             return True
-        return bool(self._running or self._waiting) and self._computable() is not None
+        return self._ready and self._computable() is not None
 
     def _computable(self) -> int | None:
         """The version to compute with; None while nothing may be computed."""
         return None if self._holds or self._pause == "keep" else self._version()
 
-    def _drop_cancelled(self) -> Told:
-        gone = [sequence for sequence in self._present() if sequence.cancelled]
+    def _end_cancelled(self) -> Told:
+        gone = [sequence for sequence in self._queue if sequence.cancelled]
         for sequence in gone:
             sequence.finish("abort")
-        self._waiting = [sequence for sequence in self._waiting if not sequence.cancelled]
-        self._late = [sequence for sequence in self._late if not sequence.cancelled]
-        self._drop_finished()
         self.counts.aborted += len(gone)
+        self._drop_finished()
         return [(sequence, sequence.delta(len(sequence.tokens))) for sequence in gone]
 
     def _drop_finished(self) -> None:
-        rows = [row for row, sequence in enumerate(self._running) if sequence.finish_reason is None]
-        if len(rows) < len(self._running):
-            self._batch.keep(rows)
-            self._running = [self._running[row] for row in rows]
+        with self._changed:
+            rows = [row for row, sequence in enumerate(self._queue[: self.running]) if sequence.finish_reason is None]
+            if len(rows) < self.running:
+                self.batch.keep(rows)
+            self.running = len(rows)
+            self._queue = [sequence for sequence in self._queue if sequence.finish_reason is None]
 
     def _step(self, version: int) -> Told:
         clock = time.perf_counter()
@@ -263,38 +250,42 @@ class Scheduler:
             self._recompute, self._last_version = False, version
             joined = self._admit()
             if joined:
-                told += self._advance(joined, self._batch.join([s.prompt + s.tokens for s in joined]), version)
-            if self._running:
-                told += self._advance(self._running, self._batch.step([s.tokens[-1] for s in self._running]), version)
+                told += self._advance(joined, self.batch.join([s.prompt + s.tokens for s in joined]), version)
+            if running := self._queue[: self.running]:
+                told += self._advance(running, self.batch.step([s.tokens[-1] for s in running]), version)
         except Exception:
             # whatever it was, it concerns the sequences that were being computed, and no later one
-            log.exception("a step of %d sequences failed", len(self._running))
-            told += self._fail()
+            failed = self._queue[: self.running]
+            log.exception("a step of %d sequences failed", len(failed))
+            for sequence in failed:
+                sequence.finish_reason = "error"
+            self.counts.failed += len(failed)
+            self._start_over()
+            self._drop_finished()
+            told += [(sequence, sequence.delta(len(sequence.tokens))) for sequence in failed]
         self.counts.steps += 1
         self.counts.busy_s += time.perf_counter() - clock
         return told
 
     def _start_over(self) -> None:
-        """Put what runs back at the head of the queue."""
-        with self._work:
-            self._waiting, self._running = self._running + self._waiting, []
-        self._batch.clear()
+        """Compute nothing any more: what ran is at the head of the queue."""
+        self.running = 0
+        self.batch.clear()
 
     def _admit(self) -> list[Sequence]:
-        """Move sequences from the queue into rows, as many as one prefill should take and memory allows."""
+        """Make rows of sequences in the queue, as many as one prefill should take and memory allows."""
         joined: list[Sequence] = []
-        longest = max((s.longest for s in self._running), default=0)
+        longest = max((s.longest for s in self._queue[: self.running]), default=0)
         widest = 0
-        with self._work:
-            for new in self._waiting[: self.limits.max_batch - len(self._running)]:
-                longest, widest = max(longest, new.longest), max(widest, new.length)
-                rows = len(self._running) + len(joined) + 1
-                full = rows > 1 and rows * longest * self._batch.position_bytes > self.limits.kv_memory
-                if full or (joined and (len(joined) + 1) * widest > PREFILL_TOKENS):
-                    break
-                joined.append(new)
-            self._waiting = self._waiting[len(joined) :]
-            self._running = self._running + joined
+        for new in self._queue[self.running : self.limits.max_batch]:
+            longest, widest = max(longest, new.longest), max(widest, new.length)
+            rows = self.running + len(joined) + 1
+            full = rows > 1 and rows * longest * self.batch.position_bytes > self.limits.kv_memory
+            # those behind one that is late are late too
+            if new.late or full or (joined and (len(joined) + 1) * widest > PREFILL_TOKENS):
+                break
+            joined.append(new)
+        self.running += len(joined)
         fresh = sum(len(s.prompt) for s in joined if not s.tokens)
         self.counts.prompt_tokens += fresh
         self.counts.recomputed_tokens += sum(s.length for s in joined) - fresh
@@ -302,23 +293,13 @@ class Scheduler:
 
     def _advance(self, sequences: list[Sequence], logits: Tensor, version: int) -> Told:
         """Draw a token for each of them; those that are finished leave."""
-        for sequence, token in zip(
-            sequences, draw(logits, [s.next_draw() for s in sequences], self._logprobs_mode), strict=True
-        ):
-            sequence.take(token, version)
+        for sequence, drawn in zip(sequences, draw(logits, sequences, self._logprobs_mode), strict=True):
+            sequence.take(version, *drawn)
         self.counts.generated_tokens += len(sequences)
         self.counts.finished += sum(s.finish_reason is not None for s in sequences)
         told = [(s, s.delta(len(s.tokens) - 1)) for s in sequences if s.live or s.finish_reason]
         self._drop_finished()
         return told
-
-    def _fail(self) -> Told:
-        failed, self._running = self._running, []
-        self._batch.clear()
-        self.counts.failed += len(failed)
-        for sequence in failed:
-            sequence.finish_reason = "error"
-        return [(sequence, sequence.delta(len(sequence.tokens))) for sequence in failed]
 
 
 def tell(told: Told) -> None:

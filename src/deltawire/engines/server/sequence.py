@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
-from .sampling import Draw, Drawn, Sampling
-
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+_GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request wants its tokens."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: all of them."""
+    min_p: float = 0.0
+    seed: int | None = None
+    logprobs: int | None = None
+    """None: none; n: of the token that was drawn, and of the n likeliest."""
+    stop: Rows[str] = ()
+    stop_token_ids: Rows[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < _GREEDY_BELOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +77,14 @@ class Sequence:
     stop_reason: str | int | None = None
     """The stop string or token that ended it."""
     cancelled: bool = False
-    _random: random.Random = field(init=False)
+    late: bool = False
+    """Whether it arrived while the server was paused, and waits for the end of that."""
+    random: Random = field(init=False)
+    """One uniform number per token decides which it is."""
     _stream: TextStream | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.sampling.seed)
+        self.random = Random(self.sampling.seed)
         self._stream = TextStream(self.tokenizer, self.sampling) if self.live or self.sampling.stop else None
 
     @property
@@ -75,28 +104,26 @@ class Sequence:
             return self._stream.text
         return decode(self.tokenizer, self.tokens, self.sampling.skip_special_tokens)
 
-    def next_draw(self) -> Draw:
-        """What the next token is drawn with."""
-        banned: tuple[int, ...] = ()
-        if len(self.tokens) < self.sampling.min_tokens:
-            banned = (*self.eos, *self.sampling.stop_token_ids)
-        return Draw(self.sampling, self._random.random(), banned)
+    @property
+    def banned(self) -> list[int]:
+        """Tokens that the next one may not be: those that would end the answer too early."""
+        return [*self.eos, *self.sampling.stop_token_ids] if len(self.tokens) < self.sampling.min_tokens else []
 
-    def take(self, drawn: Drawn, version: int) -> None:
-        """Add a token that was made by the weights of this version."""
-        self.tokens.append(drawn.token)
-        if drawn.logprob is not None:
-            self.logprobs.append(drawn.logprob)
-            self.tops.append(drawn.top)
+    def take(self, version: int, token: int, logprob: float | None, top: list[tuple[int, float]]) -> None:
+        """Add a token that was made by the weights of a version."""
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+            self.tops.append(top)
         if self.spans and self.spans[-1][0] == version:
             self.spans[-1][1] += 1
         else:
             self.spans.append([version, 1])
-        stopped_by = self._stream.push(drawn.token) if self._stream is not None else None
-        if drawn.token in self.eos and not self.sampling.ignore_eos:
+        stopped_by = self._stream.push(token) if self._stream is not None else None
+        if token in self.eos and not self.sampling.ignore_eos:
             self.finish("stop")
-        elif drawn.token in self.sampling.stop_token_ids:
-            self.finish("stop", drawn.token)
+        elif token in self.sampling.stop_token_ids:
+            self.finish("stop", token)
         elif stopped_by is not None and len(self.tokens) >= self.sampling.min_tokens:
             self.finish("stop", stopped_by)
         elif len(self.tokens) >= self.sampling.max_tokens:
