@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from cli_support import Tensor, invoke, invoke_json, read_checkpoint, trained, write_checkpoint
 
-from deltawire.bucket.compare import numbers
-from deltawire.core.dtypes import lookup
+from deltawire.core.dtypes import lookup, numbers
 
 
 def bf16(*numbers: float) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,26 +89,21 @@ def command(
 
 
 def _file(path: Path, base: Path | None) -> dict[str, Any]:
+    from ..core.container import open_file
     from ..core.describe import Contents
     from ..core.full import Checkpoint
 
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        contents = Contents(lambda start, length: os.pread(descriptor, length, start), path.stat().st_size)
-        checkpoint = Checkpoint(base) if base else None
-        schema = checkpoint.schema.by_name() if checkpoint else {}
-        histogram = contents.steps(_base(checkpoint) if checkpoint else None)
-        return {
-            "file": str(path),
-            "bytes": contents.size,
-            "kind": contents.kind,
-            "encoding": contents.encoding,
-            "metadata": contents.metadata,
-            **_tensors(contents.parts(), contents.stats(), schema),
-            **_steps(contents.kind, contents.encoding, histogram, "--base names the weights it starts from"),
-        }
-    finally:
-        os.close(descriptor)
+    contents = Contents(*open_file(path))
+    checkpoint = Checkpoint(base) if base else None
+    schema = checkpoint.schema.by_name() if checkpoint else {}
+    histogram = contents.steps(_base(checkpoint) if checkpoint else None)
+    return {
+        "file": str(path),
+        "bytes": contents.size,
+        **pick(contents, "kind", "encoding", "metadata"),
+        **_tensors(contents.parts(), contents.stats(), schema),
+        **_steps(contents.kind, contents.encoding, histogram, "--base names the weights it starts from"),
+    }
 
 
 def _base(checkpoint: Checkpoint) -> Base:

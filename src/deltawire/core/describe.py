@@ -15,7 +15,7 @@ import numpy.typing as npt
 from . import container
 from .codecs import packed, raw
 from .container import Read
-from .dtypes import Bits, lookup
+from .dtypes import Bits, lookup, numbers
 from .errors import PositionError, SchemaMismatch
 from .schema import TensorSpec
 from .sparse import INDEX, DeltaFile
@@ -167,21 +167,8 @@ def _block_parts(delta: DeltaFile) -> list[TensorPart]:
 
 
 def _stats(indices: npt.NDArray[Any], values: Bits, dtype: str) -> IndexStats:
-    numbers = _numbers(values, dtype)
-    finite = numbers[np.isfinite(numbers)] if numbers is not None else np.empty(0)
+    found = numbers(values, lookup(dtype))
+    finite = found[np.isfinite(found)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
     ascending = bool(np.all(indices[1:] > indices[:-1]))
     return IndexStats(int(indices.min()), int(indices.max()), ascending, low, high)
-
-
-def _numbers(bits: Bits, dtype: str) -> npt.NDArray[Any] | None:
-    """Bits as numbers that can be compared; None for the fp8 family, which numpy does not know."""
-    if dtype.startswith("F8"):
-        return None
-    kind = {"F": "f", "I": "i"}.get(dtype[0], "u")
-    numbers: npt.NDArray[Any] = (
-        (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        if dtype == "BF16"
-        else bits.view(f"{kind}{lookup(dtype).size}")
-    )
-    return numbers

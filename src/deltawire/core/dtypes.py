@@ -7,6 +7,7 @@ unsigned integers of 1, 2 or 4 bytes. An 8-byte dtype (an int64 buffer, say) is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -113,3 +114,49 @@ def bits_of(array: npt.NDArray[Any]) -> Bits:
     """The flat unit view of an array; a copy only when it is not contiguous."""
     dtype = lookup(of_numpy(array))
     return np.ascontiguousarray(array).reshape(-1).view(dtype.unit)
+
+
+_AS_NUMPY = {
+    "BOOL": np.uint8, "U8": np.uint8, "I8": np.int8, "I16": np.int16, "U16": np.uint16, "F16": np.float16,
+    "I32": np.int32, "U32": np.uint32, "F32": np.float32, "I64": np.int64, "U64": np.uint64, "F64": np.float64,
+    "C64": np.complex64,
+}  # fmt: skip
+
+
+def numbers(bits: Bits, dtype: Dtype) -> npt.NDArray[Any]:
+    """The numbers that bits stand for, in float64 (complex128 for C64)."""
+    if dtype.name == "BF16":
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            wide: npt.NDArray[Any] = bits.astype(np.uint32) << np.uint32(16)
+            return wide.view(np.float32).astype(np.float64)
+    if dtype.name.startswith("F8_"):
+        return _float8(dtype.name)[bits]
+    with np.errstate(invalid="ignore"):
+        values = bits.view(_AS_NUMPY[dtype.name])
+        return values.astype(np.complex128 if dtype.name == "C64" else np.float64)
+
+
+@cache
+def _float8(name: str) -> npt.NDArray[np.float64]:
+    """Every value of an 8-bit float, by its bits (the OCP and the FNUZ formats)."""
+    codes = np.arange(256)
+    if name == "F8_E8M0":
+        return np.where(codes == 255, np.nan, np.exp2(codes - 127.0))
+    fraction = lookup(name).exponent_shift
+    no_zero = name.endswith("FNUZ")  # no negative zero: its bits are the one NaN
+    bias = (1 << (6 - fraction)) - 1 + no_zero
+    exponent, rest = (codes & 127) >> fraction, codes & ((1 << fraction) - 1)
+    size = np.where(
+        exponent == 0,
+        rest * np.exp2(1.0 - bias - fraction),
+        (1 + rest / (1 << fraction)) * np.exp2(exponent.astype(np.float64) - bias),
+    )
+    values = np.where(codes > 127, -size, size)
+    if no_zero:
+        values[128] = np.nan
+    elif name == "F8_E4M3":
+        values[[127, 255]] = np.nan
+    else:
+        top = exponent == 31
+        values[top] = np.where(rest[top] == 0, np.where(codes[top] > 127, -np.inf, np.inf), np.nan)
+    return values

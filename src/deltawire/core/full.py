@@ -17,7 +17,7 @@ from . import container, digest
 from .change import BLOCK_UNITS, Region, blocks, pieces, tile, whole
 from .container import Read
 from .dtypes import Bits, lookup
-from .errors import FormatError, ManifestError, SchemaMismatch, TruncatedFile, UnknownFormat, UnsafeName
+from .errors import FormatError, ManifestError, SchemaMismatch, UnknownFormat, UnsafeName
 from .manifest import MAX_FILE, parse
 from .parallel import ordered_map, threads_for
 from .schema import Schema, TensorSpec, check_file_name
@@ -169,7 +169,7 @@ class Checkpoint:
         self._files: dict[str, FullFile] = {}
         tensors: list[TensorSpec] = []
         for path in weight_files(self.folder):
-            file = FullFile(_LocalFile(path), path.stat().st_size)
+            file = FullFile(*container.open_file(path))
             for tensor in file.tensors:
                 if tensor.name in self._files:
                     raise SchemaMismatch(f"{tensor.name!r} stands in two files of {self.folder}")
@@ -278,24 +278,6 @@ def check_links(folder: Path) -> None:
 
 class _ShardIndex(msgspec.Struct):
     weight_map: dict[str, str]
-
-
-class _LocalFile:
-    """Ranged reads of a local file. pread, not a memory map: a map would count every page of it as our memory."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the object)
-
-    def __call__(self, start: int, length: int) -> bytes:
-        data = bytearray(length)
-        view, done = memoryview(data), 0
-        while done < length:
-            n = os.preadv(self._file.fileno(), [view[done : done + (1 << 30)]], start + done)
-            if n == 0:
-                raise TruncatedFile(f"{self._path} ends at byte {start + done:,}, {length - done:,} bytes early")
-            done += n
-        return data  # type: ignore[return-value]
 
 
 def digest_of(source: Source, threads: int | None = None) -> digest.StateDigest:

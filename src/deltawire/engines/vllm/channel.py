@@ -7,7 +7,6 @@ engine's loop. Sockets lie in a folder that only this user can enter. Large arra
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -116,9 +115,3 @@ def call_all(callers: Sequence[Caller], operation: str, limit_s: float, **argume
     for caller in callers:
         caller.send(operation, **arguments)
     return [caller.receive(limit_s) for caller in callers]
-
-
-def opened(path: str) -> tuple[Callable[[int, int], bytes], int]:
-    """A file that another process wrote, as something to read ranges from, and its size."""
-    file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the function that reads it)
-    return lambda start, length: os.pread(file.fileno(), length, start), os.fstat(file.fileno()).st_size

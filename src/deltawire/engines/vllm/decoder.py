@@ -23,12 +23,13 @@ import msgspec
 from ...core.change import Region
 from ...core.codecs import context
 from ...core.codecs.context.decoder import Tiles, decode_ranks, join_ranks, make_sheet
+from ...core.container import open_file
 from ...core.errors import ChainError
 from ...core.parallel import default_threads, ordered_map
 from ...core.schema import Schema
 from ...core.sparse import BlockRef, DeltaClaim, DeltaFile, open_delta
 from . import arrays
-from .channel import Answer, Caller, listen, opened
+from .channel import Answer, Caller, listen
 from .moves import PieceMoves, RankPieces, write_moves
 
 
@@ -85,7 +86,7 @@ class _Process:
     def _do_read(self, paths: list[str], claim: Any, out: str) -> Answer:
         """Decode files. `cut` in the answer: some tiles cannot be decoded from the weights of one rank."""
         expected = msgspec.convert(claim, DeltaClaim)
-        files = [open_delta(*opened(path), self._schema, expected) for path in paths]
+        files = [open_delta(*open_file(path), self._schema, expected) for path in paths]
         cut: list[list[PieceMoves]] = [[] for _ in self._ranks]
         self._tiles = [[] for _ in self._ranks]
         try:

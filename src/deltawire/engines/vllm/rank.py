@@ -23,12 +23,13 @@ from torch import nn
 
 from ... import kernels
 from ...core.change import Change, Region
+from ...core.container import open_file
 from ...core.full import Checkpoint
 from ...core.parallel import default_threads
 from ...core.schema import Schema
 from ...core.sparse import DeltaClaim, open_delta
 from . import arrays
-from .channel import Answer, listen, opened
+from .channel import Answer, listen
 from .decode import Decoder, Lent, Wanted, compile_decoders
 from .guard import fingerprint, pack_again
 from .layout import Sums, sums_to_send
@@ -149,7 +150,7 @@ class Rank:
         wanted: list[Region] = []
         for path in paths:
             try:
-                changes += decoder.delta(open_delta(*opened(path), self._schema, expected), borrowed)
+                changes += decoder.delta(open_delta(*open_file(path), self._schema, expected), borrowed)
             except Wanted as missing:
                 wanted += missing.regions
         if wanted:
