@@ -1,4 +1,4 @@
-"""`deltawire serve` as a process: it starts, says where it is, and ends when told to."""
+"""`deltawire serve`: it starts, says where it is, and ends when told to."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import pytest
-from serving import checkpoint, nudge, publisher, tiny_model
 from typer.testing import CliRunner
 
-from deltawire.cli import app
+pytest.importorskip("torch")
+
+import torch
+
+from deltawire import Publisher
+from deltawire.cli import app, main
+from tests.engines.server.serving import checkpoint, nudge, publisher, tiny_model
 
 COMMAND = [sys.executable, "-m", "deltawire.cli", "serve"]
 
@@ -58,29 +65,70 @@ def refused(*arguments: str, **environment: str) -> str:
     return answer.output
 
 
-def line(it: subprocess.Popen[str]) -> dict[str, Any]:
-    assert it.stdout is not None
-    return json.loads(it.stdout.readline())
+def line(out: IO[str]) -> dict[str, Any]:
+    return json.loads(out.readline())
 
 
-@pytest.mark.parametrize("how, code", [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)])
-def test_from_nothing_but_the_run_to_the_end(tmp_path: Path, how: signal.Signals, code: int) -> None:
+def use(out: IO[str], trainer: torch.nn.Module, publish: Publisher) -> int:
+    """What a client sees of a server, from its first line on. Returns its port."""
+    lines = {value["event"]: value for value in (line(out), line(out))}
+    assert lines["version"]["version"] == 0
+    url, port = lines["listening"]["url"], lines["listening"]["port"]
+    assert url == f"http://127.0.0.1:{port}"
+    nudge(trainer, 1)
+    publish.publish(trainer).result(60)
+    assert line(out)["version"] == 1
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "logprobs": 0}, timeout=60)
+    assert answer.headers["deltawire-version"] == "1"
+    assert answer.json()["model"] == "run"
+    assert httpx.post(f"{url}/pause").status_code == 401
+    return port
+
+
+def test_from_nothing_but_the_run_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: the command in the main thread, its client in another one, which ends it by a signal."""
+    trainer, ended = tiny_model(), threading.Event()
+    read, write = os.pipe()
+    monkeypatch.setenv("DELTAWIRE_TOKEN", "secret")
+    monkeypatch.setattr(sys, "argv", ["deltawire", "serve", str(tmp_path / "run"), "--port", "0", "--json"])
+    sys.argv += ["--poll", "0.02", "--threads", "1"]
+
+    def client() -> None:
+        with open(read) as out, slow_clients(use(out, trainer, publish)):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ended.wait(60)
+            assert "secret" not in out.read()
+
+    with (
+        publisher(tmp_path / "run", checkpoint(tmp_path / "model", trainer)) as publish,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        publish.publish(trainer).result(60)
+        used = pool.submit(client)
+        try:
+            with open(write, "w") as out, monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
+                patch.setattr(sys, "stdout", out)
+                main()
+        finally:
+            ended.set()
+        used.result(60)
+    assert left.value.code == 0
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert "secret" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_process_from_nothing_but_the_run_to_the_end(tmp_path: Path, how: signal.Signals, code: int) -> None:
     trainer = tiny_model()
     with publisher(tmp_path / "run", checkpoint(tmp_path / "model", trainer)) as publish:
         publish.publish(trainer).result(60)
         with process(tmp_path / "run", "--port", 0, "--json", "--poll", 0.02, DELTAWIRE_TOKEN="secret") as it:
-            lines = {value["event"]: value for value in (line(it), line(it))}
-            assert lines["version"]["version"] == 0
-            url = lines["listening"]["url"]
-            assert url == f"http://127.0.0.1:{lines['listening']['port']}"
-            nudge(trainer, 1)
-            publish.publish(trainer).result(60)
-            assert line(it)["version"] == 1
-            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "hello", "logprobs": 0}, timeout=60)
-            assert answer.headers["deltawire-version"] == "1"
-            assert answer.json()["model"] == "run"
-            assert httpx.post(f"{url}/pause").status_code == 401
-            with slow_clients(lines["listening"]["port"]):
+            assert it.stdout is not None
+            with slow_clients(use(it.stdout, trainer, publish)):
                 it.send_signal(how)
                 out, said = it.communicate(timeout=60)
     assert it.returncode == code
