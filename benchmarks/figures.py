@@ -7,6 +7,7 @@ Writes docs/figures/data/NAME.json; docs/figures/build.py puts it into the pages
 
     flips   stories15M, a GRPO run at 1e-6: weights, Adam's updates, and how many weights a step of any rate changes
     bits    stories15M, one step of a GRPO run at 3e-6: what each idea of the codecs saves
+    timeline  the measured tables of `deltawire plan`
     sync    phases and clients of benchmarks/pause_server.py, and what flipping each of 320 bits did to a sync
 """
 
@@ -16,7 +17,7 @@ import argparse
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,6 +29,8 @@ import deltawire as dw
 from _deltas import Bits, Weights, cached, training
 from _formats import _choose, _entropy, _keys
 from _report import about
+from deltawire.cli.estimate import Setup
+from deltawire.core import costs
 from deltawire.core.change import Change, blocks, compare
 from deltawire.core.codecs import packed
 from deltawire.core.codecs.base import Coded, squeeze
@@ -269,6 +272,7 @@ def _phases() -> Record:
     return {
         "machine": {key: run[key] for key in ("device", "streams", "weights", "density", "command")},
         "bytes": ours["bytes"], "changed": ours["changed"], "syncs": ours["windows"],
+        "step_ms": round(ours["step_ms"], 3),
         "phases": {name: ours[f"{name}_ms"]["p50"] for name in names},
         "gap_ms": {name: way["longest_gap_ms"] for name, way in ways.items()},
         "tokens": {name: [[round(at), tokens] for at, tokens in way["timeline"]] for name, way in ways.items()},
@@ -377,6 +381,25 @@ def _try(store: Any, target: Any, model: Bits, old: Bits) -> Record:
         }
 
 
+# ── broadcast or deltas ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def timeline() -> Record:
+    """The measured tables that `deltawire plan` starts from."""
+    setup = Setup(7e9, lr=LR, replicas=16)
+    shown = ("params", "lr", "encoding", "bandwidth", "replicas", "cores", "step_seconds")
+    return {
+        "training": [point._asdict() for point in costs.TRAINING],
+        "context": costs.CONTEXT,
+        "speeds": asdict(costs.SPEEDS),
+        "coding": {name: coding._asdict() for name, coding in costs.CODING.items()},
+        "bytes_per_weight": costs.DTYPES["bf16"],
+        "parallel_hash_above": 64 << 20,
+        "timed_on": costs.MACHINE,
+        "setup": {name: getattr(setup, name) for name in shown},
+    }
+
+
 def write(name: str, record: Record) -> None:
     DATA.mkdir(parents=True, exist_ok=True)
     path = DATA / f"{name}.json"
@@ -384,7 +407,7 @@ def write(name: str, record: Record) -> None:
     print(f"wrote {path} ({path.stat().st_size / 1e3:.0f} kB)")
 
 
-FIGURES: dict[str, Callable[[], Record]] = {"flips": flips, "bits": bits, "sync": sync}
+FIGURES: dict[str, Callable[[], Record]] = {"flips": flips, "bits": bits, "sync": sync, "timeline": timeline}
 
 
 def main() -> None:

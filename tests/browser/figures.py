@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from conftest import WIDTHS, View, scrolls_sideways
+from deltawire.cli.estimate import Setup, estimate
 
 FOLDER = Path(__file__).parents[2] / "docs" / "figures"
 PAGES = sorted(path.stem for path in FOLDER.glob("*.html"))
@@ -73,3 +76,115 @@ def test_bits_no_idea_costs_more_than_the_one_before(view: View) -> None:
         assert ideas == sorted(ideas, reverse=True)
         assert ideas[0] == 48
         assert floor < ideas[2]
+
+
+# ── sync ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def changed_weights(page: Page) -> list[int]:
+    found = page.evaluate("data.weights.old.map((old, i) => old === data.weights.new[i] ? -1 : i)")
+    return [i for i in found if i >= 0]
+
+
+def test_sync_plays_to_the_new_version(view: View) -> None:
+    page = view(url("sync"))
+    page.clock.install()
+    page.get_by_role("button", name="Play").click()
+    page.clock.run_for(20_000)
+    expect(page.get_by_role("button", name="Again")).to_be_visible()
+    expect(page.locator("#phase")).to_have_text("version 1")
+    assert page.locator("#cells .new").count() == len(changed_weights(page)) > 0
+    expect(page.locator("#digest")).to_contain_text("version 1")
+
+
+def test_sync_can_be_stepped_and_dragged(view: View) -> None:
+    page = view(url("sync"), still=True)
+    for phase in ("verify", "decode", "stop", "write", "prove"):
+        page.get_by_role("button", name="next phase").click()
+        expect(page.locator("#phase")).to_contain_text(phase)
+    page.get_by_role("button", name="previous phase").press("Enter")
+    expect(page.locator("#phase")).to_contain_text("write")
+    page.get_by_role("slider").press("Home")
+    expect(page.locator("#phase")).to_contain_text("Press play")
+    page.get_by_role("slider").press("End")
+    expect(page.locator("#phase")).to_contain_text("version 1")
+
+
+def test_sync_a_flipped_byte_is_refused_and_nothing_is_written(view: View) -> None:
+    page = view(url("sync"), still=True)
+    page.locator("#bytes button").nth(9).click()
+    expect(page.locator("#error")).to_contain_text("HashMismatch: deltas/")
+    expect(page.locator("#phase")).to_have_text("version 0")
+    assert page.locator("#cells .new").count() == 0
+
+
+def test_sync_a_flipped_bit_of_a_changed_weight_is_undone(view: View) -> None:
+    page = view(url("sync"), still=True)
+    page.locator("#cells button").nth(changed_weights(page)[0]).click()
+    expect(page.locator("#error")).to_contain_text("DigestMismatch: version 1 should have state digest")
+    expect(page.locator("#error")).to_contain_text("the previous weights were restored")
+    expect(page.locator("#phase")).to_have_text("version 0")
+    assert page.locator("#cells .new").count() == 0
+    page.get_by_role("button", name="Without damage").click()
+    expect(page.locator("#error")).to_be_hidden()
+
+
+def test_sync_a_flipped_bit_elsewhere_is_found_and_repaired(view: View) -> None:
+    page = view(url("sync"), still=True)
+    other = next(i for i in range(256) if i not in changed_weights(page))
+    page.locator("#cells button").nth(other).click()
+    expect(page.locator("#error")).to_contain_text("changed by something other than this replica")
+    expect(page.locator("#phase")).to_have_text("version 1")
+
+
+def test_sync_bytes_and_weights_can_be_reached_by_keyboard(view: View) -> None:
+    page = view(url("sync"), still=True)
+    page.locator("#bytes button").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("#bytes button").nth(9)).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#error")).to_contain_text("HashMismatch")
+
+
+# ── timeline ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_timeline_computes_what_deltawire_plan_does(view: View) -> None:
+    page = view(url("timeline"))
+    grid = itertools.product(
+        (3e8, 7e9, 4e11), (3e-8, 1e-6, 4e-6, 1e-2), ("packed", "context", "raw"), (6e6, 125e6, 5e10)
+    )
+    for params, lr, encoding, bandwidth in grid:
+        setup = Setup(
+            params, lr=lr, encoding=encoding, bandwidth=bandwidth, replica_bandwidth=bandwidth, replicas=17, cores=8
+        )
+        wanted = estimate(setup)
+        found = page.evaluate("setup => plan(setup)", asdict(setup))
+        assert len(found) >= 15
+        for name, value in found.items():
+            assert value == pytest.approx(wanted[name], rel=1e-9), (name, setup)
+
+
+def test_timeline_the_sliders_move_the_bars(view: View) -> None:
+    page = view(url("timeline"))
+
+    def idle() -> str:
+        return page.locator("#nccl-idle").inner_text()
+
+    before = idle()
+    page.get_by_role("slider", name="model size").press("End")
+    larger = idle()
+    page.get_by_role("slider", name="bandwidth").press("End")
+    assert len({before, larger, idle()}) == 3
+    lanes = page.locator("#nccl svg > text").count()
+    page.get_by_role("slider", name="replicas").press("Home")
+    assert page.locator("#nccl svg > text").count() < lanes
+    expect(page.locator("#replicas-out")).to_have_text("1")
+
+
+def test_timeline_says_when_nccl_is_the_better_choice(view: View) -> None:
+    page = view(url("timeline"))
+    page.get_by_role("slider", name="bandwidth").press("End")
+    page.get_by_role("slider", name="model size").press("Home")
+    expect(page.locator("#verdict")).to_contain_text("use NCCL")
