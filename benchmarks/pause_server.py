@@ -513,7 +513,7 @@ class _Phases:
     def _syncs(self, encoding: str) -> dict[str, Any]:
         reading, windows, served, timings, size = self._clients(), [], [], [], []
         if self.options.profile:
-            self._rpc("profile", on=True)
+            self._rpc("note_staging", on=True)
         for _ in range(_count(self.options, encoding)):
             began = time.monotonic()
             made, status = self._sync()
@@ -524,7 +524,7 @@ class _Phases:
             timings.append(status["timings"])
             size.append(made["bytes"])
             time.sleep(max(0.0, began + SLOT_S - time.monotonic()))
-        noted = self._rpc("profile", on=False)[0] if self.options.profile else None
+        noted = self._rpc("note_staging", on=False)[0] if self.options.profile else None
         gaps = Gaps(reading.stop())
         found = {
             **gaps.figures(windows),

@@ -175,7 +175,7 @@ def test_work_beside_a_model_comes_in_parts(
     ops: ModuleType, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tiles at a time, with a wait after each part: the same results. torch's own kernels are not cut."""
-    monkeypatch.setattr(pace, "TILES", 2)
+    monkeypatch.setattr(pace, "TURN", 2)
     case = Case(device, torch.bfloat16, True)
     changed = torch_ops.detect(case.plan, case.old, case.new)
     ranks = torch_ops.class_ranks(case.plan, case.old, case.rules, changed)
@@ -186,5 +186,6 @@ def test_work_beside_a_model_comes_in_parts(
         placed = ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks, ranks.steps)
     assert torch.equal(sizes, ranks.sizes)
     assert models.equal(placed, expected)
-    parts = sum(-(-launch.count // 2) for launch in case.plan.launches(case.old))
-    assert len(waits) == (2 * parts if ops is not torch_ops else 0)
+    counts = [launch.count for launch in case.plan.launches(case.old)]
+    parts = sum(-(-count // 2) + -(-count // 8) for count in counts)
+    assert len(waits) == (parts if ops is not torch_ops else 0)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
 from deltawire.bucket import fetch as fetching
 from deltawire.bucket.run import Run
@@ -29,6 +30,7 @@ from deltawire.core.errors import (
     StoreUnavailable,
     VersionNotFound,
 )
+from deltawire.core.manifest import Blob
 from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
 from deltawire.replica.host import HostMemory
@@ -219,6 +221,19 @@ def test_large_objects_go_through_a_file(store: Store, monkeypatch: pytest.Monke
     with pytest.raises(HashMismatch):
         Replica(store, heartbeat=0).sync(blank(versions[0]))
     assert not [*tmp_path.iterdir()]
+
+
+def test_objects_that_are_not_small_are_copied_by_the_system(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python holds its lock while it copies memory, for which a server's threads wait: files are copied without it."""
+    monkeypatch.setattr(fetching, "SMALL", 100)
+    for size, in_file in ((100, False), (101, hasattr(os, "memfd_create"))):
+        data = bytes(range(256)) * 2
+        key = f"deltas/{size}"
+        store.put(key, data[:size])
+        blob = Blob(key, size, blake3(data[:size]).hexdigest(length=16))
+        with fetching.fetch(store, blob) as fetched:
+            assert (fetched._descriptor >= 0) == in_file
+            assert fetched.read(7, 50) == data[7:57]
 
 
 def test_no_room_for_a_large_object(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

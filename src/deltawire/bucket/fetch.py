@@ -1,7 +1,7 @@
 """Fetch a data object whole and checked.
 
-Small objects stay in memory, large ones go to a temporary file. Where the processes of a host share a cache, objects
-are kept and read there.
+Small objects stay in memory, larger ones in a file in memory, large ones go to a temporary file. Where the processes of
+a host share a cache, objects are kept and read there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from ..store import Store
 from ..store.base import Settling
 from .cache import Cache, hash_of
 
+SMALL = 1 << 20
+"""Bytes of an object that Python itself may copy. It holds its lock meanwhile, for which the threads of a server wait:
+tens of milliseconds for 64 MB."""
 IN_MEMORY = 64 << 20
+"""Bytes of an object up to which no disk is needed."""
 PART = 8 << 20
 CONNECTIONS = 8
 
@@ -96,12 +100,13 @@ def fetch(
             return FetchedObject(blob.size, descriptor)
         if moved:
             progress = None  # already reported
-    if blob.size <= IN_MEMORY // one_of:
+    in_memory = blob.size <= IN_MEMORY // one_of
+    # only Linux has files in memory
+    if in_memory and (blob.size <= SMALL or not hasattr(os, "memfd_create")):
         return _download(store, blob, FetchedObject(blob.size), progress, one_of)
     try:
         # it has no name: nothing is left of it, whatever happens
-        with tempfile.TemporaryFile(prefix="deltawire-") as file:
-            fetched = FetchedObject(blob.size, os.dup(file.fileno()))
+        fetched = FetchedObject(blob.size, os.memfd_create("deltawire") if in_memory else _temporary())
         try:
             return _download(store, blob, fetched, progress, one_of)
         except BaseException:
@@ -111,6 +116,12 @@ def fetch(
         raise StoreFull(
             f"no room for the {blob.size:,} bytes of {blob.key} in {tempfile.gettempdir()}: {error}"
         ) from error
+
+
+def _temporary() -> int:
+    """Descriptor of a file on the disk."""
+    with tempfile.TemporaryFile(prefix="deltawire-") as file:
+        return os.dup(file.fileno())
 
 
 def _download(store: Store, blob: Blob, into: FetchedObject, progress: Progress | None, one_of: int) -> FetchedObject:

@@ -68,6 +68,7 @@ __all__ = [
     "digest_change",
     "digest_change_by_group",
     "digest_plan",
+    "exponents",
     "flat_plan",
     "from_changes",
     "gently",
@@ -183,6 +184,13 @@ def digest_change_by_group(names: Sequence[str], changed: Changed, origins: Orig
     """The same for tensors that are cut from those that are named: int64 [groups, 2], still on the device."""
     _require_tiles(plan, changed)
     return _run("digest_change", plan, changed, tile_keys(plan, names), origins)  # type: ignore[no-any-return]
+
+
+def exponents(units: Tensor, samples: Sequence[tuple[int, int, int, int]], shift: int, mask: int) -> Tensor:
+    """Of each sample, int32 [samples, 256]: how many units have each exponent. A sample is a matrix in flat units, of
+    which one row of so many counts: its first unit, rows, columns, and that number."""
+    with torch.cuda.device(units.device) if units.device.type == "cuda" else nullcontext():
+        return operations(units.device).exponents(units, samples, shift, mask)  # type: ignore[no-any-return]
 
 
 def class_counts(old: Sequence[Tensor], plan: Plan, rules: Rules) -> Tensor:

@@ -79,6 +79,36 @@ def chunk_classes(
 
 
 @triton.jit
+def exponents_kernel(units, work, out, shift, mask, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """A program takes rows [1:2] of those that are looked at in a sample: number, rows, then start, rows and columns of
+    the matrix, and how many rows are passed over for each."""
+    row = work + tl.program_id(0) * 7
+    number, first, last = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    start, columns, every = tl.load(row + 3), tl.load(row + 5), tl.load(row + 6)
+    total = tl.zeros([256], tl.int32)
+    if UNIT == 1:
+        keep = 0xFF
+    elif UNIT == 2:
+        keep = 0xFFFF
+    else:
+        keep = 0xFFFFFFFF
+    # what is past the end counts as exponent 0, and is taken back
+    past = 0
+    count = (last - first) * columns
+    for at in range(0, count, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        here = i < count
+        line = i // columns
+        offset = start + (first + line) * every * columns + (i - line * columns)
+        bits = tl.load(units + offset, mask=here, other=0).to(tl.int64) & keep
+        total += tl.histogram(((bits >> shift) & mask).to(tl.int32), 256)
+        past += tl.sum((i >= count).to(tl.int32), 0)
+    value = tl.arange(0, 256)
+    total -= tl.where(value == 0, past, 0)
+    tl.atomic_add(out + number * 256 + value, total)
+
+
+@triton.jit
 def class_counts_kernel(
     tiles,
     addresses,

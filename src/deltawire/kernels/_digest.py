@@ -58,7 +58,6 @@ def digest_kernel(
 
 @triton.jit
 def digest_change_kernel(
-    tiles,
     geometry,
     units,
     keys,
@@ -73,7 +72,7 @@ def digest_change_kernel(
     PERIOD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tile = tl.load(tiles + tl.program_id(0))
+    tile = tl.program_id(0)
     _, width, stride = tile_shape(geometry, tile)
     offset = tl.load(geometry + tile.to(tl.int64) * 4 + 3)
     # a 4-byte unit is two 16-bit ones; the upper half of a narrower unit is zero, old and new alike

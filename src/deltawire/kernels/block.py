@@ -47,30 +47,28 @@ class DeviceBlock:
     ) -> None:
         self._shapes = [walked(region.rows, region.columns) for region in regions]
         sizes = np.array([region.units for region in regions], np.int64)
-        self._ends = np.cumsum(-(-sizes // _APART) * _APART)
-        self._starts = self._ends - -(-sizes // _APART) * _APART
+        spaces = -sizes % _APART
+        ends = np.cumsum(sizes + spaces)
+        self._starts = ends - spaces - sizes
         self._beside = counting
         with copying():
             parts = [read(region) for region in regions]
-            self._units = torch.empty(int(self._ends[-1]), dtype=parts[0].dtype, device=parts[0].device)
-            places = zip(self._starts.tolist(), parts, strict=True)
-            # one call: each gives up the interpreter's lock, which other encoders are waiting for
-            torch._foreach_copy_([self._units[start : start + part.numel()] for start, part in places], parts)
+            self._units = torch.empty(int(ends[-1]), dtype=parts[0].dtype, device=parts[0].device)
+            # few calls: each gives up the interpreter's lock, which other encoders are waiting for
+            places = self._units.split_with_sizes(np.stack([sizes, spaces], 1).reshape(-1).tolist())
+            torch._foreach_copy_(places[::2], parts)
 
     def undo(self, changes: Sequence[Change]) -> None:
         """Put old bits back; one change per region."""
         self._put(self._units, changes, [change.old for change in changes])
 
     def exponents(self, shift: int, mask: int, every: Sequence[int]) -> Counts:
+        from . import exponents
+
         with self._beside():
-            rows = [self._matrix(number)[::step].reshape(-1) for number, step in enumerate(every)]
-            sizes = torch.tensor([row.numel() for row in rows], device=self._units.device)
-            # all regions at once: what each call costs is the interpreter's lock
-            first = torch.arange(0, 256 * len(rows), 256, dtype=torch.int32, device=self._units.device)
-            first = first.repeat_interleave(sizes, output_size=sum(row.numel() for row in rows))
-            found = (torch.cat(rows) >> shift).bitwise_and_(mask).to(torch.int32).add_(first)
-            count = torch.bincount(found, minlength=256 * len(rows))
-            return count.cpu().numpy().reshape(len(rows), 256)
+            places = zip(self._starts.tolist(), self._shapes, every, strict=True)
+            samples = [(start, *shape, step) for start, shape, step in places]
+            return exponents(self._units, samples, shift, mask).cpu().numpy().astype(np.int64)
 
     def by_row(self, number: int, rule: Table, plus: LevelBytes, kinds: int) -> npt.NDArray[np.float32]:
         with self._beside():

@@ -140,15 +140,6 @@ class Launch:
     addresses: tuple[Tensor, ...]
     """Per list of tensors, where every tile (of the whole plan) begins."""
 
-    @classmethod
-    def of_all(cls, plan: Plan) -> Launch:
-        """All tiles of a plan, for a kernel that reads no tensor."""
-
-        def make() -> Launch:
-            return cls(torch.arange(plan.tiles, dtype=torch.int32, device=plan.device), plan.tiles, 0, False, ())
-
-        return plan.remember("all", make)
-
 
 class Plan:
     """The tiles of a list of tensors, in order: segment by segment, row of tiles by row of tiles."""

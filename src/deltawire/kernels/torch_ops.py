@@ -170,6 +170,16 @@ def digest_change(plan: Plan, changed: Changed, keys: Tensor, origins: Origins |
     return out
 
 
+def exponents(units: Tensor, samples: Sequence[tuple[int, int, int, int]], shift: int, mask: int) -> Tensor:
+    """How many units of each sample have each exponent, int32 [samples, 256]."""
+    counts = []
+    for start, rows, columns, every in samples:
+        rows_of = units[start : start + rows * columns].view(rows, columns)[::every].reshape(-1)
+        found = (rows_of >> shift).bitwise_and_(mask).to(torch.int32)
+        counts.append(torch.bincount(found, minlength=256).to(torch.int32))
+    return torch.stack(counts)
+
+
 def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
     """Units of each class in each tile, int32 [tiles, CLASSES]: what a host needs to decode ranks."""
     plan.launches(old)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -19,6 +20,9 @@ from .results import CLASSES, Changed, Moves, Origins, Ranks, Rules, TooMany
 CHUNK = 128
 """Units of a row that are read as one piece; a byte can count them."""
 
+_SAMPLED = 1 << 14
+"""Units of a sample that one program counts, about."""
+
 _SCRATCH = 48 << 20
 """Bytes of scratch memory that counting within classes may take, whatever the model's size."""
 
@@ -28,6 +32,7 @@ EXTRACT = {"CHUNKS": 64, "num_warps": 4}
 APPLY = {"BLOCK": 1024, "num_warps": 8}
 DIGEST = {"ROWS": 4, "num_warps": 2}
 DIGEST_CHANGE = {"BLOCK": 512, "num_warps": 4}
+EXPONENTS = {"BLOCK": 1024, "num_warps": 4}
 CLASS_COUNTS = {"CHUNKS": 32, "num_warps": 4}
 CLASS_RANKS = {"CHUNKS": 16, "GROUP": 128, "BLOCK": 32, "num_warps": 4}
 PLACE = {"CHUNKS": 32, "GROUP": 256, "BLOCK": 32, "num_warps": 4}
@@ -128,7 +133,7 @@ def _writer(plan: Plan, tensors: Sequence[Tensor], changed: Changed, keep: bool)
 def resolve(plan: Plan, tensors: Sequence[Tensor], moves: Moves) -> Changed:
     """Old bits at the positions of moves, and the new ones they lead to."""
     old, new = torch.empty_like(moves.values), torch.empty_like(moves.values)
-    for launch in _paced(plan.launches(tensors) if moves.values.numel() else ()):
+    for launch in plan.launches(tensors) if moves.values.numel() else ():
         _change.resolve_kernel[(launch.count,)](
             launch.tiles,
             *launch.addresses,
@@ -157,7 +162,7 @@ def prepare_digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Calla
     table, launches = _digest_table(plan), plan.launches(tensors)
 
     def run(out: Tensor) -> None:
-        for launch in _paced(launches):
+        for launch in _paced(launches, 12):
             _digest.digest_kernel[(launch.count,)](
                 launch.tiles,
                 *launch.addresses,
@@ -177,9 +182,8 @@ def prepare_digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Calla
 def digest_change(plan: Plan, changed: Changed, keys: Tensor, origins: Origins | None = None) -> Tensor:
     """How both lanes of the state digest move when the changes are applied; int64 [groups, 2]."""
     out = torch.zeros((origins.groups if origins else 1, 2), dtype=torch.int64, device=plan.device)
-    for launch in _paced([Launch.of_all(plan)] if changed.count else ()):
-        _digest.digest_change_kernel[(launch.count,)](
-            launch.tiles,
+    if changed.count:
+        _digest.digest_change_kernel[(plan.tiles,)](
             plan.geometry,
             plan.remember("units", lambda: torch.from_numpy(plan.unit).to(plan.device)),
             keys,
@@ -197,10 +201,27 @@ def digest_change(plan: Plan, changed: Changed, keys: Tensor, origins: Origins |
     return out
 
 
+def exponents(units: Tensor, samples: Sequence[tuple[int, int, int, int]], shift: int, mask: int) -> Tensor:
+    """How many units of each sample have each exponent, int32 [samples, 256]."""
+    out = torch.zeros((len(samples), 256), dtype=torch.int32, device=units.device)
+    table = np.array(samples, np.int64)
+    # of every sample so many units in one program
+    rows = -(-table[:, 1] // table[:, 3])
+    parts = np.maximum(1, rows * table[:, 2] // _SAMPLED)
+    numbers = np.repeat(np.arange(len(samples)), parts)
+    turn = np.arange(numbers.size) - np.repeat(np.cumsum(parts) - parts, parts)
+    band = -(-rows // parts)
+    programs = np.column_stack([numbers, turn * band[numbers], np.minimum((turn + 1) * band[numbers], rows[numbers])])
+    work = np.concatenate([programs, table[numbers]], 1)
+    sent = torch.from_numpy(work).to(units.device)
+    _classes.exponents_kernel[(len(work),)](units, sent, out, shift, mask, UNIT=units.dtype.itemsize, **EXPONENTS)
+    return out
+
+
 def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
     """Units of each class in each tile, int32 [tiles, CLASSES]: what a host needs to decode ranks."""
     sizes = torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=plan.device)
-    for launch in _paced(plan.launches(old)):
+    for launch in _paced(plan.launches(old), 4):
         _classes.class_counts_kernel[(launch.count,)](
             launch.tiles,
             *launch.addresses,
@@ -267,7 +288,7 @@ def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks
     apart = steps.dtype.itemsize == 1
     result = Changed(starts, ranks, torch.empty_like(steps), torch.empty_like(steps) if apart else steps)
     bad = torch.zeros(1, dtype=torch.int32, device=plan.device)
-    for launch in _paced(plan.launches(old) if total else ()):
+    for launch in _paced(plan.launches(old) if total else (), 1):
         grid, options = _persistent(plan, launch.count, rules)
         _ranks.place_kernel[grid](
             launch.tiles,
@@ -341,8 +362,8 @@ def gather_bf16(elements: Elements, params: Sequence[Tensor], entries: Tensor) -
     return out.view(torch.int16)
 
 
-def _paced(launches: Iterable[Launch]) -> Iterator[Launch]:
-    return (part for launch in launches for part in in_turns(launch))
+def _paced(launches: Iterable[Launch], speed: int) -> Iterator[Launch]:
+    return (part for launch in launches for part in in_turns(launch, speed))
 
 
 def _late(log: ChangeLog, blocks: int) -> Tensor:

@@ -60,6 +60,8 @@ class DeviceCopy:
         self._number = {name: number for number, name in enumerate(self.names)}
         self._regions = regions
         self._plan = kernels.region_plan(self.names, self.held, regions)
+        self._views: dict[Region, Tensor] = {}
+        """Regions of `held` that were asked for."""
 
     def load(self, live: Sequence[Tensor]) -> None:
         for held, tensor in zip(self.held, live, strict=True):
@@ -81,7 +83,11 @@ class DeviceCopy:
         return fetched(self._units(region.tensor.name), region)
 
     def copy(self, region: Region) -> Tensor:
-        return self._units(region.tensor.name)[region.base : region.base + region.units]
+        # each call into torch gives up the interpreter's lock, for which encoders are waiting: once is enough
+        found = self._views.get(region)
+        if found is None:
+            found = self._views[region] = self._units(region.tensor.name)[region.base : region.base + region.units]
+        return found
 
     def _units(self, name: str) -> Tensor:
         return units(self.held[self._number[name]])

@@ -266,7 +266,7 @@ class _GroupProof:
         if self._bands is not None:
             from ._rows import rows_kernel
 
-            for part in in_turns(self._bands):
+            for part in in_turns(self._bands, 4):
                 rows_kernel[(part.count,)](part.tiles, self._table, out, PERIOD=digest.BLOCK, BLOCK=512)
         for piece in self._slow:
             out += _rows_digest(piece, self._table)

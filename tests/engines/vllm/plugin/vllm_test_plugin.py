@@ -108,7 +108,7 @@ class Probe:
         steps, self.steps[:] = [*self.steps], []
         return max(after[0] - before[1] for before, after in pairwise(steps))
 
-    def profile(self, on: bool) -> dict[str, Any]:
+    def note_staging(self, on: bool) -> dict[str, Any]:
         """Note when the model computes and when staging does what, or stop that. Returns [name, begin, end] of each
         call and the begin of each step, by the clock of `time.monotonic`, since it was switched on."""
         from deltawire.engines.vllm.device import DeviceShard
@@ -149,7 +149,7 @@ class Probe:
 
         from deltawire.kernels import pace
 
-        pace.TILES = tiles or pace.TILES
+        pace.TURN = tiles or pace.TURN
         pace.REST = rest if rest >= 0 else pace.REST
         if switch_s:
             sys.setswitchinterval(switch_s)

@@ -148,16 +148,16 @@ def _prepare(change: Change, signed: bool, field: tuple[int, int], tile: int) ->
 
 def _code(regions: list[_Prepared], ranked: Sequence[RankedChanges], rule: Rule, classes: int) -> Coded:
     n, k, ranks, zigzags = (np.concatenate([found[part] for found in ranked]) for part in range(4))
+    tiles = np.array([len(found[0]) for found in ranked])
+    # all regions at once: what a call of numpy costs is the interpreter's lock, which other blocks are waiting for
+    first = np.cumsum(tiles) - tiles
     rates, inverse = _class_rates(n.sum(0), k.sum(0))
-    offsets = [_offset(found[0].sum(0), found[1].sum(0), rates, inverse) for found in ranked]
-    per_tile = np.concatenate(
-        [np.tile(shifted(rates, inverse, off), (len(found[0]), 1)) for found, off in zip(ranked, offsets, strict=True)]
-    )
+    offsets = _offsets(np.add.reduceat(n, first), np.add.reduceat(k, first), rates, inverse)
+    per_tile = np.repeat(shifted(rates, inverse, offsets[:, None]), tiles, axis=0)
     histogram = np.zeros((CLASSES, SYMBOLS), np.int64)
-    class_of_step = np.repeat(np.tile(np.arange(CLASSES, dtype=np.uint8), len(k)), k.reshape(-1))
-    runs.step_histogram(class_of_step, zigzags, histogram)
+    runs.class_steps(k, zigzags, histogram)
     steps, step_table = _step_tables(histogram)
-    grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(regions, offsets, strict=True)]
+    grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(regions, offsets.tolist(), strict=True)]
     spread = _choose_spread(n, k, per_tile, inverse)
     head = BlockHead(rule, classes, spread, rates, inverse, steps, step_table, grids)
     tables, sizes = np.concatenate(head.step_tables()), np.zeros(len(n), np.int64)
@@ -209,16 +209,19 @@ def _class_rates(n: Floats, k: Floats) -> tuple[npt.NDArray[np.uint8], npt.NDArr
     return np.where(rare > 0, rate, runs.NEVER).astype(np.uint8), inverse
 
 
-def _offset(n: Floats, k: Floats, rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_]) -> int:
-    """How far a segment as a whole is from the block's rates, in the same eighths of an octave."""
+def _offsets(
+    n: Floats, k: Floats, rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.int64]:
+    """How far each segment as a whole is from the block's rates, in the same eighths of an octave."""
     usable = (rates != runs.NEVER) & ~inverse
-    expected = float((n * RATE[rates])[usable].sum())
-    seen = float(k[usable].sum())
-    return int(np.clip(round(-8 * np.log2((seen + 0.5) / (expected + 0.5))), -127, 127))
+    expected = np.ascontiguousarray((n * RATE[rates])[:, usable]).sum(1)
+    seen = k[:, usable].sum(1)
+    found: npt.NDArray[np.float64] = np.rint(-8 * np.log2((seen + 0.5) / (expected + 0.5)))
+    return np.clip(found, -127, 127).astype(np.int64)
 
 
-def shifted(rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_], offset: int) -> npt.NDArray[np.uint8]:
-    """The rates of a segment: the block's moved by its offset."""
+def shifted(rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_], offset: Any) -> npt.NDArray[np.uint8]:
+    """The rates of a segment: the block's moved by its offset. A column of offsets gives a row for each."""
     moved = np.clip(rates.astype(np.int64) + offset, 0, runs.NEVER - 1)
     return np.where((rates == runs.NEVER) | inverse, rates, moved).astype(np.uint8)
 

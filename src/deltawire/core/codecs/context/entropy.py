@@ -84,14 +84,12 @@ def scale(counts: npt.NDArray[np.int64]) -> list[int]:
 
     Eight steps an octave: coarse by 3 %, which costs 0.0005 bits a symbol.
     """
-    top = max(int(counts.max(initial=0)), 1)
-    out = []
-    for count in counts.tolist():
-        # as (8 + m) << e
-        x = count / top * (15 << 31)
-        e = max(0, int(np.log2(max(x, 1.0) / 8)))
-        out.append(min(max(1 + 8 * e + round(x / 2.0**e) - 8, 1), 255) if count else 0)
-    return out
+    # as (8 + m) << e
+    x = counts / max(int(counts.max(initial=0)), 1) * (15 << 31)
+    e = np.maximum(np.log2(np.maximum(x, 1.0) / 8).astype(np.int64), 0)
+    scaled = np.clip(1 + 8 * e + np.rint(x / 2.0**e).astype(np.int64) - 8, 1, 255)
+    found: list[int] = np.where(counts > 0, scaled, 0).tolist()
+    return found
 
 
 def unscale(table: Sequence[int]) -> Cumulative:
