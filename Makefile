@@ -59,8 +59,8 @@ fuzz: $(READY)  ## mutated files, runs and requests against all that reads them,
 # With the environment of $(PYTHON), which has a GPU build of torch and deltawire in it.
 test-gpu:  ## the tests of what runs on a GPU (PYTHON=python of an environment with CUDA)
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "$(PYTHON) finds no GPU"; exit 1; }
-	@$(PYTHON) -m pytest -p no:cacheprovider -m "" --timeout 900 tests/kernels tests/replica/test_device_target.py \
-		tests/trainer/test_detectors.py tests/trainer/test_sharded.py tests/engines/server/test_server_dtype.py $(ARGS)
+	@$(PYTHON) -m pytest -p no:cacheprovider -m "" --timeout 900 tests/kernels tests/replica/test_replica_device.py \
+		tests/trainer/test_detectors.py tests/trainer/test_shards.py tests/engines/server/test_loading.py $(ARGS)
 
 test-stores: $(READY)  ## run whole runs and the store protocol on Azurite (npm) and moto (PyPI), installed outside the clone
 	@$(BIN)/python -m pytest -p no:cacheprovider -m "" --timeout 900 tests/store/test_store_emulators.py $(ARGS)

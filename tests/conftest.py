@@ -65,7 +65,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 LONGEST = (
     "wordle/test_demo_command.py",
-    "trainer/test_sharded.py",
+    "trainer/test_shards.py",
     "test_soak.py",
     "store/test_store_hub.py",
     "abuse/test_abuse_limits.py",
@@ -74,8 +74,8 @@ LONGEST = (
     "kernels/test_kernels_adamw.py",
     "kernels/test_kernels_classes.py",
     "trainer/test_detectors.py",
-    "engines/server/test_server_batch.py",
-    "engines/server/test_server_follow.py",
+    "engines/server/test_scheduler.py",
+    "engines/server/test_server_follower.py",
 )
 """Files that take longest: run first, so that no worker waits for one of them at the end."""
 

@@ -1,4 +1,4 @@
-"""Unfinished uploads: pages of them, and servers that will not show them. A real server is asked in test_store_s3."""
+"""Unfinished uploads: pages of them, and servers that do not list them. test_store_object.py asks a real server."""
 
 from __future__ import annotations
 

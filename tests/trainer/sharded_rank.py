@@ -1,4 +1,4 @@
-"""One rank of a sharded trainer. Run by test_sharded.py: torchrun sharded_rank.py SCENARIO,…/SCENARIO,… FOLDER.
+"""One rank of a sharded trainer. Run by test_shards.py: torchrun sharded_rank.py SCENARIO,…/SCENARIO,… FOLDER.
 
 With a third argument, the number of ranks, it starts them itself: torch is imported once for all of them.
 """

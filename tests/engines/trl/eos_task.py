@@ -1,6 +1,6 @@
 """The stock AsyncGRPOTrainer through a bucket, on a CPU: the policy is paid for ending its answer at once.
 
-Run by test_trl_async_grpo.py in an environment that has TRL:
+Run by test_trl_worker.py in an environment that has TRL:
 
     python eos_task.py make FOLDER             a tiny model and a tokenizer with a chat template TRL knows
     python eos_task.py train FOLDER SNIPPET    trains it as this Python file does; prints one JSON object

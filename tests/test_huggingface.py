@@ -11,7 +11,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from moe_models import FAMILIES, make, step  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
@@ -21,6 +20,7 @@ from deltawire.core.errors import UnsupportedTensor  # noqa: E402
 from deltawire.engines.trl import BucketTransfer  # noqa: E402
 from deltawire.models import tensors_of  # noqa: E402
 from deltawire.trainer import DeltaAdamW, SnapshotDetector  # noqa: E402
+from tests.trainer.moe_models import FAMILIES, make, step  # noqa: E402
 
 WAIT = 60
 families = pytest.mark.parametrize("family", FAMILIES)

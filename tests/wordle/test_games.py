@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from env_support import wordle_server
-from test_evaluate_server import rollout_server
+from test_evaluate import rollout_server
 
 from deltawire.trainer import Publisher
 from deltawire_wordle import games, small_policy

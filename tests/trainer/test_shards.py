@@ -148,7 +148,7 @@ def test_ddp_publishes_together_what_every_rank_holds(two: Trained) -> None:
 
 @pytest.mark.slow
 def test_experts_of_several_ranks_have_the_names_of_the_checkpoint(tmp_path: Path) -> None:
-    """test_experts.py has those of one rank."""
+    """test_huggingface.py has those of one rank."""
     two = train(tmp_path, "experts", 2)
     assert_same_run(two, "experts")
     names = {tensor.name for tensor in Run.open(str(two.folder / "experts")).schema.tensors}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import checkpoint, nudge, publisher, serving, tiny_model
 
 from deltawire.engines.fingerprint import fingerprint
+from tests.engines.server.serving import checkpoint, nudge, publisher, serving, tiny_model
 
 
 def test_it_sees_a_single_bit_a_name_and_a_shape() -> None:
