@@ -50,10 +50,10 @@ class Finding:
 
     check: str
     verdict: Verdict
-    seconds: float
-    """How long the step took."""
     detail: str = ""
     """What was found, or what is wrong and what to do."""
+    seconds: float = 0.0
+    """How long the step took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def examine(store: Store, tell: Callable[[Finding], None] | None = None) -> Repo
     finally:
         left = visit.clean()
     if left:
-        add(Finding("clean up", "failed", 0.0, f"delete {left[0]} and {len(left) - 1} more by hand"))
+        add(Finding("clean up", "failed", f"delete {left[0]} and {len(left) - 1} more by hand"))
     return Report(store.url, tuple(findings), visit.figures)
 
 
@@ -121,7 +121,7 @@ class _Visit:
 
     def findings(self) -> Iterator[Finding]:
         extras = [f"{extra} {'✓' if find_spec(module) else '–'}" for module, extra in _EXTRAS.items()]
-        yield Finding("extras", "ok", 0.0, "  ".join(extras))
+        yield Finding("extras", "ok", "  ".join(extras))
         yield _try("cache", _look_at_cache)
         yield (created := _try("create", self._create))
         rest: list[tuple[str, Step]] = [
@@ -139,7 +139,7 @@ class _Visit:
             ("delete", self._delete),
         ]
         for name, step in rest:
-            yield Finding(name, "skipped", 0.0) if created.verdict == "failed" else _try(name, step)
+            yield Finding(name, "skipped") if created.verdict == "failed" else _try(name, step)
         yield _try("run", self._run)
 
     # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -332,7 +332,7 @@ def _try(check: str, step: Step) -> Finding:
         verdict, detail = problem.verdict, str(problem)
     except DeltawireError as error:
         verdict, detail = "failed", str(error)
-    return Finding(check, verdict, time.perf_counter() - clock, detail)
+    return Finding(check, verdict, detail, time.perf_counter() - clock)
 
 
 def _look_at_cache() -> str:

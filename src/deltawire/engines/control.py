@@ -16,6 +16,7 @@ from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from ..core.errors import (
     BadURL,
@@ -67,10 +68,19 @@ def status(engine: str, model: str, follower: Follower | None, **more: Any) -> d
     }
 
 
-def metrics(follower: Follower | None) -> Iterator[Any]:
-    """Yield the metrics of a follower for GET /metrics."""
-    if follower is None:
-        return
+class FollowerMetrics(Collector):
+    """Collects the metrics of a follower for GET /metrics. `follower` returns None while there is none."""
+
+    def __init__(self, follower: Callable[[], Follower | None]) -> None:
+        self._follower = follower
+
+    def collect(self) -> Iterator[Any]:
+        follower = self._follower()
+        if follower is not None:
+            yield from _metrics(follower)
+
+
+def _metrics(follower: Follower) -> Iterator[Any]:
     replica = follower.replica
     gauges = {
         "version": ("The version that is served", replica.version),

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.client import HTTPException
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -33,18 +34,10 @@ _PROBE = b'{"doctor": true}'
 
 class Answer(NamedTuple):
     status: int
-    """0 where nobody answered."""
+    """0 if there was no answer."""
     value: Any
     """The JSON body; None where it is something else."""
     why: str = ""
-
-
-class Told(NamedTuple):
-    """What one check found."""
-
-    check: str
-    verdict: Verdict
-    detail: str
 
 
 def examine(
@@ -56,8 +49,8 @@ def examine(
         raise BadURL(f"{url!r} is not the address of a server: write http://host:port")
     findings = []
     clock = time.perf_counter()
-    for told in _checks(url.rstrip("/"), token, run):
-        findings.append(Finding(told.check, told.verdict, time.perf_counter() - clock, told.detail))
+    for finding in _checks(url.rstrip("/"), token, run):
+        findings.append(replace(finding, seconds=time.perf_counter() - clock))
         if say:
             say(findings[-1])
         clock = time.perf_counter()
@@ -72,25 +65,25 @@ def _is_address(url: str) -> bool:
         return False
 
 
-def _checks(url: str, token: str | None, run: str | None) -> Iterator[Told]:
+def _checks(url: str, token: str | None, run: str | None) -> Iterator[Finding]:
     health = _ask(url, "GET", "/health", token)
     if not health.status:
-        yield Told("answers", "failed", health.why)
+        yield Finding("answers", "failed", health.why)
         return
-    yield Told("answers", "ok", f"/health is {health.status}")
-    told = _ask(url, "GET", "/deltawire/status", token)
-    if told.status in (401, 403):
-        yield Told("plugin", "failed", f"it does not show its status without the right token: {_TOKEN}")
+    yield Finding("answers", "ok", f"/health is {health.status}")
+    answer = _ask(url, "GET", "/deltawire/status", token)
+    if answer.status in (401, 403):
+        yield Finding("plugin", "failed", f"it does not show its status without the right token: {_TOKEN}")
         return
-    if told.status != 200 or not isinstance(told.value, dict) or "state" not in told.value:
-        yield Told(
+    if answer.status != 200 or not isinstance(answer.value, dict) or "state" not in answer.value:
+        yield Finding(
             "plugin", "failed",
-            f"no deltawire here (/deltawire/status is {told.status or told.why}): start vLLM with "
+            f"no deltawire here (/deltawire/status is {answer.status or answer.why}): start vLLM with "
             f"VLLM_PLUGINS=deltawire, or start the server with `deltawire serve`{_without_path(url)}",
         )  # fmt: skip
         return
-    status = told.value
-    yield Told("plugin", "ok", f"engine {status.get('engine')}, model {status.get('model')}")
+    status = answer.value
+    yield Finding("plugin", "ok", f"engine {status.get('engine')}, model {status.get('model')}")
     yield from _following(status, run)
     yield _guard(status)
     yield _token(url, token)
@@ -101,11 +94,13 @@ def _without_path(url: str) -> str:
     return f"; if this is its API's address, leave out {path}" if path else ""
 
 
-def _following(status: dict[str, Any], wanted: str | None) -> Iterator[Told]:
+def _following(status: dict[str, Any], wanted: str | None) -> Iterator[Finding]:
     """The run, the state, the version and how far behind it is."""
     run, version, newest, pin = (status.get(name) for name in ("run", "version", "newest", "pin"))
     if not run:
-        yield Told("run", "failed", "it follows none: start it with DELTAWIRE_RUN, or name one to POST /update_weights")
+        yield Finding(
+            "run", "failed", "it follows none: start it with DELTAWIRE_RUN, or name one to POST /update_weights"
+        )
         return
     asked: int | None = None
     if wanted is not None:
@@ -116,12 +111,12 @@ def _following(status: dict[str, Any], wanted: str | None) -> Iterator[Told]:
             newest = opened.newest()
             asked = None if which is None else resolve(opened, which)
         except DeltawireError as error:
-            yield Told("run", "failed", f"follows {run}; the one named here cannot be read: {error}")
+            yield Finding("run", "failed", f"follows {run}; the one named here cannot be read: {error}")
             return
         if store.url.rstrip("/") != str(run).rstrip("/"):
-            yield Told("run", "failed", f"it follows {run}, not {store.url}: start it with the other run")
+            yield Finding("run", "failed", f"it follows {run}, not {store.url}: start it with the other run")
             return
-    yield Told("run", "ok", f"{run}, newest version {newest}")
+    yield Finding("run", "ok", f"{run}, newest version {newest}")
     state, reason = str(status.get("state")), str(status.get("reason") or "")
     verdict: Verdict = "ok" if state == "healthy" else "warning" if state in ("degraded", "starting") else "failed"
     step = {
@@ -131,47 +126,53 @@ def _following(status: dict[str, Any], wanted: str | None) -> Iterator[Told]:
         "failed": "it can never follow this run; the server's log has more",
     }
     said = f"{state}: {reason}" if reason else state
-    yield Told("state", verdict, f"{said}; {step[state]}" if state in step else said)
+    yield Finding("state", verdict, f"{said}; {step[state]}" if state in step else said)
     if version is None:
-        yield Told("version", "failed", "its weights are no version of the run; `state` says why")
+        yield Finding("version", "failed", "its weights are no version of the run; `state` says why")
         return
     shown = f"{version}" + (f", pinned at {pin}" if pin is not None else "")
     if asked not in (None, version):
-        yield Told("version", "failed", f"{shown}, not {asked} as asked for here")
+        yield Finding("version", "failed", f"{shown}, not {asked} as asked for here")
         return
-    yield Told("version", "ok", shown)
+    yield Finding("version", "ok", shown)
     lag = None if newest is None else max(int(newest) - int(version), 0)
     if lag is None:
-        yield Told("lag", "skipped", "no newest version is known")
+        yield Finding("lag", "skipped", "no newest version is known")
     elif lag and pin is None:
-        yield Told("lag", "warning", f"{lag} behind version {newest}; if it stays so, the server's log says why")
+        yield Finding("lag", "warning", f"{lag} behind version {newest}; if it stays so, the server's log says why")
     else:
-        yield Told("lag", "ok", f"{lag} behind" + (", as it is pinned" if lag else ""))
+        yield Finding("lag", "ok", f"{lag} behind" + (", as it is pinned" if lag else ""))
 
 
-def _guard(status: dict[str, Any]) -> Told:
+def _guard(status: dict[str, Any]) -> Finding:
     guard = status.get("guard")
     if status.get("engine") == "builtin":
-        return Told("guard", "ok", "weights are patched in place")
+        return Finding("guard", "ok", "weights are patched in place")
     if not guard:
-        return Told("guard", "skipped", "the layout of the weights is not known yet")
+        return Finding("guard", "skipped", "the layout of the weights is not known yet")
     if guard == "patch":
-        return Told("guard", "ok", "weights are patched in place")
-    return Told("guard", "warning", f"{guard}; every version costs a full load in the pause (docs/vllm.md says when)")
+        return Finding("guard", "ok", "weights are patched in place")
+    return Finding(
+        "guard", "warning", f"{guard}; every version costs a full load in the pause (docs/vllm.md says when)"
+    )
 
 
-def _token(url: str, token: str | None) -> Told:
+def _token(url: str, token: str | None) -> Finding:
     """Who may control the server: asked without a token, then with the one we have."""
     open_to_all = _ask(url, "POST", "/deltawire/pin", None, _PROBE)
     if open_to_all.status == 403:
-        return Told("token", "warning", "nobody can control it: start it with DELTAWIRE_TOKEN, or --host 127.0.0.1")
+        return Finding(
+            "token",
+            "warning",
+            "its control routes refuse everything: start it with DELTAWIRE_TOKEN, or --host 127.0.0.1",
+        )
     if open_to_all.status != 401:
-        return Told("token", "ok", "none: whoever is on its machine may control it")
+        return Finding("token", "ok", "none: every process on its machine can control it")
     if token is None:
-        return Told("token", "ok", f"control routes ask for one; to use them, {_TOKEN}")
+        return Finding("token", "ok", f"control routes ask for one; to use them, {_TOKEN}")
     if _ask(url, "POST", "/deltawire/pin", token, _PROBE).status == 401:
-        return Told("token", "failed", f"the server has another token than this one: {_TOKEN}")
-    return Told("token", "ok", "control routes ask for one, and take this one")
+        return Finding("token", "failed", f"the server has another token than this one: {_TOKEN}")
+    return Finding("token", "ok", "control routes ask for one, and take this one")
 
 
 def _ask(url: str, method: str, path: str, token: str | None, body: bytes | None = None) -> Answer:

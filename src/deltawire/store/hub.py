@@ -233,7 +233,7 @@ class HubStore:
                 f"check HF_TOKEN, or make it with a token that may: `hf buckets create {self._bucket} --private`"
             ) from None
 
-    # ── being told ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── announcements ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def announcements(self, stop: threading.Event) -> Iterator[str]:
         cursor: str | None = None
@@ -241,7 +241,7 @@ class HubStore:
             while not stop.is_set():
                 with self._hub.listen(cursor, self.url) as response, _ended_by(stop, response):
                     if response.status_code >= 400:
-                        raise self._deafness(response)
+                        raise self._stream_error(response)
                     for name, content in _events(hub_client.event_lines(response, self.url)):
                         cursor = content.get("cursor") or cursor
                         if name == "changes":
@@ -267,7 +267,7 @@ class HubStore:
             if isinstance(path, str) and path.startswith(self._root) and path != self._root:
                 yield path[len(self._root) :]
 
-    def _deafness(self, response: Response) -> DeltawireError:
+    def _stream_error(self, response: Response) -> DeltawireError:
         error = hub_errors.of_response(response, self.url)
         if isinstance(error, hub_errors.NoBucket):
             return StoreUnavailable(str(error))  # it may come

@@ -92,7 +92,7 @@ def translate(error: Exception, where: str) -> DeltawireError:
     # What the server answered, apart from what precedes it: the key, which could say anything.
     answer = text.partition("Server returned non-2xx status code: ")[2]
     status = int(answer[:3]) if answer[:3].isdecimal() else 0
-    code = _tag("Code", answer) or _told(text)
+    code = _tag("Code", answer) or _batch_code(text)
     reason = _reason(text, answer, debug)
 
     if code in _NO_BUCKET:
@@ -137,7 +137,7 @@ def _tag(name: str, text: str) -> str | None:
     return found[1] if found else None
 
 
-def _told(text: str) -> str | None:
+def _batch_code(text: str) -> str | None:
     """The code in an answer that was 200 for the request and an error for the object: S3 deletes in batches."""
     found = re.search(r"DeleteObjects request failed .*\(code: (\w+)\)$", text.strip(), re.DOTALL)
     return found[1] if found else None
@@ -151,7 +151,7 @@ def _reason(text: str, answer: str, debug: str) -> str:
         if not code and said.startswith(("401", "403")):
             return f"{said}; {_NO_REASON}"
         return f"{said}; {_NEXT[code]}" if code in _NEXT else said
-    if code := _told(text):
+    if code := _batch_code(text):
         return f"{code}; {_NEXT[code]}" if code in _NEXT else code
     short = text.rpartition(" - ")[2].strip()
     below = re.search(r'(?:message|error): "([^"]+)"|source: (TimedOut)', debug)

@@ -20,7 +20,7 @@ log = logging.getLogger("deltawire")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_WORTH_SAYING = 4
+_LOG_AFTER = 4
 """Failures in a row after which a waiting user should know why; a second or two."""
 
 
@@ -83,7 +83,7 @@ class Retrying:
         Two writers that create the same bytes can therefore both be told they won; give each writer's bytes a mark of
         their own where that matters.
         """
-        patience = _Patience(self)
+        attempts = _Attempts(self)
         while True:
             try:
                 self.inner.put_if_absent(key, data)
@@ -91,30 +91,30 @@ class Retrying:
             except StoreUnavailable as error:
                 failure = error
             except AlreadyExists:
-                if patience.failures == 0:
+                if attempts.failures == 0:
                     raise
                 if self._holds(key, data):
                     return
                 raise
             try:
-                patience.wait(failure)
+                attempts.wait(failure)
             except StoreUnavailable:
-                # Out of patience, but the last attempt may have gone through: say so if it did.
+                # No attempt is left, but the last attempt may have gone through: say so if it did.
                 if self._holds(key, data):
                     return
                 raise
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        patience = _Patience(self)
+        attempts = _Attempts(self)
         while True:
             try:
                 for info in self.inner.list(prefix, after):
                     after = info.key  # a listing that breaks off goes on from here
-                    patience = _Patience(self)
+                    attempts = _Attempts(self)
                     yield info
                 return
             except StoreUnavailable as error:
-                patience.wait(error)
+                attempts.wait(error)
 
     def folders(self, prefix: str = "") -> Level:
         inner = self.inner
@@ -146,15 +146,15 @@ class Retrying:
         return self._retry(look)
 
     def _retry(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        patience = _Patience(self)
+        attempts = _Attempts(self)
         while True:
             try:
                 return call(*args, **options)
             except StoreUnavailable as error:
-                patience.wait(error)
+                attempts.wait(error)
 
 
-class _Patience:
+class _Attempts:
     """The attempts of one operation."""
 
     def __init__(self, policy: Retrying) -> None:
@@ -176,6 +176,6 @@ class _Patience:
         if self.failures >= policy._attempts or spent + delay > policy._total_s:
             attempts = "1 attempt" if self.failures == 1 else f"{self.failures} attempts"
             raise StoreUnavailable(f"{error}; gave up after {attempts} in {spent:.1f} s", error.retry_after) from error
-        if self.failures == _WORTH_SAYING:
+        if self.failures == _LOG_AFTER:
             log.warning("%s; retrying for up to %.0f s", error, policy._total_s)
         policy._sleep(delay)

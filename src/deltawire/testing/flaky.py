@@ -28,7 +28,7 @@ from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store, check_key
 
 
 @dataclass(frozen=True, slots=True)
-class _Luck:
+class _Faults:
     drop: Literal["before", "after"] | None
     delay_s: float
     truncated: bool
@@ -95,143 +95,143 @@ class FlakyStore:
                 self._show(key)
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
-        luck = self._begin("get", key)
-        fetched = self._cut(luck, self.inner.get(key, limit=limit))
-        self._end("get", key, luck)
+        faults = self._begin("get", key)
+        fetched = self._cut(faults, self.inner.get(key, limit=limit))
+        self._end("get", key, faults)
         return fetched
 
     def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
-        luck = self._begin("get_if_changed", key)
+        faults = self._begin("get_if_changed", key)
         fetched = self.inner.get_if_changed(key, etag, limit=limit)
         if fetched is not None:
-            fetched = self._cut(luck, fetched)
-        self._end("get_if_changed", key, luck)
+            fetched = self._cut(faults, fetched)
+        self._end("get_if_changed", key, faults)
         return fetched
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        luck = self._begin("get_range", key)
+        faults = self._begin("get_range", key)
         data = self.inner.get_range(key, start, length)
-        if luck.truncated:
+        if faults.truncated:
             self._count("truncate_read")
-            raise TruncatedFile(f"{self.url}/{key}: injected: {int(length * luck.share)} of {length} bytes arrived")
-        self._end("get_range", key, luck)
+            raise TruncatedFile(f"{self.url}/{key}: injected: {int(length * faults.share)} of {length} bytes arrived")
+        self._end("get_range", key, faults)
         return data
 
     def head(self, key: str) -> ObjectInfo:
-        luck = self._begin("head", key)
+        faults = self._begin("head", key)
         info = self.inner.head(key)
-        self._end("head", key, luck)
+        self._end("head", key, faults)
         return info
 
     def put(self, key: str, data: bytes | Chunks) -> None:
-        luck = self._begin("put", key)
-        if luck.truncated:
-            self._die_partway("put", key, luck, data)
-        if luck.late:
+        faults = self._begin("put", key)
+        if faults.truncated:
+            self._fail_partway("put", key, faults, data)
+        if faults.late:
             self._count("reorder")
             whole = b"".join(data()) if callable(data) else data
             with self._lock:
                 self._show(key)  # the puts of one key keep their order
-                self._late[key] = _LatePut(self._clock + luck.late + 1, whole)
+                self._late[key] = _LatePut(self._clock + faults.late + 1, whole)
         else:
             with self._lock:
                 self._show(key)
             self.inner.put(key, data)
-            if luck.twice:
+            if faults.twice:
                 self._count("duplicate")
                 self.inner.put(key, data)
-        self._end("put", key, luck)
+        self._end("put", key, faults)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        luck = self._begin("put_if_absent", key)
-        if luck.truncated:
-            self._die_partway("put_if_absent", key, luck, data)
+        faults = self._begin("put_if_absent", key)
+        if faults.truncated:
+            self._fail_partway("put_if_absent", key, faults, data)
         with self._lock:
             self._show(key)
         self.inner.put_if_absent(key, data)
-        if luck.twice:
+        if faults.twice:
             self._count("duplicate")
             with contextlib.suppress(AlreadyExists):  # of its own first time, which is the one the caller hears of
                 self.inner.put_if_absent(key, data)
-        self._end("put_if_absent", key, luck)
+        self._end("put_if_absent", key, faults)
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        luck = self._begin("list", prefix)
-        return self._list(prefix, after, luck)
+        faults = self._begin("list", prefix)
+        return self._list(prefix, after, faults)
 
-    def _list(self, prefix: str, after: str | None, luck: _Luck) -> Iterator[ObjectInfo]:
-        if luck.drop is None:
+    def _list(self, prefix: str, after: str | None, faults: _Faults) -> Iterator[ObjectInfo]:
+        if faults.drop is None:
             yield from self.inner.list(prefix, after)
             return
         found = [*self.inner.list(prefix, after)]
-        yield from found[: int(len(found) * luck.share)]
-        self._end("list", prefix, luck)
+        yield from found[: int(len(found) * faults.share)]
+        self._end("list", prefix, faults)
 
     def delete(self, key: str) -> None:
-        luck = self._begin("delete", key)
+        faults = self._begin("delete", key)
         with self._lock:
             self._show(key)
         self.inner.delete(key)
-        if luck.twice:
+        if faults.twice:
             self._count("duplicate")
             self.inner.delete(key)
-        self._end("delete", key, luck)
+        self._end("delete", key, faults)
 
     # ── one call ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _begin(self, verb: str, key: str) -> _Luck:
+    def _begin(self, verb: str, key: str) -> _Faults:
         if verb != "list":
             check_key(key)  # here already: a late put must not fail in somebody else's call
         with self._lock:
             self._clock += 1
             for late in [name for name, put in self._late.items() if put.due <= self._clock]:
                 self._show(late)
-            luck = self._draw(verb, key, self._calls[verb, key])
+            faults = self._draw(verb, key, self._calls[verb, key])
             self._calls[verb, key] += 1
-        if luck.delay_s:
+        if faults.delay_s:
             self._count("delay")
-            self._sleep(luck.delay_s)
-        if luck.drop == "before":
+            self._sleep(faults.delay_s)
+        if faults.drop == "before":
             self._count("drop_before")
             raise StoreUnavailable(f"{self.url}/{key}: injected: {verb} never arrived")
-        return luck
+        return faults
 
-    def _end(self, verb: str, key: str, luck: _Luck) -> None:
-        if luck.drop == "after":
+    def _end(self, verb: str, key: str, faults: _Faults) -> None:
+        if faults.drop == "after":
             self._count("drop_after")
             raise StoreUnavailable(f"{self.url}/{key}: injected: the answer to {verb} was lost")
 
-    def _draw(self, verb: str, key: str, nth: int) -> _Luck:
+    def _draw(self, verb: str, key: str, nth: int) -> _Faults:
         """Draw the faults of a call. All numbers are always drawn, so that one rate does not affect the others."""
-        dice = random.Random(f"{self._seed}/{verb}/{nth}/{key}")
+        rng = random.Random(f"{self._seed}/{verb}/{nth}/{key}")
         writes = verb in ("put", "put_if_absent")
-        drop = dice.random() < self._drop
-        before = dice.random() < 0.5
-        delay = dice.random() < self._delay
-        delay_s = dice.uniform(0.0, self._max_delay_s)
-        truncated = dice.random() < (self._truncate_put if writes else self._truncate_read)
-        twice = dice.random() < self._duplicate
-        late = dice.random() < self._reorder
-        calls = dice.randint(1, self._max_late)
-        return _Luck(
+        drop = rng.random() < self._drop
+        before = rng.random() < 0.5
+        delay = rng.random() < self._delay
+        delay_s = rng.uniform(0.0, self._max_delay_s)
+        truncated = rng.random() < (self._truncate_put if writes else self._truncate_read)
+        twice = rng.random() < self._duplicate
+        late = rng.random() < self._reorder
+        calls = rng.randint(1, self._max_late)
+        return _Faults(
             drop=("before" if before else "after") if drop else None,
             delay_s=delay_s if delay else 0.0,
             truncated=truncated,
             twice=twice,
             late=calls if late else 0,
-            share=dice.random(),
+            share=rng.random(),
         )
 
-    def _cut(self, luck: _Luck, fetched: Fetched) -> Fetched:
-        if not luck.truncated or not fetched.data:
+    def _cut(self, faults: _Faults, fetched: Fetched) -> Fetched:
+        if not faults.truncated or not fetched.data:
             return fetched
         self._count("truncate_read")
-        return Fetched(fetched.data[: int(len(fetched.data) * luck.share)], fetched.etag)
+        return Fetched(fetched.data[: int(len(fetched.data) * faults.share)], fetched.etag)
 
-    def _die_partway(self, verb: str, key: str, luck: _Luck, data: bytes | Chunks) -> None:
+    def _fail_partway(self, verb: str, key: str, faults: _Faults, data: bytes | Chunks) -> None:
         if callable(data):
             for number, _ in enumerate(data()):  # the producer sees its stream taken up, and dropped
-                if number >= luck.share * 4:
+                if number >= faults.share * 4:
                     break
         self._count("truncate_put")
         raise StoreUnavailable(f"{self.url}/{key}: injected: {verb} broke off part-way")

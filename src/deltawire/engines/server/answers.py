@@ -1,4 +1,4 @@
-"""What clients get back, in the words of the OpenAI API and vLLM, and which versions made it."""
+"""Responses in the format of the OpenAI API with vLLM's additions, and the versions that made each token."""
 
 from __future__ import annotations
 

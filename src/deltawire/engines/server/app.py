@@ -1,4 +1,4 @@
-"""The HTTP side: routes, who may use them, how much they take. Tokens are made by the scheduler's thread."""
+"""The HTTP routes of the built-in server: access, limits, responses. The scheduler's thread generates the tokens."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .. import control, names
 from ..access import is_bearer
 from .answers import Answer, ChatAnswer, CompletionAnswer, made_by
 from .requests import ChatRequest, CompletionRequest, Refused, parse
-from .scheduler import QueueFull, Told, tell
+from .scheduler import QueueFull, Updates, notify
 from .sequence import Delta, Sequence
 
 if TYPE_CHECKING:
     from .server import Options, RolloutServer
 
 PREPARED_AT_ONCE = 2
-"""Requests that are tokenized at the same time; the rest of the cores compute."""
+"""Requests that are tokenized at the same time; the other cores generate."""
 
 PREPARE_S = 30.0
 """Seconds until a request must be tokenized, the wait for its turn included."""
@@ -44,16 +44,16 @@ _CONTROL = ("/pause", "/resume", "/is_paused", "/deltawire/")
 
 
 def build(server: RolloutServer) -> FastAPI:
-    """The application of a server."""
+    """Return the application of a server."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
 
-        def deliver(told: Told) -> None:
-            # one call per step, however many sequences; a loop that is gone has no clients either
+        def deliver(updates: Updates) -> None:
+            # one call per step, however many sequences; an event loop that has ended has no clients either
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(tell, told)
+                loop.call_soon_threadsafe(notify, updates)
 
         server.scheduler.deliver = deliver
         yield
@@ -112,18 +112,18 @@ def build(server: RolloutServer) -> FastAPI:
 
     @app.exception_handler(Refused)
     async def refused(_: Request, error: Refused) -> Response:
-        return _problem(error)
+        return _error(error)
 
     @app.exception_handler(HTTPException)
     async def failed(_: Request, error: HTTPException) -> Response:
-        return _problem(Refused(str(error.detail), status=error.status_code))
+        return _error(Refused(str(error.detail), status=error.status_code))
 
     @app.exception_handler(RequestValidationError)
-    async def misspelt(_: Request, error: RequestValidationError) -> Response:
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
         wrong = error.errors()[0]
-        return _problem(Refused(f"{wrong['loc'][-1]}: {wrong['msg']}", str(wrong["loc"][-1])))
+        return _error(Refused(f"{wrong['loc'][-1]}: {wrong['msg']}", str(wrong["loc"][-1])))
 
-    # the middleware below has asked for the token
+    # the middleware below has checked the token
     app.include_router(control.routes(lambda: server.follower, server.status, lambda request: None))
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(_Guard, server=server, paths=paths)
@@ -131,7 +131,7 @@ def build(server: RolloutServer) -> FastAPI:
 
 
 class _Guard:
-    """Asks for the token where it is needed, and counts answers. Plain ASGI: streams and disconnects pass untouched."""
+    """Middleware that checks the token and counts responses. Plain ASGI: streams and disconnects pass unchanged."""
 
     def __init__(self, app: ASGIApp, server: RolloutServer, paths: frozenset[str]) -> None:
         self._app, self._server, self._paths = app, server, paths
@@ -148,13 +148,13 @@ class _Guard:
             await send(message)
 
         app: ASGIApp = self._app
-        if not _may(scope, self._server.options):
+        if not _is_allowed(scope, self._server.options):
             refused = Refused("this route needs the server's bearer token", None, 401, "authentication_error")
-            app = _problem(refused, {"www-authenticate": "Bearer"})
+            app = _error(refused, {"www-authenticate": "Bearer"})
         await app(scope, receive, counted)
 
 
-def _may(scope: Scope, options: Options) -> bool:
+def _is_allowed(scope: Scope, options: Options) -> bool:
     # the path that is routed by; a URL made of it would have the client's Host header in it
     path = scope["path"]
     needed = path.startswith(_CONTROL) or (options.guard_all and path != "/health")
@@ -172,7 +172,7 @@ async def _answer(server: RolloutServer, http: Request, kind: type[CompletionReq
         sequences, answer = await _read(server, http, kind, events)
     except ClientDisconnect:
         return Response(status_code=499)
-    # at its deadline what there is of an answer is ended: a stream ends with "abort", the rest is a 504
+    # at the deadline generation ends: a stream ends with "abort", any other response is a 504
     loop, seconds = asyncio.get_running_loop(), server.options.request_timeout
     deadline = loop.call_later(seconds, server.scheduler.cancel, sequences)
     if answer.request.stream:
@@ -209,7 +209,7 @@ async def _read(
         state, reason = server.health
         if state not in names.SERVING:
             raise Refused(f"not ready, {state}: {reason}", status=503, kind="unavailable_error")
-        # tokenizing a long prompt takes long: not in the loop that serves everybody
+        # tokenizing a long prompt takes long, so it is not done in the event loop
         said, until = bytes(body), time.monotonic() + PREPARE_S
         sequences, answer = await server.offload.run(PREPARE_S, lambda: _prepare(server, said, kind, events, until))
         server.scheduler.add(sequences)
@@ -260,14 +260,14 @@ def _prepare(
 
 
 async def _finished(server: RolloutServer, http: Request, sequences: list[Sequence], events: Events) -> bool:
-    """Wait for all of them; False if the client has gone, and then they are cancelled."""
+    """Wait until all sequences are finished. Cancels them and returns False if the client disconnects."""
 
     async def all_of_them() -> None:
         for _ in sequences:
             await events.get()
 
     async def disconnected() -> None:
-        # the body is read, so the next thing to hear of the client is that it has gone
+        # the body is read, so the next message can only be that the client has disconnected
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
@@ -311,6 +311,6 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
     return Response(msgspec.json.encode(value), status, headers=headers, media_type="application/json")
 
 
-def _problem(error: Refused, headers: dict[str, str] | None = None) -> Response:
+def _error(error: Refused, headers: dict[str, str] | None = None) -> Response:
     said = {"message": str(error), "type": error.kind, "param": error.param, "code": error.status}
     return _json({"error": said}, error.status, headers)

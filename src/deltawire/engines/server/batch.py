@@ -1,4 +1,4 @@
-"""The sequences that run together, and the forward pass that moves all of them by a token."""
+"""The KV cache of all running sequences, and the forward pass that generates the next token of each."""
 
 from __future__ import annotations
 

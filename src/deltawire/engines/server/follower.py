@@ -1,4 +1,4 @@
-"""The follower of the built-in server: all but the write itself happens while tokens are made."""
+"""The follower of the built-in server: it stages beside generation and writes between two steps."""
 
 from __future__ import annotations
 

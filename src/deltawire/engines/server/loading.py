@@ -38,7 +38,7 @@ PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class UntrustedCode(DeltawireError):
-    """A checkpoint asks for code of its own to be run, which is never done."""
+    """A checkpoint needs code of its own, which is never run."""
 
     exit_code = 3
 
@@ -56,7 +56,7 @@ class Loaded:
 
 
 def load_options(options: Options) -> Loaded:
-    """Load the model that a server was told to serve; without one, the run's own, once the run has a version."""
+    """Load the model that the options name; without one, that of the run, once the run has a version."""
     run = cache(lambda: wait_for_run(options.run, options.poll))
     dtype = compute_dtype(options, run)
     load_from = partial(load, dtype=dtype, device=options.device, max_model_len=options.max_model_len)

@@ -1,4 +1,4 @@
-"""Figures for Prometheus, read from the parts that count them when somebody asks."""
+"""Prometheus metrics of the built-in server."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
-from .. import control
+from ..control import FollowerMetrics
 from ..follower import Follower
 from .scheduler import Scheduler
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
-class Metrics(Collector):
-    """What GET /metrics shows."""
+class Metrics(FollowerMetrics):
+    """What GET /metrics shows. Gauges and counters are read from the scheduler and the follower at each request."""
 
     def __init__(self, scheduler: Scheduler, follower: Follower) -> None:
-        self._scheduler, self._follower = scheduler, follower
+        super().__init__(lambda: follower)
+        self._scheduler = scheduler
         self.registry = CollectorRegistry()
         self.requests = Counter("deltawire_requests", "Requests answered", ["route", "status"], registry=self.registry)
         self.pause = Histogram(
@@ -29,7 +29,7 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterator[Any]:
-        yield from control.metrics(self._follower)
+        yield from super().collect()
         scheduler, counts = self._scheduler, self._scheduler.counts
         for name, text, value in (
             ("paused", "1 while paused by request", scheduler.paused),

@@ -1,4 +1,4 @@
-"""Work that takes long, out of the event loop: a few threads, and a deadline for each piece of work."""
+"""Run slow functions in threads, outside the event loop, with deadlines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Offload:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             future, function = job
-            # False if nobody waits for it any more
+            # False if the caller has stopped waiting
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())

@@ -1,4 +1,4 @@
-"""What clients send, checked: the OpenAI completions API with vLLM's additions, as far as this server goes.
+"""Parse and check requests: the OpenAI completions API with vLLM's additions, as far as this server implements it.
 
 Unknown fields are ignored, as vLLM does. Fields that would change the text and are not implemented are refused unless
 they ask for nothing: a sampler that quietly ignores a penalty is wrong data for training.
@@ -56,7 +56,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Turns what a client sends into tokens, as far as this server takes them."""
+    """Turns the text of a request into tokens, within the limits of this server."""
 
     tokenizer: Any
     template: ChatTemplate | None
@@ -172,7 +172,7 @@ class CompletionRequest(CommonRequest):
         made = []
         for prompt in prompts:
             if time.monotonic() > deadline:
-                raise Refused("the client has gone", "prompt")
+                raise Refused("reading this request took too long", "prompt")
             tokens = reader.tokens(prompt, self.add_special_tokens) if isinstance(prompt, str) else prompt
             if not isinstance(tokens, list) or not _are_ids(tokens):
                 raise Refused("prompt must be text, texts, token ids, or lists of token ids", "prompt")

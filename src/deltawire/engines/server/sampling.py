@@ -52,9 +52,9 @@ def _processed(raw: Tensor, sequences: Rows[Sequence]) -> Tensor:
     """Logits of the distribution that is drawn from. Rows that take the likeliest token stay as they are."""
     alike: dict[tuple[float, int, float, float], list[int]] = defaultdict(list)
     for i, sequence in enumerate(sequences):
-        wish = sequence.sampling
-        if not wish.greedy:
-            alike[wish.temperature, wish.top_k, wish.top_p, wish.min_p].append(i)
+        s = sequence.sampling
+        if not s.greedy:
+            alike[s.temperature, s.top_k, s.top_p, s.min_p].append(i)
     alike.pop((1.0, 0, 1.0, 0.0), None)
     banned = {i: tokens for i, sequence in enumerate(sequences) if (tokens := sequence.banned)}
     if not alike and not banned:
@@ -62,8 +62,8 @@ def _processed(raw: Tensor, sequences: Rows[Sequence]) -> Tensor:
     logits = raw.clone()
     for i, tokens in banned.items():
         logits[i, tokens] = -torch.inf
-    for wishes, places in alike.items():
-        logits[places] = _warpers(*wishes)(None, logits[places])
+    for settings, places in alike.items():
+        logits[places] = _warpers(*settings)(None, logits[places])
     return logits
 
 

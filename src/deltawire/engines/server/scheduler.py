@@ -1,7 +1,7 @@
-"""One thread that moves all sequences by a token at a time. Requests join and leave between two steps, weights change
-between two steps, and every token is counted to the version that made it.
+"""The thread that generates. Each step adds a token to every running sequence; requests join and leave, and weights
+change, between two steps. Every token is labelled with the version that made it.
 
-    waiting ──admit──▶ running ──finish──▶ told to its listener
+    waiting ──admit──▶ running ──finish──▶ its listener
        ▲                  │
        └── new weights, ──┘   with the KV policy `clear`: computed anew, under the new weights, from its tokens so far
 """
@@ -27,7 +27,7 @@ log = logging.getLogger("deltawire")
 
 KvPolicy = Literal["clear", "keep"]
 PauseMode = Literal["abort", "wait", "keep"]
-Told = list[tuple[Sequence, Delta]]
+Updates = list[tuple[Sequence, Delta]]
 
 PREFILL_TOKENS = 4096
 """Prompt tokens of one step: running sequences wait no longer than these take."""
@@ -61,11 +61,11 @@ class Counts:
 
 
 class QueueFull(Exception):
-    """More sequences would wait than are allowed."""
+    """Raised by `add` if more than `max_queue` sequences would wait."""
 
 
 class Scheduler:
-    """Moves all sequences by a token at a time, in a thread of its own that begins with `start`.
+    """Generates tokens for all sequences, in a thread that `start` starts.
 
     `version` returns the version of the weights; while it returns None, nothing is computed. All methods may be called
     from any thread.
@@ -81,7 +81,7 @@ class Scheduler:
         logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self.limits, self.counts, self.kv_policy = limits, Counts(), kv_policy
-        self.deliver: Callable[[Told], None] = tell
+        self.deliver: Callable[[Updates], None] = notify
         """Called in the scheduler's thread with what each step produced; must return quickly."""
         self.batch = Batch(model)
         self._version, self._logprobs_mode = version, logprobs_mode
@@ -204,12 +204,12 @@ class Scheduler:
                 if self._closed and not self._queue:
                     return
                 self._stepping = True
-                told = self._end_cancelled()
+                updates = self._end_cancelled()
                 version = self._computable()
             if version is not None and self._ready:
-                told += self._step(version)
-            if told:
-                self.deliver(told)
+                updates += self._step(version)
+            if updates:
+                self.deliver(updates)
 
     @property
     def _ready(self) -> bool:
@@ -225,7 +225,7 @@ class Scheduler:
         """The version to compute with; None while nothing may be computed."""
         return None if self._holds or self._pause == "keep" else self._version()
 
-    def _end_cancelled(self) -> Told:
+    def _end_cancelled(self) -> Updates:
         gone = [sequence for sequence in self._queue if sequence.cancelled]
         for sequence in gone:
             sequence.finish("abort")
@@ -241,18 +241,18 @@ class Scheduler:
             self.running = len(rows)
             self._queue = [sequence for sequence in self._queue if sequence.finish_reason is None]
 
-    def _step(self, version: int) -> Told:
+    def _step(self, version: int) -> Updates:
         clock = time.perf_counter()
-        told: Told = []
+        updates: Updates = []
         try:
             if self._recompute or (version != self._last_version and self.kv_policy == "clear"):
                 self._start_over()
             self._recompute, self._last_version = False, version
             joined = self._admit()
             if joined:
-                told += self._advance(joined, self.batch.join([s.prompt + s.tokens for s in joined]), version)
+                updates += self._advance(joined, self.batch.join([s.prompt + s.tokens for s in joined]), version)
             if running := self._queue[: self.running]:
-                told += self._advance(running, self.batch.step([s.tokens[-1] for s in running]), version)
+                updates += self._advance(running, self.batch.step([s.tokens[-1] for s in running]), version)
         except Exception:
             # whatever it was, it concerns the sequences that were being computed, and no later one
             failed = self._queue[: self.running]
@@ -262,10 +262,10 @@ class Scheduler:
             self.counts.failed += len(failed)
             self._start_over()
             self._drop_finished()
-            told += [(sequence, sequence.delta(len(sequence.tokens))) for sequence in failed]
+            updates += [(sequence, sequence.delta(len(sequence.tokens))) for sequence in failed]
         self.counts.steps += 1
         self.counts.busy_s += time.perf_counter() - clock
-        return told
+        return updates
 
     def _start_over(self) -> None:
         """Compute nothing any more: what ran is at the head of the queue."""
@@ -291,18 +291,18 @@ class Scheduler:
         self.counts.recomputed_tokens += sum(s.length for s in joined) - fresh
         return joined
 
-    def _advance(self, sequences: list[Sequence], logits: Tensor, version: int) -> Told:
+    def _advance(self, sequences: list[Sequence], logits: Tensor, version: int) -> Updates:
         """Draw a token for each of them; those that are finished leave."""
         for sequence, drawn in zip(sequences, draw(logits, sequences, self._logprobs_mode), strict=True):
             sequence.take(version, *drawn)
         self.counts.generated_tokens += len(sequences)
         self.counts.finished += sum(s.finish_reason is not None for s in sequences)
-        told = [(s, s.delta(len(s.tokens) - 1)) for s in sequences if s.live or s.finish_reason]
+        updates = [(s, s.delta(len(s.tokens) - 1)) for s in sequences if s.live or s.finish_reason]
         self._drop_finished()
-        return told
+        return updates
 
 
-def tell(told: Told) -> None:
+def notify(updates: Updates) -> None:
     """Call the listener of each sequence."""
-    for sequence, delta in told:
+    for sequence, delta in updates:
         sequence.listener(sequence, delta)

@@ -1,4 +1,4 @@
-"""One continuation of one prompt, from the queue to its last token."""
+"""A sequence: one continuation of a prompt, how it is sampled, and its tokens and text so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request wants its tokens."""
+    """Sampling parameters of a request."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -53,7 +53,7 @@ Listener = Callable[["Sequence", Delta], None]
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt, how it is continued, and the tokens so far."""
+    """A prompt, its sampling parameters, and the tokens so far."""
 
     prompt: list[int]
     sampling: Sampling

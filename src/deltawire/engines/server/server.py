@@ -1,4 +1,4 @@
-"""A rollout server from its options to its end: what it is made of, sockets, signals, threads."""
+"""The built-in rollout server: options, start, sockets, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .scheduler import KvPolicy, Limits, Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Everything `deltawire serve` can be told."""
+    """Options of `deltawire serve`."""
 
     run: str | Store
     model: str | None = None
@@ -67,7 +67,7 @@ class Options:
     """Seconds for an answer."""
     connections: Connections = field(default_factory=Connections)
     grace: float = 5.0
-    """Seconds that running requests get when the server is told to end."""
+    """Seconds that running requests may take after the server was asked to stop."""
 
 
 class RolloutServer:
@@ -203,7 +203,7 @@ class _Server(Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.interrupted |= sig == signal.SIGINT
         if self.should_exit:
-            # told a second time: end at once; in a thread, for this one may hold the scheduler's lock right now
+            # asked a second time: end at once; in a thread, since this one may hold the scheduler's lock
             self.force_exit = True
             threading.Thread(target=self._scheduler.drain, args=(0,), daemon=True).start()
         self.should_exit = True

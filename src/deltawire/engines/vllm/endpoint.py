@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import HTTPException, Request
+from prometheus_client import REGISTRY
 
 from ...bucket.run import Run
 from ...bucket.versions import number, resolve
@@ -19,7 +20,6 @@ from .. import control, names
 from ..access import is_bearer, is_loopback
 from . import BACKEND_FLAG, NAME, settings
 from .follower import EngineFollower
-from .metrics import Metrics
 from .samples import VersionMiddleware, observe
 from .target import EngineTarget
 
@@ -37,7 +37,9 @@ class Plugin:
         self._host: str | None = None
         self._model = ""
         """What clients call the model."""
-        self._metrics = Metrics(lambda: self._follower)
+        self._metrics = control.FollowerMetrics(lambda: self._follower)
+        # beside vLLM's own on /metrics
+        REGISTRY.register(self._metrics)
 
     # ── what vLLM calls ──────────────────────────────────────────────────────────────────────────────────────────────
 
