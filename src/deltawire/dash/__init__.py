@@ -72,7 +72,7 @@ def serve(
     is taken, or if `host` is not this machine and there is no token.
     """
     server = Server(run, host=host, port=port, token=token, requests=requests)
-    thread = threading.Thread(target=server.serve_forever, name="deltawire-dash", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="deltawire-dash", daemon=True)
     thread.start()
     try:
         yield server

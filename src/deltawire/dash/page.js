@@ -445,16 +445,16 @@
       const last = replica.syncs.filter((sync) => !sync.error).at(-1);
       const dot = el("span", { class: "dot" });
       dot.style.background = `var(--${replicaColour(index)})`;
-      const drift = replica.clock_s ? `its clock is ${duration(Math.abs(replica.clock_s))} ${replica.clock_s > 0 ? "ahead" : "behind"}` : "";
+      const drift = replica.clock_s ? `its clock is ${duration(Math.abs(replica.clock_s))} ${replica.clock_s > 0 ? "fast" : "slow"}` : "";
       const since = replica.behind_s ? ` (${duration(replica.behind_s + (live ? Date.now() / 1e3 - lookedAt : 0))})` : "";
       return el("tr", {},
-        el("td", { class: "name", title: replica.id }, dot, replica.id),
+        el("td", { class: "name", title: replica.id }, dot, replica.id, drift ? el("small", { text: drift }) : null),
         el("td", { text: replica.version == null ? "–" : `v${count(replica.version)}` }),
         el("td", { text: replica.lag == null ? "–" : `${count(replica.lag)}${since}` }),
         el("td", { class: `name ${replica.health}`, text: HEALTH[replica.health] || "unknown", title: replica.error }),
         el("td", { text: last ? duration(last.seconds) : "–" }),
         el("td", { text: last ? duration(last.pause) : "–" }),
-        el("td", { text: ago(replica.seen), title: drift }, drift ? el("span", { class: "tag", text: drift }) : null));
+        el("td", { text: ago(replica.seen) }));
     });
     table(target, "Replicas", [["Replica", "name"], ["Version"], ["Behind"], ["Health", "name"], ["Last sync"], ["Paused"], ["Seen"]], rows);
   }
@@ -495,7 +495,7 @@
     const narrow = holder.clientWidth < 560;
     const tall = byTime ? 26 : 54, axis = 22, left = narrow ? 0 : 170;
     const [node, pen, width] = canvas(holder, Math.max(shown.length * tall + axis, 40), "Syncs.");
-    const colours = Object.fromEntries([...PHASES.map(([name]) => name), "bad", "grid", "ink", "soft"].map((name) => [name, colour(name)]));
+    const colours = Object.fromEntries([...PHASES.map(([name]) => name), "bad", "card", "grid", "ink", "soft"].map((name) => [name, colour(name)]));
     const items = [];
     const right = width - 6;
     const lane = (row) => row * tall;
@@ -543,7 +543,9 @@
     const counted = (replica) => replica.syncs.filter((sync) => sync.previous != null || sync.error).slice(-60);
     const most = Math.max(12, ...shown.map(({ replica }) => counted(replica).length));
     const pitch = (right - left) / most, wide = Math.max(1, Math.min(pitch - 2, 22));
-    const tallest = Math.max(1e-6, ...shown.flatMap(({ replica }) => counted(replica).map((sync) => sum(phases(sync)))));
+    const sums = shown.flatMap(({ replica }) => counted(replica).map((sync) => sum(phases(sync)))).sort((a, b) => a - b);
+    // one sync that took very long must not flatten all others: it is cut
+    const tallest = Math.max(1e-6, Math.min(sums.at(-1) || 0, 2 * (sums[Math.floor(0.9 * sums.length)] || 0)));
     const room = tall - (narrow ? 20 : 12);
     shown.forEach(({ replica }, row) => {
       const syncs = counted(replica), floor = row * tall + tall - 3;
@@ -552,10 +554,14 @@
         const spent = phases(sync);
         let y = floor;
         for (const [name] of PHASES) {
-          const high = (spent[name] / tallest) * room;
+          const high = Math.min((spent[name] / tallest) * room, y - floor + room);
           pen.fillStyle = colours[name];
           pen.fillRect(x, y - high, wide, high);
           y -= high;
+        }
+        if (sum(spent) > tallest) {
+          pen.fillStyle = colours.card;
+          pen.fillRect(x - 1, floor - room + 5, wide + 2, 2);
         }
         if (sync.error) cross(pen, x + wide / 2, Math.min(y, floor - 4) - 5, colours.bad);
         items.push({ sync, replica, row, low: x, high: x + wide, top: row * tall, bottom: row * tall + tall, x: x + wide / 2, y: row * tall + 8 });
@@ -566,7 +572,7 @@
         pen.textAlign = "right";
         pen.fillText("newest sync", right, floor + axis - 6);
         pen.textAlign = "left";
-        pen.fillText(`tallest ${duration(tallest)}`, left, floor + axis - 6);
+        pen.fillText(`full height ${duration(tallest)}${sums.at(-1) > tallest ? ", cut where longer" : ""}`, left, floor + axis - 6);
       }
     });
   }
@@ -825,15 +831,15 @@
 
   function legend(holder, ramp, left) {
     const [, pen, width] = canvas(holder, 26, "Legend.");
-    const long = Math.min(260, width - left - 20);
+    const long = Math.min(330, width - left - 20);
     for (let i = 0; i < long; i++) {
       pen.fillStyle = shade(ramp, 10 ** (LOW * (1 - i / long)));
       pen.fillRect(left + i, 4, 1.5, 8);
     }
     pen.fillStyle = colour("soft");
-    for (const power of [-5, -3, -2, -1, 0]) {
+    for (const power of [-5, -4, -3, -2, -1, 0]) {
       pen.textAlign = power === -5 ? "left" : power === 0 ? "right" : "center";
-      pen.fillText(`${100 * 10 ** power} %`.replace("0.001 %", "0.001 %"), left + long * (1 - power / LOW), 20);
+      pen.fillText(`${Number((100 * 10 ** power).toPrecision(1))} %`, left + long * (1 - power / LOW), 20);
     }
   }
 
@@ -892,9 +898,9 @@
       ...(replica.error && !replica.syncs.some((sync) => sync.error && replica.error.startsWith(sync.error)) ? [{ at: replica.seen, replica: replica.id, version: null, reason: replica.error, times: 1 }] : []),
     ]).sort((a, b) => b.at - a.at).slice(0, 100);
     target.sub.textContent = found.length ? "Failed syncs and polls. After each of them a replica still serves the version that it had." : "No replica tells of a failure.";
-    const rows = found.map((one) => el("tr", {}, el("td", { text: clock(one.at), title: moment(one.at) }), el("td", { class: "name", text: one.replica }), el("td", { text: one.version == null ? "–" : `v${count(one.version)}` }),
-      el("td", { text: count(one.times) }), el("td", { class: "long", text: one.reason })));
-    table(target, "Failures", [["When"], ["Replica", "name"], ["To"], ["Times"], ["Reason", "long"]], rows);
+    const title = (one) => [clock(one.at), one.replica, one.version == null ? "" : `to v${count(one.version)}`, one.times > 1 ? plural(one.times, "time") : ""].filter(Boolean).join(" · ");
+    target.body.replaceChildren(el("ul", { class: "failures", tabindex: found.length ? "0" : null, "aria-label": "Failures" },
+      ...found.map((one) => el("li", {}, el("span", { class: "sub", text: title(one), title: moment(one.at) }), el("div", { text: one.reason })))));
   }
 
   function drawVersions(target) {
@@ -972,7 +978,7 @@
   async function ask(path) {
     try {
       const answer = await fetch(path, { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
-      if (answer.status === 204) return null;
+      if (answer.status === 204) { state("live", "live"); return null; }
       if (answer.status === 401) { askToken(); return null; }
       const found = await answer.json();
       if (!answer.ok) throw new Error(found.error);
@@ -1001,8 +1007,8 @@
     waiting = false;
   });
 
-  async function follow() {
-    let revision = 0;
+  async function follow(needed) {
+    let revision = "";
     const hash = new URLSearchParams(location.hash.slice(1));
     if (hash.get("token")) {
       // in the part of the address that no server sees, and not left there
@@ -1010,6 +1016,7 @@
       history.replaceState(null, "", location.pathname);
     }
     live = true;
+    if (needed && !token) askToken();
     for (;;) {
       if (!waiting) {
         const found = await ask(`api/run?have=${revision}`);
@@ -1062,10 +1069,10 @@
 
   setTheme();
   const embedded = JSON.parse($("data").textContent);
-  if (embedded) {
+  if (embedded && embedded !== "token") {
     show(embedded);
     state(`as of ${moment(doc.looked)}`);
     if (location.protocol.startsWith("http")) refresh();
-  } else follow();
+  } else follow(embedded === "token");
   setInterval(() => { if (live && doc && doc.newest != null && !document.hidden) { drawTiles(); drawReplicas(panels.replicas); } }, 1000);
 })();

@@ -47,14 +47,15 @@ def policy() -> str:
     )
 
 
-def html(data: bytes | None, title: str = "run") -> str:
-    """Return the page. `data` is an encoded document; without it the page asks the server it came from."""
+def html(data: bytes | None, title: str = "run", *, token: bool = False) -> str:
+    """Return the page. `data` is an encoded document; without it the page asks the server it came from, where `token`
+    says whether that needs one."""
     shown = title.replace("&", "&amp;").replace("<", "&lt;")
     parts = {
         "@policy@": policy(),
         "@title@": shown[:200],
         "@styles@": "".join(f"<style>{style}</style>\n" for style in _styles()),
-        "@data@": embedded(data),
+        "@data@": embedded(data or (b'"token"' if token else b"null")),
         "@scripts@": "".join(f"<script>{script}</script>\n" for script in _scripts()),
     }
     page = _read("page.html")
@@ -68,9 +69,9 @@ def html(data: bytes | None, title: str = "run") -> str:
     return "".join(parts.values()) + page
 
 
-def embedded(data: bytes | None) -> str:
+def embedded(data: bytes) -> str:
     """JSON as the content of a script block: nothing in it can end the block or begin a comment."""
-    text = (data or b"null").decode("utf-8")
+    text = data.decode("utf-8")
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text

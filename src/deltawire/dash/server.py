@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -51,11 +53,12 @@ class Live:
         self.collector = collector
         self._lock = threading.Lock()
         self._looked = -LOOK_EVERY
-        self._revision = 0
+        # another server at the same address counts differently
+        self._life, self._revision = secrets.token_hex(4), 0
         self._data = b""
         self._shown: Document | None = None
 
-    def current(self) -> tuple[int, bytes]:
+    def current(self) -> tuple[str, bytes]:
         """Return the revision and the encoded document, after a look at the bucket where one is due."""
         with self._lock:
             if time.monotonic() - self._looked >= LOOK_EVERY:
@@ -64,7 +67,7 @@ class Live:
                 if self._shown is None or _without_clock(document) != _without_clock(self._shown):
                     self._shown, self._revision = document, self._revision + 1
                     self._data = encode(document)
-            return self._revision, self._data
+            return f"{self._life}.{self._revision}", self._data
 
 
 def _without_clock(document: Document) -> Document:
@@ -95,7 +98,7 @@ class Server(ThreadingHTTPServer):
             )
         self.live = Live(Collector(run, requests=requests))
         self.token = token
-        self._slots = threading.BoundedSemaphore(CONNECTIONS)
+        self._connections: set[socket.socket] = set()
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -113,16 +116,22 @@ class Server(ThreadingHTTPServer):
         return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)
+        if len(self._connections) >= CONNECTIONS:
+            super().shutdown_request(request)
             return
+        self._connections.add(request)
         super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Stop listening and end all connections: a page that is open keeps one."""
+        super().server_close()
+        for connection in [*self._connections]:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a page's connection failed", exc_info=True)
@@ -142,7 +151,9 @@ class Handler(BaseHTTPRequestHandler):
         if not self._is_allowed_host():
             self._say(HTTPStatus.FORBIDDEN, "this server answers to its own name only: open the address it printed")
         elif where.path == "/":
-            self._send(HTTPStatus.OK, html(None).encode(), "text/html; charset=utf-8")
+            self._send(
+                HTTPStatus.OK, html(None, token=self.server.token is not None).encode(), "text/html; charset=utf-8"
+            )
         elif where.path not in ROUTES:
             self._say(HTTPStatus.NOT_FOUND, "there is no such page")
         elif self.server.token and not is_bearer(self.headers.get("Authorization", ""), self.server.token):
@@ -190,9 +201,9 @@ class Handler(BaseHTTPRequestHandler):
 
 def _run(live: Live, asked: dict[str, str]) -> bytes:
     revision, data = live.current()
-    if asked.get("have") == str(revision):
+    if asked.get("have") == revision:
         return b""
-    return b'{"revision":%d,"document":%s}' % (revision, data)
+    return b'{"revision":"%s","document":%s}' % (revision.encode(), data)
 
 
 def _span(asked: dict[str, str]) -> tuple[int, int]:
