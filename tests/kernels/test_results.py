@@ -1,0 +1,33 @@
+"""What kernels hand over."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deltawire.kernels.plan import Plan, grid
+from deltawire.kernels.results import COLUMN_NEUTRAL, ROW_NEUTRAL, Changed, rules
+
+
+def test_a_change_that_is_swapped_twice_is_itself() -> None:
+    old, new = torch.tensor([1, 2], dtype=torch.int16), torch.tensor([3, 4], dtype=torch.int16)
+    change = Changed(torch.tensor([0, 2]), torch.tensor([5, 6], dtype=torch.int32), old, new)
+    assert change.count == 2
+    assert change.nbytes == 16 + 8 + 4 + 4
+    assert torch.equal(change.swapped().old, new)
+    assert torch.equal(change.swapped().swapped().old, old)
+
+
+def test_levels_of_a_tile_are_found_where_the_rules_say() -> None:
+    tensor = torch.zeros(40, 64)
+    plan = Plan([tensor], [grid(0, 0, 64, (20, 64), (2, 2)), grid(0, 20 * 64, 64, (20, 64), (1, 1))])
+    rows = np.arange(20, dtype=np.uint8) % 6
+    found = rules(plan, [[7, 255, 1, 9, 9, 12]] * 2, [(rows, None), (None, None)])
+    assert found.classes == 12
+    assert found.aligned
+    row_at, column_at = found.level_at[2].tolist()
+    assert found.levels[row_at : row_at + 10].tolist() == rows[10:].tolist()
+    assert found.levels[column_at : column_at + 32].tolist() == [COLUMN_NEUTRAL] * 32
+    row_at, _ = found.level_at[4].tolist()
+    assert found.levels[row_at : row_at + 20].tolist() == [ROW_NEUTRAL] * 20
+    assert rules(plan, [[7, 255, 1, 9, 9, 12]] * 2).levels.numel() == 0
