@@ -64,7 +64,7 @@ class Cache:
         None if the cache cannot be used. `download` checks what it writes; its errors are raised.
         """
         if blob.size > self.limit:
-            _say_once(f"{blob.size:,} bytes", f"{blob.key} is larger than the whole cache {self.folder}: not kept")
+            _warn_once(f"{blob.size:,} bytes", f"{blob.key} is larger than the whole cache {self.folder}: not kept")
             return None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class Cache:
                         return os.dup(part)
         except OSError as error:
             why = "is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"cannot be used: {error.strerror}"
-            _say_once(why, f"the cache {self.folder} {why}; fetching without it")
+            _warn_once(why, f"the cache {self.folder} {why}; fetching without it")
             return None
 
     def _open(self, blob: Blob) -> int | None:
@@ -125,7 +125,7 @@ class Cache:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             progress, since = 0, time.monotonic()
-            while not _lock(handle):
+            while not try_lock(handle):
                 if (written := os.fstat(handle).st_mtime_ns) != progress:
                     progress, since = written, time.monotonic()
                 elif time.monotonic() - since > PATIENCE_S:
@@ -170,7 +170,8 @@ def hash_of(handle: int) -> str:
     return whole.hexdigest(length=16)
 
 
-def _lock(handle: int) -> bool:
+def try_lock(handle: int) -> bool:
+    """Lock an open file or folder for this process; False if another process has it locked."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -189,7 +190,7 @@ def _swept(path: str) -> bool:
     """Remove a part file that no process has locked."""
     handle = os.open(path, os.O_RDWR)
     try:
-        if not _lock(handle) or not _is_named(handle, path):
+        if not try_lock(handle) or not _is_named(handle, path):
             return False
         os.unlink(path)
         return True
@@ -197,7 +198,7 @@ def _swept(path: str) -> bool:
         os.close(handle)
 
 
-def _say_once(what: str, message: str) -> None:
+def _warn_once(what: str, message: str) -> None:
     if what not in _said:
         _said.add(what)
         log.warning(message)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import secrets
 import shutil
@@ -20,7 +19,7 @@ from ..core import full
 from ..core.errors import FolderError, SchemaMismatch
 from ..core.manifest import Blob, File, Manifest
 from ..store.local import sync_folder
-from .cache import hash_of
+from .cache import hash_of, try_lock
 from .fetch import PART, Progress, fetch
 from .references import Resolve
 from .replay import checkout
@@ -132,12 +131,10 @@ def move_into(folder: Path, place: Path, *, replace: bool) -> None:
 def lock(folder: Path) -> int | None:
     """Lock a folder for this process until the descriptor is closed; returns None if another process has it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    if try_lock(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _prefix(place: Path) -> str:

@@ -7,6 +7,7 @@ Live weights are patched by `replica/`, which can undo.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ..core.manifest import Manifest
 from ..core.parallel import for_each, threads_for
 from ..core.schema import Schema
 from .fetch import Progress
-from .references import Resolve, find_reference
+from .references import Resolve, as_run, find_reference
 from .run import DAMAGE, Run
 from .walk import FetchedLink, Walker
 
@@ -77,6 +78,13 @@ class State:
         require_digest(manifest, digest)
         if write:
             self.digest, self.version = digest, manifest.version
+
+
+def load_folder(run: Run, folder: Path) -> State:
+    """Return the weights of a checkpoint folder, which must have the run's schema. Their version is unknown."""
+    state = State(run.schema)
+    state.load(as_run(full.Checkpoint(folder), run.schema, f"the folder {folder}"))
+    return state
 
 
 def require_digest(manifest: Manifest, found: StateDigest) -> None:

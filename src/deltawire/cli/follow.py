@@ -122,26 +122,21 @@ class _Keeper:
     """The weights that the replica updates, and the folder they are written to."""
 
     def __init__(self, run: Run, current: CurrentFolder | None) -> None:
-        from ..bucket.replay import State
+        from ..bucket.replay import State, load_folder
+        from ..core.errors import DeltawireError
 
         self.run, self.current = run, current
-        self.state = State(run.schema)
         self._shown: str | None = None
         """State digest of what is in the folder."""
         if current is not None and current.folder is not None:
-            self._load(current.folder)
-
-    def _load(self, folder: Path) -> None:
-        """Start from what is on disk, so that a restart needs deltas only."""
-        from ..bucket.references import as_run
-        from ..core.errors import DeltawireError
-        from ..core.full import Checkpoint
-
-        try:
-            self.state.load(as_run(Checkpoint(folder), self.run.schema, str(folder)))
-            self._shown = str(self.state.digest)
-        except (DeltawireError, OSError) as error:
-            complain(f"starting anew: {error}")
+            try:
+                # so that a restart needs deltas only
+                self.state = load_folder(run, current.folder)
+                self._shown = str(self.state.digest)
+                return
+            except (DeltawireError, OSError) as error:
+                complain(f"starting anew: {error}")
+        self.state = State(run.schema)
 
     def keep(self, version: int) -> None:
         """Write the weights to the folder, unless it holds this version already."""

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from ..bucket.references import Resolve, as_run
-from ..bucket.replay import State, checkout
+from ..bucket.references import Resolve
+from ..bucket.replay import State, checkout, load_folder
 from ..bucket.run import Run
-from ..core import chain, full
+from ..core import chain
 from ..core.errors import ChainError, DeltawireError, FormatError, ObjectNotFound, ReferenceUnavailable
 
 log = logging.getLogger("deltawire")
@@ -47,8 +47,7 @@ def rebuild(
 def _load(run: Run, folder: Path, newest: int) -> State | None:
     """Return a checkpoint folder as the version of the run that has its digest. None, with a warning, if none has."""
     try:
-        state = State(run.schema)
-        state.load(as_run(full.Checkpoint(folder), run.schema, f"the folder {folder}"))
+        state = load_folder(run, folder)
     except (DeltawireError, OSError) as error:
         log.warning("%s cannot be compared with and is not used: %s", folder, error)
         return None
