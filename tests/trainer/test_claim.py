@@ -172,7 +172,7 @@ def test_a_spoilt_claim(bucket: Store, content: bytes) -> None:
     publisher = Publisher(Unconditional(bucket))
     publisher.publish(models[0]).result(60)
     bucket.put(keys.WRITER, content)
-    with pytest.raises(WriterConflict, match="gone or spoilt"):
+    with pytest.raises(WriterConflict, match="gone or damaged"):
         publisher.publish(models[1]).result(60)
     with Publisher(Unconditional(bucket)) as again:
         again.publish(models[2]).result(60)

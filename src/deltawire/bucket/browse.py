@@ -13,7 +13,7 @@ from ..store.base import Browsing
 from .run import REQUESTS, Run
 
 MAX_FOLDERS = 10_000
-"""Folders that are looked into; what anybody may write into a bucket must not keep us for ever."""
+"""Folders that are read: untrusted contents of a bucket must not take unlimited time."""
 
 
 @dataclass(frozen=True, slots=True)

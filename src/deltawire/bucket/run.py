@@ -51,8 +51,8 @@ from ..store import Store, open_store
 
 log = logging.getLogger("deltawire")
 
-# Bytes that JSON objects may have. Decoded they take up to 14 times as much, and whoever can write to a bucket must not
-# fill a reader's memory.
+# Bytes that JSON objects may have. Decoded they take up to 14 times as much, and a writer to the bucket must not be
+# able to fill a reader's memory.
 
 SMALL = 16 << 10
 """A head or a heartbeat."""
@@ -179,7 +179,7 @@ class Run:
             if hint is None:
                 return None
         low, stride = hint, 1
-        # a head that did not fall behind what was found before is right or a little late: nobody prunes in between
+        # a head that did not fall behind what was found before is right or a little late: nothing is pruned in between
         follows = 0 <= self._newest <= hint
         while self.exists(low + stride) or (not follows and low + stride in self.pruned()):
             low, stride, follows = low + stride, 2 * stride, False
@@ -284,7 +284,7 @@ class Run:
                 if left < 0:
                     raise ObjectTooLarge(
                         f"the manifests up to version {version} take more than {ALL_MANIFESTS:,} bytes, all that is "
-                        "read at once: remove versions that nobody needs"
+                        "read at once: remove versions that are not needed"
                     )
             yield version, found
 
@@ -328,7 +328,7 @@ class Run:
     # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def heartbeats(self) -> list[Heartbeat]:
-        """Read the latest heartbeats of replicas, at most HEARTBEATS of them: anybody may write one."""
+        """Read the latest heartbeats of replicas, at most HEARTBEATS of them: they are untrusted."""
         items = sorted(self.store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)
         if len(items) > HEARTBEATS:
             log.warning("%s has %d heartbeats: only the latest %d are read", self.store.url, len(items), HEARTBEATS)
@@ -336,7 +336,7 @@ class Run:
         return [beat for beat in beats if beat is not None]
 
     def heartbeat(self, key: str) -> Heartbeat | None:
-        """Read a heartbeat; None where it is gone or invalid: anybody may write one."""
+        """Read a heartbeat; None where it is gone or invalid: it is untrusted."""
         try:
             return parse_heartbeat(self.store.get(key, limit=SMALL).data, key)
         except (ObjectNotFound, ManifestError, ObjectTooLarge) as error:

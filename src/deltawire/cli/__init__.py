@@ -48,7 +48,7 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
         except OSError as error:
             if error.errno == errno.EPIPE:
-                raise  # whoever read our output has gone; nothing to tell them
+                raise  # the reader of our output has closed it
             complain(str(error))
             raise typer.Exit(1) from None
 

@@ -150,7 +150,7 @@ def print_table(
     """
     from rich.cells import cell_len
 
-    # by place: two columns may have one name, which may be a stranger's
+    # by index: two columns may have the same name, which may come from a bucket
     widths = {at: max([cell_len(name), *(cell_len(row[at]) for row in rows)]) for at, name in enumerate(columns)}
 
     def missing() -> int:

@@ -135,7 +135,7 @@ class _Keeper:
                 self._shown = str(self.state.digest)
                 return
             except (DeltawireError, OSError) as error:
-                complain(f"starting anew: {error}")
+                complain(f"starting from the bucket: {error}")
         self.state = State(run.schema)
 
     def keep(self, version: int) -> None:

@@ -166,7 +166,7 @@ def _metrics(texts: list[str]) -> dict[str, float]:
 
 
 def _absolute(reference: str | None) -> str | None:
-    """A folder's full path: the name stays in the run, where nobody knows this working directory."""
+    """A folder's full path: the name is stored in the run, and a relative one has no meaning there."""
     return str(Path(reference).resolve()) if reference and Path(reference).is_dir() else reference
 
 

@@ -1,4 +1,4 @@
-"""What is in a safetensors file, ours or somebody else's, without the model it belongs to.
+"""Describe the contents of any safetensors file, of deltawire or another tool, without its model.
 
 Tolerant where the readers of a run are strict: metadata may be missing or odd, indices in any order.
 """

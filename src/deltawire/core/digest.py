@@ -12,8 +12,8 @@ hash of the tensor's name and the block number, B a fixed table of 1024 random w
 
 Collisions: an accident (a lost, doubled or misplaced update, a flipped bit) is a difference vector chosen independently
 of the keys; it goes unseen only if its sum vanishes in both lanes. Differences divisible by 2^k lose k bits of a lane,
-at worst 15 (all of them sign flips), so the chance is at most about 2^-98. It is a checksum, not a signature: whoever
-can write to the bucket can make weights with a digest of their choice, and could as well publish a version.
+at worst 15 (all of them sign flips), so the chance is at most about 2^-98. It is a checksum, not a signature: a
+writer to the bucket can make weights with a digest of its choice, and could as well publish a version.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ _FROM_NUMPY = {
     "uint64": "U64",
     "float64": "F64",
     "complex64": "C64",
-    # ml_dtypes, where somebody uses it
+    # of ml_dtypes, if it is installed
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",

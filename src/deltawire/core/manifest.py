@@ -1,6 +1,6 @@
 """The small JSON objects of a run: run, manifest, head, pruned versions, tags, writer, heartbeats.
 
-All are read from a bucket and so are untrusted: `parse_*` checks types and meaning before anybody acts on them.
+All are read from a bucket and so are untrusted: `parse_*` checks types and meaning before they are used.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class Pruned(msgspec.Struct, frozen=True):
     def __contains__(self, version: object) -> bool:
         if not isinstance(version, int):
             return False
-        # never expanded: a range is a stranger's claim and may be as long as it likes
+        # never expanded: a range is untrusted and may be of any length
         at = bisect_right(self.versions, (version, math.inf))
         return at > 0 and version <= self.versions[at - 1][1]
 

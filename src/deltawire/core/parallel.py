@@ -46,7 +46,7 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int | None 
         while waiting:
             yield waiting.popleft().result()
     except GeneratorExit:
-        # perhaps by the garbage collector, in a thread that holds a lock the workers need: to wait could be for ever
+        # perhaps by the garbage collector, in a thread that holds a lock the workers need: waiting could be a deadlock
         abandoned = True
         raise
     finally:

@@ -19,7 +19,7 @@ MAX_TENSORS = 1 << 18
 """Twice what the largest mixtures of experts have with every expert's matrices stored apart."""
 
 MAX_DIMENSIONS = 64
-"""As many as numpy has; a hostile shape of millions would take for ever to multiply out."""
+"""As many as numpy has; a hostile shape of millions would take too long to multiply out."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -106,7 +106,7 @@ def encode_counted(
         for found in ordered_map(together, _batches(blocks), BATCHES):
             yield from found
     finally:
-        # all its work is done, or nobody waits for it (see ordered_map)
+        # all its work is done, or its result is not needed any more (see ordered_map)
         pool.shutdown(wait=False)
 
 
@@ -344,7 +344,7 @@ class DeltaFile:
         blocks = []
         for name, (indices, values) in raw.tensors(self.header).items():
             if known is None:
-                # somebody's file, looked at without its model: all that can be said is that indices are below 2^31
+                # a file of another tool, read without its model: all that is known is that indices are below 2^31
                 tensor = TensorSpec(name, values.dtype, (1 << 31,))
             elif name not in known:
                 raise SchemaMismatch(f"the delta changes {name!r}, which the run's schema does not have")

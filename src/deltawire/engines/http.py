@@ -73,7 +73,7 @@ class Connections:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 becomes one that is free. Nobody can connect before the server runs."""
+    """A bound socket; port 0 becomes one that is free. Clients cannot connect before the server runs."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family)
     try:
@@ -203,7 +203,7 @@ class _Connection(H11Protocol):
         closing = [c for c in self.connections if getattr(c, "close_sent", False)]
         slow = [c for c in self.connections if isinstance(c, _Connection) and c.phase != "answer" and c is not self]
         if closing:
-            # a WebSocket that was told goodbye and does not answer
+            # a WebSocket that was sent a close frame and does not answer
             closing[0].transport.abort()
         elif slow:
             min(slow, key=lambda connection: (connection.phase == "body", connection.since)).end()

@@ -83,7 +83,7 @@ class Synced(VersionFigures):
 
     def report(self) -> dict[str, float]:
         """As of a published version, and how far this replica is behind."""
-        # not super(): a class with slots is made anew, and super() means the first one
+        # not super(): slots=True makes a second class, and super() refers to the first
         return {**VersionFigures.report(self), "deltawire/lag": float(self.lag)}
 
 

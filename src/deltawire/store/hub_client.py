@@ -164,7 +164,7 @@ class HubClient:
         url = path if "://" in path else self._api + path
         with _answers(where):
             session = get_session()
-            # `identity`: nobody knows what size a compressed answer unpacks to
+            # `identity`: the size of a compressed answer is not known before it is unpacked
             headers = self._headers({"Accept-Encoding": "identity", **headers})
             request = session.build_request(method, url, headers=headers, timeout=_timeout(silence_s), **options)
             for _ in range(_MAX_REDIRECTS + 1):
@@ -271,7 +271,8 @@ class HubClient:
         except PermissionDenied as error:
             with self._lock:
                 self._access.pop(kind, None)
-            if kept:  # it was good before; our clock may be wrong, or it was withdrawn: the next attempt asks anew
+            if kept:
+                # it was valid before: our clock may be wrong, or it was withdrawn; the next attempt requests another
                 raise StoreUnavailable(str(error)) from None
             raise
 

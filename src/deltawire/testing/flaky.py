@@ -181,7 +181,7 @@ class FlakyStore:
 
     def _begin(self, verb: str, key: str) -> _Faults:
         if verb != "list":
-            check_key(key)  # here already: a late put must not fail in somebody else's call
+            check_key(key)  # now: a late put must not fail in a later call
         with self._lock:
             self._clock += 1
             for late in [name for name, put in self._late.items() if put.due <= self._clock]:

@@ -10,7 +10,7 @@ Between the last check of the trainer that lost and its write, no store without 
 one manifest only, of the version after the last one it knew, which is the first version of its successor: the successor
 checks that manifest before every later commit, and restores it. Data is safe in any case, its keys carry the writer's
 mark; and a replica that read the wrong manifest finds that the next delta does not fit, before it touches a weight, and
-plans anew.
+plans again.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Claim:
             self._etag = etag
             return
         who = "" if found is None else f" at {_time(found.at)} (epoch {found.epoch}; ours is {self._writer.epoch})"
-        what = "another trainer took over" if found is not None else f"{keys.WRITER} is gone or spoilt, so nobody owns"
+        lost = f"{keys.WRITER} is gone or damaged, so no trainer owns"
+        what = lost if found is None else "another trainer took over"
         raise WriterConflict(f"{what} {self._store.url}{who}; {_ADVICE}")
 
 

@@ -34,7 +34,7 @@ LAST_WAIT = 600.0
 """Seconds that `close` waits for ranks that have neither published as often as this one nor closed."""
 
 _PATIENCE = timedelta(days=1)
-"""A training step may take as long as it likes. A rank that died is noticed by its closed connection."""
+"""No limit on the time of a training step. A rank that died is noticed by its closed connection."""
 
 _REMIND = 30.0
 _MISSING = "waiting for all of %d ranks to call `publish`; where only one does, it needs Publisher(…, group=None)"

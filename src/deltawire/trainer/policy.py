@@ -46,7 +46,7 @@ class AnchorPolicy:
         return self.every != 0 and (2 * delta_bytes <= full_bytes if anchor else delta_bytes < full_bytes)
 
     def wants_anchor(self, version: int, delta_bytes: int, full_bytes: int, versions: dict[int, Summary]) -> bool:
-        """Pure: decided from what was published before and the size of the delta at hand."""
+        """Whether a version gets an anchor, from what was published before and the size of its delta. Pure."""
         since: dict[int, Summary] = {}
         # from the end, so that deciding costs the same at version 100,000 as at version 10
         for number in reversed(versions):

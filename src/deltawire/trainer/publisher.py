@@ -235,7 +235,7 @@ class Publisher:
         try:
             if overlaps and self._pipeline.together:
                 raise OutOfStep(
-                    "two threads of a rank used its publisher at once, so nobody can tell which publish of the other "
+                    "two threads of a rank used its publisher at once, so it is unknown which publish of the other "
                     "ranks belongs to which; call it from one thread per rank"
                 )
             yield

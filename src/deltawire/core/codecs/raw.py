@@ -45,7 +45,7 @@ def encode(changes: Sequence[Change]) -> list[tuple[str, str, bytes]]:
 
 
 def tensors(header: Header) -> dict[str, tuple[Item, Item]]:
-    """The (indices, values) of each tensor in a raw file, ours or somebody else's."""
+    """The (indices, values) of each tensor in a raw file, of deltawire or another tool."""
     found = {}
     for key, item in header.items.items():
         if not key.endswith(INDICES):

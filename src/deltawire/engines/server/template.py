@@ -1,7 +1,7 @@
 """Chat templates, rendered in a process of their own.
 
 A template is a program that comes with the model, perhaps out of a bucket, and a client's messages are its input. It
-may loop for ever or ask for any amount of memory, and a thread that does so cannot be ended. A process can: it gets
+may loop forever or allocate any amount of memory, and a thread that does so cannot be stopped. A process can: it gets
 seconds and megabytes, is killed when it takes more, and is started again for the next request.
 
 The process speaks lines of JSON: the template first, answered with its variables, then one conversation per line,

@@ -66,12 +66,12 @@ BACKEND_FLAG = '--weight-transfer-config \'{"backend": "deltawire"}\''
 
 
 def named() -> bool:
-    """Whether vLLM was told to load the endpoint plugin too, without which nobody follows a run."""
+    """Whether vLLM was told to load the endpoint plugin too, without which no run is followed."""
     return NAME in os.environ.get("VLLM_PLUGINS", "").split(",")
 
 
 def log_to_vllm() -> None:
-    """Have what deltawire logs in this process written by vLLM's own log handlers, unless somebody configured it."""
+    """Have what deltawire logs in this process written by vLLM's own log handlers, unless it is configured already."""
     if not log.hasHandlers():
         log.addHandler(_ToVllm())
         log.setLevel(logging.getLogger("vllm").getEffectiveLevel())

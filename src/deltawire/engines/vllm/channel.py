@@ -83,7 +83,7 @@ class Caller:
             except OSError as error:
                 self._connection.close()
                 if time.monotonic() > end:
-                    raise ChannelClosed(f"nobody answers at {path}: {error}") from error
+                    raise ChannelClosed(f"no process answers at {path}: {error}") from error
                 time.sleep(0.02)
 
     def send(self, operation: str, **arguments: Any) -> None:

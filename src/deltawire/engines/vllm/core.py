@@ -7,7 +7,7 @@ prove what they wrote; if one of them cannot, all are put back before another to
 With salts (DELTAWIRE_KV=version) cached keys and values are found again only by requests that began under the same
 weights. A request gets the salt of the moment when its prefill is first scheduled: one that waits during a swap is
 salted anew. Every swap makes a new salt, a swap back to an older version too: a running request goes on to fill blocks
-under its old salt, with keys and values of newer weights, which nobody else may find. A client's own salt is kept
+under its old salt, with keys and values of newer weights, which no other request may find. A client's own salt is kept
 beside that; one that begins with `keep:` is left alone, so that the turns of a trajectory share older entries.
 """
 

@@ -65,7 +65,7 @@ class Plugin:
         self._host = getattr(args, "host", None)
         self._model = (args.served_model_name or [args.model])[0]
         if not self._settings.token and not is_loopback(self._host):
-            log.warning("nobody can pin or sync this server: set DELTAWIRE_TOKEN, or start it with --host 127.0.0.1")
+            log.warning("this server refuses pin and sync: set DELTAWIRE_TOKEN, or start it with --host 127.0.0.1")
         self._target = EngineTarget(engine_client, asyncio.get_running_loop(), self._settings.policy)
         observe(engine_client, self._version)
         if self._settings.run:
@@ -138,7 +138,7 @@ class Plugin:
         return control.status("vllm", self._model, self._follower, **more)
 
     def _authorize(self, request: Request) -> None:
-        """Control routes change what is served. Anybody on this machine may, unless a token is set; others need it."""
+        """Control routes change what is served. Without a token only processes of this machine may use them."""
         if not self._settings.token:
             if not is_loopback(self._host):
                 raise HTTPException(403, "set DELTAWIRE_TOKEN to control a server that listens beyond this machine")
@@ -191,7 +191,7 @@ def _pinned(run: str, text: str) -> int | None:
 
 
 def _end() -> None:
-    """End the server: it was told to follow a run that it cannot load, and would keep its clients waiting for ever."""
+    """End the server: it cannot load the run that it should follow, and its clients would wait forever."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

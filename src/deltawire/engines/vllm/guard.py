@@ -14,7 +14,7 @@ DERIVED = ("W_UK", "W_UV", "W_UK_T", "W_K", "W_V")
 
 
 def problems_of(model: nn.Module, config: Any) -> list[str]:
-    """Reasons to refuse deltas that the placement map cannot show: weights that nobody computes with."""
+    """Reasons to refuse deltas that the placement map cannot show: weights that are not the ones computed with."""
     problems = []
     quantization = getattr(config.model_config, "quantization", None)
     if quantization:

@@ -136,7 +136,7 @@ class Rank:
                 raise RuntimeError("full weights were written over the previous ones")
             staged.undo()
             if self._sums() != staged.present:
-                raise RuntimeError("these are not the weights from before; perhaps somebody else changed them")
+                raise RuntimeError("these are not the weights from before; perhaps something else changed them")
         return {}
 
     # ── by the socket ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,7 +209,7 @@ class Rank:
     def _stage(self, patch: Any) -> Answer:
         self._require_in_place()
         shard = self._weights
-        # nobody writes to weights that are served: what they are now is what the patch will meet
+        # nothing else writes to weights that are served: the patch will meet what they are now
         present, moved = shard.digests_beside(self._groups), shard.moved(patch, self._groups)
         predicted = {group: total + moved[group] for group, total in present.items()}
         # in host memory reading all weights takes too long for a pause: `write` looks at what it wrote
@@ -268,7 +268,7 @@ class Rank:
         return self._weights.digests(self._groups)
 
     def _require_in_place(self) -> None:
-        """Whoever replaced the model's storage since it was traced made the map a map of nothing."""
+        """Raise RuntimeError if the model's storage was replaced since it was traced: the map is invalid then."""
         live = {t.untyped_storage()._cdata for t in (*self._model.parameters(), *self._model.buffers())}
         for piece in self._weights.pieces:
             if piece.view.untyped_storage()._cdata not in live:

@@ -20,8 +20,8 @@ class Policy:
     mode: str = "keep"
     """What becomes of running requests: keep, wait or abort."""
     kv: str = "version"
-    """What becomes of keys and values of the old weights. `version`: running requests keep theirs, nobody else finds
-    them. `clear`: all are dropped. `keep`: everybody finds them."""
+    """What becomes of keys and values of the old weights. `version`: running requests keep theirs, and no other request
+    finds them. `clear`: all are dropped. `keep`: all requests find them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,7 +288,7 @@ class EngineTarget:
             )
         except Exception as error:
             self.held = True
-            raise NotRestored(f"nobody can say what the weights are: {type(error).__name__}: {error}") from error
+            raise NotRestored(f"the state of the weights is unknown: {type(error).__name__}: {error}") from error
         if "lost" in answer:
             self.held = True
             raise NotRestored(f"{answer['failure']}; and the old weights could not be put back: {answer['lost']}")
@@ -311,7 +311,7 @@ class EngineTarget:
         staged.timings["audit"] = time.perf_counter() - clock
         if found != str(update.digest):
             mismatch = DigestMismatch(update.version, str(update.digest), found, "the server is paused")
-            raise NotRestored(f"weights changed that nobody was to change: {mismatch}")
+            raise NotRestored(f"other weights than those of the update have changed: {mismatch}")
 
     def _reload(self, staged: StagedRanks) -> None:
         """Full weights through vLLM's own loader, for layouts that cannot be patched."""

@@ -36,7 +36,7 @@ class DeltawireEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not named():
-            # without the endpoint plugin it would serve the weights it started with for ever, and look healthy
+            # without the endpoint plugin it would always serve the weights it started with, and look healthy
             raise Misconfigured(
                 f"the weight-transfer back end is deltawire, but nothing here follows a run: {NEXT_STEP}"
             )
