@@ -27,7 +27,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm test-browser release-check walk soak fuzz hub-proof bench figures lint format clean
+.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm test-browser release-check walk soak fuzz hub-proof bench figures docs lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -82,7 +82,7 @@ endif
 
 # these files are not named test_…: the everyday tests need no browser
 test-browser: $(READY)  ## open every page in a real Chromium (Debian's package chromium) and use its controls
-	@$(PIP) -c constraints.txt --no-build-isolation -e '.[browser]'
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[browser,docs]'
 	@$(BIN)/python -m pytest -p no:cacheprovider $(filter-out %/conftest.py,$(wildcard tests/browser/*.py)) $(ARGS)
 
 release-check: $(READY)  ## build sdist and wheel, and prove that both install and run in clean environments
@@ -103,6 +103,11 @@ figures: $(READY)  ## record the data of the interactive figures again, and buil
 	@$(BIN)/python benchmarks/figures.py $(ARGS)
 	@$(BIN)/python docs/figures/build.py
 
+docs: $(READY)  ## build the documentation site into site/ (Python 3.11 or newer); every link is checked
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	@echo "site/index.html"
+
 lint: $(READY)  ## check style, formatting and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -113,7 +118,7 @@ format: $(READY)  ## sort imports, fix what can be fixed, format
 	@$(BIN)/ruff format .
 
 clean:  ## remove caches and build outputs (the virtual environment stays)
-	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
 	@find src tests benchmarks soak -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # torch goes first and alone: resolved together with others, pip may choose a build of several GB.

@@ -24,7 +24,7 @@ def test_nothing_says_to_install_a_release_that_there_is_not() -> None:
     """Until there is one, every line must work from a clone."""
     files = [
         p
-        for pattern in ("*.md", "docs/*.md", "examples/**/*", "deploy/**/*", "src/**/*.py")
+        for pattern in ("*.md", "docs/**/*.md", "examples/**/*", "deploy/**/*", "src/**/*.py")
         for p in ROOT.glob(pattern)
     ]
     wrong = re.compile(r"pip install (-\S+ )*[\"']?deltawire(?!-)")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SUITES = ("everyday", "slow", "vllm", "trl")
-PAGES = ("*.md", "docs/*.md", "examples/**/*.md", "deploy/**/*.md")
+PAGES = ("*.md", "docs/**/*.md", "examples/**/*.md", "deploy/**/*.md")
 LANGUAGES = {"python": "python", "bash": "bash", "sh": "bash", "console": "bash"}
 
 _TAG = re.compile(r"<!-- (runs|tested by|shown): (.+) -->\s*$")

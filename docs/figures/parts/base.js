@@ -74,3 +74,11 @@ function onWidth(element, draw) {
     if (width && width !== last) draw(last = width);
   }).observe(element);
 }
+
+// In a frame of the documentation: tell how high this page is, and follow the frame's light or dark scheme.
+if (window.parent !== window) {
+  new ResizeObserver(() => parent.postMessage({height: $("main").offsetHeight}, "*")).observe($("main"));
+  window.addEventListener("message", event => {
+    if (["light", "dark"].includes(event.data?.theme)) document.documentElement.dataset.theme = event.data.theme;
+  });
+}

@@ -1,0 +1,56 @@
+"""What mkdocs needs beyond the documents: pages of the repository's root, charts of benchmarks, the API's page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "SECURITY.md": "SECURITY.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+}  # fmt: skip
+API = {
+    "Train": ("deltawire.Publisher", "deltawire.PublishHandle", "deltawire.Published"),
+    "Follow": ("deltawire.Replica", "deltawire.replica.replica.Synced", "deltawire.watch"),
+    "Without a run": ("deltawire.encode", "deltawire.decode"),
+    "TRL and transformers": ("deltawire.trl.BucketTransfer", "deltawire.trl.DeltaSyncCallback"),
+    "Detectors and optimizers": ("deltawire.trainer.detectors", "deltawire.trainer.adamw.DeltaAdamW"),
+    "Write your own": ("deltawire.store.base.Store", "deltawire.replica.target.Target", "deltawire.testing"),
+    "Errors": ("deltawire.core.errors",),
+}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for name, source in PAGES.items():
+        files.append(File.generated(config, name, content=(ROOT / source).read_text()))
+    files.append(File.generated(config, "api.md", content=api()))
+    for chart in sorted((ROOT / "benchmarks" / "results").glob("*.svg")):
+        files.append(File.generated(config, f"benchmarks/results/{chart.name}", content=chart.read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links as they are in the repository become links of the site."""
+    if page.file.src_uri in PAGES:
+        markdown = re.sub(r"\]\(docs/", "](", markdown).replace("](README.md)", "](index.md)")
+    markdown = _FIGURE.sub(_framed, markdown)
+    return markdown.replace("](../benchmarks/", "](benchmarks/").replace("](../SECURITY.md)", "](SECURITY.md)")
+
+
+_FIGURE = re.compile(r"^Interactive: \[(.+?)\]\(((?:figures/)?\w+\.html)\).*$", re.M)
+
+
+def _framed(found: re.Match[str]) -> str:
+    """A figure right below the line that links to it."""
+    return f'{found[0]}\n\n<iframe class="figure" src="{found[2]}" title="{found[1]}" loading="lazy"></iframe>'
+
+
+def api() -> str:
+    parts = ["# API", "From the docstrings. `import deltawire as dw` has the names of the first three sections."]
+    for title, names in API.items():
+        parts += [f"## {title}", *(f"::: {name}" for name in names)]
+    return "\n\n".join(parts)
