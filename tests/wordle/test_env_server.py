@@ -4,38 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 from env_support import wordle_server
-from typer.testing import CliRunner
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_now
 
-from deltawire.cli import app
 from deltawire_wordle.env_client import EnvClient
 from deltawire_wordle.env_server import LARGEST_FRAME
-from deltawire_wordle.errors import ServerRefused, ServerUnavailable
+from deltawire_wordle.errors import ServerUnavailable
 from deltawire_wordle.wordle import Rules
 from deltawire_wordle.wordlists import load
 
 RULES = Rules(load("toy"), 5)
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with wordle_server("--words", "toy", "--guesses", "5") as (address, _):
-        yield address
 
 
 def ws(address: str) -> str:
@@ -90,35 +77,6 @@ def test_a_huge_message_ends_only_its_own_session(url: str) -> None:
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == 1009
         assert ask(other, {"type": "step", "data": {"guess": "crane"}})["type"] == "observation"
-
-
-def test_our_client(url: str) -> None:
-    async def play() -> None:
-        async with EnvClient(url) as env:
-            with pytest.raises(ServerRefused, match="reset first"):
-                await env.step("crane")
-            await env.reset(seed=3)
-            result = await env.step(RULES.game(3).secret)
-            assert result.done
-            assert result.observation.solved
-            assert (await env.state()).secret == RULES.game(3).secret
-
-    asyncio.run(play())
-
-
-def test_our_client_says_who_does_not_answer(url: str) -> None:
-    async def enter(address: str) -> None:
-        async with EnvClient(address, timeout=5):
-            pass
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(ServerUnavailable, match=str(port)):
-        asyncio.run(enter(f"http://127.0.0.1:{port}"))
-    with pytest.raises(ServerRefused, match="speaks no OpenEnv"):
-        asyncio.run(enter(f"{url}/elsewhere"))
-    with pytest.raises(ServerRefused, match="no address"):
-        asyncio.run(enter("ftp://nowhere"))
 
 
 # ── HTTP ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -295,70 +253,3 @@ def test_memory_does_not_grow_with_games_played() -> None:
 
         warm = games(20)
         assert games(100) - warm < 8 * 2**20
-
-
-# ── how it begins and ends ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("how, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_it_ends_in_order_with_games_open(how: signal.Signals, code: int) -> None:
-    with wordle_server() as (url, process), connect_now(ws(url)) as connection:
-        ask(connection, {"type": "reset"})
-        process.send_signal(how)
-        with pytest.raises(ConnectionClosed) as closed:
-            connection.recv(timeout=20)
-        assert closed.value.rcvd is not None
-        assert closed.value.rcvd.code == 1012, "told that the service restarts, not cut off"
-        assert process.wait(20) == code
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-
-
-def test_a_port_that_is_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        result = CliRunner().invoke(app, ["env", "wordle", "--port", port])
-    assert result.exit_code == 2
-    assert f"port {port} of 127.0.0.1 is in use" in result.stderr
-    assert "--port" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "options, part",
-    [
-        (["wordle", "--words", "nowhere.txt"], "nowhere.txt"),
-        (["wordle", "--guesses", "0"], "--guesses"),
-        (["wordle", "--idle", "0"], "--idle"),
-        (["wordle", "--port", "70000"], "--port"),
-        (["chess"], "wordle"),
-    ],
-)
-def test_options_that_cannot_be(options: list[str], part: str) -> None:
-    result = CliRunner().invoke(app, ["env", *options], env={"COLUMNS": "160"})
-    assert result.exit_code == 2
-    assert part in result.stderr
-
-
-def test_it_needs_its_extra_and_says_so_but_no_torch() -> None:
-    code = """
-import sys
-if len(sys.argv) > 1:
-    sys.modules[sys.argv[1]] = None
-    from deltawire.cli import app
-    app(["env", "wordle", "--port", "0"])
-import deltawire_wordle.env_server, deltawire_wordle.env_client
-print({"torch", "transformers", "numba"} & {*sys.modules})
-"""
-    missing = subprocess.run([sys.executable, "-c", code, "uvicorn"], capture_output=True, text=True, timeout=60)
-    assert missing.returncode == 2
-    assert "uvicorn" in missing.stderr
-    assert "[rl]'" in missing.stderr
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert there.stdout == "set()\n"
-
-
-def test_words_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("zebra\n")
-    with wordle_server("--words", str(tmp_path / "mine.txt")) as (url, _), connect_now(ws(url)) as connection:
-        ask(connection, {"type": "reset"})
-        assert ask(connection, {"type": "step", "data": {"guess": "zebra"}})["data"]["done"] is True

@@ -11,17 +11,13 @@ torch = pytest.importorskip("torch")
 
 from vllm_fused import Fused  # noqa: E402
 
-from deltawire.core.change import whole  # noqa: E402
-from deltawire.core.codecs import context  # noqa: E402
-from deltawire.core.full import FullFile, anchor  # noqa: E402
 from deltawire.core.schema import Schema  # noqa: E402
 from deltawire.core.sparse import DeltaFile  # noqa: E402
 from deltawire.engines.vllm.decode import Decoder, Wanted  # noqa: E402
-from deltawire.engines.vllm.device import DeviceShard  # noqa: E402
 from deltawire.engines.vllm.layout import Layout, arrange  # noqa: E402
 from deltawire.engines.vllm.placement import Piece, trace  # noqa: E402
-from deltawire.engines.vllm.shard import HostShard, Shard, open_shard  # noqa: E402
-from support import Bag, diff, encoded, moved_bag, random_bag  # noqa: E402
+from deltawire.engines.vllm.shard import Shard, open_shard  # noqa: E402
+from support import Bag, random_bag  # noqa: E402
 
 
 def as_tensors(bag: Bag) -> list[tuple[str, torch.Tensor]]:
@@ -96,66 +92,6 @@ def test_the_digest_is_the_checkpoints(world: int) -> None:
     bag = random_bag(ranks.schema, 2)
     ranks.load(bag)
     assert ranks.digest() == str(bag.digest())
-
-
-@pytest.mark.parametrize("opened", (HostShard, DeviceShard))
-@pytest.mark.parametrize("encoding, density", (("raw", 0.01), ("packed", 0.01), ("context", 0.01), ("context", 0.9)))
-@WORLDS
-def test_a_patched_model_is_a_freshly_loaded_one(world: int, encoding: str, density: float, opened: type) -> None:
-    """What a GPU does is done here by torch on the CPU: the same code, other kernels below it."""
-    ranks, fresh = Ranks(world, opened), Ranks(world)
-    old = random_bag(ranks.schema, 3)
-    new = moved_bag(old, 4, density)
-    ranks.load(old)
-    fresh.load(new)
-    before = ranks.bytes()
-    changes = ranks.decode(encoded(old, diff(old, new), encoding))
-    assert ranks.bytes() == before
-    patches = [shard.prepare(mine) for shard, mine in zip(ranks.shards, changes, strict=True)]
-    for shard, patch in zip(ranks.shards, patches, strict=True):
-        shard.write(patch)
-    assert ranks.bytes() == fresh.bytes()
-    assert ranks.digest() == str(new.digest())
-    for shard, patch in zip(ranks.shards, patches, strict=True):
-        shard.undo(patch)
-    assert ranks.bytes() == before
-
-
-def test_ranks_decode_whole_tiles_alone_and_borrow_for_cut_ones() -> None:
-    """Where tile lines are shard lines nobody needs anybody; a bias is one tile, of which each rank holds a part."""
-    sizes = {"hidden": 512, "ffn": 1024, "heads": 8, "kv": 4, "vocab": 512, "layers": 1}
-    for ranks, borrows in ((Ranks(2, **sizes, bias=False), False), (Ranks(2, **sizes), True)):
-        old = random_bag(ranks.schema, 5)
-        new = moved_bag(old, 6, 0.02)
-        ranks.load(old)
-        blob = encoded(old, diff(old, new), "context")
-        file = DeltaFile(lambda start, length, b=blob: b[start : start + length], len(blob), ranks.schema)
-        assert any(block.record is not None and block.record.encoding == context.name for block in file.blocks)
-        borrowed = []
-        for decoder in ranks.decoders:
-            try:
-                decoder.delta(file)
-            except Wanted as wanted:
-                borrowed += wanted.regions
-        assert bool(borrowed) == borrows
-
-
-@WORLDS
-def test_full_weights_are_loaded_or_compared(world: int) -> None:
-    ranks, fresh = Ranks(world), Ranks(world)
-    old = random_bag(ranks.schema, 7)
-    new = moved_bag(old, 8, 0.05)
-    ranks.load(old)
-    fresh.load(new)
-    blob = b"".join(anchor(map(whole, new.schema.tensors), new.region, {}).chunks())
-    file = FullFile(lambda start, length: blob[start : start + length], len(blob))
-    for shard, decoder in zip(ranks.shards, ranks.decoders, strict=True):
-        shard.write(shard.prepare(decoder.full(file)))
-    assert ranks.bytes() == fresh.bytes()
-    ranks.load(old)
-    for decoder in ranks.decoders:
-        decoder.load(file)
-    assert ranks.bytes() == fresh.bytes()
 
 
 def test_a_replicated_weight_that_differs_on_one_rank_is_seen() -> None:

@@ -1,0 +1,41 @@
+"""Our client of the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from test_env_server import RULES
+
+from deltawire_wordle.env_client import EnvClient
+from deltawire_wordle.errors import ServerRefused, ServerUnavailable
+
+
+def test_our_client(url: str) -> None:
+    async def play() -> None:
+        async with EnvClient(url) as env:
+            with pytest.raises(ServerRefused, match="reset first"):
+                await env.step("crane")
+            await env.reset(seed=3)
+            result = await env.step(RULES.game(3).secret)
+            assert result.done
+            assert result.observation.solved
+            assert (await env.state()).secret == RULES.game(3).secret
+
+    asyncio.run(play())
+
+
+def test_our_client_says_who_does_not_answer(url: str) -> None:
+    async def enter(address: str) -> None:
+        async with EnvClient(address, timeout=5):
+            pass
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ServerUnavailable, match=str(port)):
+        asyncio.run(enter(f"http://127.0.0.1:{port}"))
+    with pytest.raises(ServerRefused, match="speaks no OpenEnv"):
+        asyncio.run(enter(f"{url}/elsewhere"))
+    with pytest.raises(ServerRefused, match="no address"):
+        asyncio.run(enter("ftp://nowhere"))

@@ -1,0 +1,82 @@
+"""`deltawire env`: how it begins and ends, and what it refuses."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from env_support import wordle_server
+from test_env_server import ask, ws
+from typer.testing import CliRunner
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect as connect_now
+
+from deltawire.cli import app
+
+
+@pytest.mark.parametrize("how, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_it_ends_in_order_with_games_open(how: signal.Signals, code: int) -> None:
+    with wordle_server() as (url, process), connect_now(ws(url)) as connection:
+        ask(connection, {"type": "reset"})
+        process.send_signal(how)
+        with pytest.raises(ConnectionClosed) as closed:
+            connection.recv(timeout=20)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1012, "told that the service restarts, not cut off"
+        assert process.wait(20) == code
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(app, ["env", "wordle", "--port", port])
+    assert result.exit_code == 2
+    assert f"port {port} of 127.0.0.1 is in use" in result.stderr
+    assert "--port" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options, part",
+    [
+        (["wordle", "--words", "nowhere.txt"], "nowhere.txt"),
+        (["wordle", "--guesses", "0"], "--guesses"),
+        (["wordle", "--idle", "0"], "--idle"),
+        (["wordle", "--port", "70000"], "--port"),
+        (["chess"], "wordle"),
+    ],
+)
+def test_options_that_cannot_be(options: list[str], part: str) -> None:
+    result = CliRunner().invoke(app, ["env", *options], env={"COLUMNS": "160"})
+    assert result.exit_code == 2
+    assert part in result.stderr
+
+
+def test_it_needs_its_extra_and_says_so_but_no_torch() -> None:
+    code = """
+import sys
+if len(sys.argv) > 1:
+    sys.modules[sys.argv[1]] = None
+    from deltawire.cli import app
+    app(["env", "wordle", "--port", "0"])
+import deltawire_wordle.env_server, deltawire_wordle.env_client
+print({"torch", "transformers", "numba"} & {*sys.modules})
+"""
+    missing = subprocess.run([sys.executable, "-c", code, "uvicorn"], capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 2
+    assert "uvicorn" in missing.stderr
+    assert "[rl]'" in missing.stderr
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert there.stdout == "set()\n"
+
+
+def test_words_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("zebra\n")
+    with wordle_server("--words", str(tmp_path / "mine.txt")) as (url, _), connect_now(ws(url)) as connection:
+        ask(connection, {"type": "reset"})
+        assert ask(connection, {"type": "step", "data": {"guess": "zebra"}})["data"]["done"] is True
