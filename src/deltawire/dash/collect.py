@@ -56,8 +56,8 @@ STEP_BYTES = 64 << 20
 FEW_BYTES = 8 << 20
 """The same from a bucket: one request."""
 
-_SKEW = 2.0
-"""Seconds by which clocks may differ without being corrected: listings have whole seconds."""
+_SKEW = 5.0
+"""Seconds by which clocks may differ without being corrected: a put takes time, and listings have whole seconds."""
 
 
 class Collector:
@@ -310,7 +310,7 @@ class Collector:
             notes.append(f"The heartbeats of {unread} of {len(document.replicas)} replicas were not read.")
         if document.versions and max(document.versions.count, default=1) > 1:
             most = max(document.versions.count)
-            notes.append(f"{len(self._summaries):,} versions: in the charts a point of the past is the mean of {most}.")
+            notes.append(f"{len(self._summaries):,} versions: in most charts a point is the mean of {most}.")
         if self._newest is not None and len(self._summaries) <= self._newest:
             notes.append(f"{self._newest + 1 - len(self._summaries):,} versions were pruned or cannot be read.")
         return notes

@@ -101,7 +101,7 @@ class Replica(msgspec.Struct):
     seen: float
     """When its heartbeat was written, by the store's clock."""
     clock_s: float
-    """Seconds that its clock is ahead of the store's; 0 below two seconds."""
+    """Seconds that its clock is ahead of the store's; 0 below five seconds."""
     error: str
     syncs: list[Sync]
 

@@ -103,7 +103,7 @@
     box.style.top = `${Math.max(6, y + 16 + bounds.height > innerHeight ? y - bounds.height - 10 : y + 16)}px`;
   }
   const hideTip = () => tip(0, 0, null);
-  addEventListener("scroll", hideTip, { passive: true });
+  for (const moved of ["wheel", "touchmove"]) addEventListener(moved, hideTip, { passive: true });
 
   /** Lets the pointer and the arrow keys choose among the items of a drawing. `at(x, y)` gives an item or null. */
   function choosable(node, label, items, at, show) {
@@ -200,7 +200,7 @@
   const charts = new Map(); // element → {plot, sign, zoomed}
 
   /** Draws or updates a chart. `lines` are {label, colour, values, dash, fill, step, points}; values go with `xs`. */
-  function chart(holder, { xs, lines, height, time, log, unit, describe, label, range, onZoom, sync }) {
+  function chart(holder, { xs, lines, height, time, log, close, unit, describe, label, range, onZoom, sync }) {
     const width = Math.max(holder.clientWidth, 120);
     const sign = JSON.stringify([lines.map((line) => [line.colour, line.dash]), time, log, height, document.documentElement.dataset.theme]);
     const data = [xs, ...lines.map((line) => line.values)];
@@ -221,7 +221,7 @@
       cursor: { points: { size: 6 }, drag: { x: true, y: false }, ...(sync ? { sync: { key: sync } } : {}) },
       scales: {
         x: { time: !!time, range: (u, low, high) => (state.range && !state.zoomed ? state.range : low === high ? [low - 1, high + 1] : [low, high]) },
-        y: log ? { distr: 3 } : { range: (u, low, high) => (low == null ? [0, 1] : [low >= 0 ? 0 : low - 0.05 * (high - low), high > 0 ? high * 1.08 : high === low ? 1 : 0]) },
+        y: log ? { distr: 3 } : close ? { range: (u, low, high) => (low == null ? [0, 1] : low === high ? [low - 1, high + 1] : [low, high + 0.04 * (high - low)]) } : { range: (u, low, high) => (low == null ? [0, 1] : [low >= 0 ? 0 : low - 0.05 * (high - low), high > 0 ? high * 1.08 : high === low ? 1 : 0]) },
       },
       axes: [
         { ...axis, size: 28, space: time ? 90 : 70, values: time ? dates : (u, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? `v${tick.toLocaleString("en")}` : "")) },
@@ -327,8 +327,11 @@
 
   /** The version that each replica had, at the moments when something changed: [times, [trainer], [replica], …]. */
   function timeline() {
-    const columns = doc.versions;
-    const order = columns.version.map((version, index) => [columns.at[index], version]).filter(([at]) => at != null);
+    const columns = doc.versions, fine = doc.recent.length ? doc.recent[0].version : 0;
+    const order = [
+      ...columns.version.map((version, index) => [columns.at[index], version]).filter(([, version]) => version < fine),
+      ...doc.recent.map((version) => [version.at, version.version]),
+    ].filter(([at]) => at != null);
     for (let i = 1; i < order.length; i++) order[i][0] = Math.max(order[i][0], order[i - 1][0]);
     const tables = [[order.map((pair) => pair[0]), order.map((pair) => pair[1])]];
     for (const replica of doc.replicas) {
@@ -354,10 +357,11 @@
 
   function recentRange(xs) {
     if (view.span === "all" || !xs.length) return null;
-    const starts = doc.replicas.flatMap((replica) => replica.syncs.filter((sync) => sync.previous != null).map((sync) => sync.at));
+    const alive = doc.replicas.filter((replica) => replica.health === "ok" || replica.health === "failing");
+    const starts = (alive.length ? alive : doc.replicas).flatMap((replica) => replica.syncs.map((sync) => sync.at));
     const fine = doc.recent.slice(-60).map((version) => version.at).filter((at) => at != null);
-    const begin = Math.min(...(starts.length ? starts : fine).slice(0, 1), ...(fine.length ? [fine[0]] : []));
-    const low = Math.max(begin || xs[0], xs[0]), high = xs[xs.length - 1];
+    const begin = starts.length ? starts.reduce((least, at) => Math.min(least, at)) : fine.length ? fine[0] : xs[0];
+    const low = Math.max(begin, xs[0]), high = xs[xs.length - 1];
     return high - low > 0 ? [low, high] : null;
   }
 
@@ -372,7 +376,7 @@
       values, step: true, colour: index ? replicaColour(index - 1) : "trainer", width: index ? 1.25 : 2,
     }));
     chart(holder, {
-      xs, lines: series, height: 230, time: true, unit: (tick) => (Number.isInteger(tick) ? `v${count(tick)}` : ""), range: recentRange(xs),
+      xs, lines: series, height: 230, time: true, close: true, unit: (tick) => (Number.isInteger(tick) ? `v${count(tick)}` : ""), range: recentRange(xs),
       label: "Versions over time.",
       describe: (index) => [moment(xs[index]), rowsAt(lines, index, (value) => (value == null ? null : `v${count(value)}`))],
     });
@@ -454,7 +458,7 @@
         el("td", { class: `name ${replica.health}`, text: HEALTH[replica.health] || "unknown", title: replica.error }),
         el("td", { text: last ? duration(last.seconds) : "–" }),
         el("td", { text: last ? duration(last.pause) : "–" }),
-        el("td", { text: ago(replica.seen) }));
+        el("td", { text: ago(replica.seen).replace(" ago", ""), title: moment(replica.seen) }));
     });
     table(target, "Replicas", [["Replica", "name"], ["Version"], ["Behind"], ["Health", "name"], ["Last sync"], ["Paused"], ["Seen"]], rows);
   }
@@ -831,13 +835,13 @@
 
   function legend(holder, ramp, left) {
     const [, pen, width] = canvas(holder, 26, "Legend.");
-    const long = Math.min(330, width - left - 20);
+    const long = Math.min(400, width - left - 20);
     for (let i = 0; i < long; i++) {
       pen.fillStyle = shade(ramp, 10 ** (LOW * (1 - i / long)));
       pen.fillRect(left + i, 4, 1.5, 8);
     }
     pen.fillStyle = colour("soft");
-    for (const power of [-5, -4, -3, -2, -1, 0]) {
+    for (const power of long < 340 ? [-5, -3, -2, -1, 0] : [-5, -4, -3, -2, -1, 0]) {
       pen.textAlign = power === -5 ? "left" : power === 0 ? "right" : "center";
       pen.fillText(`${Number((100 * 10 ** power).toPrecision(1))} %`, left + long * (1 - power / LOW), 20);
     }

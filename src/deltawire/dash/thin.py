@@ -13,9 +13,6 @@ from .document import Columns
 POINTS = 1200
 """Points of a chart: more than a screen shows."""
 
-FINE = 200
-"""The newest versions, which are never merged."""
-
 METRICS = 12
 """Metrics with a chart: those that most versions have."""
 
@@ -24,10 +21,9 @@ LARGEST = 1 << 53
 
 
 def columns(found: Sequence[Summary], elements: int) -> Columns:
-    """Versions as columns, POINTS at most; older ones are merged, as many into each point."""
-    old, new = found[:-FINE], found[-FINE:]
-    each = max(math.ceil(len(old) / (POINTS - FINE)), 1)
-    parts = [old[at : at + each] for at in range(0, len(old), each)] + [[summary] for summary in new]
+    """Versions as columns, POINTS at most: in a long run neighbours are merged, as many into each point."""
+    each = max(math.ceil(len(found) / POINTS), 1)
+    parts = [found[at : at + each] for at in range(0, len(found), each)]
     counted = Counter(name[:40] for summary in found for name in summary.metrics)
     names = [name for name, _ in counted.most_common(METRICS)]
     made = Columns([], [], [], [], [], [], [], [], {name: [] for name in names})

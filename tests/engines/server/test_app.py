@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import checkpoint, generate, publisher, serving, tiny_model, tokenizer
+from prometheus_client import CollectorRegistry, generate_latest
+from serving import checkpoint, generate, nudge, publisher, serving, tiny_model, tokenizer
 
 from deltawire.core.errors import Misconfigured
 from deltawire.engines.server import Limits, Options, RolloutServer
+from deltawire.metrics import Prometheus
 
 TOKEN = "correct horse"
 HELLO = tokenizer().encode("hello")
@@ -302,6 +306,29 @@ def test_a_client_that_goes_away_takes_its_sequences_along(
         assert server.scheduler.waiting == server.scheduler.running == 0
     finally:
         server.scheduler.resume()
+
+
+def test_the_dashboard_of_grafana_asks_for_metrics_that_exist(tmp_path: Path) -> None:
+    gauges, model = CollectorRegistry(), tiny_model()
+    folder = checkpoint(tmp_path / "model", model)
+    with publisher(tmp_path / "run", folder, on_version=Prometheus(registry=gauges)) as it:
+        it.publish(model).result(60)
+        with serving(tmp_path / "run", poll=0.05) as (_, client):
+            nudge(model, 1)
+            it.publish(model).result(60)
+            while client.get("/deltawire/status").json()["syncs"] == 0:
+                time.sleep(0.05)
+            text = client.get("/metrics").text + generate_latest(gauges).decode()
+    exported = {found.group() for found in re.finditer(r"^deltawire_\w+", text, re.MULTILINE)}
+    phases = set(re.findall(r'deltawire_sync_seconds{phase="(\w+)"}', text))
+    board = json.loads((Path(__file__).parents[3] / "deploy/grafana.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    asked += [variable["query"] for variable in board["templating"]["list"]]
+    names = {name for expression in asked for name in re.findall(r"\bdeltawire_\w+", expression)}
+    assert names - exported == set()
+    assert {"deltawire_lag_versions", "deltawire_sync_seconds", "deltawire_state", "deltawire_bytes"} <= names
+    assert {"pause", "total"} <= phases
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
 
 
 def test_metrics_count(client: httpx.Client) -> None:

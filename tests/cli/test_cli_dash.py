@@ -1,0 +1,52 @@
+"""`deltawire dash`: the page, the trace and the JSON of a run; what it serves is in tests/dash."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+from cli_support import invoke
+
+
+def test_a_page_and_a_trace(run: Path, tmp_path: Path) -> None:
+    said = invoke("dash", run, "--out", tmp_path / "run.html", "--trace", tmp_path / "trace.json").stdout
+    assert "newest version             v3" in said
+    assert str(tmp_path / "run.html") in said
+    assert 'id="data">{"url":' in (tmp_path / "run.html").read_text()
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_json(run: Path) -> None:
+    found = json.loads(invoke("dash", run, "--json").stdout)
+    assert (found["newest"], found["totals"]["deltas"], found["problem"]) == (3, 3, "")
+    assert found["headline"]["smaller"] > 1
+    assert found["versions"]["step"] == [0, 10, 20, 30]
+
+
+def test_what_cannot_be(run: Path, tmp_path: Path) -> None:
+    assert "no run" in invoke("dash", tmp_path / "nothing", "--json", code=4).stderr
+    assert "--out" in invoke("dash", run, "--every", "5", code=2).stderr
+    assert "--port" in invoke("dash", run, "--json", "--port", "1", code=2).stderr
+    assert "no folder" in invoke("dash", run, "--out", tmp_path / "none" / "run.html", code=2).stderr
+    assert "DELTAWIRE_TOKEN" in invoke("dash", run, "--host", "0.0.0.0", "--port", "0", code=2).stderr
+    assert "leave out @2" in invoke("dash", f"{run}@2", "--json", code=2).stderr
+
+
+def test_it_serves_until_it_is_ended(run: Path) -> None:
+    command = [sys.executable, "-m", "deltawire", "dash", str(run), "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "DELTAWIRE_TOKEN": ""}
+    ) as child:
+        try:
+            assert child.stdout is not None
+            url = child.stdout.readline().split(" at ")[1].split(";")[0]
+            with urllib.request.urlopen(f"{url}api/run", timeout=60) as answer:
+                assert json.load(answer)["document"]["newest"] == 3
+        finally:
+            child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 0
