@@ -1,18 +1,21 @@
-"""What `--dtype auto` computes in."""
+"""Load a model from a run: what the run must carry, and what `--dtype auto` computes in."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from serving import checkpoint, publisher, tiny_model
 
+from deltawire import Publisher
 from deltawire.bucket.run import Run
+from deltawire.core.errors import SchemaMismatch
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.engines.server import Options
-from deltawire.engines.server.loading import compute_dtype, dtype_of
+from deltawire.engines.server.loading import compute_dtype, dtype_of, load_options
 
 
 @pytest.mark.parametrize("device, dtype", [("cpu", torch.float32), ("cuda:1", torch.bfloat16)])
@@ -25,6 +28,13 @@ def test_a_run_that_began_with_a_wider_checkpoint(tmp_path: Path, device: str, d
     run = str(tmp_path / "run")
     assert compute_dtype(Options(run, device=device), lambda: Run.open(run)) == dtype
     assert compute_dtype(Options(run, device=device, dtype="float16"), lambda: Run.open(run)) == torch.float16
+
+
+def test_a_run_without_a_config_is_refused_and_the_next_step_named(tmp_path: Path) -> None:
+    with Publisher(tmp_path / "run", files={}) as publish:
+        publish.publish({"w": np.zeros(4, np.uint16)}).result(60)
+    with pytest.raises(SchemaMismatch, match=r"carries no config\.json.*serve MODEL --run RUN"):
+        load_options(Options(str(tmp_path / "run"), poll=0.01))
 
 
 def test_most_weights_decide() -> None:
