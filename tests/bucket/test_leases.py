@@ -63,7 +63,7 @@ class Paused(CountingStore):
 def walker(store: Store, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Replica:
     """A replica that walks over deltas however long the way: requests cost nothing."""
     monkeypatch.setattr("deltawire.core.chain.REQUEST_COST", 0)
-    monkeypatch.setattr("deltawire.core.chain.plan.__kwdefaults__", {"request_cost": 0})
+    monkeypatch.setattr("deltawire.core.chain.REQUEST_COST", 0)
     return Replica(store, **options)
 
 

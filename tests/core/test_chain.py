@@ -78,14 +78,15 @@ def test_a_skip_delta_saves_requests() -> None:
     assert len(plan(1, 16, versions)) == 15
 
 
-def test_a_request_costs_something() -> None:
+def test_a_request_costs_something(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = run(
         v0=[("anchor", None, 10)],
         v1=[("delta", 0, 10)],
         v2=[("delta", 1, 10), ("delta", 0, REQUEST_COST)],
     )
     assert path(plan(0, 2, versions)) == [(2, "delta", 0)]
-    assert path(plan(0, 2, versions, request_cost=0)) == [(1, "delta", 0), (2, "delta", 1)]
+    monkeypatch.setattr("deltawire.core.chain.REQUEST_COST", 0)
+    assert path(plan(0, 2, versions)) == [(1, "delta", 0), (2, "delta", 1)]
 
 
 def test_backwards_means_through_an_anchor() -> None:

@@ -21,14 +21,14 @@ writer, of a replica or of the machine that prunes is compared with another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..core import chain, keys
 from ..core.errors import ManifestError, ObjectNotFound, VersionNotFound
 from ..core.manifest import Head, Manifest, Pruned, dump, now
-from ..core.parallel import ordered_map
+from ..core.parallel import for_each, ordered_map
 from ..store import ObjectInfo
 from ..store.base import Sweeping
 from .run import REQUESTS, Run, blobs, lean
@@ -192,13 +192,13 @@ def survey(run: Run, rule: Retention, at: float | None = None) -> PrunePlan:
     return plan if rule.grace or not plan.marked else _plan(run, rule, listing, at, plan.marked)
 
 
-def prune(run: Run, rule: Retention, progress: Callable[[ObjectInfo], None] | None = None) -> PrunePlan:
+def prune(run: Run, rule: Retention) -> PrunePlan:
     """Mark what can go and delete what was marked long enough ago. Several at once do no harm."""
     if not rule.grace:
         # only replicas that read are waited for, and their heartbeats are read after the mark
         _mark(run, _survey_by_its_clock(run, rule).marked)
     plan = _survey_by_its_clock(run, rule)
-    apply_prune(run, plan, progress)
+    apply_prune(run, plan)
     if isinstance(run.store, Sweeping):
         run.store.sweep(rule.unfinished, at=plan.at)
     return plan
@@ -248,22 +248,19 @@ def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Co
     return reading
 
 
-def apply_prune(run: Run, plan: PrunePlan, progress: Callable[[ObjectInfo], None] | None = None) -> None:
+def apply_prune(run: Run, plan: PrunePlan) -> None:
     """Carry a plan out. Publishers, replicas and other prunes may go on."""
     head = run.head_hint()
     if head is None or head < plan.newest:
         # readers look one manifest past head; the one they would find there may be about to go
         run.store.put(keys.HEAD, dump(Head(run.info.run, plan.newest)))
 
-    def delete(item: ObjectInfo) -> ObjectInfo:
+    def delete(item: ObjectInfo) -> None:
         if not item.key.startswith((keys.FILES, keys.REPLICAS)) or _is_unchanged(run, item):
             run.store.delete(item.key)
-        return item
 
     for group in (plan.manifests, (*plan.data, *plan.files, *plan.heartbeats)):
-        for item in ordered_map(delete, group, REQUESTS):
-            if progress:
-                progress(item)
+        for_each(delete, group, REQUESTS)
     # those that went are named again in case another prune, writing at the same moment, has lost them
     _mark(run, plan.marked, gone=plan.going)
 

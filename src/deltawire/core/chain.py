@@ -22,16 +22,14 @@ class Step:
     bytes: int
 
 
-def plan(
-    have: int | None, want: int, versions: Mapping[int, Summary], *, request_cost: int = REQUEST_COST
-) -> list[Step]:
+def plan(have: int | None, want: int, versions: Mapping[int, Summary]) -> list[Step]:
     """The cheapest way from `have` (None: nothing) to `want`, over anchors, references, deltas and skip deltas."""
     if have == want:
         return []
     if want not in versions:
         newest = max(versions, default=None)
         raise VersionNotFound(f"the run has no version {want}; the newest is {newest}")
-    best = _cheapest(have, {v: s for v, s in versions.items() if v <= want}, request_cost)
+    best = _cheapest(have, {v: s for v, s in versions.items() if v <= want})
     if want not in best:
         bases = sorted({link.base for link in versions[want].links if link.base is not None})
         raise MissingBase(
@@ -56,7 +54,7 @@ def gave_up(version: int, where: str, failure: Exception | None) -> MissingBase:
 
 def needed(wants: Iterable[int], versions: Mapping[int, Summary]) -> set[int]:
     """The versions whose objects are on the cheapest paths from nothing to `wants`, those included."""
-    best = _cheapest(None, versions, REQUEST_COST)
+    best = _cheapest(None, versions)
     found: set[int] = set()
     for want in wants:
         if want not in best:
@@ -71,12 +69,10 @@ def needed(wants: Iterable[int], versions: Mapping[int, Summary]) -> set[int]:
 
 def reachable(versions: Mapping[int, Summary]) -> set[int]:
     """The versions that can be reached without any weights to start from."""
-    return set(_cheapest(None, versions, REQUEST_COST))
+    return set(_cheapest(None, versions))
 
 
-def _cheapest(
-    have: int | None, versions: Mapping[int, Summary], request_cost: int
-) -> dict[int, tuple[int, Step | None]]:
+def _cheapest(have: int | None, versions: Mapping[int, Summary]) -> dict[int, tuple[int, Step | None]]:
     """Map each reachable version to the cost of reaching it and the last step on the way.
 
     Links always lead from a lower version to a higher one, so one pass in ascending order finds every best path.
@@ -95,7 +91,7 @@ def _cheapest(
             else:
                 # full weights start from nothing, whatever base a summary gives them
                 before, base = 0, None
-            cost = before + max(link.bytes, 0) + request_cost * max(link.objects, 1)
+            cost = before + max(link.bytes, 0) + REQUEST_COST * max(link.objects, 1)
             if version not in best or cost < best[version][0]:
                 best[version] = (cost, Step(version, link.kind, base, link.bytes))
     return best
