@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltawire.store import LocalStore, ObjectStore, Retrying, Store
-from deltawire.testing import CountingStore, FlakyStore, StoreTests
+from deltawire.testing import CountingStore, FlakyStore, StoreTests, ThrottledStore
 
 
 class TestLocalStore(StoreTests):
@@ -40,4 +40,5 @@ class TestWrappers(StoreTests):
 
     @pytest.fixture
     def store(self) -> Store:
-        return Retrying(CountingStore(FlakyStore(ObjectStore.from_url(f"memory://{uuid.uuid4()}"))))
+        inner = FlakyStore(ObjectStore.from_url(f"memory://{uuid.uuid4()}"))
+        return Retrying(CountingStore(ThrottledStore(inner, 1e6)))

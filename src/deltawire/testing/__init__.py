@@ -1,4 +1,5 @@
-"""Tools for tests of stores and of programs that use one: `StoreTests`, `FlakyStore`, `CountingStore`, `seaweed`."""
+"""Tools for tests of stores and of programs that use one: `StoreTests`, `FlakyStore`, `CountingStore`,
+`ThrottledStore`, `seaweed`."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from deltawire.core.errors import MissingExtra
 from deltawire.testing.counting import CountingStore
 from deltawire.testing.flaky import FlakyStore
+from deltawire.testing.throttled import ThrottledStore
 
 if TYPE_CHECKING:
     from deltawire.testing.stores import StoreTests
 
-__all__ = ["CountingStore", "FlakyStore", "StoreTests"]
+__all__ = ["CountingStore", "FlakyStore", "StoreTests", "ThrottledStore"]
 
 
 def __getattr__(name: str) -> Any:
