@@ -3,8 +3,8 @@
     python benchmarks/wordle_seeds.py --seeds 1 2 3                 one run after another
     python benchmarks/wordle_seeds.py --seeds 1 2 3 --parallel 6    side by side; each keeps two to three cores busy
 
-Every run is `deltawire demo`: environment, trainer and two rollout servers as processes of their own and a bucket
-between them, 512 games at the start and at the end. A control trains for just as long, on games that the servers play
+Every run is act one of `deltawire demo`: environment, trainer and two rollout servers as processes of their own and a
+bucket between them, 512 games at the start and at the end. A control does as many steps, on games that the servers play
 with version 0, publishes its last version only, and its end is measured on that. PYTHONPATH=src will do for a checkout
 that is not installed.
 """
@@ -23,9 +23,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from _charts import chart
 from _report import about, print_about, write_json
 from deltawire.cli.common import sparkline
-from deltawire_wordle.charts import chart
 from deltawire_wordle.report import smoothed
 
 RESULTS = Path(__file__).parent / "results" / "wordle-seeds.json"
@@ -41,7 +41,10 @@ class Job:
         folder.mkdir()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "deltawire.cli", "demo", "--seed", str(seed), "--out", str(folder), *options],
+                [
+                    sys.executable, "-m", "deltawire.cli", "demo", "--act", "1", "--seed", str(seed),
+                    "--out", str(folder), *options,
+                ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -63,6 +66,7 @@ class Job:
 
 def run_all(folder: Path, wanted: Sequence[tuple[int, Sequence[str]]], parallel: int) -> list[Job]:
     """All of them, so many at a time."""
+    folder.mkdir()
     jobs: list[Job] = []
     with ExitStack() as stack:
         for number, (seed, options) in enumerate(wanted):
@@ -88,6 +92,8 @@ def row(job: Job) -> dict[str, Any]:
         "games": story["plan"]["games"],
         "steps": len(steps),
         "seconds": steps[-1]["seconds"] if steps else None,
+        "seconds_in_all": story["seconds"],
+        "load": story["machine"]["load"],
         "versions": len(story["published"]),
         "bytes": sum(version["bytes"] for version in deltas),
         "bytes_full": sum(2 * version["elements"] for version in deltas),
@@ -142,22 +148,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--parallel", type=int, default=1, help="runs at the same time (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=3.5, help="of training (%(default)s)")
-    parser.add_argument("--steps", type=int, help="end after so many, if that is sooner")
+    parser.add_argument("--steps", type=int, help="end after so many, if that is sooner than the demo's goal")
     parser.add_argument("--games", type=int, default=512, help="in each evaluation (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     facts = about()
     print_about(facts)
-    ends = ["--minutes", str(given.minutes), *(["--steps", str(given.steps)] if given.steps else [])]
-    wanted = [(seed, [*ends, "--games", str(given.games), *off]) for seed in given.seeds for off in ([], ["--no-sync"])]
+    games, ends = ["--games", str(given.games)], ["--steps", str(given.steps)] if given.steps else []
     with tempfile.TemporaryDirectory(prefix="deltawire-seeds-") as scratch:
         folder = Path(scratch)
-        (folder / "warm").mkdir()
         # not counted: what numba compiles is kept for the others
         [warm] = run_all(folder / "warm", [(0, ["--steps", "2", "--games", "0"])], 1)
         warm.story()
-        rows = [row(job) for job in run_all(folder, wanted, given.parallel)]
+        jobs = run_all(folder / "synced", [(seed, [*games, *ends]) for seed in given.seeds], given.parallel)
+        rows = [row(job) for job in jobs]
+        off = [(one["seed"], [*games, "--steps", str(one["steps"]), "--no-sync"]) for one in rows]
+        rows += [row(job) for job in run_all(folder / "control", off, given.parallel)]
     show(rows)
     write_json(given.out, {"about": facts, "parallel": given.parallel, "rows": rows})
     given.out.with_suffix(".svg").write_text(draw(rows) + "\n")

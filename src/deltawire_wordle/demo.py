@@ -1,6 +1,8 @@
-"""The demo: environment, rollout servers and trainer as processes that share a bucket and their HTTP addresses.
+"""The demo, in two acts. `Demo.run` starts their processes and records in `Demo.record` what they report; the command
+line displays that.
 
-`Demo.run` starts them and records in `Demo.record` what they report; the command line displays that.
+Act one: environment, rollout servers and trainer as processes that share a bucket and their HTTP addresses.
+Act two: a larger model at a usual learning rate, over a link of limited bandwidth (larger_model.py).
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import httpx
@@ -23,10 +26,12 @@ from deltawire import __version__
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core.errors import RunNotFound
+from deltawire.dash import serve, write_page
 from deltawire.store import Store, open_store
 
 from . import small_policy
 from .errors import RLError, ServerUnavailable
+from .evaluate import WINDOW
 from .processes import ChildProcess, free_port, uninterrupted
 
 KILL_AT, REJOIN_AT = 0.35, 0.55
@@ -45,15 +50,24 @@ class Plan:
     """Address of the run; "s3" starts an S3 server, None uses a folder."""
     replicas: int = 2
     engine: str = "builtin"
+    acts: Sequence[int] = (1, 2)
     steps: int | None = None
     seconds: float | None = 180.0
-    rate: float = 1e-4
+    goal: float = 0.8
+    """Training of act one ends once this share of the games of the last WINDOW steps is solved."""
+    rate: float = 3e-5
     staleness: int = 4
     seed: int = 0
     games: int = 512
     """Games of each evaluation."""
     kill_replica: bool = False
     sync: bool = True
+    model: str | None = None
+    """Checkpoint folder for act two; None makes a Qwen3-shaped model."""
+    link_mbit_s: float = 100.0
+    """Bandwidth of act two, in each direction."""
+    larger_steps: int = 4
+    """Versions of act two after the first."""
 
 
 @dataclass(slots=True)
@@ -70,14 +84,32 @@ class ReplicaStatus:
 
 
 @dataclass(slots=True)
+class LargerRecord:
+    """What act two has measured so far, as larger_model.py reports it."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    full: dict[str, Any] | None = None
+    """The first version: full weights over the link."""
+    versions: list[dict[str, Any]] = field(default_factory=list)
+    encodings: dict[str, Any] | None = None
+    """Bytes and seconds of the last change by encoding."""
+    done: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
 class DemoRecord:
     """Everything that has happened so far."""
 
     plan: Plan
     began: float = field(default_factory=time.time)
     phase: str = "starting"
+    act: int = 1
     url: str = ""
     """Address of the run."""
+    pages: dict[int, str] = field(default_factory=dict)
+    """Address of the live page of each act."""
+    reports: dict[int, str] = field(default_factory=dict)
+    """File with the page of each act, once it is over."""
     steps: list[dict[str, Any]] = field(default_factory=list)
     published: list[dict[str, Any]] = field(default_factory=list)
     evaluated: list[dict[str, Any]] = field(default_factory=list)
@@ -88,6 +120,7 @@ class DemoRecord:
     verified: dict[str, Any] | None = None
     equal: dict[str, str] = field(default_factory=dict)
     """How the weights of each replica were compared with the trainer's."""
+    larger: LargerRecord = field(default_factory=LargerRecord)
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
     """Seconds that the whole demo took."""
@@ -103,7 +136,17 @@ class DemoRecord:
         last, plan = self.steps[-1], self.plan
         by_steps = last["step"] / plan.steps if plan.steps else 0.0
         by_time = last["seconds"] / plan.seconds if plan.seconds else 0.0
-        return min(max(by_steps, by_time), 1.0)
+        by_goal = 0.0
+        if self.evaluated and len(self.steps) >= WINDOW:
+            start = self.evaluated[0]["solved"]
+            by_goal = (self.recently_solved - start) / max(plan.goal - start, 1e-9)
+        return min(max(by_steps, by_time, by_goal), 1.0)
+
+    @property
+    def recently_solved(self) -> float:
+        """Share of the games of the last WINDOW steps that were solved."""
+        recent = self.steps[-WINDOW:]
+        return fmean(step["figures"]["solved"] for step in recent) if recent else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         machine = {"cpus": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version()}
@@ -139,18 +182,52 @@ class Demo:
 
     def run(self, show: Callable[[], None]) -> None:
         """Run the demo, and end all its processes. `show` is called whenever the record may have changed."""
-        with self._bucket() as bucket:
-            self.record.url = bucket.url
-            try:
-                self._train(bucket, show)
-            except RLError as error:
-                self.record.problems.append(str(error))
-            self.record.phase = "verifying the run"
-            show()
-            self._verify(bucket)
-        self.record.phase = "done"
-        self.record.seconds = time.time() - self.record.began
+        record, acts = self.record, {1: self._wordle, 2: self._larger}
+        with self._bucket() as bucket, ExitStack() as pages:
+            record.url = bucket.url
+            runs = {1: bucket.run, 2: open_store((self._plan.folder / "larger").as_uri())}
+            for act in self._plan.acts:
+                record.pages[act] = pages.enter_context(serve(runs[act])).url
+            for act in self._plan.acts:
+                record.act = act
+                acts[act](bucket, show)
+                record.phase = "writing the report"
+                show()
+                with suppress(RunNotFound):
+                    page = self._plan.folder / ("report.html" if act == 1 else "report-larger.html")
+                    write_page(runs[act], page)
+                    record.reports[act] = str(page)
+        record.phase = "done"
+        record.seconds = time.time() - record.began
         show()
+
+    def _wordle(self, bucket: Bucket, show: Callable[[], None]) -> None:
+        try:
+            self._train(bucket, show)
+        except RLError as error:
+            self.record.problems.append(str(error))
+        self.record.phase = "verifying the run"
+        show()
+        self._verify(bucket)
+
+    def _larger(self, bucket: Bucket, show: Callable[[], None]) -> None:
+        plan, record = self._plan, self.record
+        words = ["--run", (plan.folder / "larger").as_uri(), "--link", str(plan.link_mbit_s), "--seed", str(plan.seed)]
+        words += ["--steps", str(plan.larger_steps), *(["--model", plan.model] if plan.model else [])]
+        program = [sys.executable, "-m", f"{__package__}.larger_model", *words]
+        process = ChildProcess("larger", program, self._logs, QUIET)
+        try:
+            process.start()
+            while not process.finished:
+                self._note_event(process)
+                show()
+        finally:
+            with uninterrupted():
+                ChildProcess.stop_all([process])
+        if record.larger.done is None:
+            record.problems.append(f"act two ended early ({process.exit_code}): {process.last_log_line}")
+        elif not record.larger.done["equal"]:
+            record.problems.append("the replica of act two does not hold the trainer's weights")
 
     @contextmanager
     def _bucket(self) -> Iterator[Bucket]:
@@ -200,33 +277,44 @@ class Demo:
     def _trainer(self, bucket: Bucket, environment: str) -> list[str]:
         plan = self._plan
         servers = [word for replica in self._replicas.values() for word in ("--server", replica.url)]
-        ends = [*_option("--steps", plan.steps), *_option("--seconds", plan.seconds)]
+        ends = [
+            *_option("--steps", plan.steps), *_option("--seconds", plan.seconds), *_option("--goal", plan.goal),
+        ]  # fmt: skip
         return [
             sys.executable, "-m", f"{__package__}.train", "--run", bucket.url, "--env", environment, *servers, *ends,
             "--lr", str(plan.rate), "--staleness", str(plan.staleness), "--seed", str(plan.seed),
             "--games", str(plan.games), *_GAME, *([] if plan.sync else ["--no-sync"]),
         ]  # fmt: skip
 
-    def _note_event(self, trainer: ChildProcess) -> None:
+    def _note_event(self, process: ChildProcess) -> None:
         try:
-            event = trainer.events.get(timeout=0.2)
+            event = process.events.get(timeout=0.2)
         except queue.Empty:
             return
-        kind = event.pop("event")
+        record, kind = self.record, event.pop("event")
         match kind:
             case "phase":
-                self.record.phase = event["text"]
+                record.phase = event["text"]
             case "remark":
-                self.record.remark(event["text"])
+                record.remark(event["text"])
+            case "step":
+                record.steps.append(event)
+            case "published":
+                record.published.append(event)
+            case "evaluated":
+                record.evaluated.append(event)
+            case "version":
+                record.larger.versions.append(event)
+            case "model":
+                record.larger.model = event
+            case "full":
+                record.larger.full = event
+            case "encodings":
+                record.larger.encodings = event["encodings"]
+            case "done" if record.act == 1:
+                record.done = event
             case "done":
-                self.record.done = event
-            case "step" | "published" | "evaluated":
-                lists = {
-                    "step": self.record.steps,
-                    "published": self.record.published,
-                    "evaluated": self.record.evaluated,
-                }
-                lists[kind].append(event)
+                record.larger.done = event
 
     def _manage_replicas(self) -> None:
         """Start the replicas; with `kill_replica`, kill one and start it again later."""

@@ -1,4 +1,4 @@
-"""`deltawire demo`: a policy learns Wordle while its weights travel to two servers through a bucket."""
+"""`deltawire demo`: a policy learns Wordle while two servers follow it; then a larger model at a usual rate."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ from deltawire.cli.common import (
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
     from .demo import Demo, DemoRecord, ReplicaStatus
 
+BUCKETS = ("run", "s3", "larger")
+"""Folders of the demo that hold runs."""
+PHASES = ("detect", "encode", "upload", "fetch", "decode", "apply", "prove")
 PLAIN_EVERY = 10
 """Steps between two lines of output where there is no terminal."""
 
@@ -44,9 +48,13 @@ def command(
         str, typer.Option(metavar="file|s3|URL", help="A folder, an S3 server of its own, or any address.")
     ] = "file",
     engine: Annotated[Engine, typer.Option(help="Who computes in the rollout servers.")] = Engine.builtin,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Of training; evaluations come on top.")] = 3.5,
-    steps: Annotated[int | None, typer.Option(min=1, help="End after so many, if that is sooner.")] = None,
-    lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-4,
+    act: Annotated[int | None, typer.Option(min=1, max=2, help="Only this act.  [default: both]")] = None,
+    goal: Annotated[
+        float, typer.Option(min=0, max=1, help="End training once this share of recent games is solved.")
+    ] = 0.8,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Of training, at most.")] = 10.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of training, at most.")] = None,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 3e-5,
     staleness: Annotated[int, typer.Option(min=0, help="Steps that a sample may be old.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Of the secrets and the evaluations.")] = 0,
     games: Annotated[int, typer.Option(min=0, help="In each evaluation; 0 for none.")] = 512,
@@ -54,25 +62,37 @@ def command(
     no_sync: Annotated[
         bool, typer.Option("--no-sync", help="Publish nothing between the first and the last step, to compare.")
     ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="For act two: a checkpoint folder of yours."),
+    ] = None,
+    link: Annotated[float, typer.Option(min=0.1, metavar="MBIT/S", help="Bandwidth of act two.")] = 100.0,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="For report and logs; a temporary folder.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the bucket too, where it lies in that folder.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Train a policy by reinforcement learning, with everything on this machine.
+    """Show what deltawire does, on this machine, without a GPU or an account.
 
-    A trainer, two rollout servers and a Wordle environment, each a process of its
-    own. Servers and trainer share nothing but a bucket: after every step the
-    trainer publishes what changed, the servers fetch it, write it into their live
-    weights and prove the result. They play, the trainer learns from their games,
-    and solves more and more. At the end all bits are compared, the whole run is
-    verified, and a report is written. Takes less than five minutes on two cores.
+    Act one: a trainer, two rollout servers and a Wordle environment, each a
+    process of its own. Servers and trainer share nothing but a bucket: after every
+    step the trainer publishes what changed, the servers fetch it, write it into
+    their live weights and prove the result. They play, the trainer learns from
+    their games, and solves more and more. It ends once 80 % of recent games are
+    solved (--goal), or after ten minutes; four on two quiet cores.
+
+    Act two, half a minute: a Qwen3-shaped model of 40 M weights, or yours
+    (--model), at a learning rate of 1e-6, over a link of 100 Mbit/s.
+
+    A live page follows the run; at the end it is written as a file. All bits are
+    compared and the whole run is verified.
 
     \b
     Examples
       deltawire demo
       deltawire demo --kill-replica             one server dies and comes back
+      deltawire demo --act 2 --model my-model   the figures of your model
       deltawire demo --bucket s3                through a real S3 server
       deltawire demo --bucket s3://runs/wordle  through yours
       deltawire demo --no-sync                  the same without updates
@@ -84,35 +104,41 @@ def command(
     if bucket not in ("file", "s3"):
         _need_nothing_at(bucket)
     folder = (out or Path(tempfile.mkdtemp(prefix="deltawire-demo-"))).absolute()
-    if (folder / "run").exists() or (folder / "s3").exists():
+    if any((folder / made).exists() for made in BUCKETS):
         raise typer.BadParameter(f"{folder} has a run already; name another folder", param_hint="--out")
     folder.mkdir(parents=True, exist_ok=True)
     plan = Plan(
         folder=folder,
         run=None if bucket == "file" else bucket,
         engine=engine.value,
+        acts=(1, 2) if act is None else (act,),
         steps=steps,
         seconds=60 * minutes,
+        goal=goal,
         rate=lr,
         staleness=staleness,
         seed=seed,
         games=games,
         kill_replica=kill_replica,
         sync=not no_sync,
+        model=None if model is None else str(model.absolute()),
+        link_mbit_s=link,
     )
     demo = Demo(plan)
     try:
         with ended_by_sigterm(), _view(demo, json) as show:
             demo.run(show)
-        page, data = report.write(demo.record)
+        data = report.write(demo.record)
     finally:
         if not keep:
-            for made in ("run", "s3"):
+            for made in BUCKETS:
                 shutil.rmtree(folder / made, ignore_errors=True)
-    figures = report.summary(demo.record)
-    files = {"html": str(page), "json": str(data)}
-    value = {"ok": not demo.record.problems, "problems": demo.record.problems, "report": files, **figures}
-    emit(value, lambda out: _epilogue(demo.record, figures, page), json)
+    figures, larger = report.summary(demo.record), report.larger(demo.record)
+    files = {"html": demo.record.reports.get(1), "larger": demo.record.reports.get(2), "json": str(data)}
+    value = {
+        "ok": not demo.record.problems, "problems": demo.record.problems, "report": files, **figures, "larger": larger,
+    }  # fmt: skip
+    emit(value, lambda out: _epilogue(demo.record, figures, larger), json)
     if demo.record.problems:
         raise typer.Exit(1)
 
@@ -148,7 +174,9 @@ def _view(demo: Demo, quiet: bool) -> Iterator[Callable[[], None]]:
     out = console()
     if quiet:
         yield lambda: None
-    elif out.is_terminal:
+        return
+    out.print(_prologue(demo.record), soft_wrap=not out.is_terminal)
+    if out.is_terminal:
         from rich.live import Live
 
         with Live(console=out, refresh_per_second=4, get_renderable=lambda: _picture(demo.record)):
@@ -157,15 +185,38 @@ def _view(demo: Demo, quiet: bool) -> Iterator[Callable[[], None]]:
         yield _Lines(demo.record)
 
 
+def _prologue(record: DemoRecord) -> str:
+    """What will happen."""
+    plan, said = record.plan, []
+    if 1 in plan.acts:
+        said.append(
+            f"A policy of 0.5 M weights learns Wordle. A trainer, {plan.replicas} rollout servers and an environment "
+            "run as processes of their own; after every training step the servers get the new weights through a "
+            "bucket and prove that they hold the trainer's bits. Training ends once "
+            f"{plan.goal:.0%} of recent games are solved: within two minutes on two quiet cores, later on busy ones."
+        )
+    if 2 in plan.acts:
+        name = plan.model or "a Qwen3-shaped model of 40 M weights"
+        said.append(
+            f"{'Then' if said else 'In half a minute,'} {name} is trained at a usual learning rate, and its versions "
+            f"cross a link of {plan.link_mbit_s:g} Mbit/s{', in half a minute' if said else ''}."
+        )
+    return " ".join([*said, "Ctrl-C ends everything.\n"])
+
+
 class _Lines:
     """One line for each thing that is new, for logs and pipes."""
 
     def __init__(self, record: DemoRecord) -> None:
         self._story = record
-        self._phase, self._steps, self._evaluated, self._remarks = "", 0, 0, 0
+        self._phase, self._act = "", 0
+        self._steps, self._evaluated, self._remarks, self._versions = 0, 0, 0, 0
 
     def __call__(self) -> None:
         record = self._story
+        if record.act != self._act and record.act in record.pages:
+            self._act = record.act
+            print(f"live page: {record.pages[record.act]}", flush=True)
         if record.phase != self._phase:
             self._phase = record.phase
             print(f"· {record.phase}", flush=True)
@@ -178,6 +229,13 @@ class _Lines:
         while self._steps + PLAIN_EVERY <= len(record.steps):
             self._steps += PLAIN_EVERY
             print("  ".join(f"{name} {text}" for name, text in _figures(record, self._steps).items()), flush=True)
+        for one in record.larger.versions[self._versions :]:
+            changed = percent(one["changed"], record.larger.model["weights"])
+            print(
+                f"v{one['version']}  changed {changed}  sent {size(one['bytes'])}  {duration(one['seconds'])}",
+                flush=True,
+            )
+        self._versions = len(record.larger.versions)
 
 
 def _figures(record: DemoRecord, upto: int) -> dict[str, str]:
@@ -198,7 +256,7 @@ def _figures(record: DemoRecord, upto: int) -> dict[str, str]:
         full = sum(2 * version["elements"] for version in deltas)
         said["version"] = f"{newest['version']}"
         said["changed"] = percent(newest["changed"], newest["elements"])
-        said["sent"] = f"{size(sent)} of {size(full)} ({times(full, sent)})"
+        said["sent"] = f"{size(sent)} of {size(full)} ({times(full, sent)}, at lr {record.plan.rate:g})"
     for name, statuses in record.replicas.items():
         said[name] = _replica(statuses[-1])
     return said
@@ -219,6 +277,8 @@ def _picture(record: DemoRecord) -> Group:
 
     rates = smoothed([step["figures"]["solved"] for step in record.steps])
     rows = table("", " ", left=("", " "))
+    if record.act in record.pages:
+        rows.add_row("live page", record.pages[record.act])
     rows.add_row("phase", record.phase)
     for found in [*record.evaluated]:
         rows.add_row(f"v{found['version']} plays", f"{found['solved']:.1%} of {found['games']} games solved")
@@ -234,28 +294,84 @@ def _picture(record: DemoRecord) -> Group:
     for name, statuses in [*record.replicas.items()]:
         rows.add_row(name, f"{_replica(statuses[-1]):<28} {sparkline([(g.lag or 0) for g in statuses[-30:]])}")
     title = Text(f"Wordle, learned through {record.url or 'a bucket'}", style="bold")
-    return Group(title, rows, *(Text(f"! {text}", style="yellow") for _, text in record.remarks[-4:]))
+    more = [Text(f"! {text}", style="yellow") for _, text in record.remarks[-4:]]
+    return Group(title, rows, *more, *([_larger_table(record)] if record.larger.model else []))
 
 
-def _epilogue(record: DemoRecord, figures: dict[str, Any], page: Path) -> None:
+# ── act two ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _larger_table(record: DemoRecord) -> Table:
+    """Each version of act two: what it took, phase by phase."""
+    found = record.larger
+    model = found.model
+    title = (
+        f"{model['weights'] / 1e6:.0f} M weights, AdamW at {model['rate']:g} on fp32 master weights, "
+        f"published as bf16 over {model['link_mbit_s']:g} Mbit/s"
+    )
+    rows = table("", "changed", "sent", "smaller", *PHASES, "in all", title=title, left=("",))
+    if found.full is not None:
+        rows.add_row("full weights", "", size(found.full["bytes"]), "", *_times_of(found.full))
+    for one in found.versions:
+        changed, smaller = percent(one["changed"], model["weights"]), times(model["full_bytes"], one["bytes"])
+        rows.add_row(f"v{one['version']}", changed, size(one["bytes"]), smaller, *_times_of(one))
+    return rows
+
+
+def _times_of(version: dict[str, Any]) -> list[str]:
+    return [*(duration(version["phases"][phase]) for phase in PHASES), duration(version["seconds"])]
+
+
+def _larger_lines(record: DemoRecord, larger: dict[str, Any]) -> list[str]:
+    """What act two has shown, in words."""
+    encodings, bits = record.larger.encodings or {}, larger["bits_per_change"]
+    by_encoding = ", ".join(
+        f"{name} {bits[name]:.1f} ({size(one['bytes'])}, {duration(one['seconds'])} to encode)"
+        for name, one in encodings.items()
+    )
+    return [
+        f"at a learning rate of {larger['rate']:g}, {larger['changed_percent']:.2f} % of "
+        f"{larger['weights'] / 1e6:.0f} M weights change in a step: {size(larger['bytes'])} instead of "
+        f"{size(larger['full_bytes'])}, {larger['smaller']:.0f}× smaller",
+        f"from the trainer's call to proven weights over {larger['link_mbit_s']:g} Mbit/s: "
+        f"{duration(larger['seconds'])} (median), full weights {duration(larger['seconds_full'])}, both measured here",
+        f"bits per changed weight: {by_encoding}",
+    ]
+
+
+# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ENDED = {"goal": "the goal was reached", "seconds": "the time was up", "steps": "all steps were done"}
+
+
+def _epilogue(record: DemoRecord, figures: dict[str, Any], larger: dict[str, Any] | None) -> None:
     out = console()
+
+    def say(text: str, style: str = "") -> None:
+        out.print(text, style=style, soft_wrap=True)
+
     for problem in record.problems:
-        out.print(f"✗ {problem}", style="bold red", soft_wrap=True)
+        say(f"✗ {problem}", "bold red")
     if figures["solved_after"] is not None:
-        out.print(
+        say(
             f"solved {figures['solved_before']:.1%} before, {figures['solved_after']:.1%} after "
-            f"{figures['steps']} steps in {duration(figures['seconds_training'])}, "
-            f"{duration(figures['seconds_in_all'])} in all",
-            soft_wrap=True,
+            f"{figures['steps']} steps in {duration(figures['seconds_training'])} "
+            f"({ENDED[figures['ended_by']]}); {duration(figures['seconds_in_all'])} in all"
         )
     if figures["bytes_sent"]:
-        out.print(
+        say(
             f"{figures['versions']} versions, {figures['changed_percent']:.1f} % of weights changed in each; "
-            f"{size(figures['bytes_sent'])} sent instead of {size(figures['bytes_full'])}, anchors included",
-            soft_wrap=True,
+            f"{size(figures['bytes_sent'])} sent instead of {size(figures['bytes_full'])}, anchors included"
         )
+        say(f"  so many change because a model this small needs a learning rate of {record.plan.rate:g}")
+    if larger is not None:
+        if not out.is_terminal:
+            out.print(_larger_table(record))
+        for line in _larger_lines(record, larger):
+            say(line)
     if not record.problems:
-        versions = (record.verified or {}).get("versions", 0)
-        said = f"✓ {len(record.equal)} replicas hold the trainer's bits, all {versions} versions verified"
-        out.print(said, style="bold green", soft_wrap=True)
-    out.print(f"report: {page}", soft_wrap=True)
+        replicas, versions = len(record.equal) + (larger is not None), (record.verified or {}).get("versions", 0)
+        verified = f", all {versions} versions verified" if record.verified else ""
+        say(f"✓ {replicas} replicas hold the trainer's bits{verified}", "bold green")
+    for page in record.reports.values():
+        say(f"report: {page}")

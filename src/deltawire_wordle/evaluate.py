@@ -21,6 +21,8 @@ from .wordle import Game, Rules
 from .wordlists import load
 
 GAMES = 512
+WINDOW = 20
+"""Steps whose games show how well the policy plays: those of one step are too few."""
 Sampler = Callable[[Sequence[Sequence[int]], float, int], list[Sample]]
 """Takes prompts, a temperature (0 is greedy) and a seed; returns a completion for each prompt."""
 

@@ -59,7 +59,7 @@ class Settings:
     """Groups that are played at the same time."""
     staleness: int | None = 4
     """Age of the oldest sample to train on, in training steps; None for any."""
-    rate: float = 1e-4
+    rate: float = 3e-5
     clip_low: float = 0.2
     clip_high: float = 0.28
     """How far the importance ratio may leave 1, below and above, before it is clipped."""
@@ -387,7 +387,8 @@ def train(
         waited = time.monotonic() - asked
         figures = learner.step(batch)
         if settings.sync:
-            ledger.publish(learner.model, step, {name: figures[name] for name in ("loss", "reward", "solved")})
+            metrics = {name: figures[name] for name in ("solved", "reward", "loss", "clipped")}
+            ledger.publish(learner.model, step, {**metrics, "staleness": statistics.fmean(ages)})
         yield Step(
             step=step,
             seconds=time.monotonic() - began,

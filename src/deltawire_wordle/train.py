@@ -15,8 +15,10 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import httpx
@@ -30,7 +32,7 @@ from deltawire.trainer import Published, Publisher
 
 from . import small_policy
 from .errors import ServerRefused, ServerUnavailable
-from .evaluate import GAMES, evaluate
+from .evaluate import GAMES, WINDOW, evaluate
 from .games import Games
 from .grpo import Learner, Ledger, Rollouts, Settings, train
 from .sampling import ServerSampler, Spread
@@ -57,6 +59,8 @@ class Options:
     """Word list and number of guesses of the environment, for the evaluations."""
     steps: int | None = None
     seconds: float | None = None
+    goal: float | None = None
+    """Share of the games of the last WINDOW steps whose solution ends the training."""
     games: int = GAMES
     """Games of each evaluation; 0 for none."""
     encoding: str = "packed"
@@ -85,7 +89,8 @@ def run(options: Options, settings: Settings) -> None:
         wait_for(options.servers, publisher.version, headers=options.headers)
         _evaluate(options, settings, publisher.version)
         _say("phase", text="training")
-        ledger, step = Ledger(publisher), 0
+        ledger, step, solved = Ledger(publisher), 0, deque[float](maxlen=WINDOW)
+        ended_by = "seconds"
         began = time.monotonic()
         with Rollouts(
             options.servers, Games(options.environment, settings), settings, options.model, headers=options.headers
@@ -95,6 +100,12 @@ def run(options: Options, settings: Settings) -> None:
                 for published in done.published:
                     _say_published(published)
                 _say("step", version=publisher.version, **{k: v for k, v in asdict(done).items() if k != "published"})
+                solved.append(done.figures["solved"])
+                if reached(options.goal, solved):
+                    ended_by = "goal"
+                    break
+                if step == options.steps:
+                    ended_by = "steps"
         trained_s = time.monotonic() - began
         _say("phase", text="bringing the last version everywhere")
         for published in ledger.settle(learner.model, step, PATIENCE_S):
@@ -104,7 +115,20 @@ def run(options: Options, settings: Settings) -> None:
         sha256 = fingerprint(learner.model.state_dict(), "bf16")
         # both from the weights that are trained, not from what was sent of them
         digest = str(full.digest_of(ModelView(learner.model, "bf16")))
-        _say("done", version=publisher.version, step=step, seconds=trained_s, sha256=sha256, digest=digest)
+        _say(
+            "done",
+            version=publisher.version,
+            step=step,
+            seconds=trained_s,
+            ended_by=ended_by,
+            sha256=sha256,
+            digest=digest,
+        )
+
+
+def reached(goal: float | None, solved: deque[float]) -> bool:
+    """Whether this share of recent games was solved; `solved` has the share of each of the last WINDOW steps."""
+    return goal is not None and len(solved) == solved.maxlen and fmean(solved) >= goal
 
 
 def wait_for(
@@ -181,6 +205,7 @@ def main() -> None:
     parser.add_argument("--guesses", type=int, default=small_policy.GUESSES)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seconds", type=float)
+    parser.add_argument("--goal", type=float, help=f"end once this share of the games of {WINDOW} steps is solved")
     parser.add_argument("--lr", type=float, default=usual.rate)
     parser.add_argument("--secrets", type=int, default=usual.secrets, help="per step (%(default)s)")
     parser.add_argument("--generations", type=int, default=usual.games, help="games per secret (%(default)s)")
@@ -202,7 +227,7 @@ def main() -> None:
     )  # fmt: skip
     options = Options(
         given.run, given.env, [url.rstrip("/") for url in given.server], given.policy, given.model, given.words,
-        given.guesses, given.steps, given.seconds, given.games, given.encoding, given.full,
+        given.guesses, given.steps, given.seconds, given.goal, given.games, given.encoding, given.full,
         os.environ.get("DELTAWIRE_TOKEN", "").strip() or None,
     )  # fmt: skip
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 from functools import partial
@@ -17,19 +16,77 @@ from tests.cli.cli_support import invoke, spawn
 
 pytest.importorskip("torch")
 
-from deltawire_wordle.demo import Plan
+from deltawire.cli.common import console
+from deltawire_wordle import report
+from deltawire_wordle.demo import DemoRecord, LargerRecord, Plan, ReplicaStatus
+from deltawire_wordle.demo_command import PHASES, _epilogue, _Lines, _picture
+from deltawire_wordle.small_policy import FOLDER
 
 LOADED = pytest.mark.timeout(400)
 # five processes that import torch, on a machine that may have other things to do
 
 
+def _record(tmp_path: Path) -> DemoRecord:
+    """As the processes of a demo report it, with few of everything."""
+    record = DemoRecord(Plan(tmp_path, games=64), pages={1: "http://127.0.0.1:1/", 2: "http://127.0.0.1:2/"})
+    record.evaluated = [
+        {"version": version, "games": 64, "solved": solved} for version, solved in ((0, 0.25), (20, 0.75))
+    ]
+    figures = {"solved": 0.5, "tokens": 1000, "clipped": 0.01}
+    step = {"staleness": 1.5, "stalest": 2, "dropped": 0, "figures": figures}
+    record.steps = [{"step": number, "seconds": 2.0 * number, **step} for number in range(1, 21)]
+    published = {"bytes": 100, "changed": 30, "elements": 1000}
+    record.published = [{"version": version, **published} for version in range(21)]
+    record.replicas = {"replica-1": [ReplicaStatus(1.0, 20, 0, 0.002, "serving")]}
+    record.done, record.verified = {"ended_by": "goal", "version": 20}, {"ok": True, "versions": 21, "proven": 22}
+    record.equal = {"replica-1": "SHA-256 of the live weights"}
+    phases = dict.fromkeys(PHASES, 0.01)
+    record.larger = LargerRecord(
+        model={"weights": 1_000_000, "full_bytes": 2_000_000, "rate": 1e-6, "link_mbit_s": 100.0},
+        full={"bytes": 2_000_100, "phases": phases, "seconds": 12.0},
+        versions=[{"version": 1, "changed": 10_000, "bytes": 12_500, "phases": phases, "seconds": 0.5}],
+        encodings={name: {"bytes": size, "seconds": 0.1} for name, size in (("packed", 12_500), ("raw", 60_000))},
+        done={"equal": True, "version": 1},
+    )
+    return record
+
+
+def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both acts as lines and as a picture, and the end, from a record: no process is started."""
+    record = _record(tmp_path)
+    lines = _Lines(record)
+    lines()
+    record.act = 2
+    lines()
+    _epilogue(record, report.summary(record), report.larger(record))
+    console().print(_picture(record))
+    text = capsys.readouterr().out
+    for expected in (
+        "live page: http://127.0.0.1:1/\n",
+        "live page: http://127.0.0.1:2/\n",
+        "v0: 25.0% of 64 games solved",
+        "step 20  solved 50%  tokens/s 500  staleness 1.5  version 20  changed 3.00 %  "
+        "sent 2 kB of 40 kB (20.0×, at lr 3e-05)",
+        "solved 25.0% before, 75.0% after 20 steps in 40 s (the goal was reached)",
+        "so many change because a model this small needs a learning rate of 3e-05",
+        "1.00 % of 1 M weights change in a step: 12.5 kB instead of 2 MB, 160× smaller",
+        "over 100 Mbit/s: 500 ms (median), full weights 12 s, both measured here",
+        "bits per changed weight: packed 10.0 (12.5 kB, 100 ms to encode), raw 48.0",
+        "✓ 2 replicas hold the trainer's bits, all 21 versions verified",
+    ):
+        assert expected in text
+
+
 @LOADED
+@pytest.mark.slow
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As short as it can be: two steps and one server."""
     monkeypatch.setattr("deltawire_wordle.demo.Plan", partial(Plan, replicas=1))
     out, before = tmp_path / "out", _children()
-    lines = invoke("demo", "--steps", 2, "--games", 4, "--keep", "--out", out).stdout.splitlines()
+    lines = invoke("demo", "--act", 1, "--steps", 2, "--games", 4, "--keep", "--out", out).stdout.splitlines()
     assert not _children() - before
+    assert lines[0].startswith("A policy of 0.5 M weights learns Wordle.")
+    assert lines.index("· starting") == lines.index(next(line for line in lines if "live page: http://127" in line)) + 1
     assert "· training" in lines
     assert any(line.startswith("✓ 1 replicas hold the trainer's bits, all 3 versions verified") for line in lines)
     story = json.loads((out / "report.json").read_bytes())
@@ -38,9 +95,11 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [version["version"] for version in story["published"]] == [0, 1, 2]
     assert [found["version"] for found in story["evaluated"]] == [0, 2]
     assert set(story["equal"]) == {"replica-1"}
+    assert story["done"]["ended_by"] == "steps"
     page = (out / "report.html").read_text()
-    assert page.count("<svg") >= 6
-    assert not re.search(r"(src|href)\s*=", page), "it needs no other file"
+    assert story["reports"] == {"1": str(out / "report.html")}
+    assert f"report: {out / 'report.html'}" in lines
+    assert '"staleness"' in page, "what the trainer measures is on it"
     # the bucket is a run like any other
     assert json.loads(invoke("verify", out / "run", "--json").stdout)["ok"]
     # and a second demo publishes into neither it nor its folder
@@ -50,10 +109,24 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @LOADED
 @pytest.mark.slow
+def test_act_two_with_a_model_of_ones_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = spawn("demo", "--act", 2, "--model", FOLDER, "--link", 50, "--out", out)
+    text, err = process.communicate()
+    assert process.returncode == 0, text + err
+    assert "over 50 Mbit/s" in text
+    assert "bits per changed weight: packed" in text
+    assert "✓ 1 replicas hold the trainer's bits" in text
+    assert sorted(path.name for path in out.iterdir()) == ["logs", "report-larger.html", "report.json"]
+    assert len(json.loads((out / "report.json").read_bytes())["larger"]["versions"]) == 4
+
+
+@LOADED
+@pytest.mark.slow
 def test_a_server_dies_and_comes_back(tmp_path: Path) -> None:
     """As `make demo --kill-replica` runs it, in a process of its own, with few steps."""
     out = tmp_path / "out"
-    process = spawn("demo", "--steps", 6, "--games", 16, "--kill-replica", "--out", out)
+    process = spawn("demo", "--act", 1, "--steps", 6, "--games", 16, "--kill-replica", "--out", out)
     seen = _watch(process)
     text, err = process.communicate()
     assert process.returncode == 0, text + err
@@ -105,7 +178,7 @@ def test_nothing_outlives_the_demo(tmp_path: Path, sent: signal.Signals, when: s
 def test_the_demo_through_s3_without_syncing(tmp_path: Path) -> None:
     """The control: replicas play with version 0 throughout, and get the last one only to be measured."""
     home = {**os.environ, "TMPDIR": str(tmp_path)}
-    process = spawn("demo", "--steps", 4, "--games", 16, "--bucket", "s3", "--no-sync", "--json", env=home)
+    process = spawn("demo", "--act", 1, "--steps", 4, "--games", 16, "--bucket", "s3", "--no-sync", "--json", env=home)
     seen = _watch(process)
     text, err = process.communicate()
     assert process.returncode == 0, text + err
@@ -128,9 +201,12 @@ def test_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_trainer_that_cannot_start_is_a_problem_with_a_reason(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("a file where a folder should be")
-    value = json.loads(invoke("demo", "--bucket", taken / "run", "--out", tmp_path / "out", "--json", code=1).stdout)
+    value = json.loads(
+        invoke("demo", "--act", 1, "--bucket", taken / "run", "--out", tmp_path / "out", "--json", code=1).stdout
+    )
     assert "trainer" in value["problems"][0]
-    assert Path(value["report"]["html"]).is_file()
+    assert value["report"]["html"] is None
+    assert Path(value["report"]["json"]).is_file()
 
 
 def _watch(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:

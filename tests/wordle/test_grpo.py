@@ -215,7 +215,7 @@ class Counting(Learner):
     def step(self, groups: object) -> dict[str, float]:
         self.batches.append([group.oldest for group in groups])  # type: ignore[attr-defined]
         moved(self.model)
-        return {"loss": 0.0, "reward": 0.0, "solved": 0.0}
+        return {"loss": 0.0, "reward": 0.0, "solved": 0.0, "clipped": 0.0}
 
 
 def groups(*versions: int) -> list[Group]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from test_small_policy import RULES
 
 from deltawire_wordle.evaluate import evaluate
 from deltawire_wordle.layout import VOCABULARY, parse
-from deltawire_wordle.make_policy import STEPS, synthetic_game, train
+from deltawire_wordle.make_policy import LESSONS, Lesson, synthetic_game, train
 from deltawire_wordle.sampling import ModelSampler
 from deltawire_wordle.small_policy import FOLDER, load, save
 from deltawire_wordle.wordle import consistent
@@ -35,10 +36,19 @@ def test_synthetic_games_are_consistent() -> None:
         assert not learned[0]
 
 
+def test_careless_players_ignore_answers() -> None:
+    rng = random.Random(0)
+    games = [synthetic_game(RULES, rng, careless=1.0)[0] for _ in range(200)]
+    guesses = Counter(parse(ids[at : at + 5]) for ids in games for at in range(1, len(ids), 10))
+    assert {*guesses} == {*RULES.words}
+    assert max(guesses.values()) < 40, "about 15 times each"
+
+
 def test_making_it_is_deterministic(tmp_path: Path) -> None:
-    first, second = train(RULES, steps=3), train(RULES, steps=3)
+    lessons = (Lesson(2, 2e-3, 0.0), Lesson(1, 1e-3, 0.5))
+    first, second = train(RULES, lessons), train(RULES, lessons)
     assert digest(first) == digest(second)
-    assert digest(first) != digest(train(RULES, steps=3, seed=2))
+    assert digest(first) != digest(train(RULES, lessons, seed=2))
     save(first, tmp_path / "made")
     assert digest(load(tmp_path / "made")) == digest(first)
     assert {file.name for file in (tmp_path / "made").iterdir()} == {file.name for file in FOLDER.iterdir()}
@@ -48,5 +58,5 @@ def test_making_it_is_deterministic(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_the_recipe_makes_what_ships(shipped: ModelSampler) -> None:
     """To the bit on the machine that made it; elsewhere a policy that plays as well."""
-    made = ModelSampler(train(RULES, STEPS))
+    made = ModelSampler(train(RULES, LESSONS))
     assert evaluate(made, RULES).solved == pytest.approx(evaluate(shipped, RULES).solved, abs=0.07)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.testing.seaweed import SeaweedFS
 from deltawire_wordle.processes import ChildProcess, free_port
+from deltawire_wordle.train import reached
 
 QUIET = {"OMP_NUM_THREADS": "1", "DELTAWIRE_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -34,6 +36,17 @@ def heard(box: ChildProcess, kind: str) -> dict[str, Any]:
             return event
         time.sleep(0.02)
     pytest.fail(f"no {kind} from the {box.name}: {box.last_log_line}")
+
+
+def test_a_goal_is_reached_by_all_recent_games_together() -> None:
+    solved = deque([0.9, 0.6], maxlen=3)
+    assert not reached(0.5, solved), "too few games to tell"
+    solved += [0.6]
+    assert reached(0.7, solved)
+    assert not reached(0.71, solved)
+    solved += [0.8]
+    assert not reached(0.7, solved), "the first step is forgotten"
+    assert not reached(None, solved)
 
 
 @pytest.mark.slow
