@@ -26,7 +26,7 @@ from deltawire.replica import Replica
 from servers import Server, free_port
 from tests.docs.documents import blocks
 
-TASK = Path(__file__).with_name("eos_task.py")
+TASK = Path(__file__).parent / "trl" / "eos_task.py"
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 STEPS = 25
 
