@@ -1,1 +1,1 @@
-"""Where weights are served from."""
+"""Servers that follow a run, and weight sync for TRL."""

@@ -1,4 +1,4 @@
-"""Access to a server: tokens and addresses. Imports nothing heavy, so that a refusal comes at once."""
+"""Access to a server: tokens and addresses. Imports no heavy module, so that a refusal is immediate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..core.errors import Misconfigured
 
 
 def check_guarded(host: str, token: str | None) -> None:
-    """Raise Misconfigured for a server that others could stop: one without a token that listens beyond this machine."""
+    """Raise Misconfigured for a server without a token that can be reached from other machines."""
     if token is None and not is_loopback(host):
         raise Misconfigured(
             f"listening on {host} lets others reach /pause and /resume: set a bearer token in DELTAWIRE_TOKEN "

@@ -47,7 +47,7 @@ def health(follower: Follower | None) -> tuple[str, str]:
 
 
 def status(engine: str, model: str, follower: Follower | None, **more: Any) -> dict[str, Any]:
-    """Return the body of GET /deltawire/status; `more` are fields of this engine, or that it overrides."""
+    """Return the body of GET /deltawire/status. `more` adds fields of this engine, or replaces common ones."""
     state, reason = health(follower)
     said = {"engine": engine, "model": model, "state": state, "reason": reason}
     if follower is None:
@@ -179,6 +179,6 @@ _STATUS: tuple[tuple[tuple[type[DeltawireError], ...], int], ...] = (
 
 
 def refusal(error: DeltawireError) -> HTTPException:
-    """The HTTP answer to a control request that ended in this error."""
+    """Return the HTTP error for a control request that raised this error."""
     status = next((status for kinds, status in _STATUS if isinstance(error, kinds)), 409)
     return HTTPException(status, f"{type(error).__name__}: {error}")

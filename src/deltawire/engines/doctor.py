@@ -1,4 +1,4 @@
-"""Whether a rollout server follows its run, seen from outside: the checks of `deltawire doctor --server`.
+"""Check from outside whether a rollout server follows its run, for `deltawire doctor --server`.
 
 Reads what any engine answers under the names of names.py. Changes nothing on the server.
 """
@@ -158,7 +158,7 @@ def _guard(status: dict[str, Any]) -> Finding:
 
 
 def _token(url: str, token: str | None) -> Finding:
-    """Who may control the server: asked without a token, then with the one we have."""
+    """Check who may control the server: a request without a token, then one with ours."""
     open_to_all = _ask(url, "POST", "/deltawire/pin", None, _PROBE)
     if open_to_all.status == 403:
         return Finding(
@@ -215,7 +215,7 @@ def _value(body: bytes) -> Any:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A token is for the address it was given for."""
+    """Follow no redirects: a token is sent only to the address it was given for."""
 
     def redirect_request(self, *_: Any) -> None:
         return None

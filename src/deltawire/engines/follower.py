@@ -64,7 +64,7 @@ class Follower:
         self._thread = threading.Thread(target=self.loop, name="deltawire-follower", daemon=True)
 
     def start(self) -> None:
-        """Run `loop` in a thread of its own."""
+        """Run `loop` in a thread."""
         self._thread.start()
 
     @property
@@ -74,7 +74,7 @@ class Follower:
 
     @property
     def version(self) -> int | None:
-        """The version that the weights are; None if they are none."""
+        """The version of the weights; None if they have none."""
         return self.replica.version
 
     @property

@@ -1,4 +1,4 @@
-"""An HTTP server that no client can hold up: a limit on connections and a deadline for each phase of one.
+"""An HTTP server that no client can block: a limit on connections, and a deadline for each phase of one.
 
 uvicorn parses and answers; what it lacks is here. A connection is in one of these phases:
 
@@ -48,7 +48,7 @@ _TOO_SLOW = (
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """Limits on connections, in seconds where nothing else is said."""
+    """Limits on connections; times are in seconds."""
 
     most: int = 1024
     """Connections at once; fewer where the process may not open so many files."""
@@ -63,7 +63,7 @@ class Connections:
 
     @property
     def allowed(self) -> int:
-        """How many there can be in this process."""
+        """Number of connections that this process can have."""
         try:
             import resource
         except ImportError:  # Windows has no such limit
@@ -73,7 +73,7 @@ class Connections:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 becomes one that is free. Clients cannot connect before the server runs."""
+    """Return a bound socket; port 0 chooses a free one. Clients cannot connect before the server runs."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family)
     try:
@@ -95,7 +95,7 @@ def _why_not(host: str, port: int, error: OSError) -> str:
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a log line is about this server: a client that sends no UTF-8 over a WebSocket is worth no traceback."""
+    """Whether to log a line: not the traceback for a client that sends invalid UTF-8 over a WebSocket."""
     return not str(record.msg).startswith("Invalid UTF-8 sequence received")
 
 
@@ -144,7 +144,7 @@ class Server(uvicorn.Server):
         dropping.cancel()
 
     async def _drop_slow_clients(self) -> None:
-        """Answers are waited for, clients are not."""
+        """Close connections that are not being answered, or whose client does not read."""
         while True:
             for connection in [*self.server_state.connections]:
                 if isinstance(connection, _Connection) and (connection.phase != "answer" or connection.stuck):

@@ -19,7 +19,7 @@ SERVING = ("healthy", "degraded")
 
 
 def model_name(run: str) -> str:
-    """The name clients give to the model of a run, unless the server was started with another: the run's own name."""
+    """Return the name of a run's model for clients, unless the server was given another: the name of the run."""
     return run.partition("?")[0].rstrip("/").rpartition("/")[2]
 
 

@@ -1,4 +1,4 @@
-"""TRL's stock rollout worker, with samples that carry the version the server says they were made with.
+"""TRL's stock rollout worker, with samples labelled by the version that the server reports for them.
 
 The worker's loop runs in a child process, talks to the server and marks each sample there; the trainer takes samples
 from a queue in its own process. So the loop marks them with the version of the run, the oldest that had a part in them,

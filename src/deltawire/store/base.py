@@ -34,7 +34,7 @@ def check_size(where: str, size: int, limit: int | None) -> None:
 
 
 def is_transient(status: int) -> bool:
-    """Whether an HTTP status may change by itself. 501 is about the request, not about the moment."""
+    """Whether an HTTP status may be temporary. 501 is not: the server does not implement the request."""
     return status in (408, 425, 429) or (status >= 500 and status != 501)
 
 
@@ -182,7 +182,7 @@ class Settling(Protocol):
 
 
 def check_key(key: str) -> str:
-    """The key itself, or UnsafeName when some store could read it as another place than it says."""
+    """Return the key. Raises UnsafeName if a store could take it for another place."""
     problem = _key_problem(key)
     if problem:
         raise UnsafeName(f"object key {key!r}: {problem}")

@@ -1,4 +1,4 @@
-"""What users of Azure's and Google's own tools set in their environment, in the words of the bucket client.
+"""Settings of Azure's and Google's own tools in the environment, translated for the bucket client.
 
 The client reads AZURE_STORAGE_ACCOUNT_NAME, GOOGLE_APPLICATION_CREDENTIALS and the like by itself. It knows no
 connection strings and no emulators of Google Cloud, hence this file.
@@ -49,7 +49,7 @@ def azure(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _parts(text: str) -> dict[str, str]:
-    """Names in lower case: tools do not care."""
+    """Parse a connection string; names in lower case, since case does not matter."""
     pairs = (part.partition("=") for part in text.split(";") if part.strip())
     return {name.strip().lower(): value.strip() for name, _, value in pairs}
 
@@ -61,7 +61,7 @@ def google_endpoint(environ: Mapping[str, str]) -> str | None:
 
 
 def google(environ: Mapping[str, str]) -> dict[str, str]:
-    """An emulator has no accounts, so nothing is signed there."""
+    """Settings for Google Cloud. An emulator has no accounts, so its requests are not signed."""
     endpoint = google_endpoint(environ)
     if not endpoint:
         return {}

@@ -309,7 +309,7 @@ def _events(lines: Iterator[str]) -> Iterator[tuple[str, hub_client.Json]]:
 
 @contextlib.contextmanager
 def _ended_by(stop: threading.Event, response: Response) -> Iterator[None]:
-    """`stop` ends the reading within moments, not when the server happens to speak next."""
+    """Close the connection soon after `stop` is set, instead of at the next event."""
     connection = response.extensions["network_stream"].get_extra_info("socket")
     done = threading.Event()
 

@@ -61,7 +61,7 @@ _engine_lock = threading.Lock()
 
 
 def require() -> None:
-    """MissingExtra where hf:// cannot work here."""
+    """Raise MissingExtra if a package that hf:// needs is missing or too old."""
     try:
         import hf_xet  # noqa: F401
         import huggingface_hub  # noqa: F401
@@ -75,7 +75,7 @@ def require() -> None:
 
 
 def _session() -> hf_xet.XetSession:
-    """One for the process; a forked child cannot use its parent's."""
+    """Return the session of this process; a forked child cannot use its parent's."""
     global _engine
     import hf_xet
 
@@ -190,7 +190,7 @@ class HubClient:
         return {**headers, **more}
 
     def batch(self, operation: Json, where: str) -> Json:
-        """One operation; what the server said about it if it failed, else nothing.
+        """Send one operation. Returns the server's description of a failure, empty if it succeeded.
 
         Failures come as a list, in a 200 when some operations of a batch failed and in a 422 when all did.
         """
@@ -246,7 +246,7 @@ class HubClient:
         return bytes(data)
 
     def _reading(self, access: _Access) -> hf_xet.XetDownloadStreamGroup:
-        """One for all reads while the token lasts; a forked child makes its own."""
+        """Return the download group for all reads while the token is valid; a forked child makes its own."""
         with self._lock:
             if self._downloads is None or self._downloads[:2] != (os.getpid(), access):
                 group = _session().new_download_stream_group(**self._connection("read", access))

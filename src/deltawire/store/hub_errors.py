@@ -30,21 +30,21 @@ _LINK = re.compile(r"https?://\S+")
 
 
 def of_response(response: httpx2.Response, where: str) -> DeltawireError:
-    """An answer of the Hub that is no success."""
+    """Translate an error response of the Hub."""
     if response.headers.get("X-Error-Code") == "RepoNotFound":
         return NoBucket(f"{where}: there is no such bucket, or this token may not see it; if it should, {_LOGIN}")
     return _of_status(response.status_code, where, _said(response), _wait(response.headers))
 
 
 def of_request(error: Exception, where: str) -> DeltawireError:
-    """A request that got no answer."""
+    """Translate the error of a request without a response."""
     if type(error).__name__ == "OfflineModeIsEnabled":
         return StoreError(f"{where}: HF_HUB_OFFLINE is set; unset it to reach the Hub")
     return StoreUnavailable(f"{where}: {_clean(error)}")
 
 
 def of_storage(error: Exception, where: str) -> DeltawireError:
-    """What the storage engine raises. It retries by itself, so what it does not explain is worth a later attempt."""
+    """Translate an error of the storage engine. It retries by itself; unexplained errors may be temporary."""
     text = _clean(error)
     if status := _STATUS.search(str(error)):
         return _of_status(int(status[1]), where, text, None)
@@ -82,7 +82,7 @@ def _said(response: httpx2.Response) -> str:
 
 
 def _wait(headers: Mapping[str, str]) -> float | None:
-    """How long to stay away: `Retry-After`, or what the rate limit says about its window."""
+    """Seconds to wait before a retry: `Retry-After`, or the rest of the rate limit's window."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
     said = headers.get("Retry-After", "")

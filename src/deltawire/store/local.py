@@ -325,7 +325,7 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def _stamp(descriptor: int) -> None:
-    """Give the file a time of its own, to the nanosecond, by the clock of the file system and not of this machine.
+    """Give the file a unique modification time, by the clock of the file system and not of this machine.
 
     The kernel stamps files once per tick (about 4 ms). Two puts in one tick can get the inode of the object before
     last, and then inode, time and size would all repeat: a reader would take new content for what it already has. So

@@ -87,7 +87,7 @@ _ASKED_US = "External AWS credential provider: "
 
 
 def translate(error: Exception, where: str) -> DeltawireError:
-    """`where` is the URL of the object, or of the store for a listing."""
+    """Translate an error of the client. `where` is the URL of the object, or of the store for a listing."""
     text, _, debug = str(error).partition("\n\nDebug source:")
     # What the server answered, apart from what precedes it: the key, which could say anything.
     answer = text.partition("Server returned non-2xx status code: ")[2]
@@ -138,13 +138,13 @@ def _tag(name: str, text: str) -> str | None:
 
 
 def _batch_code(text: str) -> str | None:
-    """The code in an answer that was 200 for the request and an error for the object: S3 deletes in batches."""
+    """The error code of one object in a response with status 200: S3 deletes in batches."""
     found = re.search(r"DeleteObjects request failed .*\(code: (\w+)\)$", text.strip(), re.DOTALL)
     return found[1] if found else None
 
 
 def _reason(text: str, answer: str, debug: str) -> str:
-    """One line a person can act on: the server's own words, or what the socket said."""
+    """Return the reason in one line: the message of the server or of the socket, and the next step."""
     if answer:
         code = _tag("Code", answer)
         said = ": ".join(part for part in (answer.partition(":")[0].strip(), code, _tag("Message", answer)) if part)

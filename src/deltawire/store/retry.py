@@ -123,7 +123,7 @@ class Retrying:
         return self._retry(inner.folders, prefix)
 
     def announcements(self, stop: threading.Event) -> Iterator[str]:
-        """As in `Announcing`; never repeated here, since the reader knows what it missed meanwhile."""
+        """As in `Announcing`; not retried here, because the reader must look for what it missed."""
         if not isinstance(self.inner, Announcing):
             raise Unsupported(f"{self.url} does not tell its readers what changed")
         return self.inner.announcements(stop)

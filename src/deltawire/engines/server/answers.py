@@ -48,7 +48,7 @@ class Answer:
         return []
 
     def chunk(self, sequence: Sequence, delta: Delta) -> dict[str, Any]:
-        """The chunk for what a step added."""
+        """The chunk with the tokens that a step added."""
         end = _end(sequence) if delta.finished else {"finish_reason": None, "stop_reason": None}
         return self._chunk({**self._choice(sequence, delta, streamed=True), **end})
 
@@ -57,7 +57,7 @@ class Answer:
         return {**self._chunk(), **self.usage(sequences)}
 
     def usage(self, sequences: list[Sequence]) -> dict[str, Any]:
-        """How many tokens there were. The prompt of a request with several choices counts once."""
+        """Numbers of tokens. The prompt of a request with several choices counts once."""
         prompt, made = sum(len(s.prompt) for s in sequences) // self.request.n, sum(len(s.tokens) for s in sequences)
         return {"usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}}
 

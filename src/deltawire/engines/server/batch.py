@@ -35,7 +35,7 @@ class _Layer(DynamicLayer):
         return self.keys, self.values
 
     def fill(self, *parts: tuple[Any, Any]) -> None:
-        """Hold the rows of these keys and values, aligned on the right."""
+        """Store the rows of these keys and values, aligned on the right."""
         columns = max(keys.shape[2] for keys, _ in parts)
         self._stores = tuple(_stacked(tensors, columns) for tensors in zip(*parts, strict=True))
         self._show(columns)
@@ -91,7 +91,7 @@ class Batch:
         return logits[spread]
 
     def step(self, last: list[int]) -> Tensor:
-        """Move every row by a token; `last` are the newest ones. Returns the logits after them."""
+        """Compute the next step: `last` are the newest tokens of all rows. Returns the logits after them."""
         self._lengths += 1
         return self._forward(self._tensor(last)[:, None], self._lengths, self._cache)
 
@@ -136,7 +136,7 @@ def _new_cache() -> Cache:
 
 
 def require_batchable(model: Any, name: str) -> None:
-    """Raise SchemaMismatch for a model that computes something else in a batch than alone.
+    """Raise SchemaMismatch for a model whose logits differ between a batch and a single sequence.
 
     That is one that caches more than keys and values, or attends to more than earlier tokens: its text would be wrong.
     Two sequences of different lengths are computed in a batch and alone, and compared.

@@ -22,7 +22,7 @@ class Offload:
             thread.start()
 
     async def run(self, seconds: float, function: Callable[[], T]) -> T:
-        """Return or raise what it does; asyncio.TimeoutError after so many seconds, with the wait for a thread."""
+        """Return the result of a function. asyncio.TimeoutError after `seconds`, including the wait for a thread."""
         future: Future[T] = Future()
         self._jobs.put((future, function))
         return await asyncio.wait_for(asyncio.wrap_future(future), seconds)

@@ -236,7 +236,7 @@ R = TypeVar("R", bound=CommonRequest)
 
 
 def parse(body: bytes, kind: type[R]) -> R:
-    """The request in a body; raises Refused for what is not one."""
+    """Parse the body of a request; raises Refused if it is invalid."""
     try:
         given = from_json(body, allow_inf_nan=False)
     except ValueError as error:

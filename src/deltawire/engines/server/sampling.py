@@ -1,4 +1,4 @@
-"""From logits to tokens, for a whole batch at once and yet for each request on its own.
+"""Draw tokens from logits: one call for a batch, with the sampling parameters of each request.
 
 A request draws one uniform number per token from its own generator, and the token is where that number falls in the
 cumulated probabilities. Who else is in the batch does not matter, but for the last bits of the logits: these depend on
@@ -30,7 +30,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 def draw(
     logits: Tensor, sequences: Rows[Sequence], mode: LogprobsMode
 ) -> list[tuple[int, float | None, list[tuple[int, float]]]]:
-    """One token for each row of logits, as `Sequence.take` takes it: its log-probability and the likeliest tokens."""
+    """Draw a token for each row of logits. Returns token, log-probability and likeliest tokens, for `Sequence.take`."""
     raw = logits.float()
     processed = _processed(raw, sequences)
     tokens = _pick(processed, sequences)

@@ -3,7 +3,7 @@ change, between two steps. Every token is labelled with the version that made it
 
     waiting ──admit──▶ running ──finish──▶ its listener
        ▲                  │
-       └── new weights, ──┘   with the KV policy `clear`: computed anew, under the new weights, from its tokens so far
+       └── new weights, ──┘   with the KV policy `clear`: recomputed from its tokens so far, under the new weights
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Scheduler:
         return length <= self.limits.max_model_len and length * self.batch.position_bytes <= self.limits.kv_memory
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queue all of them or, with QueueFull, none."""
+        """Queue all sequences. Raises QueueFull, and queues none, if there is no room for all."""
         with self._changed:
             if self._closed or self.waiting + len(sequences) > self.limits.max_queue:
                 raise QueueFull
@@ -129,14 +129,14 @@ class Scheduler:
             self._changed.notify_all()
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """End these between two steps, with what they have."""
+        """End sequences before the next step, with the tokens they have."""
         with self._changed:
             for sequence in sequences:
                 sequence.cancelled = True
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Look again: `version` may return something else now."""
+        """Check for work again, because `version` may have changed."""
         with self._changed:
             self._changed.notify_all()
 
@@ -156,11 +156,11 @@ class Scheduler:
                 self._changed.notify_all()
 
     def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
-        """Make no more tokens until `resume`; what arrives meanwhile waits. What is there already:
+        """Generate nothing until `resume`; new sequences wait. Present ones, by mode:
 
-        abort   ends now, with what it has
-        wait    is finished first
-        keep    stays where it is and goes on at `resume`, computed anew if `clear_cache`
+        abort   end now, with the tokens they have
+        wait    are finished first
+        keep    are kept, and continue at `resume`, recomputed if `clear_cache`
         """
         with self._changed:
             self._set_pause(mode)
@@ -177,7 +177,7 @@ class Scheduler:
             self._set_pause(None)
 
     def drain(self, seconds: float) -> None:
-        """Take nothing new, let what is there finish for so long, end the rest. The thread is gone afterwards."""
+        """Refuse new sequences, wait at most `seconds` for present ones, then end those and the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -213,7 +213,7 @@ class Scheduler:
 
     @property
     def _ready(self) -> bool:
-        """Whether there are sequences that may be computed during a pause too."""
+        """Whether there are sequences that did not arrive during a pause."""
         return not all(sequence.late for sequence in self._queue)
 
     def _has_work(self) -> bool:
@@ -268,12 +268,12 @@ class Scheduler:
         return updates
 
     def _start_over(self) -> None:
-        """Compute nothing any more: what ran is at the head of the queue."""
+        """Empty the batch. Its sequences are first in the queue, so they are admitted again."""
         self.running = 0
         self.batch.clear()
 
     def _admit(self) -> list[Sequence]:
-        """Make rows of sequences in the queue, as many as one prefill should take and memory allows."""
+        """Add waiting sequences to the batch, as many as the limits on one prefill and on memory allow."""
         joined: list[Sequence] = []
         longest = max((s.longest for s in self._queue[: self.running]), default=0)
         widest = 0
@@ -292,7 +292,7 @@ class Scheduler:
         return joined
 
     def _advance(self, sequences: list[Sequence], logits: Tensor, version: int) -> Updates:
-        """Draw a token for each of them; those that are finished leave."""
+        """Draw a token for each sequence, and drop finished ones."""
         for sequence, drawn in zip(sequences, draw(logits, sequences, self._logprobs_mode), strict=True):
             sequence.take(version, *drawn)
         self.counts.generated_tokens += len(sequences)

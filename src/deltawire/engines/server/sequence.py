@@ -94,7 +94,7 @@ class Sequence:
 
     @property
     def longest(self) -> int:
-        """Tokens it may have in the end."""
+        """Most tokens that it can have, the prompt included."""
         return len(self.prompt) + self.sampling.max_tokens
 
     @property
@@ -106,7 +106,7 @@ class Sequence:
 
     @property
     def banned(self) -> list[int]:
-        """Tokens that the next one may not be: those that would end the answer too early."""
+        """Tokens that must not be drawn next, because they would end the answer before `min_tokens`."""
         return [*self.eos, *self.sampling.stop_token_ids] if len(self.tokens) < self.sampling.min_tokens else []
 
     def take(self, version: int, token: int, logprob: float | None, top: list[tuple[int, float]]) -> None:
@@ -130,13 +130,13 @@ class Sequence:
             self.finish("length")
 
     def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
-        """End it: nothing is added afterwards."""
+        """End the sequence. No token is added afterwards."""
         self.finish_reason, self.stop_reason = reason, stop_reason
         if self._stream is not None:
             self._stream.finish()
 
     def delta(self, first: int) -> Delta:
-        """What is new, from the token `first` on."""
+        """Return what was added from the token `first` on."""
         text = self._stream.take() if self._stream is not None and self.live else ""
         return Delta(text, first, len(self.tokens), self.finish_reason is not None)
 

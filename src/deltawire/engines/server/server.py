@@ -136,7 +136,7 @@ class RolloutServer:
         return control.health(self.follower)
 
     def status(self) -> dict[str, Any]:
-        """The answer to GET /deltawire/status."""
+        """Return the body of GET /deltawire/status."""
         state, reason = self.health
         scheduler = self.scheduler
         return control.status(
@@ -160,7 +160,7 @@ class RolloutServer:
             return {"version": version, "sha256": fingerprint(self.loaded.model.state_dict(), dtype, exact=True)}
 
     def run(self, on_listening: Any = lambda: None) -> None:
-        """Serve until told to end. Raises what made following the run impossible, or KeyboardInterrupt."""
+        """Serve until `stop` or a signal. Raises the error that ended following the run, or KeyboardInterrupt."""
         self._server.on_listening = on_listening
         self.scheduler.start()
         self.follower.start()
@@ -179,7 +179,7 @@ class RolloutServer:
             raise KeyboardInterrupt
 
     def stop(self) -> None:
-        """Ask it to end; from any thread."""
+        """Stop the server. May be called from any thread."""
         self._server.should_exit = True
 
     def _token_text(self, token: int) -> str:

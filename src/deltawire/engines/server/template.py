@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process of their own.
+"""Render chat templates in a separate process.
 
 A template is a program that comes with the model, perhaps out of a bucket, and a client's messages are its input. It
 may loop forever or allocate any amount of memory, and a thread that does so cannot be stopped. A process can: it gets
@@ -34,11 +34,11 @@ _OURS = {
 
 
 class TemplateFailed(Exception):
-    """The template does not take these messages, or took too long."""
+    """The template refused these messages, or took too long."""
 
 
 class ChatTemplate:
-    """A template and the special tokens it may name. From any thread, one conversation at a time."""
+    """A chat template with its special tokens. Any thread may use it; conversations are rendered one at a time."""
 
     def __init__(self, template: str, special: dict[str, Any]) -> None:
         self._opening = {"template": template, "special": special}
@@ -51,7 +51,7 @@ class ChatTemplate:
     def render(
         self, messages: list[dict[str, Any]], variables: dict[str, Any], *, prompt: bool, resume: bool, most: int
     ) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
         variables   what a client sets beside the messages; only variables of the template may be set
         prompt      end with what begins an answer
@@ -68,7 +68,7 @@ class ChatTemplate:
             return str(self._ask(process, asked, RENDER_S)["text"])
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, also while it renders."""
         self._closed = True
         process = self._process
         if process is not None:
@@ -181,7 +181,7 @@ def _limit_memory() -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """The server kills what takes too long; this does where the server itself was killed meanwhile."""
+    """Limit the CPU time, for the case that the server, which kills slow rendering, was itself killed."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 

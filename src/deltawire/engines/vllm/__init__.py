@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def _prepare_core() -> None:
-    """Give the engine core what a swap needs. What is wrong in the environment is said now, before a model loads."""
+    """Add the swap to the engine core. Raises on wrong settings now, before a model is loaded."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
@@ -66,12 +66,12 @@ BACKEND_FLAG = '--weight-transfer-config \'{"backend": "deltawire"}\''
 
 
 def named() -> bool:
-    """Whether vLLM was told to load the endpoint plugin too, without which no run is followed."""
+    """Whether vLLM loads the endpoint plugin too, without which no run is followed."""
     return NAME in os.environ.get("VLLM_PLUGINS", "").split(",")
 
 
 def log_to_vllm() -> None:
-    """Have what deltawire logs in this process written by vLLM's own log handlers, unless it is configured already."""
+    """Log through vLLM's handlers in this process, unless the logger is configured already."""
     if not log.hasHandlers():
         log.addHandler(_ToVllm())
         log.setLevel(logging.getLogger("vllm").getEffectiveLevel())
@@ -80,7 +80,7 @@ def log_to_vllm() -> None:
 
 
 class _ToVllm(logging.Handler):
-    """Passes records on to whatever handlers vLLM has at the moment: it configures its logging more than once."""
+    """Passes records to vLLM's current handlers: vLLM configures its logging more than once."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logging.getLogger("vllm").handle(record)

@@ -1,4 +1,4 @@
-"""Arrays that one process of a node writes and another maps: a header in JSON, then the arrays as they are."""
+"""Arrays in files that one process of a node writes and another maps: a header in JSON, then the arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFIX = 8
 
 
 def folder() -> tempfile.TemporaryDirectory[str]:
-    """A private folder, in memory where the system has one for that."""
+    """Make a private folder, in memory if the system has a memory file system."""
     shared = Path("/dev/shm")
     return tempfile.TemporaryDirectory(prefix="deltawire-", dir=shared if os.access(shared, os.W_OK) else None)
 
@@ -50,7 +50,7 @@ def create(path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dic
 
 
 def open_arrays(path: Path) -> dict[str, Array]:
-    """The arrays of a file. The file may be removed while they are in use."""
+    """Map the arrays of a file. The file may be removed while they are in use."""
     with open(path, "rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     size = int.from_bytes(memory[:_PREFIX], "little")
@@ -59,7 +59,7 @@ def open_arrays(path: Path) -> dict[str, Array]:
 
 
 def write(path: Path, arrays: Mapping[str, Array]) -> None:
-    """A file with copies of arrays."""
+    """Write copies of arrays to a new file."""
     made = create(path, {name: (array.dtype.str, array.shape) for name, array in arrays.items()})
     for name, array in arrays.items():
         made[name][...] = array

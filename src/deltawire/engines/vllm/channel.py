@@ -71,7 +71,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 class Caller:
-    """The calling end. Not for several threads at once."""
+    """The calling side of a socket. For one thread at a time."""
 
     def __init__(self, path: str, *, patience_s: float = 60.0) -> None:
         end = time.monotonic() + patience_s
@@ -111,7 +111,7 @@ class Caller:
 
 
 def call_all(callers: Sequence[Caller], operation: str, limit_s: float, **arguments: Any) -> list[Answer]:
-    """Have several processes do the same at once; their answers in order."""
+    """Call several processes at the same time. Returns their answers in order."""
     for caller in callers:
         caller.send(operation, **arguments)
     return [caller.receive(limit_s) for caller in callers]

@@ -1,4 +1,4 @@
-"""What runs in vLLM's engine core, between two steps of the model: the swap of all ranks, and salts of the cache.
+"""Runs in vLLM's engine core, between two steps of the model: the swap on all ranks, and salts of the prefix cache.
 
 `swap` is one call: it lets the step that is running finish, writes the staged version on all ranks, and goes on. Ranks
 prove what they wrote; if one of them cannot, all are put back before another token is made. `attach` adds it to vLLM's
@@ -25,7 +25,7 @@ _OWN = "deltawire_own_salt"
 
 
 def attach(core_class: Any, scheduler_class: Any, *, salts: bool) -> None:
-    """Give vLLM's EngineCore a swap, and salts where they are wanted. May be called more than once."""
+    """Add the swap and, if configured, cache salts to vLLM's EngineCore. May be called more than once."""
     if hasattr(core_class, "deltawire_swap"):
         return
     core_class.deltawire_swap = swap
@@ -118,7 +118,7 @@ def _waiting(scheduler: Any) -> list[Any]:
 
 
 def _salt(request: Any, salt: str) -> None:
-    """Give a request, of which nothing is computed yet, the salt of now."""
+    """Set the present salt on a request of which nothing is computed yet."""
     salted = _salted(getattr(request, _OWN, None), salt)
     if request.cache_salt != salted:
         request.cache_salt = salted

@@ -1,4 +1,4 @@
-"""A delta, seen from one rank: what changes in the pieces it holds, decoded from the weights it holds.
+"""Decode on a CPU what a delta changes in the pieces of one rank, from the weights that this rank holds.
 
 `context` codes a tile from the tile's own old weights, so a rank decodes the tiles it holds and never sees the others.
 A tile that is cut by the edge of a piece needs the rest of its old weights: those are *borrowed* from the ranks that
@@ -43,7 +43,7 @@ class Wanted(Exception):
 
 
 class Decoder:
-    """Reads deltas and full weights against a shard's present bits. Touches nothing."""
+    """Compares deltas and full weights with a shard's present bits. Writes nothing."""
 
     def __init__(self, shard: Shard, threads: int | None = 1) -> None:
         self._shard = shard
@@ -53,7 +53,7 @@ class Decoder:
             self._by_tensor.setdefault(piece.region.tensor.name, []).append(number)
 
     def delta(self, file: DeltaFile, lent: Lent | None = None) -> list[PieceChange]:
-        """What a delta changes here. Raises `Wanted` where that takes weights of other ranks."""
+        """Decode the changes of a delta in this shard. Raises `Wanted` if that needs weights of other ranks."""
         lent = lent or {}
         wanted: list[Region] = []
         found: list[PieceChange] = []
@@ -71,7 +71,7 @@ class Decoder:
         return found
 
     def full(self, source: Source) -> list[PieceChange]:
-        """What full weights change here. TooMany where most of them are other weights."""
+        """Return the changes from this shard to full weights. Raises TooMany if too many weights differ."""
         room = sum(piece.region.units for piece in self._shard.pieces) // DENSE
 
         def one(number: int) -> list[PieceChange]:
@@ -117,7 +117,7 @@ class Decoder:
                 self._shard.put(number, part.row - piece.region.row, _rows(source, part))
 
     def lend(self, regions: Sequence[Region]) -> Iterator[tuple[Region, Bits]]:
-        """What this rank holds of some regions."""
+        """Yield the parts of regions that this rank holds."""
         for wanted in regions:
             for number in self._by_tensor.get(wanted.tensor.name, ()):
                 piece = self._shard.pieces[number].region

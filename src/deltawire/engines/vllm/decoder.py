@@ -38,7 +38,7 @@ class DecoderError(ChainError):
 
 
 class Decoder:
-    """The calling end: starts the process, which ends with this one."""
+    """Starts the decoder's process and calls it. The process ends with this one."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "decoder.sock"
@@ -65,7 +65,7 @@ class _CutTiles(Exception):
 
 
 class _Process:
-    """What the process knows: the run's schema, the pieces of all ranks, and the tiles of the delta at hand."""
+    """The decoder's process: the run's schema, the pieces of all ranks, and the tiles of the present delta."""
 
     def __init__(self) -> None:
         self._schema = Schema.build(())
@@ -119,7 +119,7 @@ class _Process:
 
 
 def _threads() -> int:
-    """Half of the cores: the others are the engine's."""
+    """Number of threads: half of the cores, to leave the others to the engine."""
     return max(1, default_threads() // 2)
 
 
@@ -156,7 +156,7 @@ def _write_ranks(counted: Path, out: Path, tiles: Sequence[Tiles]) -> None:
 
 
 def main() -> None:
-    """Answer calls until the process that started this one closes its end, or dies."""
+    """Answer calls until the process that started this one ends or closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # the engine and its clients come first
     os.nice(5)

@@ -92,7 +92,7 @@ class Plugin:
     # ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def update_weights(self, request: Request) -> dict[str, Any]:
-        """A trainer that drives: {"run": …, "version": …}, plain or as vLLM's `update_info`."""
+        """Go to a version on request of a trainer: {"run": …, "version": …}, plain or as vLLM's `update_info`."""
         self._authorize(request)
         info = await control.read(request, {"run", "version"})
         run, version = info.get("run"), info.get("version")
@@ -147,12 +147,12 @@ class Plugin:
             raise HTTPException(401, "this route needs the header 'Authorization: Bearer <DELTAWIRE_TOKEN>'")
 
     def _version(self) -> int | None:
-        """The version that tokens come out under; it is proven a moment later where weights are in host memory."""
+        """The version that tokens are labelled with. In host memory it is proven only after the pause."""
         return self._follower.target.named if self._follower is not None else None
 
 
 class HealthMiddleware:
-    """GET /health is 503 until the weights have a name, and whenever they have lost it; else what vLLM says."""
+    """Answers GET /health with 503 while the weights are no known version; otherwise vLLM answers."""
 
     def __init__(self, app: Any, health: Callable[[], tuple[str, str]]) -> None:
         self._app, self._health = app, health

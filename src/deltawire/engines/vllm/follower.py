@@ -1,4 +1,4 @@
-"""What vLLM adds to a follower: generation is stopped while the weights are no version, and a draft model may be stale.
+"""The follower of a vLLM server: stops generation while the weights are no version, and warns of stale draft models.
 
 Runs in the API server, in a thread of its own, so that fetching never holds up a request.
 """
@@ -42,7 +42,7 @@ class EngineFollower(Follower):
 
     @property
     def _stale_draft(self) -> str:
-        """Not wrong, but slower with every version: fewer of the tokens that a draft proposes are accepted."""
+        """Says that the draft model is stale, if so: results stay correct, but fewer proposed tokens are accepted."""
         if not self.target.has_draft or self.version == self._drafted:
             return ""
         return f"draft model is at version {self._drafted}: the run carries no weights for it"

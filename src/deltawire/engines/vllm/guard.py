@@ -1,4 +1,4 @@
-"""What makes patching a running model wrong although its bytes look right, and how to tell that a reload is right."""
+"""Find reasons not to patch a running model, and check that a reload changed nothing else."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def problems_of(model: nn.Module, config: Any) -> list[str]:
 
 
 def has_draft(config: Any) -> bool:
-    """Whether the server speculates with a model of its own, whose weights no run of the main model carries."""
+    """Whether the server uses a separate draft model, whose weights are not in the run."""
     speculative: Any = getattr(config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     return draft is not None and draft is not speculative.target_model_config
 
 
 def _closes_over(function: Any) -> bool:
-    """Whether a function carries data of its own: a packed weight, or the handle of one."""
+    """Whether a function has data in its closure: a packed weight, or the handle of one."""
     return bool(getattr(function, "__closure__", None))
 
 

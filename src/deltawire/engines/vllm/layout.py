@@ -1,4 +1,4 @@
-"""All ranks together: is every weight of the run held, who holds the same ones, and what is the digest of it all.
+"""The layout of a model on all ranks: whether every weight is held, which ranks hold copies, and the digest of all.
 
 A digest is a sum, so each rank computes its part. Pieces are sorted into *groups* by who holds them: those of rank 0
 alone, those of rank 1 alone, those that both hold (norms). All holders of a group must report the same sum, and each
@@ -21,7 +21,7 @@ Sums = dict[int, StateDigest]
 
 
 def sums_to_send(sums: Sums) -> list[tuple[int, int, int]]:
-    """As they go from process to process: group and both lanes."""
+    """Convert digests for a message: group and both lanes."""
     return [(group, digest.lane0, digest.lane1) for group, digest in sums.items()]
 
 

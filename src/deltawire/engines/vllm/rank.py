@@ -47,7 +47,7 @@ def _cannot_reload(folder: str) -> None:
 
 
 class Rank:
-    """One rank's part of a model that follows.
+    """The operations on one rank's part of a model.
 
     number     the rank, counted over all workers
     problems   reasons to refuse deltas that the placement map cannot show (guard.py)
@@ -73,7 +73,7 @@ class Rank:
         self._staged: _Staged | None = None
 
     def call(self, operation: str, **arguments: Any) -> Answer:
-        """Errors are answers: an exception would say nothing of the other ranks."""
+        """Call an operation. An error is returned as an answer, so that all ranks answer."""
         try:
             return getattr(self, f"_do_{operation}")(**arguments)  # type: ignore[no-any-return]
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Every completion says which versions made it.
+"""Label every completion with the versions that made it.
 
 vLLM's engine marks each step's tokens with the version it was made with (since 0.32). The spans are picked up where
 outputs pass from the engine to the server, and written into the response: a header, and `weight_versions` in every
@@ -22,7 +22,7 @@ Spans = dict[int, list[dict[str, Any]]]
 
 
 class Record:
-    """What one HTTP request has learned."""
+    """The versions of the choices of one HTTP request."""
 
     def __init__(self) -> None:
         self.spans: Spans = {}
@@ -43,7 +43,7 @@ def _mixed(versions: list[Any]) -> bool:
 
 
 def observe(client: Any, present: Callable[[], Any]) -> None:
-    """Look at what the engine gives to the server. `present` is the version to name where the engine names none."""
+    """Record versions from the outputs of the engine. `present` returns the version to use where it reports none."""
     generate = client.generate
 
     def observed(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
@@ -78,7 +78,7 @@ def _number(version: str) -> int | str:
 
 
 class VersionMiddleware:
-    """Plain ASGI: streams pass through as they come."""
+    """Middleware that adds versions to responses. Plain ASGI: streams are not delayed."""
 
     def __init__(self, app: Any, present: Callable[[], Any]) -> None:
         self._app, self._present = app, present

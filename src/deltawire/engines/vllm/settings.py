@@ -1,4 +1,4 @@
-"""How a server that follows is configured: by its environment, since vLLM's own flags are vLLM's.
+"""Settings of the plugin from the environment, since vLLM does not accept further flags.
 
 Read in every process of a server, some of which must not import numba before vLLM has set itself up: imports nothing
 heavy.
@@ -15,7 +15,7 @@ from ...core.errors import Misconfigured
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a server pauses."""
+    """What happens to requests and cached keys and values at a swap."""
 
     mode: str = "keep"
     """What becomes of running requests: keep, wait or abort."""

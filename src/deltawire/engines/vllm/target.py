@@ -43,12 +43,12 @@ _CHUNK = 8 << 20
 
 
 class WorkerError(ChainError):
-    """A rank could not do what it was asked to; nothing was changed. Another way to the version may still work."""
+    """An operation failed on a rank; nothing was changed. Another path to the version may still work."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StagedRanks(Staged):
-    """A version that every rank could write now."""
+    """A version that is staged on every rank."""
 
     folder: tempfile.TemporaryDirectory[str]
     """Files that ranks read from, until the swap is over."""
@@ -57,7 +57,7 @@ class StagedRanks(Staged):
 
 
 class EngineTarget:
-    """The weights of one engine. Methods block; they are called from the follower's thread, or one that waits for it.
+    """The weights of one engine, on all ranks. Methods block; the follower's thread calls them.
 
     Generation is stopped while the weights have no name: `hold`, `pause` and a swap that could not be undone stop it,
     `name` lets it go on.
@@ -104,7 +104,7 @@ class EngineTarget:
         return f"reload: {self.refused}" if self.refused else "patch" if self._ranks else ""
 
     def bind(self, schema: Schema) -> bool:
-        """Find out where the weights lie, and whether they can be patched there.
+        """Locate the weights on all ranks, and check whether they can be patched in place.
 
         Raises SchemaMismatch if the run is not one that this server's loader takes.
         """
@@ -183,7 +183,7 @@ class EngineTarget:
         return Path(self._from) if Path(self._from).is_dir() else _cached(self._from)
 
     def digest(self) -> StateDigest:
-        """What the weights are. Where they cannot be read through the map: what vLLM's own loader was given."""
+        """Digest of the live weights; if they cannot be read in place, of the checkpoint that was loaded last."""
         return self._loaded if self.refused else self.live_digest()
 
     def live_digest(self) -> StateDigest:
@@ -219,7 +219,7 @@ class EngineTarget:
         staged.undoable = not any(answer["overwrites"] for answer in answers)
 
     def _delta(self, delta: Delta, folder: Path) -> list[dict[str, Any]]:
-        """Have every rank make its part of a delta ready."""
+        """Stage a delta on every rank."""
         files, claim = [], msgspec.to_builtins(delta.claim)
         for number, data in enumerate(delta.files):
             files.append(str(folder / f"{number}.delta"))
@@ -349,12 +349,12 @@ class EngineTarget:
     # ── what vLLM is told ────────────────────────────────────────────────────────────────────────────────────────────
 
     async def hold(self) -> None:
-        """Make no token before the weights have a name; requests wait."""
+        """Hold generation until the weights are a known version; requests wait."""
         await self._client.pause_generation(mode="keep", clear_cache=False)
         self.held = True
 
     def name(self, version: int) -> None:
-        """Say which version the weights are, and let the server generate with them."""
+        """Set the version of the weights, and resume generation."""
         self.run(self._name(version))
         self.named, self.held, self.spoiled = version, False, False
 
@@ -364,7 +364,7 @@ class EngineTarget:
             await self._client.wake_up(["scheduling"])
 
     def pause(self) -> None:
-        """Stop generating with weights that have no name, and drop what was computed with them."""
+        """Stop generation because the weights are no known version, and drop what was computed with them."""
         self.run(self._stand_still())
         self.held = True
 
@@ -388,7 +388,7 @@ class EngineTarget:
     # ── reaching the ranks ───────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine where the engine client lives, and wait for it."""
+        """Run a coroutine in the event loop of the engine client, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
@@ -404,7 +404,7 @@ class EngineTarget:
         return answers  # type: ignore[no-any-return]
 
     def _beside(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Have every rank do something beside the model; the engine does not hear of it."""
+        """Call every rank through its socket, beside generation and without the engine."""
         try:
             answers = call_all(self._ranks, operation, STAGE_LIMIT_S, **arguments)
         except ChannelClosed as error:
@@ -430,7 +430,7 @@ def _first_error(answers: list[dict[str, Any]]) -> DeltawireError | None:
 
 
 def _cached(name: str) -> Path | None:
-    """A hub model as it lies in the local cache."""
+    """The folder of a Hub model in the local cache."""
     try:
         from huggingface_hub import snapshot_download
 

@@ -1,4 +1,4 @@
-"""The weight-transfer back end `deltawire`, as vLLM wants one: it gives each worker its `Rank`, and no more."""
+"""The weight-transfer backend `deltawire` of vLLM. It creates the `Rank` of each worker."""
 
 from __future__ import annotations
 
