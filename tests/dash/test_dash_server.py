@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,10 +17,11 @@ from dash_support import real_run
 
 from deltawire.core.errors import Misconfigured
 from deltawire.dash import Server, serve
+from deltawire.dash.server import CONNECTIONS, LOOK_EVERY
 from deltawire.store import ObjectStore, Store
 from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
-from support import history, publish, trained
+from support import HookedStore, history, publish, trained
 
 TOKEN = "correct horse"
 
@@ -111,7 +113,7 @@ def test_the_page_itself_has_no_data_and_strict_headers(store: Store, page: Serv
 def test_a_site_that_points_its_name_here_reads_nothing(store: Store, page: Server) -> None:
     publish(store, history(1))
     port = urlsplit(page.url).port
-    for host in ("evil.example", f"evil.example:{port}", "0.0.0.0", "", "127.0.0.1.evil.example"):
+    for host in ("[", "evil.example", f"evil.example:{port}", "0.0.0.0", "", "127.0.0.1.evil.example"):
         assert get(page, "/api/run", Host=host)[0] == 403
     for host in (f"localhost:{port}", f"127.0.0.1:{port}", "[::1]:80"):
         assert get(page, "/api/run", Host=host)[0] == 200
@@ -156,16 +158,39 @@ def test_many_pages_cost_the_bucket_as_much_as_one(store: Store) -> None:
         assert counting.requests.total() <= 2 * looks
 
 
-def test_connections_that_say_nothing_keep_nobody_out_for_long(store: Store, page: Server) -> None:
+def test_connections_that_say_nothing_keep_nobody_out(store: Store, page: Server) -> None:
     publish(store, history(1))
-    silent = [
-        socket.create_connection((urlsplit(page.url).hostname or "", urlsplit(page.url).port or 0)) for _ in range(8)
-    ]
+    where = urlsplit(page.url).hostname or "", urlsplit(page.url).port or 0
+    silent = [socket.create_connection(where) for _ in range(3 * CONNECTIONS)]
     try:
         assert get(page, "/api/run")[0] == 200
     finally:
         for connection in silent:
             connection.close()
+
+
+def test_a_store_that_hangs_holds_up_one_page_and_not_the_others(store: Store) -> None:
+    publish(store, history(2))
+    hanging, released = threading.Event(), threading.Event()
+
+    def hook(moment: str, verb: str, key: str) -> None:
+        if hanging.is_set() and moment == "before":
+            released.wait(30)
+
+    with serve(HookedStore(store, hook)) as page:
+        revision = get(page, "/api/run")[1]["revision"]
+        hanging.set()
+        time.sleep(LOOK_EVERY)
+        held = threading.Thread(target=get, args=(page, f"/api/run?have={revision}"))
+        held.start()
+        try:
+            while not page.live._lock.locked():
+                time.sleep(0.01)
+            assert get(page, f"/api/run?have={revision}")[0] == 204
+            assert get(page, "/api/run")[1]["document"]["newest"] == 1
+        finally:
+            released.set()
+            held.join()
 
 
 def test_the_end_of_the_server_ends_connections_that_pages_keep_open(store: Store) -> None:

@@ -44,7 +44,6 @@ SILENT = 60.0
 
 MAX_REPLICAS = 512
 MAX_TAGS = 4
-MAX_ANCHORS = 2000
 HEAT_ROWS = 400
 HEAT_COLUMNS = 64
 KEPT_SYNCS = 200
@@ -68,7 +67,7 @@ class Collector:
         self._store = open_store(address_only(run))
         local = self._store.url.startswith("file:") or "://" not in self._store.url
         self._requests = requests or (MANY_REQUESTS if local else FEW_REQUESTS)
-        self._lock = threading.Lock()
+        self._lock, self._computing = threading.Lock(), threading.Lock()
         self._reset()
 
     def _reset(self) -> None:
@@ -78,17 +77,17 @@ class Collector:
         self._watcher = Watcher(self._store, poll=1.0, stop=threading.Event())
         self._newest: int | None = None
         self._summaries: dict[int, Summary] = {}
-        self._anchors: list[int] = []
         self._tags: dict[str, int] = {}
         self._beats: dict[str, tuple[float, Heartbeat | None]] = {}
         """Heartbeats by key, each with its time in the store."""
         self._listed: dict[str, float] = {}
         """All heartbeats there are: key and time in the store."""
+        self._others = 0
+        """Number of heartbeats beyond MAX_REPLICAS."""
         self._syncs: dict[str, dict[tuple[float, int], Sync]] = {}
         self._heat: dict[int, list[float]] = {}
         self._unreadable: set[int] = set()
         self._trainer: dict[int, Trainer] = {}
-        self._steps: dict[int, Steps] = {}
         self._shown_steps: Steps | None = None
         self._spent = 0
 
@@ -144,7 +143,6 @@ class Collector:
             self._newest = newest
             found = [self._summaries[v] for v in sorted(self._summaries)]
             self._columns, self._totals = columns(found, self._elements), _totals(found, self._elements)
-            self._anchors = [s.version for s in found if any(x.kind != "delta" for x in s.links)][-MAX_ANCHORS:]
             self._learn(run.manifest(newest))
             self._read_tags(run)
         self._read_heartbeats(run, first)
@@ -171,7 +169,8 @@ class Collector:
                 self._tags[name] = tag.version
 
     def _read_heartbeats(self, run: Run, first: bool) -> None:
-        items = sorted(self._store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)[:MAX_REPLICAS]
+        items = sorted(self._store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)
+        self._others, items = max(len(items) - MAX_REPLICAS, 0), items[:MAX_REPLICAS]
         self._listed = {item.key: item.modified for item in items}
         self._beats = {key: found for key, found in self._beats.items() if key in self._listed}
         due = [item for item in items if item.key not in self._beats or self._beats[item.key][0] != item.modified]
@@ -234,11 +233,11 @@ class Collector:
 
     def steps(self, version: int, *, most: int = 1 << 30) -> Steps:
         """Return how far the weights of a version moved; fetches its delta, and its base where that is needed."""
-        with self._lock:
-            run = self._open()
-            if version not in self._steps:
-                self._steps[version] = _steps(run, version, most)
-            self._shown_steps = self._steps[version]
+        run = self.opened()
+        # not under the lock: looks go on while this fetches
+        with self._computing:
+            if self._shown_steps is None or self._shown_steps.version != version or not self._shown_steps.rows:
+                self._shown_steps = _steps(run, version, most)
             return self._shown_steps
 
     def _read_heat(self, requests: int, wanted: list[int] | None = None) -> None:
@@ -247,9 +246,7 @@ class Collector:
             return
         deltas = [v for v, s in sorted(self._summaries.items()) if any(x.kind == "delta" for x in s.links)]
         if wanted is None:
-            per_column = 1 + max(
-                (len(self._summaries[v].links) and _objects(self._summaries[v]) for v in deltas), default=1
-            )
+            per_column = 1 + (_objects(self._summaries[deltas[-1]]) if deltas else 1)
             wanted = _spread(deltas, min(requests // per_column, HEAT_COLUMNS))
         todo = [v for v in wanted if v in self._summaries and v not in self._heat and v not in self._unreadable]
 
@@ -294,7 +291,7 @@ class Collector:
         document.tensors, document.elements, document.full_bytes = len(self._sizes), self._elements, self._full_bytes
         document.newest = self._newest
         document.tags = {name: v for name, v in self._tags.items() if v in self._summaries}
-        document.totals, document.versions, document.anchors = self._totals, self._columns, self._anchors
+        document.totals, document.versions = self._totals, self._columns
         document.replicas = self._replicas()
         document.recent = self._versions(sorted(self._summaries)[-RECENT:])
         document.trainer = [self._trainer[v] for v in sorted(self._trainer)]
@@ -308,11 +305,13 @@ class Collector:
         unread = sum(replica.health == "unread" for replica in document.replicas)
         if unread:
             notes.append(f"The heartbeats of {unread} of {len(document.replicas)} replicas were not read.")
+        if self._others:
+            notes.append(f"{self._others:,} more replicas, whose heartbeats are older, are left out.")
         if document.versions and max(document.versions.count, default=1) > 1:
             most = max(document.versions.count)
             notes.append(f"{len(self._summaries):,} versions: in most charts a point is the mean of {most}.")
         if self._newest is not None and len(self._summaries) <= self._newest:
-            notes.append(f"{self._newest + 1 - len(self._summaries):,} versions were pruned or cannot be read.")
+            notes.append(f"Versions that were pruned or cannot be read: {self._newest + 1 - len(self._summaries):,}.")
         return notes
 
     def _versions(self, wanted: list[int]) -> list[Version]:

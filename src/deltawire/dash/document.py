@@ -182,8 +182,6 @@ class Document(msgspec.Struct):
     versions: Columns | None = None
     recent: list[Version] = []
     """The newest versions in detail, oldest first."""
-    anchors: list[int] = []
-    """Versions with full weights, the newest ones."""
     tags: dict[str, int] = {}
     replicas: list[Replica] = []
     trainer: list[Trainer] = []

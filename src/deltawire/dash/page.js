@@ -190,7 +190,7 @@
     let day = "";
     return ticks.map((tick) => {
       const date = new Date(tick * 1e3), today = date.toLocaleDateString("en-GB", { day: "numeric", month: "short" });
-      const time = step >= 86400 ? "" : date.toLocaleTimeString("en-GB", step < 60 ? {} : { hour: "2-digit", minute: "2-digit" });
+      const time = step >= 86400 ? "" : step < 1 ? `${date.toLocaleTimeString("en-GB")}.${String(date.getMilliseconds()).padStart(3, "0")}` : date.toLocaleTimeString("en-GB", step < 60 ? {} : { hour: "2-digit", minute: "2-digit" });
       const shown = today === day || (day === "" && step < 86400 && ticks.at(-1) - ticks[0] < 43200) ? time : step >= 86400 ? today : `${today} ${time}`;
       day = today;
       return shown;
@@ -418,6 +418,7 @@
       label: "How far replicas are behind.",
       describe: (index) => [moment(xs[index]), rowsAt([[], ...values], index, (value) => (value == null ? null : seconds ? duration(value) : plural(value, "version"))).filter((row) => row[0] !== "trainer")],
     });
+    holder.hidden = empty;
     if (empty) target.sub.textContent = "No sync of a replica is known yet.";
   }
 
@@ -676,7 +677,7 @@
   }
 
   function drawMetrics(target) {
-    const found = columns(), names = Object.keys(found.metrics);
+    const found = columns(), names = Object.keys(found.metrics).filter((name) => found.metrics[name].some((value) => value != null));
     target.root.hidden = !names.length;
     target.sub.textContent = "As the trainer published them with its versions.";
     const holder = target.body.firstChild || target.body.appendChild(el("div", { class: "small" }));
@@ -761,11 +762,14 @@
 
   const thickness = (bytes) => 1.5 + 3.5 * Math.max(0, Math.min(1, 1 + Math.log10(Math.max(bytes, 1) / Math.max(doc.full_bytes, 1)) / 3));
 
+  const PUBLISHED = { held: "training blocked", encode: "encoded in", put: "uploaded in" };
+
   function describeVersion({ version, found }) {
     if (!found) return [`v${count(version)}`, [["", "pruned, or not read"]]];
     return [`v${count(version)}${found.tags.length ? ` (${found.tags.join(", ")})` : ""}`, [
       ["published", moment(found.at)], ["step", found.step == null ? null : count(found.step)], ["changed", percent(found.changed)],
       ...found.links.map((link) => [link.kind === "delta" ? `delta from v${count(link.base)}${link.encoding ? `, ${link.encoding}` : ""}` : link.kind, size(link.bytes)]),
+      ...(doc.trainer.filter((one) => one.version === version).flatMap((one) => Object.entries(one.phases).map(([name, spent]) => [PUBLISHED[name] || name, duration(spent)]))),
       ["proven by", found.proven ? plural(found.proven, "replica") : "no replica that is known"],
       ...Object.entries(found.metrics).map(([name, value]) => [name, number(value)]),
     ]];
@@ -916,7 +920,7 @@
       return el("tr", {}, el("td", {}, `v${count(version.version)}`, ...version.tags.map((tag) => el("span", { class: "tag", text: tag }))),
         el("td", { class: "name", text: kinds.join(" + "), title: main && main.why ? main.why : "" }), el("td", { text: version.parent == null ? "–" : percent(version.changed) }), el("td", { text: main ? size(main.bytes) : "–" }),
         el("td", { text: main && main.kind === "delta" && main.bytes ? times(doc.full_bytes / main.bytes) : "–" }), el("td", { text: version.step == null ? "–" : count(version.step) }),
-        ...metrics.map((name) => el("td", { text: number(version.metrics[name]) })), el("td", { text: version.proven ? plural(version.proven, "replica") : "–" }), el("td", { text: ago(version.at), title: moment(version.at) }));
+        ...metrics.map((name) => el("td", { text: number(Object.hasOwn(version.metrics, name) ? version.metrics[name] : null) })), el("td", { text: version.proven ? plural(version.proven, "replica") : "–" }), el("td", { text: ago(version.at), title: moment(version.at) }));
     });
     table(target, "Versions", [["Version"], ["Content", "name"], ["Changed"], ["To fetch"], ["Smaller"], ["Step"], ...metrics.map((name) => [name]), ["Proven by"], ["Published"]], rows);
   }
@@ -1035,7 +1039,7 @@
     for (;;) {
       await new Promise((done) => setTimeout(done, 15000));
       try {
-        const text = await (await fetch(location.href, { cache: "no-store" })).text();
+        const text = await (await fetch(location.href, { cache: "no-cache" })).text();
         const found = JSON.parse(new DOMParser().parseFromString(text, "text/html").getElementById("data").textContent);
         if (found && found.looked > doc.looked) { show(found); state(`as of ${moment(doc.looked)}`); }
       } catch { /* the page stays as it is */ }

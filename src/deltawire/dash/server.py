@@ -53,21 +53,29 @@ class Live:
         self.collector = collector
         self._lock = threading.Lock()
         self._looked = -LOOK_EVERY
-        # another server at the same address counts differently
-        self._life, self._revision = secrets.token_hex(4), 0
-        self._data = b""
+        self._life, self._count = secrets.token_hex(4), 0
+        self._newest = "", b""
+        """Revision and encoded document; replaced as a whole."""
         self._shown: Document | None = None
 
     def current(self) -> tuple[str, bytes]:
         """Return the revision and the encoded document, after a look at the bucket where one is due."""
-        with self._lock:
-            if time.monotonic() - self._looked >= LOOK_EVERY:
-                document = self.collector.look()
-                self._looked = time.monotonic()
-                if self._shown is None or _without_clock(document) != _without_clock(self._shown):
-                    self._shown, self._revision = document, self._revision + 1
-                    self._data = encode(document)
-            return f"{self._life}.{self._revision}", self._data
+        # while one request looks, the others get what there is, however long the store takes
+        if self._lock.acquire(blocking=not self._newest[1]):
+            try:
+                if time.monotonic() - self._looked >= LOOK_EVERY:
+                    self._look()
+            finally:
+                self._lock.release()
+        return self._newest
+
+    def _look(self) -> None:
+        document = self.collector.look()
+        self._looked = time.monotonic()
+        if self._shown is None or _without_clock(document) != _without_clock(self._shown):
+            self._shown, self._count = document, self._count + 1
+            # another server at the same address counts differently
+            self._newest = f"{self._life}.{self._count}", encode(document)
 
 
 def _without_clock(document: Document) -> Document:
@@ -98,7 +106,8 @@ class Server(ThreadingHTTPServer):
             )
         self.live = Live(Collector(run, requests=requests))
         self.token = token
-        self._connections: set[socket.socket] = set()
+        self._connections: dict[socket.socket, None] = {}
+        """The oldest first."""
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -117,24 +126,29 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._connections) >= CONNECTIONS:
-            super().shutdown_request(request)
-            return
-        self._connections.add(request)
+            # a page connects again; a connection that says nothing keeps nobody out
+            _end(next(iter(self._connections)))
+        self._connections[request] = None
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        self._connections.discard(request)
+        self._connections.pop(request, None)
         super().shutdown_request(request)
 
     def server_close(self) -> None:
         """Stop listening and end all connections: a page that is open keeps one."""
         super().server_close()
         for connection in [*self._connections]:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _end(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.debug("a page's connection failed", exc_info=True)
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection; the thread that serves it closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -174,8 +188,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def _is_allowed_host(self) -> bool:
         """Without a token, only names of this machine: else a site could point its own name here and read the run."""
-        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        return self.server.token is not None or is_loopback(name or "0.0.0.0")
+        if self.server.token is not None:
+            return True
+        try:
+            return is_loopback(urlsplit(f"//{self.headers.get('Host', '')}").hostname)
+        except ValueError:
+            return False
 
     def _say(self, status: HTTPStatus, text: str) -> None:
         self._send(status, json.dumps({"error": text}).encode(), "application/json")
