@@ -8,6 +8,7 @@ Writes docs/figures/data/NAME.json; docs/figures/build.py puts it into the pages
     flips   stories15M, a GRPO run at 1e-6: weights, Adam's updates, and how many weights a step of any rate changes
     bits    stories15M, one step of a GRPO run at 3e-6: what each idea of the codecs saves
     timeline  the measured tables of `deltawire plan`
+    bucket  a real run in a folder: every request of a trainer that is killed once and of three replicas
     sync    phases and clients of benchmarks/pause_server.py, and what flipping each of 320 bits did to a sync
 """
 
@@ -16,6 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,7 +34,7 @@ from _deltas import Bits, Weights, cached, training
 from _formats import _choose, _entropy, _keys
 from _report import about
 from deltawire.cli.estimate import Setup
-from deltawire.core import costs
+from deltawire.core import costs, keys
 from deltawire.core.change import Change, blocks, compare
 from deltawire.core.codecs import packed
 from deltawire.core.codecs.base import Coded, squeeze
@@ -39,7 +43,7 @@ from deltawire.core.sparse import write_delta
 from deltawire.models import ModelView
 from deltawire.replica.model import ModelTarget, StagedModel
 from deltawire.replica.target import Update
-from deltawire.store import Store, open_store
+from deltawire.store import Fetched, Store, open_store
 
 DATA = Path(__file__).parents[1] / "docs/figures/data"
 RESULTS = Path(__file__).parent / "results"
@@ -400,6 +404,140 @@ def timeline() -> Record:
     }
 
 
+# ── a run as it lands in the bucket ──────────────────────────────────────────────────────────────────────────────────
+
+KILLED_AT = 7
+"""The version whose writer is killed: its data is in the bucket, its manifest is not."""
+
+
+class _Logged:
+    """A store that appends every request to a file: who, what, which object, how many bytes."""
+
+    def __init__(self, folder: str, actor: str, file: Path, killed_at: int | None = None) -> None:
+        self._inner, self._actor, self._file, self._killed_at = open_store(folder), actor, file, killed_at
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name not in ("get", "get_if_changed", "get_range", "put", "put_if_absent", "delete"):
+            return found
+
+        def call(key: str, *arguments: Any, **options: Any) -> Any:
+            if name == "put_if_absent" and self._killed_at is not None and key == keys.manifest(self._killed_at):
+                os.kill(os.getpid(), signal.SIGKILL)
+            answer = found(key, *arguments, **options)
+            size = len(answer) if isinstance(answer, bytes) else len(answer.data) if isinstance(answer, Fetched) else 0
+            if name.startswith("put"):
+                size = self._inner.head(key).size
+            with self._file.open("a") as file:
+                file.write(json.dumps([self._actor, name, key, size]) + "\n")
+            return answer
+
+        return call
+
+
+def _trainer(folder: str, log: Path, first: int, killed_at: int | None, orders: Any) -> None:
+    """Publish one version for each order: the weights after so many steps, the same in every process."""
+    with dw.Publisher(_Logged(folder, "trainer", log, killed_at), anchor_every=5) as publisher:
+        for version in range(first, 99):
+            if orders.recv() is None:
+                return
+            publisher.publish(_weights(version), wait=True)
+            orders.send(publisher.version)
+
+
+def _weights(version: int) -> Bits:
+    """A small model after so many steps, each of which moves about 1 % of the weights by an ulp."""
+    random = np.random.default_rng(0)
+    model = {f"layer.{n}.weight": random.integers(0x3C00, 0x3D80, (256, 256)).astype(np.uint16) for n in range(4)}
+    for _ in range(version):
+        for bits in model.values():
+            bits += (random.random(bits.shape) < 0.01).astype(np.uint16)
+    return model
+
+
+def bucket() -> Record:
+    steps: list[Record] = []
+    with TemporaryDirectory() as place:
+        folder, log = f"{place}/run", Path(place) / "log"
+        log.touch()
+        models: dict[str, Bits] = {}
+        replicas: dict[str, dw.Replica] = {}
+        read = 0
+
+        def note(actor: str, text: str, kind: str) -> None:
+            nonlocal read
+            lines = log.read_text().splitlines()
+            requests, read = [json.loads(line)[1:] for line in lines[read:]], len(lines)
+            objects = sorted([info.key, info.size] for info in open_store(folder).list())
+            at = {name: replica.version for name, replica in replicas.items()}
+            steps.append(
+                {"actor": actor, "kind": kind, "text": text, "requests": requests, "objects": objects, "at": at}
+            )
+
+        def start(first: int, killed_at: int | None = None) -> tuple[Any, Any]:
+            ours, theirs = multiprocessing.Pipe()
+            made = multiprocessing.get_context("fork").Process(
+                target=_trainer, args=(folder, log, first, killed_at, theirs), daemon=True
+            )
+            made.start()
+            theirs.close()
+            return made, ours
+
+        def publish(orders: Any) -> None:
+            orders.send(True)
+            version = orders.recv()
+            kind = (
+                "anchor"
+                if any(k.startswith("anchors/") and f"_{version:06d}." in k for k in _keys_in(folder))
+                else "delta"
+            )
+            note("trainer", f"publishes version {version}", kind)
+
+        def sync(name: str, kind: str = "sync", text: str = "") -> None:
+            if name not in replicas:
+                models[name] = {k: np.zeros_like(v) for k, v in _weights(0).items()}
+                replicas[name] = dw.Replica(_Logged(folder, name, log), id=name.replace(" ", "-"))
+            before = replicas[name].version
+            version = replicas[name].sync(models[name])
+            if not all(np.array_equal(models[name][k], v) for k, v in _weights(version).items()):
+                raise SystemExit(f"{name} does not hold version {version}")
+            moved = (
+                f"is at version {version}" if version != before else f"finds nothing new, stays at version {version}"
+            )
+            note(name, text or moved, kind)
+
+        process, orders = start(0, killed_at=KILLED_AT)
+        publish(orders)
+        sync("replica 1", text="joins: fetches the anchor")
+        sync("replica 2", text="joins: fetches the anchor")
+        for version in range(1, KILLED_AT):
+            publish(orders)
+            sync("replica 1")
+            if version < 3:
+                sync("replica 2")
+            if version == 2:
+                note("replica 2", "falls asleep", "sleep")
+        sync("replica 3", "join", "joins late: the newest anchor and the deltas after it")
+        orders.send(True)
+        process.join()
+        if process.exitcode != -signal.SIGKILL:
+            raise SystemExit(f"the writer was to be killed, but ended with {process.exitcode}")
+        note("trainer", f"is killed: the data of version {KILLED_AT} is there, its manifest is not", "killed")
+        sync("replica 1", "nothing")
+        process, orders = start(KILLED_AT)
+        publish(orders)
+        sync("replica 1")
+        sync("replica 3")
+        sync("replica 2", "wake", "wakes up and takes the cheapest way to the newest version")
+        orders.send(None)
+        process.join()
+    return {"killed_at": KILLED_AT, "elements": 4 * 256 * 256, "steps": steps}
+
+
+def _keys_in(folder: str) -> list[str]:
+    return [info.key for info in open_store(folder).list()]
+
+
 def write(name: str, record: Record) -> None:
     DATA.mkdir(parents=True, exist_ok=True)
     path = DATA / f"{name}.json"
@@ -407,7 +545,13 @@ def write(name: str, record: Record) -> None:
     print(f"wrote {path} ({path.stat().st_size / 1e3:.0f} kB)")
 
 
-FIGURES: dict[str, Callable[[], Record]] = {"flips": flips, "bits": bits, "sync": sync, "timeline": timeline}
+FIGURES: dict[str, Callable[[], Record]] = {
+    "flips": flips,
+    "bits": bits,
+    "sync": sync,
+    "timeline": timeline,
+    "bucket": bucket,
+}
 
 
 def main() -> None:

@@ -188,3 +188,41 @@ def test_timeline_says_when_nccl_is_the_better_choice(view: View) -> None:
     page.get_by_role("slider", name="bandwidth").press("End")
     page.get_by_role("slider", name="model size").press("Home")
     expect(page.locator("#verdict")).to_contain_text("use NCCL")
+
+
+# ── bucket ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_bucket_can_be_stepped_through_to_the_end(view: View) -> None:
+    page = view(url("bucket"))
+    forward, said = page.get_by_role("button", name="next step"), page.locator("#said")
+    seen = [said.inner_text()]
+    while forward.is_enabled():
+        forward.click()
+        seen.append(said.inner_text())
+    for text in ("falls asleep", "joins late", "is killed", "finds nothing new", "wakes up"):
+        assert any(text in one for one in seen), text
+    expect(page.get_by_role("button", name="Again")).to_be_visible()
+    page.get_by_role("slider").press("Home")
+    expect(said).to_contain_text("publishes version 0")
+    page.keyboard.press("ArrowRight")
+    expect(said).to_contain_text("joins")
+
+
+def test_bucket_a_killed_writer_leaves_what_no_manifest_names(view: View) -> None:
+    page = view(url("bucket"))
+    steps = page.evaluate("data.steps")
+    killed = next(i for i, step in enumerate(steps) if step["kind"] == "killed")
+    page.get_by_role("slider").fill(str(killed))
+    assert page.locator("#picture rect[stroke-dasharray='4 3']").count() == 1
+    page.get_by_role("slider").fill(str(len(steps) - 1))
+    assert page.locator("#picture rect[stroke-dasharray='4 3']").count() == 1
+    assert set(steps[-1]["at"].values()) == {steps[killed]["at"]["replica 1"] + 1}
+
+
+def test_bucket_plays(view: View) -> None:
+    page = view(url("bucket"))
+    page.clock.install()
+    page.get_by_role("button", name="Play").click()
+    page.clock.run_for(90_000)
+    expect(page.locator("#said")).to_contain_text("wakes up")
