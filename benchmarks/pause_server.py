@@ -501,7 +501,7 @@ class _Phases:
 
     def _control(self) -> dict[str, Any]:
         reading, began = self._clients(), time.monotonic()
-        for _ in range(self.options.syncs[0]):
+        for _ in range(self.options.control or self.options.syncs[0]):
             step = time.monotonic()
             self.versions.publish(self.other, 2)
             self.server.status()
@@ -821,6 +821,7 @@ def main() -> None:
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=["control", "packed", "context"])
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--syncs", type=int, nargs="+", default=[50], help="of each encoding in turn, the last for all")
+    parser.add_argument("--control", type=int, help="windows of the control phase; as many as syncs by default")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1500, help="tokens of a completion, on average")
     parser.add_argument("--settle", type=float, default=6.0, help="seconds of streaming before a phase is measured")
