@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import random
@@ -254,6 +255,11 @@ def make_versions(model: Path, folder: Path, device: str, order: list[tuple[str,
         if encoding != current:
             if publisher is not None:
                 publisher.close()
+                # its copy of the model is freed with it, not after the next one is made
+                publisher = None
+                gc.collect()
+                if device == "cuda":
+                    torch.cuda.empty_cache()
             publisher, current = Publisher(bucket, encoding=encoding, anchor_ratio=100.0, reference=model), encoding
             if version > 1:
                 publisher.resume(weights)
@@ -684,6 +690,8 @@ class Gaps:
     def longest_at(self, window: Window) -> Window:
         """When the longest gap of a window was."""
         first, last = np.searchsorted(self._ends, window)
+        if first == last:
+            return window[0], window[0]
         at = first + int(np.argmax(self._gaps[first:last]))
         return float(self._ends[at] - self._gaps[at]), float(self._ends[at])
 
