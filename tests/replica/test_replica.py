@@ -234,6 +234,10 @@ def test_objects_that_are_not_small_are_copied_by_the_system(store: Store, monke
         with fetching.fetch(store, blob) as fetched:
             assert (fetched._descriptor >= 0) == in_file
             assert fetched.read(7, 50) == data[7:57]
+        with monkeypatch.context() as short:
+            short.setattr(type(store), "get_range", lambda *_, less=data[: size - 1]: less)
+            with pytest.raises(HashMismatch):
+                fetching.fetch(store, blob)
 
 
 def test_no_room_for_a_large_object(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
