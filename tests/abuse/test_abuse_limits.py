@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,31 +39,54 @@ pytestmark = pytest.mark.timeout(120)
 
 Json = dict[str, Any]
 
-# RLIMIT_DATA counts what is allocated, and neither code nor what threads reserve.
-CHILD = """
-import resource, sys
+# It imports once what commands need, then forks a child for each. RLIMIT_DATA counts what is allocated, neither code
+# nor what threads reserve.
+FORKS = """
+import json, os, resource, sys
 from deltawire.cli import main
 import deltawire.bucket.verify, deltawire.bucket.checkpoint_folder, deltawire.bucket.prune
 import deltawire.replica, rich.progress
 
-used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
-most = used + int(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-sys.argv = ["deltawire", *sys.argv[2:]]
-main()
+for line in sys.stdin:
+    task = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for stream in (1, 2):
+        os.dup2(os.open(task["files"][stream - 1], os.O_WRONLY | os.O_CREAT), stream)
+    used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
+    most = used + task["limit"]
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    sys.argv = ["deltawire", *task["arguments"]]
+    main()
+    break
 """
 BEYOND = 400 << 20
 """Bytes that a command may take beyond what it has after its imports; threads' stacks are in it."""
 
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
-def command(*arguments: str, limit: int = BEYOND) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", CHILD, str(limit), *arguments],
-        env={**os.environ, "DELTAWIRE_THREADS": "1", "MALLOC_ARENA_MAX": "2"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """Runs a command in a process with little memory."""
+    environment = {**os.environ, "DELTAWIRE_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        tasks, codes = process.stdin, process.stdout
+
+        def run(*arguments: str, limit: int = BEYOND) -> subprocess.CompletedProcess[str]:
+            files = [tmp_path_factory.mktemp("said") / name for name in ("out", "err")]
+            task = {"arguments": arguments, "limit": limit, "files": [str(file) for file in files]}
+            print(json.dumps(task), file=tasks, flush=True)
+            code = int(codes.readline())
+            return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in files))
+
+        yield run
+        tasks.close()
 
 
 @pytest.fixture
@@ -82,7 +105,7 @@ def sparse_object(run: ForgedRun, key: str, size: int) -> None:
 # ── objects ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_companion_file_of_3_gb(run: ForgedRun, tmp_path: Path) -> None:
+def test_a_companion_file_of_3_gb(run: ForgedRun, tmp_path: Path, command: Command) -> None:
     key = keys.file("0" * 32)
     sparse_object(run, key, 3 << 30)
     entry = {"name": "tokenizer.json", "key": key, "size": 3 << 30, "hash": "0" * 32}
@@ -94,7 +117,7 @@ def test_a_companion_file_of_3_gb(run: ForgedRun, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_companion_files_of_many_megabytes_are_streamed(tmp_path: Path) -> None:
+def test_companion_files_of_many_megabytes_are_streamed(tmp_path: Path, command: Command) -> None:
     """As large as files may be, and several: none is held in memory twice, nor all of them at once."""
     store = LocalStore(tmp_path / "run")
     files = {f"tokenizer-{n}.json": bytes([n]) * MAX_FILE for n in range(4)}
@@ -104,7 +127,7 @@ def test_companion_files_of_many_megabytes_are_streamed(tmp_path: Path) -> None:
     assert all((tmp_path / "out" / name).read_bytes() == data for name, data in files.items())
 
 
-def test_one_object_that_is_named_forty_times(run: ForgedRun) -> None:
+def test_one_object_that_is_named_forty_times(run: ForgedRun, command: Command) -> None:
     size = 60 << 20
     key = keys.anchor(2, "0123abcd")
     sparse_object(run, key, size)
@@ -115,7 +138,7 @@ def test_one_object_that_is_named_forty_times(run: ForgedRun) -> None:
     assert "ManifestError" in done.stdout
 
 
-def test_many_objects_of_one_link_share_the_memory_of_one(tmp_path: Path) -> None:
+def test_many_objects_of_one_link_share_the_memory_of_one(tmp_path: Path, command: Command) -> None:
     """Each would be small enough to stay in memory, were it the only one."""
     store = LocalStore(tmp_path / "run")
     run = ForgedRun(store)
@@ -274,7 +297,7 @@ def test_a_model_that_is_larger_than_allowed(store: Store, monkeypatch: pytest.M
         Run.open(store)
 
 
-def test_a_model_that_is_larger_than_this_machine(run: ForgedRun, tmp_path: Path) -> None:
+def test_a_model_that_is_larger_than_this_machine(run: ForgedRun, tmp_path: Path, command: Command) -> None:
     """It may be looked at, and nothing of its size is allocated."""
     declare(run.store, 3 * 10**12)
     schema = json.loads(run.store.get(keys.RUN).data)["schema_hash"]
