@@ -293,9 +293,12 @@ def _picture(record: DemoRecord) -> Group:
                 rows.add_row(name, text)
     for name, statuses in [*record.replicas.items()]:
         rows.add_row(name, f"{_replica(statuses[-1]):<28} {sparkline([(g.lag or 0) for g in statuses[-30:]])}")
-    title = Text(f"Wordle, learned through {record.url or 'a bucket'}", style="bold")
+    title = f"Wordle, learned through {record.url or 'a bucket'}"
+    if 1 not in record.plan.acts:
+        title = f"A larger model, over {record.plan.link_mbit_s:g} Mbit/s"
     more = [Text(f"! {text}", style="yellow") for _, text in record.remarks[-4:]]
-    return Group(title, rows, *more, *([_larger_table(record)] if record.larger.model else []))
+    larger = [_larger_table(record)] if record.larger.model else []
+    return Group(Text(title, style="bold"), rows, *more, *larger)
 
 
 # ── act two ──────────────────────────────────────────────────────────────────────────────────────────────────────────

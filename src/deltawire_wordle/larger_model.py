@@ -68,6 +68,9 @@ def run(options: Options) -> None:
     _say("phase", text=f"{WARM_UP} steps of AdamW before the first version")
     for _ in range(WARM_UP):
         trainer.step()
+    if compiled.is_alive():
+        _say("phase", text="compiling the encodings, once")
+        compiled.join()
     reached: list[Synced] = []
     with (
         deltawire.Publisher(_link(options), wire_dtype="bf16") as publisher,
@@ -80,7 +83,6 @@ def run(options: Options) -> None:
         first = publisher.publish(model, step=0).result()
         replica.sync(held)
         _say("full", bytes=first.bytes, phases=_phases(first, reached[-1]), seconds=time.perf_counter() - clock)
-        compiled.join()
         before: Mapping[str, Tensor] = {}
         for step in range(1, options.steps + 1):
             _say("phase", text=f"step {step} of {options.steps}")
