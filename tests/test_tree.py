@@ -63,7 +63,7 @@ ELSEWHERE = {
     "deltawire_wordle/report.py": "wordle/test_demo_command.py",
     # a page about a run, tested with the server that shows it
     "deltawire/dash/document.py": "dash/test_dash_server.py",
-    "deltawire/dash/page.py": "dash/test_dash_server.py",
+    "deltawire/dash/html.py": "dash/test_dash_server.py",
     "deltawire/dash/thin.py": "dash/test_dash_collect.py",
     "deltawire/dash/trace.py": "dash/test_dash_server.py",
 }

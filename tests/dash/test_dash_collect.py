@@ -18,7 +18,7 @@ from deltawire.core.errors import RunNotFound
 from deltawire.core.manifest import SyncRecord, dump
 from deltawire.dash import Collector, write_page
 from deltawire.dash.document import Document, encode
-from deltawire.dash.page import embedded, html
+from deltawire.dash.html import embedded, html
 from deltawire.dash.thin import POINTS, groups
 from deltawire.dash.trace import trace
 from deltawire.replica import Replica

@@ -23,7 +23,7 @@ from pathlib import Path
 from ..store import Store
 from .collect import Collector
 from .document import Document, encode
-from .page import html
+from .html import html
 from .server import Server
 
 __all__ = ["Collector", "Document", "Server", "serve", "write_page"]

@@ -34,7 +34,7 @@ from ..engines.access import is_bearer, is_loopback
 from ..store import Store
 from .collect import Collector
 from .document import Document, encode
-from .page import FRAME, html, policy
+from .html import FRAME, html, policy
 
 log = logging.getLogger("deltawire")
 

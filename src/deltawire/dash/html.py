@@ -12,6 +12,10 @@ from functools import cache
 from importlib.resources import files
 
 FRAME = "frame-ancestors 'none'"
+"""What a header adds to the policy; a page cannot say it of itself."""
+
+SCRIPTS = ("base", "charts", "panels", "lanes", "chain", "heat", "page")
+"""The files of page/ that make up the page's script, in this order."""
 
 
 @cache
@@ -24,11 +28,12 @@ def _hash(text: str) -> str:
 
 
 def _scripts() -> list[str]:
-    return [_read("vendor/uPlot.iife.min.js"), _read("page.js")]
+    ours = "\n".join(_read(f"page/{name}.js") for name in SCRIPTS)
+    return [_read("vendor/uPlot.iife.min.js"), f"(() => {{\n{ours}}})();\n"]
 
 
 def _styles() -> list[str]:
-    return [_read("vendor/uPlot.min.css"), _read("page.css")]
+    return [_read("vendor/uPlot.min.css"), _read("page/page.css")]
 
 
 @cache
@@ -58,7 +63,7 @@ def html(data: bytes | None, title: str = "run", *, token: bool = False) -> str:
         "@data@": embedded(data or (b'"token"' if token else b"null")),
         "@scripts@": "".join(f"<script>{script}</script>\n" for script in _scripts()),
     }
-    page = _read("page.html")
+    page = _read("page/page.html")
     # cut first and then joined, so that nothing in the data can be taken for a mark
     for mark, text in parts.items():
         before, found, after = page.partition(mark)
