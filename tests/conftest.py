@@ -64,7 +64,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 LONGEST = (
-    "wordle/test_demo_command.py",
     "trainer/test_shards.py",
     "test_soak.py",
     "store/test_store_hub.py",

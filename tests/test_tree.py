@@ -6,6 +6,7 @@ two test files may have the same. tests/wordle has the tests of src/deltawire_wo
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -90,6 +91,14 @@ def test_every_module_has_a_test_file_of_its_name() -> None:
 
 def test_the_files_of_the_list_exist() -> None:
     assert [file for file in ELSEWHERE.values() if not (TESTS / file).exists()] == []
+
+
+def test_the_longest_files_exist() -> None:
+    """The list in conftest.py, which decides what runs first."""
+    text = (TESTS / "conftest.py").read_text().partition("LONGEST = (")[2].partition(")")[0]
+    files = re.findall(r'"(.+)"', text)
+    assert files
+    assert [file for file in files if not (TESTS / file).exists()] == []
 
 
 def test_no_two_test_files_have_the_same_name() -> None:
