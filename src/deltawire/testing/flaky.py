@@ -95,65 +95,56 @@ class FlakyStore:
                 self._show(key)
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
-        faults = self._begin("get", key)
-        fetched = self._cut(faults, self.inner.get(key, limit=limit))
-        self._end("get", key, faults)
-        return fetched
+        with self._call("get", key) as faults:
+            return self._cut(faults, self.inner.get(key, limit=limit))
 
     def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
-        faults = self._begin("get_if_changed", key)
-        fetched = self.inner.get_if_changed(key, etag, limit=limit)
-        if fetched is not None:
-            fetched = self._cut(faults, fetched)
-        self._end("get_if_changed", key, faults)
-        return fetched
+        with self._call("get_if_changed", key) as faults:
+            fetched = self.inner.get_if_changed(key, etag, limit=limit)
+            return None if fetched is None else self._cut(faults, fetched)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        faults = self._begin("get_range", key)
-        data = self.inner.get_range(key, start, length)
-        if faults.truncated:
-            self._count("truncate_read")
-            raise TruncatedFile(f"{self.url}/{key}: injected: {int(length * faults.share)} of {length} bytes arrived")
-        self._end("get_range", key, faults)
-        return data
+        with self._call("get_range", key) as faults:
+            data = self.inner.get_range(key, start, length)
+            if faults.truncated:
+                self._count("truncate_read")
+                arrived = f"{int(length * faults.share)} of {length} bytes arrived"
+                raise TruncatedFile(f"{self.url}/{key}: injected: {arrived}")
+            return data
 
     def head(self, key: str) -> ObjectInfo:
-        faults = self._begin("head", key)
-        info = self.inner.head(key)
-        self._end("head", key, faults)
-        return info
+        with self._call("head", key):
+            return self.inner.head(key)
 
     def put(self, key: str, data: bytes | Chunks) -> None:
-        faults = self._begin("put", key)
-        if faults.truncated:
-            self._fail_partway("put", key, faults, data)
-        if faults.late:
-            self._count("reorder")
-            whole = b"".join(data()) if callable(data) else data
-            with self._lock:
-                self._show(key)  # the puts of one key keep their order
-                self._late[key] = _LatePut(self._clock + faults.late + 1, whole)
-        else:
+        with self._call("put", key) as faults:
+            if faults.truncated:
+                self._fail_partway("put", key, faults, data)
+            if faults.late:
+                self._count("reorder")
+                whole = b"".join(data()) if callable(data) else data
+                with self._lock:
+                    self._show(key)  # the puts of one key keep their order
+                    self._late[key] = _LatePut(self._clock + faults.late + 1, whole)
+                return
             with self._lock:
                 self._show(key)
             self.inner.put(key, data)
             if faults.twice:
                 self._count("duplicate")
                 self.inner.put(key, data)
-        self._end("put", key, faults)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        faults = self._begin("put_if_absent", key)
-        if faults.truncated:
-            self._fail_partway("put_if_absent", key, faults, data)
-        with self._lock:
-            self._show(key)
-        self.inner.put_if_absent(key, data)
-        if faults.twice:
-            self._count("duplicate")
-            with contextlib.suppress(AlreadyExists):  # of its own first time, which is the one the caller hears of
-                self.inner.put_if_absent(key, data)
-        self._end("put_if_absent", key, faults)
+        with self._call("put_if_absent", key) as faults:
+            if faults.truncated:
+                self._fail_partway("put_if_absent", key, faults, data)
+            with self._lock:
+                self._show(key)
+            self.inner.put_if_absent(key, data)
+            if faults.twice:
+                self._count("duplicate")
+                with contextlib.suppress(AlreadyExists):  # because of the first time, which succeeded
+                    self.inner.put_if_absent(key, data)
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         faults = self._begin("list", prefix)
@@ -168,16 +159,22 @@ class FlakyStore:
         self._end("list", prefix, faults)
 
     def delete(self, key: str) -> None:
-        faults = self._begin("delete", key)
-        with self._lock:
-            self._show(key)
-        self.inner.delete(key)
-        if faults.twice:
-            self._count("duplicate")
+        with self._call("delete", key) as faults:
+            with self._lock:
+                self._show(key)
             self.inner.delete(key)
-        self._end("delete", key, faults)
+            if faults.twice:
+                self._count("duplicate")
+                self.inner.delete(key)
 
     # ── one call ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def _call(self, verb: str, key: str) -> Iterator[_Faults]:
+        """Inject the faults before a call, and after it if it succeeded."""
+        faults = self._begin(verb, key)
+        yield faults
+        self._end(verb, key, faults)
 
     def _begin(self, verb: str, key: str) -> _Faults:
         if verb != "list":
