@@ -47,8 +47,8 @@ def command(
     bucket: Annotated[
         str, typer.Option(metavar="file|s3|URL", help="A folder, an S3 server of its own, or any address.")
     ] = "file",
-    engine: Annotated[Engine, typer.Option(help="Who computes in the rollout servers.")] = Engine.builtin,
-    act: Annotated[int | None, typer.Option(min=1, max=2, help="Only this act.  [default: both]")] = None,
+    engine: Annotated[Engine, typer.Option(help="Inference engine of the rollout servers.")] = Engine.builtin,
+    act: Annotated[int | None, typer.Option(min=1, max=2, help="Only this act.", show_default="both")] = None,
     goal: Annotated[
         float, typer.Option(min=0, max=1, help="End training once this share of recent games is solved.")
     ] = 0.8,
@@ -76,17 +76,18 @@ def command(
     """Show what deltawire does, on this machine, without a GPU or an account.
 
     Act one: a trainer, two rollout servers and a Wordle environment, each a
-    process of its own. Servers and trainer share nothing but a bucket: after every
-    step the trainer publishes what changed, the servers fetch it, write it into
-    their live weights and prove the result. They play, the trainer learns from
-    their games, and solves more and more. It ends once 80 % of recent games are
-    solved (--goal), or after ten minutes; four on two quiet cores.
+    process of its own. Servers and trainer share nothing but a bucket: after
+    every step the trainer publishes what changed, the servers fetch it, write it
+    into their live weights and prove the result. They play, the trainer learns
+    from their games, and they solve more and more. Training ends once 80 % of
+    recent games are solved (--goal), or after ten minutes (--minutes).
 
     Act two, half a minute: a Qwen3-shaped model of 40 M weights, or yours
     (--model), at a learning rate of 1e-6, over a link of 100 Mbit/s.
 
-    A live page follows the run; at the end it is written as a file. All bits are
-    compared and the whole run is verified.
+    A live page follows both runs and is written as a file at the end. All bits
+    are compared and the first run is verified. Takes about four minutes on two
+    cores.
 
     \b
     Examples
@@ -193,7 +194,7 @@ def _prologue(record: DemoRecord) -> str:
             f"A policy of 0.5 M weights learns Wordle. A trainer, {plan.replicas} rollout servers and an environment "
             "run as processes of their own; after every training step the servers get the new weights through a "
             "bucket and prove that they hold the trainer's bits. Training ends once "
-            f"{plan.goal:.0%} of recent games are solved: within two minutes on two quiet cores, later on busy ones."
+            f"{plan.goal:.0%} of recent games are solved, after two to three minutes; later where the cores are busy."
         )
     if 2 in plan.acts:
         name = plan.model or "a Qwen3-shaped model of 40 M weights"
