@@ -31,7 +31,7 @@ def damage(store: Store, version: int, kind: str, base: int | None = None) -> No
         store.put(blob.key, bytes(data))
 
 
-def test_a_checkout_goes_round_what_is_damaged(store: Store) -> None:
+def test_a_checkout_avoids_damaged_objects(store: Store) -> None:
     models = history(COUNT)
     publish(store, models, anchor_ratio=1e6, anchor_every=6)
     damage(store, 6, "anchor")
@@ -132,7 +132,7 @@ def test_a_checkout_with_manifests_of_versions_that_were_replaced(store: Store) 
     assert same(held(checkout(run, 2), models[2]), models[2])
 
 
-def test_a_checkout_goes_round_a_reference_that_is_another_model(store: Store, tmp_path: Path) -> None:
+def test_a_checkout_avoids_a_reference_to_another_model(store: Store, tmp_path: Path) -> None:
     models = history(4)
     publish(store, models, anchor_ratio=1e9, anchor_every=3)
     run = json.loads(store.get("versions/000000.json").data)

@@ -100,7 +100,7 @@ def test_names_that_are_not_strings() -> None:
         dw.encode(bad, bad)
 
 
-def test_a_dtype_that_cannot_travel_is_told_with_its_tensor() -> None:
+def test_an_unsupported_dtype_is_named_with_its_tensor() -> None:
     for value in (torch.zeros(2, dtype=torch.complex128), np.zeros(2, "c16"), np.zeros(2, object)):
         with pytest.raises(UnsupportedDtype, match=r"'odd\.weight'.* cannot travel"):
             dw.encode({"odd.weight": value}, {"odd.weight": value})

@@ -68,7 +68,7 @@ def put(at: int, *values: int) -> Callable[[bytes], bytes]:
     return lambda data: data[:at] + bytes(values) + data[at + len(values) :]
 
 
-def test_the_file_is_good() -> None:
+def test_the_file_to_be_damaged_is_valid() -> None:
     result, _ = applied(good(), models()[0])
     assert result == models()[1]
 

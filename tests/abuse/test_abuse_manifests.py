@@ -545,7 +545,7 @@ def head(store: Store, version: int, run: str | None = None) -> bytes:
     ids=["stale", "stale-by-one", "ahead-by-one", "far-ahead", "farther", "negative", "very-negative", "foreign",
          "huge", "empty", "cut", "list", "not-utf8", "nested", "missing"],
 )  # fmt: skip
-def test_a_head_that_is_wrong_harms_nobody(store: Store, data: Callable[[Store], bytes] | None) -> None:
+def test_readers_ignore_a_wrong_head(store: Store, data: Callable[[Store], bytes] | None) -> None:
     run = ForgedRun(store)
     if data is None:
         store.delete(keys.HEAD)
@@ -557,7 +557,7 @@ def test_a_head_that_is_wrong_harms_nobody(store: Store, data: Callable[[Store],
 
 
 @pytest.mark.parametrize("version", [10**15, -5])
-def test_a_head_that_goes_wrong_under_a_follower(store: Store, version: int) -> None:
+def test_a_head_that_is_damaged_while_a_follower_watches(store: Store, version: int) -> None:
     """And the next version is still found, though head pointed nowhere in between."""
     run = ForgedRun(store)
     last = json.loads(store.get(keys.manifest(2)).data)
@@ -604,7 +604,7 @@ def test_summaries_that_lead_round_in_circles(store: Store, long_run: ForgedRun)
     assert same(live, long_run.versions[18])
 
 
-def test_a_summary_with_another_digest_names_nobody(store: Store, long_run: ForgedRun) -> None:
+def test_a_summary_with_another_digest_identifies_no_version(store: Store, long_run: ForgedRun) -> None:
     """Weights are identified by digest; a lie about a digest must not give them a wrong name for long."""
     stranger = model(77)
 

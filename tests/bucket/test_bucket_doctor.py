@@ -78,7 +78,7 @@ class Clinging(CountingStore):
         (Clinging, {"delete", "clean up"}),
     ],
 )
-def test_what_is_wrong(store: Store, kind: type[CountingStore], bad: set[str]) -> None:
+def test_every_check_finds_the_store_that_fails_it(store: Store, kind: type[CountingStore], bad: set[str]) -> None:
     report = examine(kind(store))
     assert failed(report) == bad
     assert not report.healthy

@@ -126,9 +126,7 @@ def test_what_was_used_least_lately_goes_first(store: Store, cache: Path, monkey
     assert {path.name for path in cache.iterdir()} == {blobs[n].hash for n in (0, 3, 4)}
 
 
-def test_what_is_larger_than_the_cache_goes_round_it(
-    store: Store, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_larger_than_the_cache_bypass_it(store: Store, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTAWIRE_CACHE_GB", str(500 / 1e9))
     blob = stored(store, os.urandom(1000))
     assert content(store, blob) == store.get(blob.key).data
@@ -136,7 +134,7 @@ def test_what_is_larger_than_the_cache_goes_round_it(
 
 
 @pytest.mark.parametrize("text", ["much", "0", "-1", "nan", "inf"])
-def test_a_bound_that_is_none(store: Store, cache: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_invalid_bounds_are_refused(store: Store, cache: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("DELTAWIRE_CACHE_GB", text)
     with pytest.raises(Misconfigured, match="DELTAWIRE_CACHE_GB is"):
         fetch(store, stored(store, b"x" * 100))
@@ -283,7 +281,7 @@ def test_nobody_waits_for_one_that_hangs(store: Store, cache: Path, monkeypatch:
     assert (cache / blob.hash).read_bytes() == store.get(blob.key).data
 
 
-def test_a_process_that_died_on_the_way_holds_nobody_up(tmp_path: Path, cache: Path) -> None:
+def test_a_process_that_died_blocks_no_other(tmp_path: Path, cache: Path) -> None:
     """It is killed with the lock in its hands; what it left is taken up by the next who wants it, or swept."""
     store = LocalStore(tmp_path / "bucket")
     first, second = stored(store, os.urandom(1000), 1), stored(store, os.urandom(1000), 2)

@@ -124,7 +124,7 @@ def test_a_version_that_is_marked_is_not_begun(run: Store, models: list[Model]) 
     assert same(weights, models[2])
 
 
-def test_a_follower_of_every_version_whose_next_one_goes_under_it(run: Store, models: list[Model]) -> None:
+def test_a_follower_of_every_version_skips_one_that_was_pruned(run: Store, models: list[Model]) -> None:
     weights, stop, seen = copy(models[2]), threading.Event(), []
     slow = Paused(run, "step_000005", lambda: prune(Run.open(run), NOW))
     for version in Replica(slow, heartbeat=0).follow(weights, every=True, poll=0.01, stop=stop):
@@ -145,7 +145,7 @@ def test_a_word_that_is_too_old_counts_no_more(run: Store) -> None:
 
 
 @pytest.mark.parametrize("reading", [((9, 3),), ((3, 9), (5, 7)), ((-4, 2),)])
-def test_a_heartbeat_that_cannot_be_one_holds_nothing(run: Store, reading: Any) -> None:
+def test_an_invalid_heartbeat_is_no_lease(run: Store, reading: Any) -> None:
     info = Run.open(run).info.run
     run.put(keys.replica("liar"), dump(Heartbeat(info, "liar", 2, 23, True, 0.0, reading=reading)))
     assert Run.open(run).heartbeats() == []
@@ -257,7 +257,7 @@ def test_marks_that_another_prune_lost_are_made_again(run: Store) -> None:
     assert verify(Run.open(run)).failure is None
 
 
-def test_what_crashed_writers_left_goes_too(tmp_path: Path, models: list[Model]) -> None:
+def test_leftovers_of_crashed_writers_are_deleted(tmp_path: Path, models: list[Model]) -> None:
     store = LocalStore(tmp_path)
     publish(store, models[:2])
     old, young = tmp_path / "deltas" / ".tmp-1-dead", tmp_path / "deltas" / ".tmp-2-alive"

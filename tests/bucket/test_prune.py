@@ -98,7 +98,7 @@ def test_looking_changes_nothing(run: Store) -> None:
     assert not {"put", "put_if_absent", "delete"} & counting.requests.keys()
 
 
-def test_nothing_young_goes(run: Store) -> None:
+def test_recent_objects_are_kept(run: Store) -> None:
     plan = survey(Run.open(run), RULE)
     assert (plan.marked, plan.going, plan.objects) == ((), (), ())
     assert plan.kept[1] == "younger than the grace period"
@@ -232,7 +232,7 @@ def test_a_stricter_rule_goes_on_from_there(run: Store) -> None:
     assert {*first.going, *second.going} == set(range(32))
 
 
-def test_garbage_goes_but_not_what_may_be_on_its_way(run: Store) -> None:
+def test_garbage_is_deleted_but_not_uploads_in_flight(run: Store) -> None:
     orphans = [keys.anchor(12, "deadbeef"), keys.delta(38, 39, "deadbeef"), keys.delta(24, 32, "deadbeef")]
     coming = [keys.delta(39, 40, "deadbeef"), keys.anchor(40, "deadbeef")]
     strange = ["anchors/notes.txt", "files/readme.md", "somewhere/else"]

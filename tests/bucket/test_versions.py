@@ -76,7 +76,7 @@ def test_a_run_without_versions(tmp_path: Path, run: Run) -> None:
             resolve(fresh, text)
 
 
-def test_a_replica_goes_to_a_tag(run: Run) -> None:
+def test_a_replica_syncs_to_a_tag(run: Run) -> None:
     set_tag(run, 2, "best")
     live = blank(VERSIONS[0])
     replica = Replica(run.store)
@@ -105,7 +105,7 @@ def test_set_move_and_delete(run: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "v3", "latest", "newest", "3", "-1", "../up", "a/b", "a b", "x" * 65, "a\n", "é"])
-def test_names_that_are_none(run: Run, name: str) -> None:
+def test_invalid_names_are_refused(run: Run, name: str) -> None:
     with pytest.raises(ValueError, match="a tag is letters"):
         set_tag(run, 1, name)
     assert not list(run.store.list(keys.TAGS))

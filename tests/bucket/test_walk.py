@@ -46,7 +46,7 @@ def test_what_is_left_out_is_planned_around(run: Run) -> None:
 
 
 @pytest.mark.parametrize("failure", [HashMismatch("bad"), StoreUnavailable("away")], ids=["damaged", "away"])
-def test_it_goes_on_until_no_way_is_left(run: Run, failure: DeltawireError) -> None:
+def test_every_way_is_tried_before_giving_up(run: Run, failure: DeltawireError) -> None:
     walker, tried = Walker(run), []
 
     # an object that stays away is as good as lost; damage is named as it is

@@ -99,7 +99,7 @@ def test_models_that_are_not_the_same(run: Path, tmp_path: Path, checkpoints: li
     assert (value["changed"], value["same"]) == (0, False)
 
 
-def test_used_wrongly(run: Path, checkpoints: list[Path]) -> None:
+def test_wrong_arguments_are_refused(run: Path, checkpoints: list[Path]) -> None:
     invoke("diff", checkpoints[0], code=2)
     assert "is the first" in invoke("diff", f"{run}@0", code=4).stderr
     assert "versions 0 to 3" in invoke("diff", f"{run}@0", "@9", code=4).stderr

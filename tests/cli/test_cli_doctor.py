@@ -62,5 +62,5 @@ def test_wrong_keys(seaweed: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None
     assert {check["verdict"] for check in value["checks"] if check["check"] == "list"} == {"skipped"}
 
 
-def test_an_address_that_is_none() -> None:
+def test_an_invalid_address_is_refused() -> None:
     assert "no store speaks ftp://" in invoke("doctor", "ftp://host/run", code=2).stderr

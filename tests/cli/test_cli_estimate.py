@@ -88,7 +88,7 @@ def test_more_replicas_fetch_more_and_store_nothing() -> None:
     assert many["stored"] == one["stored"]
 
 
-def test_a_link_that_is_too_slow_is_said() -> None:
+def test_a_slow_link_is_reported() -> None:
     found = costs(params=405e9, bandwidth=125e6, step_seconds=10)
     assert "versions will span several steps" in found.notes[0]
     assert found["versions"] < 86400 / 10

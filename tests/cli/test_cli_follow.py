@@ -174,7 +174,7 @@ def test_a_command_sees_the_version(tmp_path: Path, run: Path) -> None:
     assert (tmp_path / "seen").read_text() == f"3 {run.as_uri()} {tmp_path}/model"
 
 
-def test_a_failing_command_is_told(tmp_path: Path, run: Path) -> None:
+def test_a_failing_command_is_reported(tmp_path: Path, run: Path) -> None:
     result = follow(run, "--exec", "exit 7", "--dir", tmp_path / "model", "--json", code=1)
     assert "version 3 ended with exit code 7" in result.stderr
     assert json.loads(result.stdout)["exit_code"] == 7

@@ -68,5 +68,5 @@ def test_plan_for_programs() -> None:
         ("--params", "7B", "--step-seconds", "30s", "--steps-per-hour", 60),
     ],
 )
-def test_plan_used_wrongly(options: tuple[object, ...]) -> None:
+def test_wrong_arguments_of_plan_are_refused(options: tuple[object, ...]) -> None:
     invoke("plan", *options, code=2)

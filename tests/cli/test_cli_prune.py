@@ -49,7 +49,7 @@ def test_prune_marks_first_and_says_when_it_goes(run: Path, checkpoints: list[Pa
     assert invoke_json("verify", run)["versions"] == 1
 
 
-def test_the_preview_says_what_the_deed_does(run: Path, checkpoints: list[Path]) -> None:
+def test_the_preview_of_prune_equals_its_result(run: Path, checkpoints: list[Path]) -> None:
     invoke("publish", checkpoints[0], run, "--anchor")
     for grace in ("0s", "1h"):
         options = ("prune", run, "--keep-last", 1, "--grace", grace)
@@ -59,6 +59,6 @@ def test_the_preview_says_what_the_deed_does(run: Path, checkpoints: list[Path])
     assert preview["deleted"] == []
 
 
-def test_prune_used_wrongly(run: Path) -> None:
+def test_wrong_arguments_of_prune_are_refused(run: Path) -> None:
     invoke("prune", run, "--grace", "soon", code=2)
     invoke("prune", run, "--keep", 99, code=4)

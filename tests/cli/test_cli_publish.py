@@ -149,7 +149,7 @@ def test_a_base_of_an_older_version_saves_the_anchor(
 
 
 @pytest.mark.parametrize("damage", ["other weights", "other model", "no checkpoint"])
-def test_a_wrong_base_is_ignored_with_a_line(
+def test_a_wrong_base_is_ignored_and_logged(
     counted: CountingStore, checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     for checkpoint in checkpoints[:2]:
@@ -202,7 +202,7 @@ def test_a_bad_encoding_names_those_that_can_be_chosen(run: Path, checkpoints: l
     assert "planes" not in said
 
 
-def test_code_does_not_travel_and_is_said(tmp_path: Path, checkpoints: list[Path]) -> None:
+def test_code_is_not_published_and_this_is_logged(tmp_path: Path, checkpoints: list[Path]) -> None:
     folder, run = tmp_path / "step", tmp_path / "run"
     shutil.copytree(checkpoints[0], folder)
     (folder / "modeling_own.py").write_text("import os")

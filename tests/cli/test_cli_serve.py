@@ -85,7 +85,7 @@ def use(out: IO[str], trainer: torch.nn.Module, publish: Publisher) -> int:
     return port
 
 
-def test_from_nothing_but_the_run_to_the_end(
+def test_serving_a_run_from_start_to_sigterm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In this process: the command in the main thread, its client in another one, which ends it by a signal."""
@@ -122,7 +122,7 @@ def test_from_nothing_but_the_run_to_the_end(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_process_from_nothing_but_the_run_to_the_end(tmp_path: Path, how: signal.Signals, code: int) -> None:
+def test_a_serving_process_from_start_to_signal(tmp_path: Path, how: signal.Signals, code: int) -> None:
     trainer = tiny_model()
     with publisher(tmp_path / "run", checkpoint(tmp_path / "model", trainer)) as publish:
         publish.publish(trainer).result(60)

@@ -26,7 +26,7 @@ def test_bad_names(run: Path, name: str) -> None:
     assert not (run / "tags").exists()
 
 
-def test_used_wrongly(run: Path) -> None:
+def test_wrong_arguments_are_refused(run: Path) -> None:
     invoke("tag", f"{run}@1", code=2)
     invoke("tag", f"{run}@1", "--delete", "best", code=2)
     invoke("tag", f"{run}@77", "best", code=4)

@@ -13,7 +13,7 @@ def newest_delta(run: Path) -> Path:
     return run / Run.open(str(run)).manifest(3).links[0].objects[0].key
 
 
-def test_verify_says_good(run: Path) -> None:
+def test_verify_reports_a_valid_run(run: Path) -> None:
     result = invoke("verify", run)
     assert result.stdout.startswith("good")
     assert "4 versions" in result.stdout

@@ -61,7 +61,7 @@ def test_golden_value() -> None:
 
 
 @given(schema=schemas(), seed=seeds)
-def test_it_is_what_its_definition_says(schema: Schema, seed: int) -> None:
+def test_the_digest_equals_its_definition(schema: Schema, seed: int) -> None:
     bag = random_bag(schema, seed)
     assert of(bag) == sum((slow(name, bits) for name, bits in bag.tensors.items()), StateDigest())
 

@@ -204,7 +204,7 @@ def test_the_end_of_the_server_ends_connections_that_pages_keep_open(store: Stor
     connection.close()
 
 
-def test_a_run_that_is_not_there_yet_is_told_on_the_page(store: Store, page: Server) -> None:
+def test_the_page_says_that_there_is_no_run_yet(store: Store, page: Server) -> None:
     status, found, _ = get(page, "/api/run")
     assert status == 200
     assert "there is no run" in found["document"]["problem"]

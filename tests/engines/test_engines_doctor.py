@@ -88,7 +88,7 @@ def test_a_server_that_follows_is_well() -> None:
         ({"guard": "reload: the server quantizes"}, "guard", "warning", "quantizes; .*full load"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_next_step(change: dict[str, Any], check: str, verdict: str, step: str) -> None:
+def test_errors_name_the_next_step(change: dict[str, Any], check: str, verdict: str, step: str) -> None:
     with server({**GOOD, **change}) as url:
         found = findings(url)
     assert found[check][0] == verdict
@@ -106,7 +106,7 @@ def test_a_server_without_the_plugin() -> None:
     assert (value["healthy"], [check["check"] for check in value["checks"]]) == (False, ["answers", "plugin"])
 
 
-def test_nobody_there_and_nonsense() -> None:
+def test_an_absent_server_and_invalid_answers() -> None:
     with server(GOOD) as url:
         pass
     found = findings(url)

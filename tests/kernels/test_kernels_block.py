@@ -84,7 +84,7 @@ def chosen(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "dtype", ["BF16", "F8_E4M3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("F32", "I32"))]
 )
-def test_bytes_are_the_host_s(dtype: str, device: torch.device) -> None:
+def test_a_device_encodes_the_same_bytes_as_the_host(dtype: str, device: torch.device) -> None:
     # narrow ones are walked as a row, odd ones end in a part of a chunk
     model = Model(dtype, {"a": (96, 260), "b": (700,), "c": (40, 9), "d": (64, 128)})
     expected = context.encode_tiles(model.changes, model.before, tile=4096)
@@ -117,7 +117,7 @@ def test_blocks_that_are_counted_together_have_the_bytes_they_have_alone(
     assert {block.record.encoding for block in expected if block.record} == {"context", "packed"}
 
 
-def test_levels_are_counted_alike(device: torch.device) -> None:
+def test_levels_are_counted_as_on_the_host(device: torch.device) -> None:
     model = Model("BF16", {"a": (1100, 130), "b": (64, 256)}, seed=3)
     host, there = HostBlock(model.changes, model.before), OnDevice(model, device).block(list(model.old))
     assert np.array_equal(host.exponents(7, 255, [3, 1]), there.exponents(7, 255, [3, 1]))

@@ -94,7 +94,7 @@ every_kind = pytest.mark.parametrize(
 
 
 @every_kind
-def test_counts_ranks_and_steps_by_the_book(
+def test_counts_ranks_and_steps_equal_a_plain_loop(
     ops: ModuleType, device: torch.device, dtype: torch.dtype, leveled: bool
 ) -> None:
     case = Case(device, dtype, leveled)
@@ -117,11 +117,11 @@ def test_counts_ranks_and_steps_by_the_book(
 
 
 @every_kind
-def test_place_takes_ranks_back(ops: ModuleType, device: torch.device, dtype: torch.dtype, leveled: bool) -> None:
+def test_place_inverts_ranks(ops: ModuleType, device: torch.device, dtype: torch.dtype, leveled: bool) -> None:
     assert_placed(ops, Case(device, dtype, leveled))
 
 
-def test_place_takes_the_ranks_of_all_weights_back(ops: ModuleType, device: torch.device) -> None:
+def test_place_inverts_the_ranks_of_all_weights(ops: ModuleType, device: torch.device) -> None:
     assert_placed(ops, Case(device, torch.bfloat16, False, 1.0))
 
 

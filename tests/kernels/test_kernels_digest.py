@@ -11,7 +11,7 @@ from deltawire.kernels import Plan, flat_plan, grid, torch_ops
 
 
 @pytest.mark.parametrize("tile", [1 << 16, 1 << 10])
-def test_digest_is_the_core_s(ops: ModuleType, device: torch.device, tile: int) -> None:
+def test_the_digest_equals_that_of_the_core(ops: ModuleType, device: torch.device, tile: int) -> None:
     tensors = models.odd_model(device)
     names = [f"layer.{i}" for i in range(len(tensors))]
     plan = flat_plan(tensors, tile, unit=2)

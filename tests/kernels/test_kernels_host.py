@@ -29,7 +29,7 @@ def _equal(a: Change, b: Change) -> bool:
 
 
 @pytest.mark.parametrize("block_units", [1 << 24, 1000])
-def test_changes_by_region_are_the_core_s(device: torch.device, block_units: int) -> None:
+def test_changes_by_region_equal_those_of_the_core(device: torch.device, block_units: int) -> None:
     names, old, new, schema = _model(device)
     regions = [region for block in blocks(schema, block_units) for region in block]
     plan = kernels.region_plan(names, old, regions, tile=512)

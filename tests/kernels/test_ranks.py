@@ -27,7 +27,9 @@ from deltawire.kernels import CLASSES, Plan, grid, rules, torch_ops
         ),
     ],
 )
-def test_ranks_are_the_codec_s(ops: ModuleType, device: torch.device, shape: tuple[int, int], leveled: bool) -> None:
+def test_ranks_equal_those_of_the_codec(
+    ops: ModuleType, device: torch.device, shape: tuple[int, int], leveled: bool
+) -> None:
     rows, columns = shape
     old = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.02).to(torch.bfloat16)
     changed_rows = torch.arange(rows) % 5 != 1
@@ -78,7 +80,7 @@ def test_ranks_are_the_codec_s(ops: ModuleType, device: torch.device, shape: tup
 
 
 @pytest.mark.parametrize("step", [1, -3, -0x8000, *(pytest.param(n, marks=pytest.mark.slow) for n in (-1, 2, 0x4000))])
-def test_steps_are_the_core_s(ops: ModuleType, device: torch.device, step: int) -> None:
+def test_steps_equal_those_of_the_core(ops: ModuleType, device: torch.device, step: int) -> None:
     old = random_tensor((1024,), torch.int16, 5).view(torch.bfloat16)
     bits_before = bits(old)
     # steps are counted along the numbers, so go there by way of the core's own step

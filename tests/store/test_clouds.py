@@ -49,14 +49,14 @@ def test_a_connection_string_that_is_of_no_use_is_not_repeated(text: str) -> Non
     assert SECRET not in str(caught.value)
 
 
-def test_a_key_that_is_none_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_key_is_not_repeated_in_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=me;AccountKey=*pl4nted*")
     with pytest.raises(DeltawireError) as caught:
         open_store("az://runs/a", retry=False).get("key")
     assert "pl4nted" not in str(caught.value)
 
 
-def test_who_sets_nothing_is_told_what_to_set() -> None:
+def test_without_settings_the_message_names_the_variables() -> None:
     with pytest.raises(PermissionDenied, match="AZURE_STORAGE_CONNECTION_STRING"):
         open_store("az://runs/a", retry=False)
 

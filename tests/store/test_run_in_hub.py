@@ -163,7 +163,7 @@ def test_what_a_version_costs(hub: HubStandIn, run: str) -> None:
         assert spent() <= (0, 4)
 
 
-def test_no_secret_is_told(
+def test_no_secret_is_in_any_message(
     hub: HubStandIn, run: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for logger in ("deltawire", "huggingface_hub", "httpx2"):

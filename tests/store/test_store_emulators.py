@@ -125,7 +125,7 @@ def test_of_two_writers_one_is_refused(address: str) -> None:
         assert same(live, weights)
 
 
-def test_who_has_the_wrong_key(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_key_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Azurite refuses it. moto does not look: it tells nothing about keys and permissions."""
     if address.startswith("az:"):
         good = os.environ["AZURE_STORAGE_CONNECTION_STRING"]

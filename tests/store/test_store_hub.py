@@ -239,7 +239,7 @@ def test_data_that_never_comes(hub: HubStandIn, store: HubStore) -> None:
         store.get("key")
 
 
-def test_a_create_whose_answer_was_lost_is_known_as_ours(hub: HubStandIn, store: HubStore) -> None:
+def test_a_create_whose_answer_was_lost_is_recognised(hub: HubStandIn, store: HubStore) -> None:
     patient = open_store(store.url)
     patient.put("other", b"x")
     hub.faults.add(Fault("POST .*/batch", drop=True, after=True))
@@ -261,7 +261,7 @@ def test_a_storage_token_that_is_withdrawn_is_asked_for_again(hub: HubStandIn, s
 
 
 @pytest.mark.parametrize("request_", [*CONTROL, "GET .*/xet-write-token"])
-def test_answers_that_are_none_of_the_hubs(hub: HubStandIn, request_: str) -> None:
+def test_answers_that_the_hub_would_not_give_are_refused(hub: HubStandIn, request_: str) -> None:
     """Such as those of a proxy that wants a login: status 200, and something else in it."""
     store = HubStore.from_url(address())
     HubStore.from_url(store.url).put("key", b"x")
@@ -433,7 +433,7 @@ def test_a_stream_that_breaks(hub: HubStandIn, store: HubStore, listen: Callable
 # ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_secret_is_told(
+def test_no_secret_is_in_any_message(
     hub: HubStandIn, store: HubStore, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # not httpcore2, whose debug log is a trace of the wire

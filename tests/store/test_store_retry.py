@@ -170,7 +170,7 @@ def test_a_lost_answer_to_our_own_create(memory: ObjectStore, data: bytes, after
     assert memory.get("key").data == data
 
 
-def test_somebody_else_was_first(memory: ObjectStore) -> None:
+def test_another_writer_was_first(memory: ObjectStore) -> None:
     memory.put("key", b"theirs")
     for data in (b"mine..", b"longer than theirs", b""):
         with pytest.raises(AlreadyExists):

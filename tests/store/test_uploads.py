@@ -102,7 +102,7 @@ def test_a_server_that_does_not_show_them(
     assert "hunter2" not in caplog.text
 
 
-def test_trouble_is_told_apart(server: Server, store: ObjectStore) -> None:
+def test_kinds_of_failures_are_told_apart(server: Server, store: ObjectStore) -> None:
     server.status = 503
     with pytest.raises(StoreUnavailable):
         store.sweep(0)
@@ -111,7 +111,7 @@ def test_trouble_is_told_apart(server: Server, store: ObjectStore) -> None:
     assert store.sweep(0) == 0
 
 
-def test_an_answer_that_is_none(server: Server, store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_answer_is_refused(server: Server, store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Handler, "do_GET", lambda self: self.answer("<html"))
     with pytest.raises(StoreError, match="does not parse"):
         store.sweep(0)

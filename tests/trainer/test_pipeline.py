@@ -565,7 +565,7 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
     assert captures.digest == newest.digest()
 
 
-def test_continuing_a_run_by_accident_is_said(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_continuing_a_run_by_accident_is_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     versions = history(3)
     publish(store, versions[:2])
     assert not [r for r in caplog.records if r.levelname == "WARNING"]

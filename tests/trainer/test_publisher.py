@@ -237,7 +237,7 @@ def test_step_metrics_and_timings_are_in_the_manifest(store: Store, caplog: pyte
     assert "← v0" in lines[0]
 
 
-def test_progress_is_told(store: Store) -> None:
+def test_progress_is_reported(store: Store) -> None:
     told: dict[str, int] = {}
     total: dict[str, int] = {}
 

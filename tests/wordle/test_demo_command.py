@@ -109,7 +109,7 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @LOADED
 @pytest.mark.slow
-def test_act_two_with_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_act_two_with_the_users_model(tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = spawn("demo", "--act", 2, "--model", FOLDER, "--link", 50, "--out", out)
     text, err = process.communicate()

@@ -75,7 +75,7 @@ print({"torch", "transformers", "numba"} & {*sys.modules})
     assert there.stdout == "set()\n"
 
 
-def test_words_of_ones_own(tmp_path: Path) -> None:
+def test_a_server_with_a_word_list_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("zebra\n")
     with wordle_server("--words", str(tmp_path / "mine.txt")) as (url, _), connect_now(ws(url)) as connection:
         ask(connection, {"type": "reset"})

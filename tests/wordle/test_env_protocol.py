@@ -62,7 +62,7 @@ def test_a_lost_game_names_the_word() -> None:
     assert "slate" in replies[-1]["observation"]["message"]
 
 
-def test_the_end_is_told() -> None:
+def test_the_end_is_reported() -> None:
     with pytest.raises(Closed):
         Session(RULES).answer('{"type": "close"}')
 
@@ -92,7 +92,7 @@ def test_the_end_is_told() -> None:
         ('{"type": "step", "data": {"guess": "crane"}}', "EXECUTION_ERROR", "reset first"),
     ],
 )
-def test_what_is_wrong_is_said_and_the_session_goes_on(text: str, code: str, part: str) -> None:
+def test_errors_are_answered_and_the_session_continues(text: str, code: str, part: str) -> None:
     session = Session(RULES)
     found, message = refusal(session, text)
     assert found == code

@@ -65,7 +65,7 @@ def test_sampled_play_over_two_servers(url: str) -> None:
     assert 0.1 < evaluate(both, RULES, games=GAMES).solved < 0.6
 
 
-def test_who_does_not_answer_or_will_not(url: str) -> None:
+def test_servers_that_do_not_answer_or_refuse(url: str) -> None:
     with pytest.raises(ServerUnavailable, match="does not answer"):
         ServerSampler("http://127.0.0.1:9")([[1]], 1.0, 0)
     with pytest.raises(ServerRefused, match="answered 400"):

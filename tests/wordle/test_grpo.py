@@ -32,7 +32,7 @@ def test_advantages_compare_within_a_group() -> None:
 
 
 @pytest.mark.parametrize("rewards", [[0.7] * 4, [1.0]])
-def test_games_that_were_alike_teach_nothing(rewards: list[float]) -> None:
+def test_equal_rewards_give_no_advantage(rewards: list[float]) -> None:
     assert advantages(rewards) == [0.0] * len(rewards)
 
 

@@ -12,7 +12,7 @@ from deltawire_wordle.sampling import ModelSampler, Sample
 from deltawire_wordle.wordle import Game
 
 
-def test_a_seed_is_a_result(shipped: ModelSampler) -> None:
+def test_the_same_seed_gives_the_same_games(shipped: ModelSampler) -> None:
     found = evaluate(shipped, RULES, games=32)
     assert evaluate(shipped, RULES, games=32) == found
     assert evaluate(shipped, RULES, games=32, seed=1) != found

@@ -20,7 +20,7 @@ def test_the_notice_ships_with_the_words() -> None:
     assert "provided that the above copyright notice appears in all copies" in notice
 
 
-def test_a_file_of_ones_own(tmp_path: Path) -> None:
+def test_a_word_list_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("# mine\nslate\n\nCRANE  # a bird\ncrane\n")
     assert load(str(path)) == ("crane", "slate")

@@ -508,7 +508,7 @@ def test_a_rank_whose_loader_drops_tensors_is_not_patched(world: World) -> None:
     assert "does not use" in world.target.guard or "holds" in world.target.guard
 
 
-def test_a_draft_model_that_stays_behind_is_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_model_that_cannot_follow_is_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.target.has_draft = True
     world.sync()
     assert (world.follower.state, world.follower.reason) == ("healthy", "")
