@@ -50,6 +50,8 @@ def try_out(artifact: Path, folder: Path) -> None:
         run([str(deltawire), "checkout", str(bucket / "run"), "-o", str(folder / f"out-{version}")], cwd=folder)
         run([str(python), "-c", SAME, str(checkpoint), str(folder / f"out-{version}")], cwd=folder)
     run([str(deltawire), "verify", str(bucket / "run")], cwd=folder)
+    # the page is made from files of the package
+    run([str(deltawire), "dash", str(bucket / "run"), "--out", str(folder / "run.html")], cwd=folder)
     # the data files of the second package of the wheel
     run([str(python), "-c", "from deltawire_wordle.wordlists import load; assert len(load('toy')) == 64"], cwd=folder)
     # no torch here: the message must give a command that installs the extra from where this came from

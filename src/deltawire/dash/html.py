@@ -29,7 +29,8 @@ def _hash(text: str) -> str:
 
 def _scripts() -> list[str]:
     ours = "\n".join(_read(f"page/{name}.js") for name in SCRIPTS)
-    return [_read("vendor/uPlot.iife.min.js"), f"(() => {{\n{ours}}})();\n"]
+    library = f"/*\n{_read('vendor/uPlot.LICENSE')}*/\n{_read('vendor/uPlot.iife.min.js')}"
+    return [library, f"(() => {{\n{ours}}})();\n"]
 
 
 def _styles() -> list[str]:

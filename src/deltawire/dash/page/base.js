@@ -31,7 +31,11 @@ function svg(tag, attributes, text) {
   return made;
 }
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const palette = new Map(); // by name, for the theme that is shown
+function colour(name) {
+  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return palette.get(name);
+}
 const swatch = (name, shape) => {
   const made = el("i", { class: shape });
   made.style.background = shape === "ring" ? "none" : `var(--${name})`;

@@ -130,6 +130,7 @@ try { theme = localStorage.getItem("deltawire-theme") || "auto"; } catch { /* no
 function setTheme() {
   if (!THEMES[theme]) theme = "auto";
   document.documentElement.dataset.theme = theme === "auto" ? (dark.matches ? "dark" : "light") : theme;
+  palette.clear();
   $("theme").textContent = THEMES[theme];
   $("theme").setAttribute("aria-label", `Colours: ${theme === "auto" ? "as the system" : theme}`);
   redraw();
