@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +76,35 @@ def test_a_space_says_what_it_is(folder: Path) -> None:
         assert f"`{variable}`" in readme, variable
 
 
-def test_the_commands_of_the_hub_are_its_own() -> None:
+Help = Callable[..., str]
+
+
+@pytest.fixture
+def help_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Help:
+    """What a program prints for --help after these words, run in this process."""
+
+    def help_of(main: Callable[[], object], *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", [*words, "--help"])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert not left.value.code, words
+        return capsys.readouterr().out
+
+    return help_of
+
+
+def test_the_commands_of_the_hub_are_its_own(help_of: Help) -> None:
     pages = [*DEPLOY.rglob("README.md"), ROOT / "docs" / "disaggregated.md", ROOT / "examples" / "README.md"]
     texts = [page.read_text().replace("\\\n", " ") for page in pages]
     lines = [line for text in texts for line in re.findall(r"^(hf .*)", text, re.MULTILINE)]
     assert len(lines) >= 5
+    (hf,) = (entry.load() for entry in entry_points(group="console_scripts", name="hf"))
     for line in lines:
         words = shlex.split(line, comments=True)
         name = next(i for i, word in enumerate(words) if "/" in word)
-        known = _options_of_hf(*words[1:name])
+        known = set(re.findall(r"--[\w-]+", help_of(hf, *words[:name])))
         assert {word for word in words if word.startswith("--") and " " not in word} <= known, line
-
-
-@cache
-def _options_of_hf(*command: str) -> set[str]:
-    program = [str(Path(sys.executable).with_name("hf")), *command, "--help"]
-    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200"})
-    assert done.returncode == 0, command
-    return set(re.findall(r"--[\w-]+", done.stdout))
 
 
 # ── the compose file ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +157,7 @@ def commands(compose: dict[str, Any]) -> Iterator[list[str]]:
         yield shlex.split(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", joined.split("exec ", 1)[1]), comments=True)
 
 
-def test_command_lines_are_accepted(compose: dict[str, Any]) -> None:
+def test_command_lines_are_accepted(compose: dict[str, Any], help_of: Help) -> None:
     """Parsed by the programs themselves, which stop before they do anything."""
     click_app = typer.main.get_command(app)
     parsed = []
@@ -158,9 +168,9 @@ def test_command_lines_are_accepted(compose: dict[str, Any]) -> None:
             parsed.append(words[1])
         elif words[:3] == ["python", "-m", "deltawire_wordle.train"]:
             # argparse reads all options before it obeys --help
-            done = subprocess.run([sys.executable, *words[1:], "--help"], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            known = set(re.findall(r"--[\w-]+", done.stdout))
+            from deltawire_wordle.train import main as train
+
+            known = set(re.findall(r"--[\w-]+", help_of(train, *words[2:])))
             assert {word for word in words if word.startswith("--")} <= known
             parsed.append("train")
         else:

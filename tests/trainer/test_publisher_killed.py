@@ -27,6 +27,12 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(place)
 
 
+@pytest.fixture(scope="module")
+def killer() -> Iterator[Killer]:
+    with Killer(seed=1) as started:
+        yield started
+
+
 PLACES = (
     "before put_if_absent run.json", "after put_if_absent run.json",
     "before put deltas/", "during put deltas/", "after put deltas/",
@@ -71,53 +77,51 @@ class Watch:
             assert found.versions == count
 
 
-def test_a_publisher_killed_at_any_point(folder: Path) -> None:
+def test_a_publisher_killed_at_any_point(folder: Path, killer: Killer) -> None:
     run = folder / "run"
     watch = Watch(run)
-    with Killer(seed=1) as killer:
-        dice = killer.dice
+    dice = killer.dice
 
-        def go(**task: Any) -> dict[str, Any]:
-            ended = killer.run("publish", run=str(run), encoding=dice.choice(["packed", "packed", "raw"]), **task)
-            assert ended["code"] == KILLED, ended["said"]
-            watch.look()
-            return ended
+    def go(**task: Any) -> dict[str, Any]:
+        ended = killer.run("publish", run=str(run), encoding=dice.choice(["packed", "packed", "raw"]), **task)
+        assert ended["code"] == KILLED, ended["said"]
+        watch.look()
+        return ended
 
-        for place in PLACES:
-            ended = go(count=40, place=place, die=1 if "run.json" in place else dice.randint(1, 2))
-            assert ended["said"].startswith(place)
-        watch.look(everything=True)
-        for _ in range(BY_EVENT):
-            go(count=40, die=dice.randint(1, 150))
-        watch.look(everything=True)
-        for _ in range(BY_TIME):
-            go(count=10**6, after=dice.uniform(0.001, 0.06))
-        watch.look(everything=True)
-        before = watch.versions
-        ended = killer.run("publish", run=str(run), encoding="packed", count=3)
-        assert ended["code"] == 0, ended["said"]
+    for place in PLACES:
+        ended = go(count=40, place=place, die=1 if "run.json" in place else dice.randint(1, 2))
+        assert ended["said"].startswith(place)
+    watch.look(everything=True)
+    for _ in range(BY_EVENT):
+        go(count=40, die=dice.randint(1, 150))
+    watch.look(everything=True)
+    for _ in range(BY_TIME):
+        go(count=10**6, after=dice.uniform(0.001, 0.06))
+    watch.look(everything=True)
+    before = watch.versions
+    ended = killer.run("publish", run=str(run), encoding="packed", count=3)
+    assert ended["code"] == 0, ended["said"]
     watch.look(everything=True)
     assert watch.versions == before + 3
     assert watch.versions > 40, "too few versions between the kills for this to mean much"
 
 
-def test_a_publisher_killed_at_every_event_of_its_first_publish(folder: Path) -> None:
+def test_a_publisher_killed_at_every_event_of_its_first_publish(folder: Path, killer: Killer) -> None:
     """A fresh folder each time: what is left is no run yet, or a run without versions, or a run with version 0."""
     seen = set()
-    with Killer(seed=2) as killer:
-        for die in range(1, 100):
-            run = folder / str(die)
-            ended = killer.run("publish", run=str(run), encoding="packed", count=1, die=die)
-            watch = Watch(run)
+    for die in range(1, 100):
+        run = folder / str(die)
+        ended = killer.run("publish", run=str(run), encoding="packed", count=1, die=die)
+        watch = Watch(run)
+        watch.look(everything=True)
+        seen.add(watch.versions)
+        if ended["code"] == 0:
+            break
+        assert ended["code"] == KILLED, ended["said"]
+        if die % 5 == 0:
+            assert killer.run("publish", run=str(run), encoding="packed", count=2)["code"] == 0
             watch.look(everything=True)
-            seen.add(watch.versions)
-            if ended["code"] == 0:
-                break
-            assert ended["code"] == KILLED, ended["said"]
-            if die % 5 == 0:
-                assert killer.run("publish", run=str(run), encoding="packed", count=2)["code"] == 0
-                watch.look(everything=True)
-                assert watch.versions >= 2
+            assert watch.versions >= 2
     assert ended["code"] == 0, "a first publish has fewer than a hundred events"
     assert die > 15
     assert seen == {0, 1}
