@@ -96,6 +96,10 @@ def test_controls(file: str, view: View) -> None:
         button = panel(page, name).get_by_role("button", name=pressed)
         button.click()
         expect(panel(page, name).get_by_role("button", name=pressed)).to_have_attribute("aria-pressed", "true")
+    # seconds need another axis than versions, so another chart
+    before = panel(page, "behind").locator(".uplot").element_handle()
+    panel(page, "behind").get_by_role("button", name="Versions").click()
+    assert not before.evaluate("node => node.isConnected")
     chain = panel(page, "chain")
     expect(chain.locator("svg")).to_contain_text("v49")
     chain.get_by_role("button", name="Earlier").click()

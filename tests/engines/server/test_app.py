@@ -15,6 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from serving import checkpoint, generate, nudge, publisher, serving, tiny_model, tokenizer
 
+from deltawire.bucket.run import Run
 from deltawire.core.errors import Misconfigured
 from deltawire.engines.server import Limits, Options, RolloutServer
 from deltawire.metrics import Prometheus
@@ -308,7 +309,7 @@ def test_a_client_that_goes_away_takes_its_sequences_along(
         server.scheduler.resume()
 
 
-def test_the_dashboard_of_grafana_asks_for_metrics_that_exist(tmp_path: Path) -> None:
+def test_dashboards_get_what_they_ask_for(tmp_path: Path) -> None:
     gauges, model = CollectorRegistry(), tiny_model()
     folder = checkpoint(tmp_path / "model", model)
     with publisher(tmp_path / "run", folder, on_version=Prometheus(registry=gauges)) as it:
@@ -319,6 +320,11 @@ def test_the_dashboard_of_grafana_asks_for_metrics_that_exist(tmp_path: Path) ->
             while client.get("/deltawire/status").json()["syncs"] == 0:
                 time.sleep(0.05)
             text = client.get("/metrics").text + generate_latest(gauges).decode()
+    # the page of `deltawire dash` reads it from the bucket
+    (beat,) = Run.open(str(tmp_path / "run")).heartbeats()
+    assert [(sync.version, sync.error) for sync in beat.syncs] == [(1, "")]
+    assert {"fetch", "decode", "apply", "prove", "pause"} <= beat.syncs[0].timings.keys()
+    # Grafana from Prometheus
     exported = {found.group() for found in re.finditer(r"^deltawire_\w+", text, re.MULTILINE)}
     phases = set(re.findall(r'deltawire_sync_seconds{phase="(\w+)"}', text))
     board = json.loads((Path(__file__).parents[3] / "deploy/grafana.json").read_text())

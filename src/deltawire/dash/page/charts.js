@@ -38,7 +38,7 @@ const charts = new Map(); // element → {plot, sign, zoomed}
 /** Draws or updates a chart. `lines` are {label, colour, values, dash, fill, step, points}; values go with `xs`. */
 function chart(holder, { xs, lines, height, time, log, close, unit, describe, label, range, onZoom, sync }) {
   const width = Math.max(holder.clientWidth, 120);
-  const sign = JSON.stringify([lines.map((line) => [line.colour, line.dash]), time, log, height, document.documentElement.dataset.theme]);
+  const sign = JSON.stringify([lines.map((line) => [line.colour, line.dash, line.step, line.points]), time, log, height, document.documentElement.dataset.theme]);
   const data = [xs, ...lines.map((line) => line.values)];
   const known = charts.get(holder);
   if (known && known.sign === sign) {
