@@ -229,9 +229,10 @@ def random_batches(shape: Shape, device: str) -> Callable[[Weights], tuple[torch
 
 
 def grpo_batches(
-    shape: Shape, weights: Weights, device: str
+    shape: Shape, weights: Weights, device: str, batch_size: tuple[int, int, int] = (4, 8, 64)
 ) -> Callable[[Weights], tuple[torch.Tensor, torch.Tensor, int]]:
-    """Four prompts of the model's own, eight samples each; the reward is the share of tokens from a fixed list."""
+    """Prompts of the model's own, samples of each, tokens of each sample; rewarded is the share of some tokens."""
+    prompt_count, samples, tokens = batch_size
     start = torch.ones(32, 1, dtype=torch.long, device=device)
     seen = torch.bincount(sample(weights, shape, start, 64).flatten(), minlength=shape.vocabulary).float()
     wanted, share = torch.zeros(shape.vocabulary, device=device), 0.0
@@ -241,9 +242,9 @@ def grpo_batches(
             wanted[token], share = 1.0, share + part
 
     def batch(w: Weights) -> tuple[torch.Tensor, torch.Tensor, int]:
-        prompts = sample(w, shape, start[:4], 7)
-        ids = sample(w, shape, prompts.repeat_interleave(8, 0), 64)
-        reward = wanted[ids[:, 8:]].mean(1).view(4, 8)
+        prompts = sample(w, shape, start[:prompt_count], 7)
+        ids = sample(w, shape, prompts.repeat_interleave(samples, 0), tokens)
+        reward = wanted[ids[:, 8:]].mean(1).view(prompt_count, samples)
         advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)
         return ids, advantage.flatten(), 8
 
@@ -251,7 +252,7 @@ def grpo_batches(
 
 
 def training(
-    name: str, lr: float, device: str = "cpu", shape: Shape = SMALL
+    name: str, lr: float, device: str = "cpu", shape: Shape = SMALL, batch_size: tuple[int, int, int] = (4, 8, 64)
 ) -> Iterator[tuple[Weights, torch.optim.Optimizer]]:
     """A run without an end: the master weights and their optimizer, before the first step and after every step."""
     torch.manual_seed(1)
@@ -259,7 +260,7 @@ def training(
         shape, weights = stories15m()
         # the run starts from a bf16 checkpoint, as most do
         weights = {k: v.bfloat16().float().to(device) for k, v in weights.items()}
-        batches = grpo_batches(shape, weights, device)
+        batches = grpo_batches(shape, weights, device, batch_size)
     else:
         weights = random_qwen3(shape, device)
         batches = random_batches(shape, device)

@@ -19,6 +19,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -50,8 +51,10 @@ RESULTS = Path(__file__).parent / "results"
 Record = dict[str, Any]
 
 LR = 1e-6
-STEPS = (1, 6, 24)
-RATES = [10 ** (-8 + n / 8) for n in range(49)]
+STEPS = (1, 4, 8)
+BATCH = 2, 4, 32
+"""Prompts, samples of each, tokens of each sample: small, so that two cores take a minute."""
+RATES = [10 ** (-8 + n / 4) for n in range(25)]
 PATCHES = {
     "model.layers.2.mlp.up_proj.weight": "a 16 × 16 corner of an MLP matrix",
     "model.layers.2.self_attn.q_proj.weight": "a 16 × 16 corner of an attention matrix",
@@ -82,7 +85,7 @@ def corner(tensor: torch.Tensor) -> list[float]:
 
 def flips() -> Record:
     steps = []
-    run = training("stories", LR)
+    run = training("stories", LR, batch_size=BATCH)
     weights, optimizer = next(run)
     before = {k: v.detach().clone() for k, v in weights.items()}
     for step in range(1, max(STEPS) + 1):
@@ -95,13 +98,13 @@ def flips() -> Record:
     elements = sum(v.numel() for v in weights.values())
     result = json.loads((RESULTS / "density-stories15m.json").read_text())
     whole = [
-        [float(r["row"].split()[1]), r["steady"]]
-        for r in result["rows"]
-        if r["row"].startswith("AdamW 1e-") or r["row"] == "AdamW 3e-06"
+        [float(name.removeprefix("AdamW ")), row["steady"]]
+        for row in result["rows"]
+        if re.fullmatch(r"AdamW \de-\d\d", name := row["row"])
     ]
     return {
         "elements": elements, "lr": LR, "rates": RATES, "steps": steps, "patches": PATCHES,
-        "whole_runs": [pair for pair in whole if len(pair) == 2],
+        "whole_runs": whole, "batch": BATCH,
     }  # fmt: skip
 
 
