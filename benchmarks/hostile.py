@@ -45,9 +45,11 @@ COMMANDS = {
     "publish": ["publish", "OUT.good", "RUN"],
 }
 CHILD = """
-import sys
+import os, sys
 from deltawire.cli import main
 
+# VmHWM does not count files in memory
+del os.memfd_create
 report = sys.argv.pop(1)
 try:
     main()

@@ -47,6 +47,9 @@ from deltawire.cli import main
 import deltawire.bucket.verify, deltawire.bucket.checkpoint_folder, deltawire.bucket.prune
 import deltawire.replica, rich.progress
 
+# RLIMIT_DATA does not count files in memory
+del os.memfd_create
+
 for line in sys.stdin:
     task = json.loads(line)
     if child := os.fork():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from blake3 import blake3
 
@@ -61,3 +63,22 @@ def test_writes_go_anywhere() -> None:
     fetched.write(0, b"abc")
     assert fetched.read(0, 6) == b"abcdef"
     assert fetched.hash() == blake3(b"abcdef").hexdigest(length=16)
+
+
+def test_an_empty_object_comes_through_the_cache(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTAWIRE_CACHE", str(tmp_path))
+    empty = blob(b"")
+    store.put(empty.key, b"")
+    with fetch(store, empty) as fetched:
+        assert fetched.read(0, 10) == b""
+
+
+def test_a_host_that_forbids_files_in_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(module, "SMALL", 10)
+    monkeypatch.setattr(module.os, "memfd_create", refused)
+    store.put(blob().key, DATA)
+    with fetch(store, blob()) as fetched:
+        assert fetched.read(0, len(DATA)) == DATA

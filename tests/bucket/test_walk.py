@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from typing import Any
 
+import msgspec
 import pytest
+from blake3 import blake3
 
+from deltawire.bucket import fetch
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.bucket.walk import Walker, prefetch
 from deltawire.core import chain
 from deltawire.core.chain import Step
-from deltawire.core.errors import DeltawireError, HashMismatch, MissingBase, StoreUnavailable
+from deltawire.core.errors import DeltawireError, HashMismatch, MissingBase, ObjectNotFound, StoreUnavailable
+from deltawire.core.manifest import Blob, Link
 from deltawire.store import Store
 from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
@@ -86,6 +91,25 @@ def test_dropped_half_way_it_does_not_wait_for_what_is_being_fetched(store: Stor
     coming.close()
     assert not release.is_set()
     release.set()
+
+
+def test_a_link_that_fails_leaves_no_open_file(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other objects were fetched by other threads, which end before or after the one that fails."""
+    monkeypatch.setattr(fetch, "SMALL", 0)
+    data = [bytes([n]) * 1000 for n in range(8)]
+    blobs = tuple(Blob(f"anchors/{n}", 1000, blake3(data[n]).hexdigest(length=16)) for n in range(8))
+    for blob, content in zip(blobs[1:], data[1:], strict=True):
+        store.put(blob.key, content)
+    publish(store, history(1))
+    manifest = Run.open(store).manifest(0)
+    forged = msgspec.structs.replace(manifest, links=(Link("anchor", objects=blobs),))
+    run = Run.open(store)
+    monkeypatch.setattr(run, "manifest", lambda version: forged)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        [(_, failed)] = [(step, pending) for step, pending in prefetch(run, [Step(0, "anchor", None, 8000)])]
+        assert isinstance(failed.exception(), ObjectNotFound)
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_walk_that_ends_in_an_error_leaves_nothing_that_waits(store: Store) -> None:

@@ -14,7 +14,7 @@ import pytest
 import deltawire as dw
 from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.run import Run
-from deltawire.bucket.watch import PROBE_EVERY, Rhythm, Watcher
+from deltawire.bucket.watch import PROBE_EVERY, Rhythm, Watcher, wait_for_run
 from deltawire.core import keys
 from deltawire.core.errors import ObjectNotFound, ObjectTooLarge, RunReplaced, StoreUnavailable, Unsupported
 from deltawire.core.manifest import Head, dump
@@ -365,3 +365,25 @@ def test_a_terabyte_in_place_of_a_hint(tmp_path: Path, key: str) -> None:
     assert Replica(str(tmp_path), heartbeat=0).sync(live) == 20
     assert same(live, versions[20])
     assert Run.open(str(tmp_path)).heartbeats() == []
+
+
+def test_waiting_for_a_run(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    class Away(CountingStore):
+        def get(self, key: str, **options: object) -> Fetched:
+            raise StoreUnavailable("no such host")
+
+    with pytest.raises(StoreUnavailable):
+        wait_for_run(Away(store))
+    publish(store, history(1))
+    assert wait_for_run(store).newest() == 0
+    assert not caplog.records
+    for key in [item.key for item in store.list() if item.key != keys.RUN]:
+        store.delete(key)
+    waiter = threading.Thread(target=wait_for_run, args=(store, 0.01))
+    waiter.start()
+    while not caplog.records:
+        waiter.join(0.01)
+    assert "no version" in caplog.text
+    add(store, history(1)[0])
+    waiter.join(30)
+    assert not waiter.is_alive()

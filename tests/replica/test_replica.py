@@ -987,3 +987,15 @@ def test_a_heartbeat_with_long_errors_stays_readable(store: Store) -> None:
     (beat,) = Run.open(store).heartbeats()
     assert 0 < len(beat.syncs) <= SYNCS
     assert beat.syncs[-1].version == 1
+
+
+def test_an_error_that_is_no_text_ends_no_heartbeat(store: Store) -> None:
+    versions = history(2)
+    publish(store, versions)
+    replica, live = Replica(store, id="r"), blank(versions[0])
+    replica.sync(live, 0)
+    replica._record(1, 0, 1.0, "cannot read /models/\udcff")
+    replica._beat(error="cannot read /models/\udcff", force=True)
+    (beat,) = Run.open(store).heartbeats()
+    assert beat.error == "cannot read /models/?"
+    assert replica.sync(live) == 1

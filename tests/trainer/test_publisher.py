@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -697,6 +699,18 @@ def test_a_closed_publisher(store: Store) -> None:
     with pytest.raises(PublisherClosed):
         publisher.flush()
     assert Run.open(store).newest() == 0, "close publishes what waits"
+
+
+def test_a_closed_publisher_has_freed_its_copy_of_the_model(store: Store) -> None:
+    publisher = Publisher(store)
+    publisher.publish(model()).result(WAIT)
+    detector = weakref.ref(publisher._pipeline._opened().captures.detector)
+    gc.disable()
+    try:
+        publisher.close()
+        assert detector() is None
+    finally:
+        gc.enable()
 
 
 def test_a_publisher_that_never_published(store: Store) -> None:

@@ -36,12 +36,14 @@ Progress = Callable[[int], None]
 class FetchedObject:
     """The bytes of an object: in memory, or in an open file where there is a descriptor."""
 
-    def __init__(self, size: int, descriptor: int = -1) -> None:
+    def __init__(self, size: int, descriptor: int = -1, *, in_memory: bool = False) -> None:
+        """`in_memory`: whether the descriptor is of a file in memory, which can always be mapped."""
         self.size = size
         self.hashing_s = 0.0
         """Seconds of the fetch spent on the hash; 0 where another process of this host has done it."""
         self._data = bytearray(size if descriptor < 0 else 0)
         self._descriptor = descriptor
+        self._in_memory = in_memory
 
     def read(self, start: int, length: int) -> bytes:
         if self._descriptor < 0:
@@ -66,7 +68,7 @@ class FetchedObject:
         if self._descriptor < 0:
             return blake3(self._data).hexdigest(length=16)
         # a store that sent too little is told by the hash
-        if self.size > IN_MEMORY or os.fstat(self._descriptor).st_size != self.size:
+        if not self._in_memory or os.fstat(self._descriptor).st_size != self.size:
             return hash_of(self._descriptor)
         # one call: in a busy server every other one would wait for the interpreter's lock
         with mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ) as mapped:
@@ -108,28 +110,40 @@ def fetch(
             return FetchedObject(blob.size, descriptor)
         if moved:
             progress = None  # already reported
-    in_memory = blob.size <= IN_MEMORY // one_of
-    # only Linux has files in memory
-    if in_memory and (blob.size <= SMALL or not hasattr(os, "memfd_create")):
-        return _download(store, blob, FetchedObject(blob.size), progress, one_of)
+    if blob.size <= IN_MEMORY // one_of:
+        descriptor = _file_in_memory() if blob.size > SMALL else -1
+        fetched = FetchedObject(blob.size, descriptor, in_memory=True)
+        return _download_or_close(store, blob, fetched, progress, one_of)
     try:
-        # it has no name: nothing is left of it, whatever happens
-        fetched = FetchedObject(blob.size, os.memfd_create("deltawire") if in_memory else _temporary())
-        try:
-            return _download(store, blob, fetched, progress, one_of)
-        except BaseException:
-            fetched.close()
-            raise
+        return _download_or_close(store, blob, FetchedObject(blob.size, _temporary()), progress, one_of)
     except OSError as error:
         raise StoreFull(
             f"no room for the {blob.size:,} bytes of {blob.key} in {tempfile.gettempdir()}: {error}"
         ) from error
 
 
+def _file_in_memory() -> int:
+    """Descriptor of a file in memory, or -1: only Linux has them, and a host may forbid them."""
+    try:
+        return os.memfd_create("deltawire")
+    except (AttributeError, OSError):
+        return -1
+
+
 def _temporary() -> int:
-    """Descriptor of a file on the disk."""
+    """Descriptor of a file on the disk that has no name: nothing is left of it, whatever happens."""
     with tempfile.TemporaryFile(prefix="deltawire-") as file:
         return os.dup(file.fileno())
+
+
+def _download_or_close(
+    store: Store, blob: Blob, into: FetchedObject, progress: Progress | None, one_of: int
+) -> FetchedObject:
+    try:
+        return _download(store, blob, into, progress, one_of)
+    except BaseException:
+        into.close()
+        raise
 
 
 def _download(store: Store, blob: Blob, into: FetchedObject, progress: Progress | None, one_of: int) -> FetchedObject:

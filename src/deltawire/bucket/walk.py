@@ -23,7 +23,7 @@ from ..core.errors import (
     MissingBase,
     StoreUnavailable,
 )
-from ..core.manifest import Link, Manifest, Summary
+from ..core.manifest import Blob, Link, Manifest, Summary
 from ..core.parallel import ordered_map
 from ..core.sparse import DeltaClaim, DeltaFile, open_delta
 from .fetch import CONNECTIONS, FetchedObject, Progress, fetch
@@ -219,18 +219,20 @@ def _fetch_link(run: Run, step: Step, progress: Progress | None, shared: bool) -
         )
     # one object, or the small ones of many writers
     count = len(link.objects)
-    fetched = FetchedLink(run, manifest, link, [])
+    opened: list[FetchedObject] = []
+
+    def one(blob: Blob) -> FetchedObject:
+        data = fetch(run.store, blob, progress, shared=shared, one_of=count)
+        opened.append(data)
+        return data
+
     try:
-        for data in ordered_map(
-            lambda blob: fetch(run.store, blob, progress, shared=shared, one_of=count),
-            link.objects,
-            min(count, CONNECTIONS),
-        ):
-            fetched.objects.append(data)
+        return FetchedLink(run, manifest, link, list(ordered_map(one, link.objects, min(count, CONNECTIONS))))
     except BaseException:
-        fetched.close()
+        # also those that other threads had opened when one failed; all threads have ended
+        for data in opened:
+            data.close()
         raise
-    return fetched
 
 
 def _discard(pending: Future[FetchedLink]) -> None:

@@ -16,6 +16,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ..core import keys
@@ -94,6 +95,11 @@ def watch(
 
 def wait_for_run(run: str | Store, poll: float = 1.0) -> Run:
     """Open a run once it has a version: trainer and server start in any order."""
+    with suppress(RunNotFound):
+        opened = Run.open(run)
+        if opened.newest() is not None:
+            return opened
+    log.warning("there is no version at %s yet; waiting for it", open_store(address_only(run)).url)
     next(watch(run, poll=poll))
     return Run.open(run)
 

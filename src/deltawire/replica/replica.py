@@ -87,6 +87,11 @@ class Synced(VersionFigures):
         return {**VersionFigures.report(self), "deltawire/lag": float(self.lag)}
 
 
+def _as_text(error: str) -> str:
+    """Text that a heartbeat can carry: a path in a message may have bytes that are none."""
+    return error.encode(errors="replace").decode()
+
+
 class _Repeated:
     """Counts how often in a row the same thing has failed."""
 
@@ -270,7 +275,7 @@ class Replica:
 
     def _record(self, version: int, previous: int | None, seconds: float, error: str = "") -> None:
         """Keep a sync for the heartbeats. A failure that repeats is one record."""
-        error, times = error[:160], 1
+        error, times = _as_text(error)[:160], 1
         if error and self._syncs and (self._syncs[-1].version, self._syncs[-1].error) == (version, error):
             times += self._syncs.pop().times
         timings = {name: round(spent, 6) for name, spent in self._timings.items()}
@@ -548,8 +553,8 @@ class Replica:
             self._beat_at = now()
             timings = {name: round(seconds, 6) for name, seconds in dict(self._timings).items()}
             beat = Heartbeat(
-                self._run.info.run, self._id, self._version, self._newest, not error, self._beat_at, error[:500],
-                timings, self._reading, tuple(self._syncs),
+                self._run.info.run, self._id, self._version, self._newest, not error, self._beat_at,
+                _as_text(error)[:500], timings, self._reading, tuple(self._syncs),
             )  # fmt: skip
             while len(data := dump(beat)) > SMALL and beat.syncs:
                 beat = msgspec.structs.replace(beat, syncs=beat.syncs[len(beat.syncs) // 2 + 1 :])

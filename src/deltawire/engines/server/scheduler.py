@@ -234,10 +234,11 @@ class Scheduler:
         return [(sequence, sequence.delta(len(sequence.tokens))) for sequence in gone]
 
     def _drop_finished(self) -> None:
+        rows = [row for row, sequence in enumerate(self._queue[: self.running]) if sequence.finish_reason is None]
+        if len(rows) < self.running:
+            # copies keys and values: clients that arrive do not wait for it
+            self.batch.keep(rows)
         with self._changed:
-            rows = [row for row, sequence in enumerate(self._queue[: self.running]) if sequence.finish_reason is None]
-            if len(rows) < self.running:
-                self.batch.keep(rows)
             self.running = len(rows)
             self._queue = [sequence for sequence in self._queue if sequence.finish_reason is None]
 

@@ -93,6 +93,7 @@ def prepare(
     added = {
         "VLLM_PLUGINS": ",".join([*plugins, "deltawire"]),
         "DELTAWIRE_RUN": run,
+        "DELTAWIRE_FOLLOW": "1",
         "DELTAWIRE_POLL": str(poll),
     }
     if kv:
