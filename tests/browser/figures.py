@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from playwright.sync_api import Page, expect
 
 from conftest import WIDTHS, View, scrolls_sideways
@@ -145,6 +146,67 @@ def test_sync_bytes_and_weights_can_be_reached_by_keyboard(view: View) -> None:
     expect(page.locator("#bytes button").nth(9)).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#error")).to_contain_text("HashMismatch")
+
+
+# ── flips ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_flips_dragging_the_learning_rate_changes_more_weights(view: View) -> None:
+    page = view(url("flips"))
+    knob = page.get_by_role("slider", name="learning rate")
+    before = page.locator(".cell.flipped").count(), page.locator("#lr").inner_text()
+    box = page.locator("#knob circle").bounding_box()
+    assert box
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + 150, y, steps=5)
+    page.mouse.up()
+    after = page.locator(".cell.flipped").count(), page.locator("#lr").inner_text()
+    assert after[0] > before[0]
+    assert float(after[1]) > 3 * float(before[1])
+    knob.press("Home")
+    expect(page.locator("#lr")).to_have_text("1e-8")
+    knob.press("End")
+    expect(page.locator("#lr")).to_have_text("1e-2")
+    assert page.locator(".cell.flipped").count() > 200
+
+
+def test_flips_what_flips_is_what_bfloat16_rounds(view: View) -> None:
+    """The page's arithmetic against torch's, for every recorded weight, at several rates."""
+    page = view(url("flips"))
+    record = page.evaluate("data.steps.map(step => step.patches)")
+    for lr in (1e-7, 1e-6, 1e-5, 1e-4, 1e-3):
+        found = page.evaluate(
+            """lr => data.steps.map(step => Object.values(step.patches).map(p =>
+               p.w.map((w, i) => { const one = look(w, p.u[i], Math.fround(lr)); return [one.old, one.now]; })))""",
+            lr,
+        )
+        for patches, pairs in zip(record, found, strict=True):
+            for patch, pair in zip(patches.values(), pairs, strict=True):
+                w, u = torch.tensor(patch["w"]), torch.tensor(patch["u"])
+                moved = (w - torch.tensor(lr) * u).bfloat16().view(torch.int16).int() & 0xFFFF
+                old = w.bfloat16().view(torch.int16).int() & 0xFFFF
+                assert [list(both) for both in zip(old.tolist(), moved.tolist(), strict=True)] == pair
+
+
+def test_flips_arrow_keys_choose_a_weight_and_it_is_explained(view: View) -> None:
+    page = view(url("flips"))
+    page.locator(".cell").first.click()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".cell").nth(17)).to_have_attribute("aria-pressed", "true")
+    expect(page.locator("#said")).to_contain_text("Its ulp is")
+    assert len(page.locator("#bits").inner_text()) > 30
+
+
+def test_flips_the_first_step_changes_more_than_later_ones(view: View) -> None:
+    page = view(url("flips"))
+    shares = []
+    for step in page.locator("#steps input").all():
+        step.check(force=True)
+        shares.append(float(page.locator("#share").inner_text().split()[0]))
+    assert shares[0] > shares[-1]
 
 
 # ── timeline ─────────────────────────────────────────────────────────────────────────────────────────────────────────
