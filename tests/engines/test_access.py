@@ -35,3 +35,6 @@ def test_the_token_is_read_from_a_file_or_the_environment(tmp_path: Path, monkey
     assert read_token(tmp_path / "token") == "of the file"
     monkeypatch.setenv("DELTAWIRE_TOKEN", "")
     assert read_token(None) is None
+    (tmp_path / "token").write_text("\n")
+    with pytest.raises(Misconfigured, match="is empty"):
+        read_token(tmp_path / "token")

@@ -107,3 +107,15 @@ def test_a_url_with_a_secret_is_refused_without_repeating_it(url: str) -> None:
     with pytest.raises(BadURL, match="environment") as caught:
         open_store(url)
     assert "hunter2" not in str(caught.value)
+
+
+def test_places_of_an_address_where_a_secret_might_be_are_not_repeated() -> None:
+    for address in (
+        "hf://buckets/user:hunter2@a/b",
+        "hf://buckets/me/b?token=hunter2",
+        "file://user:hunter2@host/run",
+        "s3://bucket/run#sig=hunter2",
+    ):
+        with pytest.raises(BadURL) as refused:
+            open_store(address)
+        assert "hunter2" not in str(refused.value)

@@ -42,3 +42,14 @@ class TestWrappers(StoreTests):
     def store(self) -> Store:
         inner = FlakyStore(ObjectStore.from_url(f"memory://{uuid.uuid4()}"))
         return Retrying(CountingStore(ThrottledStore(inner, 1e6)))
+
+
+class TestTutorial(StoreTests):
+    """The store that docs/tutorials/extending.md writes."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        text = (Path(__file__).parents[2] / "docs" / "tutorials" / "extending.md").read_text()
+        names: dict[str, type] = {}
+        exec(text.split("```python\n")[1].split("```")[0], names)
+        return names["DictStore"]()

@@ -155,7 +155,8 @@ def _render_sizes(out: Console, versions: list[dict[str, Any]], full: int) -> No
         return
     smaller = times(full * len(deltas), sum(deltas))
     out.print(f"delta sizes {sparkline(deltas[-100:])} up to {size(max(deltas))}", soft_wrap=True)
-    out.print(f"{len(deltas)} deltas in {size(sum(deltas))}, {smaller} smaller than as full weights\n")
+    noun = "delta" if len(deltas) == 1 else "deltas"
+    out.print(f"{len(deltas)} {noun} in {size(sum(deltas))}, {smaller} smaller than as full weights\n")
 
 
 def _render_replicas(out: Console, replicas: list[dict[str, Any]]) -> None:

@@ -35,5 +35,9 @@ def is_bearer(header: str, token: str) -> bool:
 
 def read_token(file: Path | None) -> str | None:
     """Read the token from a file or the environment; never from the command line, which every process can read."""
-    token = file.read_text().strip() if file is not None else os.environ.get("DELTAWIRE_TOKEN", "").strip()
-    return token or None
+    if file is None:
+        return os.environ.get("DELTAWIRE_TOKEN", "").strip() or None
+    token = file.read_text().strip()
+    if not token:
+        raise Misconfigured(f"the token file {file} is empty: write a token into it, or leave the option out")
+    return token

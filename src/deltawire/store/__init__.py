@@ -73,7 +73,8 @@ def _file_path(url: str) -> str:
     if parts.query or parts.fragment:
         raise BadURL(f"{url}: write '?' as %3F and '#' as %23, or give the path without file://")
     if parts.netloc not in ("", "localhost"):
-        raise BadURL(f"{url}: names the machine {parts.netloc!r}; a path on this one has three slashes, file:///path")
+        machine = parts.netloc.rpartition("@")[2]
+        raise BadURL(f"a file:// URL names the machine {machine!r}; a path on this one has three slashes, file:///path")
     if not parts.path.startswith("/"):
         raise BadURL(f"{url}: no path; write file:///path/to/run")
     return unquote(parts.path)

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 SCHEMES = ("az", "gs", "memory", "s3")
 
 _FAMILIES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, …",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, …",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, …",
+}
 # `timeout` bounds a whole request, so it must fit a large get. `read_timeout` ends a stalled connection, but takes a
 # whole upload for one wait: the parts in flight must go up within it, at 1.1 MB/s. AWS_READ_TIMEOUT and so on override.
 _TIMEOUTS = {"connect_timeout": "5s", "read_timeout": "60s", "timeout": "900s"}
@@ -60,11 +65,11 @@ def parse(url: str) -> Address:
         known = ", ".join(f"?{name}=" for name in aws.OPTIONS)
         allowed = f"; all it may say is {known}" if parts.scheme == "s3" else ""
         raise BadURL(
-            f"a {parts.scheme}:// URL has no place for credentials or such options{allowed}. Credentials go into the "
-            "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, …)"
+            f"{parts.scheme}://… has no place for credentials or such options{allowed}. Credentials go into the "
+            f"environment ({_CREDENTIALS.get(parts.scheme, 'none for this store')})"
         )
     if parts.fragment:
-        raise BadURL(f"{url}: write '#' as %23")
+        raise BadURL(f"{parts.scheme}://{parts.netloc}{parts.path}#…: write '#' as %23")
     prefix = unquote(parts.path).strip("/")
     if not parts.netloc:
         raise BadURL(f"{url}: no bucket; write {parts.scheme}://bucket/run")
