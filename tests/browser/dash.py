@@ -288,6 +288,7 @@ def test_the_token_is_asked_for_and_a_wrong_one_is_refused(store: Store, browser
         page = browser.new_page()
         page.goto(server.url)
         expect(page.locator("#ask")).to_be_visible()
+        expect(page.locator("#panels")).to_be_hidden()
         expect(page.locator("#tiles .tile")).to_have_count(0)
         page.get_by_label("This page needs the token").fill("wrong")
         page.keyboard.press("Enter")

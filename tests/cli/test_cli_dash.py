@@ -32,7 +32,12 @@ def test_what_cannot_be(run: Path, tmp_path: Path) -> None:
     assert "no run" in invoke("dash", tmp_path / "nothing", "--json", code=4).stderr
     assert "--out" in invoke("dash", run, "--every", "5", code=2).stderr
     assert "--port" in invoke("dash", run, "--json", "--port", "1", code=2).stderr
-    assert "no folder" in invoke("dash", run, "--out", tmp_path / "none" / "run.html", code=2).stderr
+    for option in ("--out", "--trace"):
+        # before the run is read: there is none
+        for target, why in ((tmp_path / "none" / "x", "no folder"), (tmp_path, "is a folder")):
+            said = invoke("dash", tmp_path / "nothing", option, target, code=2).stderr
+            assert option in said
+            assert why in said
     assert "DELTAWIRE_TOKEN" in invoke("dash", run, "--host", "0.0.0.0", "--port", "0", code=2).stderr
     assert "leave out @2" in invoke("dash", f"{run}@2", "--json", code=2).stderr
 

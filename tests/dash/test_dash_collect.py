@@ -142,11 +142,11 @@ def test_a_look_finds_what_is_new_in_few_requests(store: Store) -> None:
 
 
 def test_syncs_are_kept_beyond_what_a_heartbeat_holds(store: Store) -> None:
-    publish(store, history(2))
+    publish(store, history(22))
     run, collector = Run.open(store), Collector(store)
     now = time.time()
     for start in (0, 10):
-        syncs = tuple(SyncRecord(v, v - 1, now - 100 + v, 0.1, 1, {"prove": 0.1}) for v in range(start, start + 12))
+        syncs = tuple(SyncRecord(v, None, now - 100 + v, 0.1, 1, {"prove": 0.1}) for v in range(start, start + 12))
         beat(store, run, "r", 1, syncs=syncs)
         (found,) = collector.look().replicas
         time.sleep(0.02)
@@ -252,7 +252,74 @@ def test_heartbeats_from_the_future_are_put_on_the_clock_of_the_store(store: Sto
     absurd, found = Collector(store).look().replicas
     assert found.clock_s == pytest.approx(3 * 3600, abs=5)
     assert found.syncs[0].at == pytest.approx(time.time() - 5, abs=5)
-    assert absurd.syncs == []
+    assert (absurd.clock_s, absurd.syncs) == (1e7, [])
+
+
+def test_a_copied_run_has_the_figures_of_the_original(tmp_path: Path) -> None:
+    real_run(tmp_path / "run", 4)
+    hours = 3 * 3600
+    # made three hours ago, and its objects are from today: a copy
+    for path in [tmp_path / "run" / keys.RUN, *(tmp_path / "run" / keys.REPLICAS).iterdir()]:
+        data = json.loads(path.read_text())
+        for name in {"at", "created"} & data.keys():
+            data[name] -= hours
+        for sync in data.get("syncs", ()):
+            sync[2] -= hours
+        path.write_text(json.dumps(data))
+    for replica in Collector(tmp_path / "run").look().replicas:
+        assert (replica.health, replica.clock_s) == ("silent", 0.0)
+        assert replica.seen == pytest.approx(time.time() - hours, abs=100)
+        assert replica.syncs[-1].at == pytest.approx(time.time() - hours, abs=100)
+
+
+def test_a_heartbeat_that_is_older_than_its_object_tells_nothing_of_a_clock(store: Store) -> None:
+    publish(store, history(2))
+    then = time.time() - 3600
+    beat(store, Run.open(store), "slow", 1, at=then, syncs=(SyncRecord(1, 0, then, 0.1, 10, {"prove": 0.05}),))
+    (found,) = Collector(store).look().replicas
+    assert (found.health, found.clock_s) == ("ok", 0.0)
+    assert found.syncs[0].at == pytest.approx(then, abs=0.01)
+
+
+def test_one_bad_heartbeat_does_not_spoil_the_key_figures(store: Store) -> None:
+    real_run(store, 4, ("good",))
+    run, now = Run.open(store), time.time()
+    before = Collector(store).look().headline
+    syncs = (
+        SyncRecord(10**6, 3, now, 1.0, 1, {"pause": 1.0}),
+        SyncRecord(3, 10**6, now - 1, 1.0, 1, {"pause": 1.0}),
+        SyncRecord(3, -5, now - 2, 1.0, 1, {"pause": 1.0}),
+        SyncRecord(3, 2, now - 3, 1e8, 1, {"pause": 1e8}),
+        SyncRecord(2, 1, now - 4, 1e-9, 1, {"pause": 5000.0, "apply": 3.0, "prove": 1e8}),
+    )
+    beat(store, run, "bad", 10**6, syncs=syncs)
+    found = Collector(store).look()
+    bad = found.replicas[0]
+    assert (bad.version, bad.lag, bad.behind_s) == (None, None, None)
+    assert [(sync.version, sync.pause, max(sync.phases.values())) for sync in bad.syncs] == [(2, 1e-9, 1e-9)]
+    assert (found.headline.pause_s, found.headline.pause_replica) == (before.pause_s, "good")
+    assert (found.headline.current, found.headline.following) == (1, 2)
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_a_damaged_newest_manifest_leaves_the_versions_before_it(store: Store, damaged: int) -> None:
+    versions = history(6)
+    publish(store, versions)
+    good = {v: store.get(keys.manifest(v)).data for v in range(6)}
+    for version in range(6 - damaged, 6):
+        store.delete(keys.manifest(version))
+        store.put(keys.manifest(version), b"{")
+    collector = Collector(store)
+    for _ in range(3):
+        found = collector.look()
+        assert (found.newest, found.totals.versions) == (5 - damaged, 6 - damaged)
+        assert f"up to version {5 - damaged}" in found.problem
+        assert "deltawire verify" in found.problem
+    for version, data in good.items():
+        store.delete(keys.manifest(version))
+        store.put(keys.manifest(version), data)
+    found = collector.look()
+    assert (found.newest, found.totals.versions, found.problem) == (5, 6, "")
 
 
 def test_absurd_figures_are_left_out(store: Store) -> None:
@@ -304,7 +371,17 @@ def test_no_heartbeat_of_another_run_and_none_that_is_broken(store: Store) -> No
     store.put(keys.replica("large"), b" " * (1 << 20))
     other = msgspec.structs.replace(beat(store, run, "other", 0), run="another")
     store.put(keys.replica("other"), dump(other))
-    assert [replica.id for replica in Collector(store).look().replicas] == ["ours"]
+    collector = Collector(store)
+    found = collector.look()
+    assert [replica.id for replica in found.replicas] == ["ours"]
+    assert found.notes == ["2 heartbeats cannot be read: broken, large."]
+    for number in range(5):
+        store.put(keys.replica(f"a{number}" + "x" * 100), b"nan")
+    assert found.notes != collector.look().notes
+    (note,) = collector.look().notes
+    assert note.startswith("7 heartbeats cannot be read: a0")
+    assert note.endswith("….")
+    assert len(note) < 200
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────

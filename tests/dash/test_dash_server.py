@@ -75,7 +75,67 @@ def test_details(store: Store, page: Server) -> None:
     assert [found["version"] for found in get(page, "/api/chain?first=0&last=1")[1]] == [0, 1]
     assert 3 in get(page, "/api/tensors?versions=3")[1]["versions"]
     assert sum(up + down for _, up, down in get(page, "/api/steps?version=3")[1]["rows"]) > 0
-    assert get(page, "/api/steps?version=99")[1]["note"] != ""
+
+
+def test_steps_that_cannot_be_shown_are_told_to_who_asked_and_to_nobody_else(store: Store, page: Server) -> None:
+    real_run(store, 4)
+    before = get(page, "/api/run")[1]["document"]["steps"]
+    status, said, _ = get(page, "/api/steps?version=777")
+    assert (status, "no version 777" in said["error"]) == (404, True)
+    assert get(page, "/api/steps?version=1")[1]["version"] == 1
+    time.sleep(LOOK_EVERY)
+    assert get(page, "/api/run")[1]["document"]["steps"] == before
+
+
+def raw(server: Server, request: str) -> bytes:
+    """All that the server sends until it ends the connection."""
+    where = urlsplit(server.url)
+    with socket.create_connection((where.hostname or "", where.port or 0), timeout=30) as connection:
+        connection.sendall(request.encode())
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def test_the_body_of_a_request_is_not_taken_for_another_request(page: Server) -> None:
+    inner = "GET /api/none HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for header in (f"Content-Length: {len(inner)}", "Transfer-Encoding: chunked"):
+        said = raw(page, f"GET /api HTTP/1.1\r\nHost: localhost\r\n{header}\r\n\r\n{inner}")
+        assert said.count(b"HTTP/1.1 ") == 1
+        assert b"Connection: close" in said
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://[/api", "localhost", 400),
+        ("http://evil.example/api/run", "localhost", 400),
+        ("http://x@localhost/api/run", "localhost", 400),
+        ("/api/run", "evil.example@localhost", 403),
+        ("http://localhost/api/run", "localhost", 200),
+    ],
+)
+def test_targets_and_hosts_of_others(page: Server, target: str, host: str, status: int) -> None:
+    said = raw(page, f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n")
+    assert said.startswith(b"HTTP/1.1 %d " % status)
+
+
+def test_head_is_get_without_the_body_and_other_methods_are_refused(page: Server) -> None:
+    head, _, body = raw(page, "HEAD / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"Content-Length: %d" % len(get(page, "/")[1]) in head
+    assert body == b""
+    for method in ("POST", "DELETE", "OPTIONS", "BREW"):
+        said = raw(page, f"{method} /api/run HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        head, _, body = said.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 405 ")
+        assert b"Content-Security-Policy" in head
+        assert "read-only" in json.loads(body)["error"]
+
+
+def test_the_address_of_a_server_on_all_addresses_can_be_opened(store: Store) -> None:
+    server = Server(store, host="0.0.0.0", token=TOKEN)
+    server.server_close()
+    assert urlsplit(server.url).hostname == socket.gethostname().lower()
 
 
 @pytest.mark.parametrize(

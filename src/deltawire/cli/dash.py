@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import JsonOption, RunArgument, duration, emit, emit_line, ended_by_sigterm, percent, size, times
+from .common import JsonOption, RunArgument, complain, duration, emit, emit_line, ended_by_sigterm, percent, size, times
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,27 +83,37 @@ def command(
     once = out is not None or trace is not None or json
     if once and port is not None:
         raise typer.BadParameter("the page is served, or --out, --trace and --json are written", param_hint="--port")
+    for option, target in (("--out", out), ("--trace", trace)):
+        if target is not None and target.is_dir():
+            raise typer.BadParameter(f"{target} is a folder; name a file in it", param_hint=option)
+        if target is not None and not target.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {target.parent}", param_hint=option)
     if not once:
         _serve(run, PORT if port is None else port, host, token_file, requests)
         return
     collector = Collector(run, requests=requests)
     collector.opened()
     document = collector.look()
-    if document.problem:
+    if document.problem and document.newest is None:
         raise _failure(document)
-    for target in (out, trace):
-        if target is not None and not target.parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {target.parent}")
     if trace is not None:
         trace.write_text(json_module.dumps(trace_of(document)), "utf-8")
     if out is not None:
         save(document, out)
     if json or not every:
         emit(document, lambda console: _render(console, document, out, trace), json)
+    if document.problem and not every:
+        # what can be read is written, and the command still fails
+        raise _failure(document)
+    if every:
+        typer.echo(f"writing {out} every {every:g} s; Ctrl-C ends it", err=True)
     with ended_by_sigterm():
         while every and out is not None:
             time.sleep(every)
-            save(collector.look(), out)
+            try:
+                save(collector.look(), out)
+            except OSError as error:
+                complain(f"--out: cannot write {out}, trying again in {every:g} s: {error.strerror or error}")
 
 
 def _failure(document: Document) -> Exception:
@@ -118,13 +128,23 @@ def _serve(run: str, port: int, host: str, token_file: Path | None, requests: in
 
     token = read_token(token_file)
     server = Server(run, host=host, port=port, token=token, requests=requests)
-    more = ", with the token" if token else ""
+    more = "; append #token=… to the address, or the page asks for it" if token else ""
     emit_line({"url": server.url}, f"{run} at {server.url}{more}; Ctrl-C ends it", False)
     with ended_by_sigterm():
         try:
             server.serve_forever()
         finally:
             server.server_close()
+
+
+def _slowest(document: Document) -> str:
+    head = document.headline
+    if not head.slowest:
+        return "–"
+    if head.current == head.following:
+        return "all current"
+    known = any(replica.id == head.slowest and replica.lag is not None for replica in document.replicas)
+    return f"{head.slowest}, {f'{head.slowest_lag} behind' if known else 'no version known'}"
 
 
 def _render(out: Console, document: Document, page: Path | None, trace: Path | None) -> None:
@@ -135,7 +155,7 @@ def _render(out: Console, document: Document, page: Path | None, trace: Path | N
         ("smaller than full weights", times(head.smaller, 1) if head.smaller else "–"),
         ("changed per version", "–" if totals.changed_share is None else percent(totals.changed_share, 1)),
         ("replicas", f"{head.current} of {head.following} at the newest version"),
-        ("slowest replica", f"{head.slowest}, {head.slowest_lag} behind" if head.slowest else "–"),
+        ("slowest replica", _slowest(document)),
         ("longest pause", "–" if head.pause_s is None else f"{duration(head.pause_s)}, {head.pause_replica}"),
         ("from publish to proven", "–" if head.arrival_s is None else duration(head.arrival_s)),
     ]

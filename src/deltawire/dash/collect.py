@@ -17,11 +17,11 @@ from statistics import median
 from ..bucket import contents
 from ..bucket.references import resolver
 from ..bucket.replay import checkout
-from ..bucket.run import REQUESTS, SMALL, Run
+from ..bucket.run import DAMAGE, REQUESTS, SMALL, Run
 from ..bucket.versions import address_only
 from ..bucket.watch import Watcher
 from ..core import chain, history, keys
-from ..core.errors import DeltawireError, RunNotFound, RunReplaced
+from ..core.errors import DeltawireError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
 from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, parse_tag
 from ..core.parallel import ordered_map
 from ..store import Store, open_store
@@ -55,8 +55,23 @@ STEP_BYTES = 64 << 20
 FEW_BYTES = 8 << 20
 """The same from a bucket: one request."""
 
+ASKED_BYTES = 1 << 30
+"""The same if it is asked for."""
+
 _SKEW = 5.0
 """Seconds by which clocks may differ without being corrected: a put takes time, and listings have whole seconds."""
+
+_LARGEST_SKEW = 1e7
+"""Seconds above which a clock is wrong rather than ahead."""
+
+_LONGEST_SYNC = 86400.0
+"""Seconds of a sync above which its record is not believed."""
+
+_JUST_PUBLISHED = 1
+"""Number of versions by which a heartbeat may be ahead of the newest known one: it is read later."""
+
+_EARLIER = 8
+"""Number of manifests that are tried for one that can be read, from the newest on."""
 
 
 class Collector:
@@ -75,7 +90,10 @@ class Collector:
         self._first = True
         """Whether no version has been looked at yet."""
         self._watcher = Watcher(self._store, poll=1.0, stop=threading.Event())
+        self._head: int | None = None
+        """The newest version there is."""
         self._newest: int | None = None
+        """The newest version that can be read."""
         self._summaries: dict[int, Summary] = {}
         self._tags: dict[str, int] = {}
         self._beats: dict[str, tuple[float, Heartbeat | None]] = {}
@@ -84,11 +102,16 @@ class Collector:
         """All heartbeats there are: key and time in the store."""
         self._others = 0
         """Number of heartbeats beyond MAX_REPLICAS."""
+        self._broken: set[str] = set()
+        """Keys of heartbeats that cannot be read."""
         self._syncs: dict[str, dict[tuple[float, int], Sync]] = {}
         self._heat: dict[int, list[float]] = {}
         self._unreadable: set[int] = set()
         self._trainer: dict[int, Trainer] = {}
         self._shown_steps: Steps | None = None
+        """Those of the newest version at the first look."""
+        self._asked_steps: Steps | None = None
+        """The latest that a viewer asked for."""
         self._spent = 0
 
     # ── looking ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -98,7 +121,7 @@ class Collector:
         with self._lock:
             problem = ""
             try:
-                self._read()
+                problem = self._read()
             except RunReplaced:
                 log.info("another run is at %s now", self._store.url)
                 self._reset()
@@ -108,6 +131,8 @@ class Collector:
                     problem = f"the run is gone: {error}"
                 else:
                     problem = str(error)
+            except DAMAGE as error:
+                problem = self._damage(error)
             except DeltawireError as error:
                 problem = str(error)
             return self._document(problem[:500])
@@ -125,15 +150,50 @@ class Collector:
             self._elements, self._full_bytes = sum(self._sizes.values()), run.schema.nbytes
             self._rows = groups([*self._sizes], HEAT_ROWS)
             self._columns, self._totals = columns([], 0), Totals()
-            self._run, self._spent = run, 1
+            # of a copy, the times of objects say when it was made
+            written = [item.modified for item in self._store.list(keys.RUN) if item.key == keys.RUN]
+            self._copied = any(modified - run.info.created > SILENT for modified in written)
+            self._run, self._spent = run, 2
         return self._run
 
-    def _read(self) -> None:
-        run, first = self._open(), self._first
-        if not first and self._newest is None:
+    def _damage(self, error: DeltawireError, more: str = "") -> str:
+        return f"{str(error)[:250]}{more}; `deltawire verify {self._store.url[:150]}` tells what is damaged"
+
+    def _readable(self, run: Run, newest: int) -> tuple[int | None, str]:
+        """Return the newest version whose manifest can be read, and what is wrong with those above it."""
+        first: DeltawireError | None = None
+        for version in range(newest, max(newest - _EARLIER, -1 if self._newest is None else self._newest), -1):
+            try:
+                self._spent += version != newest
+                run.manifest(version)
+            except (*DAMAGE, ObjectTooLarge, VersionNotFound) as error:
+                first = first or error
+            else:
+                return version, self._damage(first, f"; showing the run up to version {version}") if first else ""
+        if first is None:
+            return self._newest, ""
+        shown = "" if self._newest is None else f"; showing the run up to version {self._newest}"
+        return self._newest, self._damage(first, shown)
+
+    def _read(self) -> str:
+        """Read what is new. Returns what is damaged; empty if nothing is known to be."""
+        run, first, problem = self._open(), self._first, ""
+        if not first and self._head is None:
             run.check_present()
-        newest = self._watcher.look(run, self._newest)
+        try:
+            newest = self._watcher.look(run, self._head)
+        except (RunNotFound, RunReplaced):
+            raise
+        except (*DAMAGE, ObjectTooLarge) as error:
+            # a damaged manifest is in the way; head tells how far the run is
+            newest, problem = run.head_hint(), self._damage(error)
+            if newest is None:
+                raise
+        self._head = newest
         self._spent += 4
+        if newest is not None and newest != self._newest:
+            newest, found = self._readable(run, newest)
+            problem = found or problem
         if newest is not None and newest != self._newest:
             since = 0 if self._newest is None else self._newest + 1
             self._spent += 1 + len(history.pages(newest, since))
@@ -141,8 +201,8 @@ class Collector:
             gone = run.pruned() if since else ()
             self._summaries = {v: s for v, s in self._summaries.items() if v not in gone}
             self._newest = newest
-            found = [self._summaries[v] for v in sorted(self._summaries)]
-            self._columns, self._totals = columns(found, self._elements), _totals(found, self._elements)
+            known = [self._summaries[v] for v in sorted(self._summaries)]
+            self._columns, self._totals = columns(known, self._elements), _totals(known, self._elements)
             self._learn(run.manifest(newest))
             self._read_tags(run)
         self._read_heartbeats(run, first)
@@ -153,6 +213,7 @@ class Collector:
         elif newest is not None:
             # its manifest is there already: one request per new version
             self._read_heat(2, [newest])
+        return problem
 
     def _read_tags(self, run: Run) -> None:
         items = sorted(self._store.list(keys.TAGS), key=lambda item: item.modified, reverse=True)
@@ -185,8 +246,13 @@ class Collector:
         for item, beat in zip(due, found, strict=True):
             ours = beat is not None and beat.run == run.info.run
             self._beats[item.key] = item.modified, beat if ours else None
+            if beat is None:
+                self._broken.add(item.key)
+            else:
+                self._broken.discard(item.key)
             if beat is not None and ours:
-                self._keep_syncs(item.key, beat, _skew(beat, item.modified))
+                self._keep_syncs(item.key, beat, self._skew(beat, item.modified))
+        self._broken &= self._beats.keys()
 
     def _keep_syncs(self, key: str, beat: Heartbeat, skew: float) -> None:
         kept = self._syncs.setdefault(key, {})
@@ -203,6 +269,26 @@ class Collector:
                 kept[record.at, record.version] = sync
         for old in sorted(kept)[:-KEPT_SYNCS]:
             del kept[old]
+
+    def _skew(self, beat: Heartbeat, modified: float) -> float:
+        """Seconds that a replica's clock is ahead of the store's; 0 where it is not, or nobody can tell.
+
+        A heartbeat that is older than its object says nothing of clocks: objects are copied.
+        """
+        ahead = beat.at - modified
+        return round(min(ahead, _LARGEST_SKEW), 1) if ahead > _SKEW and not self._copied else 0.0
+
+    def _is_possible(self, version: int | None) -> bool:
+        """Whether a replica can have a version: what a heartbeat says is untrusted."""
+        return version is None or (self._head is not None and version <= self._head + _JUST_PUBLISHED)
+
+    def _known_syncs(self, key: str) -> list[Sync]:
+        found = [
+            s
+            for s in self._syncs.get(key, {}).values()
+            if self._is_possible(s.version) and self._is_possible(s.previous)
+        ]
+        return sorted(found, key=lambda sync: sync.at)
 
     def _learn(self, manifest: Manifest) -> None:
         """Keep the trainer's timings of a manifest that was read."""
@@ -231,14 +317,19 @@ class Collector:
             self._read_heat(4 * HEAT_COLUMNS, list(versions)[:HEAT_COLUMNS])
             return self._heat_map()
 
-    def steps(self, version: int, *, most: int = 1 << 30) -> Steps:
-        """Return how far the weights of a version moved; fetches its delta, and its base where that is needed."""
+    def steps(self, version: int, *, most: int = ASKED_BYTES) -> Steps:
+        """Return how far the weights of a version moved; fetches its delta, and its base where that is needed.
+
+        Raises a DeltawireError where there is no such version, or it cannot be read.
+        """
         run = self.opened()
         # not under the lock: looks go on while this fetches
         with self._computing:
-            if self._shown_steps is None or self._shown_steps.version != version or not self._shown_steps.rows:
-                self._shown_steps = _steps(run, version, most)
-            return self._shown_steps
+            for known in (self._shown_steps, self._asked_steps):
+                if known is not None and known.version == version and known.rows:
+                    return known
+            self._asked_steps = _steps(run, version, most)
+            return self._asked_steps
 
     def _read_heat(self, requests: int, wanted: list[int] | None = None) -> None:
         run = self._run
@@ -272,12 +363,15 @@ class Collector:
         """The histogram of the newest delta, where that costs little."""
         if self._newest is None:
             return
-        link = contents.main_link(run.manifest(self._newest))
-        if self._requests >= MANY_REQUESTS:
-            self._shown_steps = _steps(run, self._newest, STEP_BYTES)
-        elif contents.tells_steps(link) and len(link.objects) == 1 and link.bytes < FEW_BYTES:
-            self._shown_steps = _steps(run, self._newest, FEW_BYTES)
-            self._spent += 1
+        try:
+            link = contents.main_link(run.manifest(self._newest))
+            if self._requests >= MANY_REQUESTS:
+                self._shown_steps = _steps(run, self._newest, STEP_BYTES)
+            elif contents.tells_steps(link) and len(link.objects) == 1 and link.bytes < FEW_BYTES:
+                self._spent += 1
+                self._shown_steps = _steps(run, self._newest, FEW_BYTES)
+        except DeltawireError as error:
+            log.debug("no steps of version %d: %s", self._newest, error)
 
     # ── the document ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -305,6 +399,11 @@ class Collector:
         unread = sum(replica.health == "unread" for replica in document.replicas)
         if unread:
             notes.append(f"The heartbeats of {unread} of {len(document.replicas)} replicas were not read.")
+        if self._broken:
+            names = [_replica_id(key)[:24] for key in sorted(self._broken)[:4]]
+            more = ", …" if len(self._broken) > len(names) else ""
+            many = f"{len(self._broken)} heartbeats" if len(self._broken) > 1 else "1 heartbeat"
+            notes.append(f"{many} cannot be read: {', '.join(names)}{more}.")
         if self._others:
             notes.append(f"{self._others:,} more replicas, whose heartbeats are older, are left out.")
         if document.versions and max(document.versions.count, default=1) > 1:
@@ -319,7 +418,7 @@ class Collector:
         for key, (_, beat) in self._beats.items():
             if beat is not None and beat.version is not None:
                 proven.setdefault(beat.version, set()).add(key)
-            for sync in self._syncs.get(key, {}).values():
+            for sync in self._known_syncs(key):
                 if sync.proven and not sync.error:
                     proven.setdefault(sync.version, set()).add(key)
         tags: dict[int, list[str]] = {}
@@ -332,24 +431,27 @@ class Collector:
         return sorted((r for r in found if r is not None), key=lambda replica: replica.id)
 
     def _replica(self, key: str, seen: float) -> Replica | None:
-        id = key.removeprefix(keys.REPLICAS).removesuffix(".json")[:128]
+        id = _replica_id(key)
         if key not in self._beats:
             return Replica(id, "unread", None, None, None, seen, 0.0, "", [])
         modified, beat = self._beats[key]
         if beat is None:
             return None
+        version = beat.version if self._is_possible(beat.version) else None
         lag = behind = None
-        if self._newest is not None and beat.version is not None:
-            lag = max(self._newest - beat.version, 0)
-            behind = self._behind(beat.version)
-        silent = time.time() - modified > SILENT
+        if self._head is not None and version is not None:
+            lag = max(self._head - version, 0)
+            behind = self._behind(version)
+        if self._copied and (at := _moment(beat.at)) is not None:
+            seen = min(seen, at)
+        silent = time.time() - (seen if self._copied else modified) > SILENT
         health = "silent" if silent else "ok" if beat.healthy else "failing"
-        syncs = sorted(self._syncs.get(key, {}).values(), key=lambda sync: sync.at)
-        return Replica(id, health, beat.version, lag, behind, seen, _skew(beat, modified), beat.error[:500], syncs)
+        skew, syncs = self._skew(beat, modified), self._known_syncs(key)
+        return Replica(id, health, version, lag, behind, seen, skew, beat.error[:500], syncs)
 
     def _behind(self, version: int) -> float | None:
         """Seconds since the version after this one was published."""
-        if self._newest is None or version >= self._newest:
+        if self._head is None or version >= self._head:
             return 0.0
         after = self._summaries.get(version + 1)
         at = _moment(after.created) if after else None
@@ -380,18 +482,19 @@ def _moment(at: float) -> float | None:
     return round(at, 3) if math.isfinite(at) and 1e9 < at < time.time() + 86400 else None
 
 
-def _skew(beat: Heartbeat, modified: float) -> float:
-    """Seconds that a replica's clock is ahead of the store's; 0 where they agree, or nobody can tell."""
-    ahead = beat.at - modified
-    return round(ahead, 1) if math.isfinite(ahead) and abs(ahead) > _SKEW else 0.0
+def _replica_id(key: str) -> str:
+    return key.removeprefix(keys.REPLICAS).removesuffix(".json")[:128]
 
 
 def _sync(record: SyncRecord, skew: float) -> Sync | None:
     at = _moment(record.at - skew)
-    if at is None or not _sane(record.seconds) or not 0 <= record.version <= keys.MAX_VERSION:
+    versions = (record.version,) if record.previous is None else (record.version, record.previous)
+    if at is None or not 0 <= record.seconds <= _LONGEST_SYNC or not all(0 <= v <= keys.MAX_VERSION for v in versions):
         return None
-    phases = {name[:40]: seconds for name, seconds in list(record.timings.items())[:16] if _sane(seconds)}
-    paused = phases.get("pause", phases.get("apply", 0.0) + phases.get("prove", 0.0))
+    # no part is longer than the whole
+    spent = ((name[:40], seconds) for name, seconds in list(record.timings.items())[:16])
+    phases = {name: min(seconds, record.seconds) for name, seconds in spent if _sane(seconds)}
+    paused = min(phases.get("pause", phases.get("apply", 0.0) + phases.get("prove", 0.0)), record.seconds)
     proven = not record.error and ("prove" in phases or "audit" in phases)
     times = min(max(record.times, 1), 1 << 31)
     return Sync(
@@ -480,21 +583,19 @@ def _spread(values: list[int], most: int) -> list[int]:
 
 def _steps(run: Run, version: int, most: int) -> Steps:
     """How far the weights of a version moved, unless more than `most` bytes would be fetched for it."""
-    try:
-        manifest = run.manifest(version)
-        link = contents.main_link(manifest)
-        if link.kind != "delta" or link.base is None:
-            return Steps(version, [], "this version has no delta")
-        base, cost = None, link.bytes
-        if not contents.tells_steps(link):
-            plan = chain.plan(None, link.base, run.timeline(link.base))
-            cost += sum(step.bytes for step in plan)
-            if cost <= most:
-                state = checkout(run, link.base, resolve=resolver(None), steps=plan)
-                specs = run.schema.by_name()
-                base = lambda name: (specs[name], state.bits(name))  # noqa: E731
-        if cost > most:
-            return Steps(version, [], f"this takes {cost / 1e6:,.0f} MB from the bucket")
-        return Steps(version, contents.steps(run.store, link, base).rows(), "")
-    except DeltawireError as error:
-        return Steps(version, [], str(error)[:300])
+    manifest = run.manifest(version)
+    link = contents.main_link(manifest)
+    if link.kind != "delta" or link.base is None:
+        return Steps(version, [], "this version has no delta")
+    base, cost = None, link.bytes
+    if not contents.tells_steps(link):
+        plan = chain.plan(None, link.base, run.timeline(link.base))
+        cost += sum(step.bytes for step in plan)
+        if cost <= most:
+            state = checkout(run, link.base, resolve=resolver(None), steps=plan)
+            specs = run.schema.by_name()
+            base = lambda name: (specs[name], state.bits(name))  # noqa: E731
+    if cost > most:
+        ask = "; “Compute” fetches it" if cost <= ASKED_BYTES else ""
+        return Steps(version, [], f"this takes {cost / 1e6:,.0f} MB from the bucket{ask}")
+    return Steps(version, contents.steps(run.store, link, base).rows(), "")

@@ -71,7 +71,7 @@ class Version(msgspec.Struct):
 
 
 class Sync(msgspec.Struct):
-    """A sync of a replica. Times are corrected by the difference between the replica's clock and the store's."""
+    """A sync of a replica. Its time is corrected where the replica's clock is ahead of the store's."""
 
     version: int
     previous: int | None
@@ -99,9 +99,9 @@ class Replica(msgspec.Struct):
     behind_s: float | None
     """Seconds since a version was published that it does not have; 0 if it has the newest."""
     seen: float
-    """When its heartbeat was written, by the store's clock."""
+    """When its heartbeat was written, by the store's clock; in a copied run by the replica's."""
     clock_s: float
-    """Seconds that its clock is ahead of the store's; 0 below five seconds."""
+    """Seconds that its clock is ahead of the store's; 0 below five seconds, and 1e7 for a clock that is wrong."""
     error: str
     syncs: list[Sync]
 

@@ -122,6 +122,9 @@ class Server(ThreadingHTTPServer):
         """Address for a browser, without the token."""
         host, port = self.server_address[:2]
         name = host.decode() if isinstance(host, bytes | bytearray) else str(host)
+        if name in ("0.0.0.0", "::"):
+            # no address to go to: all those of this machine
+            name = socket.gethostname()
         return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -161,8 +164,19 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        where = urlsplit(self.path)
-        if not self._is_allowed_host():
+        lengths = self.headers.get_all("Content-Length", [])
+        if "Transfer-Encoding" in self.headers or any(length.strip() != "0" for length in lengths):
+            # a body is not read: what follows on the connection would be taken for a request
+            self.close_connection = True
+        try:
+            where = urlsplit(self.path)
+            other = bool(where.scheme or where.netloc) and where.netloc != self.headers.get("Host", "")
+        except ValueError:
+            self._say(HTTPStatus.BAD_REQUEST, "the address cannot be one")
+            return
+        if other:
+            self._say(HTTPStatus.BAD_REQUEST, "this server is no proxy: ask for a path")
+        elif not self._is_allowed_host():
             self._say(HTTPStatus.FORBIDDEN, "this server answers to its own name only: open the address it printed")
         elif where.path == "/":
             self._send(
@@ -174,6 +188,16 @@ class Handler(BaseHTTPRequestHandler):
             self._say(HTTPStatus.UNAUTHORIZED, "the token is missing or wrong")
         else:
             self._answer(where.path, {name: values[-1] for name, values in parse_qs(where.query).items()})
+
+    do_HEAD = do_GET
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what is no request, or one of another method, like everything else: in JSON, with the same headers."""
+        self.close_connection = True
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            self._say(HTTPStatus.METHOD_NOT_ALLOWED, "this server is read-only: it answers GET and HEAD")
+        else:
+            self._say(HTTPStatus(code), (message or HTTPStatus(code).phrase)[:200])
 
     def _answer(self, path: str, asked: dict[str, str]) -> None:
         try:
@@ -188,10 +212,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def _is_allowed_host(self) -> bool:
         """Without a token, only names of this machine: else a site could point its own name here and read the run."""
+        host = self.headers.get("Host", "")
+        if "@" in host:
+            return False
         if self.server.token is not None:
             return True
         try:
-            return is_loopback(urlsplit(f"//{self.headers.get('Host', '')}").hostname)
+            return is_loopback(urlsplit(f"//{host}").hostname)
         except ValueError:
             return False
 
@@ -207,8 +234,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Security-Policy", f"{policy()}; {FRAME}")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("dash: " + format, *args)

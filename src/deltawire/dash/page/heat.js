@@ -90,7 +90,7 @@ function moreHeat() {
 // ── steps in ulps ──────────────────────────────────────────────────────────────────────────────────────────────
 
 function drawSteps(target) {
-  const steps = doc.steps;
+  const steps = view.steps || doc.steps;
   target.root.hidden = !live && !(steps && steps.rows.length);
   const known = steps && steps.version != null ? `v${count(steps.version)}` : "";
   target.sub.textContent = steps && steps.rows.length ? `${known}: how far its changed weights moved, in representable values.` : "How far changed weights moved, in representable values.";
@@ -102,13 +102,14 @@ function drawSteps(target) {
       event.preventDefault();
       run.disabled = true;
       const version = input.value === "" ? doc.newest : Number(input.value);
-      const found = await ask(`api/steps?version=${version}`);
+      const found = await ask(`api/steps?version=${version}`, (why) => { view.steps = { version, rows: [], note: why }; redraw(); });
       run.disabled = false;
-      if (found) { doc.steps = found; redraw(); }
+      if (found) { view.steps = found; redraw(); }
     } } }, input, run));
   }
+  if (live) target.tools.querySelector("input").max = doc.newest;
   if (!steps || !steps.rows.length) {
-    target.body.replaceChildren(el("p", { class: "sub", text: steps && steps.note ? `${known}: ${steps.note}. “Compute” fetches it.` : "Computed from a version's delta when asked for." }));
+    target.body.replaceChildren(el("p", { class: "sub", text: steps && steps.note ? `${known}: ${steps.note}.` : "Computed from a version's delta when asked for." }));
     return;
   }
   const total = steps.rows.reduce((all, row) => all + row[1] + row[2], 0), most = Math.max(...steps.rows.flatMap((row) => [row[1], row[2]]), 1);

@@ -45,7 +45,7 @@ function redraw() {
 
 function show(found) {
   const held = doc && doc.run === found.run ? doc : null;
-  if (!held) { view.zoom = view.chain = view.chainEnd = view.laneZoom = null; unzoom(); }
+  if (!held) { view.steps = view.zoom = view.chain = view.chainEnd = view.laneZoom = null; unzoom(); }
   doc = found;
   lookedAt = Date.now() / 1e3;
   redraw();
@@ -58,14 +58,16 @@ function state(text, kind) {
   $("state").className = `badge ${kind || ""}`;
 }
 
-async function ask(path) {
+/** What the server answers; null where it has nothing new or does not answer. `refused` gets the reason of a refusal. */
+async function ask(path, refused) {
   try {
     const answer = await fetch(path, { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
     if (answer.status === 204) { state("live", "live"); return null; }
     if (answer.status === 401) { askToken(); return null; }
     const found = await answer.json();
-    if (!answer.ok) throw new Error(found.error);
+    if (!answer.ok && !refused) throw new Error(found.error);
     state("live", "live");
+    if (!answer.ok) { refused(found.error); return null; }
     return found;
   } catch (error) {
     state("connection lost, retrying", "lost");

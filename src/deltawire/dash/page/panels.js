@@ -20,7 +20,8 @@ function drawTiles() {
   else if (!head.following) made.push(tile("Slowest replica", "–", "no heartbeat was read"));
   else {
     const behind = doc.replicas.find((replica) => replica.id === head.slowest);
-    const lag = behind && behind.lag == null ? "no version yet" : head.slowest_lag ? `${head.slowest_lag} behind` : "current";
+    const all = head.current === head.following;
+    const lag = all ? "all current" : behind && behind.lag == null ? "no version known" : `${head.slowest_lag} behind`;
     const note = `${head.slowest}${head.slowest_sync_s ? `, syncs in ${duration(head.slowest_sync_s)}` : ""}`;
     made.push(tile("Slowest replica", lag, `${note}; ${head.current} of ${head.following} current${failing ? `, ${failing} failing` : ""}`, failing > 0));
   }
@@ -149,7 +150,7 @@ function drawReplicas(target) {
     const last = replica.syncs.filter((sync) => !sync.error).at(-1);
     const dot = el("span", { class: "dot" });
     dot.style.background = `var(--${replicaColour(index)})`;
-    const drift = replica.clock_s ? `its clock is ${duration(Math.abs(replica.clock_s))} ${replica.clock_s > 0 ? "fast" : "slow"}` : "";
+    const drift = replica.clock_s >= 1e7 ? "its clock is wrong" : replica.clock_s ? `its clock is ${duration(replica.clock_s)} fast` : "";
     const since = replica.behind_s ? ` (${duration(replica.behind_s + (live ? Date.now() / 1e3 - lookedAt : 0))})` : "";
     return el("tr", {},
       el("td", { class: "name", title: replica.id }, dot, replica.id, drift ? el("small", { text: drift }) : null),
