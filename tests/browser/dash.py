@@ -300,6 +300,14 @@ def test_the_token_is_asked_for_and_a_wrong_one_is_refused(store: Store, browser
         page = browser.new_page()
         page.goto(f"{server.url}#token=s3cret")
         expect(page.locator(".tile .value").nth(1)).to_have_text("v2")
+        steps = panel(page, "steps")
+        field = steps.get_by_role("spinbutton", name="Version")
+        expect(field).to_have_attribute("max", "2")
+        field.evaluate("field => { field.form.noValidate = true; }")
+        field.fill("777")
+        steps.get_by_role("button", name="Compute").click()
+        expect(steps).to_contain_text("no version 777")
+        expect(page.locator("#state")).to_have_text("live")
         assert "s3cret" not in page.url
         page.close()
 

@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
 from cli_support import invoke
+
+from deltawire.core import keys
 
 
 def test_a_page_and_a_trace(run: Path, tmp_path: Path) -> None:
@@ -55,3 +58,32 @@ def test_it_serves_until_it_is_ended(run: Path) -> None:
         finally:
             child.send_signal(signal.SIGTERM)
         assert child.wait(60) == 0
+
+
+def test_a_page_that_cannot_be_written_is_tried_again(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "site" / "run.html"
+    out.parent.mkdir()
+    command = [sys.executable, "-m", "deltawire", "dash", str(run), "--out", str(out), "--every", "0.1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stderr is not None
+            assert child.stderr.readline() == f"writing {out} every 0.1 s; Ctrl-C ends it\n"
+            # its folder is gone for a while
+            out.parent.rename(tmp_path / "moved")
+            assert "--out: cannot write" in child.stderr.readline()
+            out.parent.mkdir()
+            while not out.exists():
+                assert child.poll() is None
+                time.sleep(0.05)
+        finally:
+            child.send_signal(signal.SIGTERM)
+        assert child.wait(60) == 0
+
+
+def test_what_can_be_read_of_a_damaged_run_is_written_and_the_command_fails(run: Path, tmp_path: Path) -> None:
+    manifest = run / keys.manifest(3)
+    manifest.chmod(0o644)
+    manifest.write_text("{")
+    said = invoke("dash", run, "--out", tmp_path / "run.html", code=1)
+    assert "deltawire verify" in said.stderr
+    assert '"newest":2' in (tmp_path / "run.html").read_text()
