@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
 
-View = Callable[..., Page]
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+View: TypeAlias = "Callable[..., Page]"
 
 WIDTHS = (1280, 390)
 """Pixels: a laptop and a phone."""
@@ -22,6 +24,9 @@ WIDTHS = (1280, 390)
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
+    # the everyday tests find this file too, where playwright is not installed
+    from playwright.sync_api import sync_playwright
+
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:
         pytest.fail("these tests need a chromium on the PATH: apt-get install chromium")

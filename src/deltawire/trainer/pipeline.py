@@ -137,7 +137,7 @@ class Pipeline:
         finally:
             if self._session is not None:
                 self._session.captures.detector.close()
-        # its copy of the model, perhaps on a GPU, is freed now and not when the publisher is
+        # a closed publisher holds no copy of the model, perhaps on a GPU
         self._session = None
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────
