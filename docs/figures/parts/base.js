@@ -77,8 +77,10 @@ function onWidth(element, draw) {
 
 // In a frame of the documentation: tell how high this page is, and follow the frame's light or dark scheme.
 if (window.parent !== window) {
-  new ResizeObserver(() => parent.postMessage({height: $("main").offsetHeight}, "*")).observe($("main"));
+  const tellHeight = () => parent.postMessage({height: $("main").offsetHeight}, "*");
+  new ResizeObserver(tellHeight).observe($("main"));
   window.addEventListener("message", event => {
     if (["light", "dark"].includes(event.data?.theme)) document.documentElement.dataset.theme = event.data.theme;
+    if (event.data?.ask) tellHeight();
   });
 }
