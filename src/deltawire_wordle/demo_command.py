@@ -82,11 +82,11 @@ def command(
     from their games, and they solve more and more. Training ends once 80 % of
     recent games are solved (--goal), or after ten minutes (--minutes).
 
-    Act two, half a minute: a Qwen3-shaped model of 40 M weights, or yours
+    Act two, about a minute: a Qwen3-shaped model of 40 M weights, or yours
     (--model), at a learning rate of 1e-6, over a link of 100 Mbit/s.
 
     A live page follows both runs and is written as a file at the end. All bits
-    are compared and the first run is verified. Takes about four minutes on two
+    are compared and the first run is verified. Takes four to six minutes on two
     cores.
 
     \b
@@ -199,8 +199,8 @@ def _prologue(record: DemoRecord) -> str:
     if 2 in plan.acts:
         name = plan.model or "a Qwen3-shaped model of 40 M weights"
         said.append(
-            f"{'Then' if said else 'In half a minute,'} {name} is trained at a usual learning rate, and its versions "
-            f"cross a link of {plan.link_mbit_s:g} Mbit/s{', in half a minute' if said else ''}."
+            f"{'Then' if said else 'In about a minute,'} {name} is trained at a usual learning rate, and its versions "
+            f"cross a link of {plan.link_mbit_s:g} Mbit/s{', in about a minute' if said else ''}."
         )
     return " ".join([*said, "Ctrl-C ends everything.\n"])
 

@@ -11,9 +11,7 @@ phase, model, full, version, encodings, done.
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
 import threading
 import time
 import zlib
@@ -28,11 +26,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Q
 from transformers.utils.logging import disable_progress_bar
 
 import deltawire
-from deltawire.core.errors import DeltawireError
 from deltawire.engines.fingerprint import fingerprint
 from deltawire.replica import Synced
 from deltawire.store import open_store
 from deltawire.testing import ThrottledStore
+
+from .processes import plain_errors, say
 
 RATE = 1e-6
 WARM_UP = 8
@@ -60,16 +59,16 @@ def run(options: Options) -> None:
     disable_progress_bar()
     compiled = threading.Thread(target=_compile, daemon=True)
     compiled.start()
-    _say("phase", text="making the model" if options.model is None else f"loading {options.model}")
+    say("phase", text="making the model" if options.model is None else f"loading {options.model}")
     model = _load(options.model)
     weights = sum(parameter.numel() for parameter in model.parameters())
-    _say("model", weights=weights, full_bytes=2 * weights, rate=options.rate, link_mbit_s=options.link_mbit_s)
+    say("model", weights=weights, full_bytes=2 * weights, rate=options.rate, link_mbit_s=options.link_mbit_s)
     trainer = _Trainer(model, _tokens(model, options.model), options.rate)
-    _say("phase", text=f"{WARM_UP} steps of AdamW before the first version")
+    say("phase", text=f"{WARM_UP} steps of AdamW before the first version")
     for _ in range(WARM_UP):
         trainer.step()
     if compiled.is_alive():
-        _say("phase", text="compiling the encodings, once")
+        say("phase", text="compiling the encodings, once")
         compiled.join()
     reached: list[Synced] = []
     with (
@@ -78,27 +77,27 @@ def run(options: Options) -> None:
     ):
         held = {name: torch.empty_like(tensor) for name, tensor in _bf16(model).items()}
         seconds = 2 * weights * 8 / (options.link_mbit_s * 1e6)
-        _say("phase", text=f"full weights, once: {seconds:.0f} s up and {seconds:.0f} s down, at least")
+        say("phase", text=f"full weights, once: {seconds:.0f} s up and {seconds:.0f} s down, at least")
         clock = time.perf_counter()
         first = publisher.publish(model, step=0).result()
         replica.sync(held)
-        _say("full", bytes=first.bytes, phases=_phases(first, reached[-1]), seconds=time.perf_counter() - clock)
+        say("full", bytes=first.bytes, phases=_phases(first, reached[-1]), seconds=time.perf_counter() - clock)
         before: Mapping[str, Tensor] = {}
         for step in range(1, options.steps + 1):
-            _say("phase", text=f"step {step} of {options.steps}")
+            say("phase", text=f"step {step} of {options.steps}")
             before = _bf16(model)
             loss = trainer.step()
             clock = time.perf_counter()
             published = publisher.publish(model, step=step, metrics={"loss": loss}).result()
             replica.sync(held)
-            _say(
+            say(
                 "version", version=published.version, changed=published.changed, bytes=published.bytes, loss=loss,
                 phases=_phases(published, reached[-1]), seconds=time.perf_counter() - clock,
             )  # fmt: skip
-        _say("phase", text="the same change in each encoding")
-        _say("encodings", encodings=_encodings(before, _bf16(model)))
+        say("phase", text="the same change in each encoding")
+        say("encodings", encodings=_encodings(before, _bf16(model)))
         equal = fingerprint(held, "bf16") == fingerprint(_bf16(model), "bf16")
-        _say("done", version=publisher.version, equal=equal)
+        say("done", version=publisher.version, equal=equal)
 
 
 class _Trainer:
@@ -191,11 +190,6 @@ def _compile() -> None:
         deltawire.decode(deltawire.encode(old, new, encoding), old)
 
 
-def _say(event: str, **more: Any) -> None:
-    sys.stdout.write(json.dumps({"event": event, "at": time.time(), **more}) + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a larger model at a usual rate, and time each phase of a sync.")
     parser.add_argument("--run", required=True, help="where to publish: s3://…, hf://…, a folder")
@@ -205,12 +199,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="that are published (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    try:
+    with plain_errors():
         run(Options(given.run, given.model, given.link, given.lr, given.steps, given.seed))
-    except DeltawireError as error:
-        raise SystemExit(f"deltawire: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

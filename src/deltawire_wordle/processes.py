@@ -12,15 +12,35 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from deltawire.core.errors import DeltawireError
+
 from .errors import ServerUnavailable
 
 GRACE_S = 5.0
 _PORTS = range(22_700, 32_000)
+
+
+def say(event: str, **more: Any) -> None:
+    """Report an event to the parent, as one line of JSON; in one piece, since threads report too."""
+    sys.stdout.write(json.dumps({"event": event, "at": time.time(), **more}) + "\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """End the process with the message of a deltawire error and without a traceback; after Ctrl-C with 130."""
+    try:
+        yield
+    except DeltawireError as error:
+        raise SystemExit(f"deltawire: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 class ChildProcess:

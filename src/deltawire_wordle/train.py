@@ -10,22 +10,18 @@ step, remark, done. A DELTAWIRE_TOKEN in its environment goes to the servers.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
 
 import httpx
 import torch
 
 from deltawire.core import full
-from deltawire.core.errors import DeltawireError
 from deltawire.engines.fingerprint import fingerprint
 from deltawire.models import ModelView
 from deltawire.trainer import Published, Publisher
@@ -35,6 +31,7 @@ from .errors import ServerRefused, ServerUnavailable
 from .evaluate import GAMES, WINDOW, evaluate
 from .games import Games
 from .grpo import Learner, Ledger, Rollouts, Settings, train
+from .processes import plain_errors, say
 from .sampling import ServerSampler, Spread
 from .wordle import Rules
 from .wordlists import load
@@ -85,10 +82,10 @@ def run(options: Options, settings: Settings) -> None:
     ) as publisher:
         _say_published(publisher.publish(learner.model, step=0, wait=True).result())
         assert publisher.version is not None
-        _say("phase", text="waiting for the replicas")
+        say("phase", text="waiting for the replicas")
         wait_for(options.servers, publisher.version, headers=options.headers)
         _evaluate(options, settings, publisher.version)
-        _say("phase", text="training")
+        say("phase", text="training")
         ledger, step, solved = Ledger(publisher), 0, deque[float](maxlen=WINDOW)
         ended_by = "seconds"
         began = time.monotonic()
@@ -99,7 +96,7 @@ def run(options: Options, settings: Settings) -> None:
                 step = done.step
                 for published in done.published:
                     _say_published(published)
-                _say("step", version=publisher.version, **{k: v for k, v in asdict(done).items() if k != "published"})
+                say("step", version=publisher.version, **{k: v for k, v in asdict(done).items() if k != "published"})
                 solved.append(done.figures["solved"])
                 if reached(options.goal, solved):
                     ended_by = "goal"
@@ -107,7 +104,7 @@ def run(options: Options, settings: Settings) -> None:
                 if step == options.steps:
                     ended_by = "steps"
         trained_s = time.monotonic() - began
-        _say("phase", text="bringing the last version everywhere")
+        say("phase", text="bringing the last version everywhere")
         for published in ledger.settle(learner.model, step, PATIENCE_S):
             _say_published(published)
         wait_for(options.servers, publisher.version, headers=options.headers)
@@ -115,7 +112,7 @@ def run(options: Options, settings: Settings) -> None:
         sha256 = fingerprint(learner.model.state_dict(), "bf16")
         # both from the weights that are trained, not from what was sent of them
         digest = str(full.digest_of(ModelView(learner.model, "bf16")))
-        _say(
+        say(
             "done",
             version=publisher.version,
             step=step,
@@ -162,14 +159,14 @@ def _evaluate(options: Options, settings: Settings, version: int) -> None:
     """Through all servers; again where one of them goes away meanwhile."""
     if not options.games:
         return
-    _say("phase", text=f"playing {options.games} games with version {version}")
+    say("phase", text=f"playing {options.games} games with version {version}")
     rules = Rules(load(options.words), options.guesses)
     sampler = Spread([ServerSampler(url, options.model, token=options.token) for url in options.servers])
     for attempt in range(1, ATTEMPTS + 1):
         clock = time.monotonic()
         try:
             found = evaluate(sampler, rules, games=options.games, seed=settings.seed)
-            _say("evaluated", version=version, took_s=time.monotonic() - clock, **asdict(found))
+            say("evaluated", version=version, took_s=time.monotonic() - clock, **asdict(found))
             return
         except ServerUnavailable as error:
             if attempt == ATTEMPTS:
@@ -179,18 +176,12 @@ def _evaluate(options: Options, settings: Settings, version: int) -> None:
 
 
 def _say_published(published: Published) -> None:
-    _say("published", **asdict(published))
-
-
-def _say(event: str, **more: Any) -> None:
-    # in one piece: the workers' thread has remarks too
-    sys.stdout.write(json.dumps({"event": event, "at": time.time(), **more}) + "\n")
-    sys.stdout.flush()
+    say("published", **asdict(published))
 
 
 class _Remarks(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        _say("remark", text=record.getMessage())
+        say("remark", text=record.getMessage())
 
 
 def main() -> None:
@@ -230,12 +221,8 @@ def main() -> None:
         given.guesses, given.steps, given.seconds, given.goal, given.games, given.encoding, given.full,
         os.environ.get("DELTAWIRE_TOKEN", "").strip() or None,
     )  # fmt: skip
-    try:
+    with plain_errors():
         run(options, settings)
-    except DeltawireError as error:
-        raise SystemExit(f"deltawire: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from deltawire.bucket.contents import changed_per_tensor, main_link, opened, steps, tells_steps
+from deltawire.bucket.contents import changed_per_tensor, opened, steps, tells_steps
 from deltawire.bucket.run import Run
 from deltawire.core.errors import HashMismatch
+from deltawire.core.manifest import main_link
 from deltawire.store import Store
 from deltawire.testing import CountingStore
 from support import history, publish

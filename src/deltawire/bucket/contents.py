@@ -10,7 +10,7 @@ from blake3 import blake3
 from ..core.codecs import packed
 from ..core.describe import Base, Contents
 from ..core.errors import HashMismatch
-from ..core.manifest import Blob, Link, Manifest
+from ..core.manifest import Blob, Link
 from ..core.ulps import Histogram
 from ..store import Store
 from .fetch import fetch
@@ -27,11 +27,6 @@ def opened(store: Store, blob: Blob, *, whole: bool) -> Iterator[Contents]:
     if blake3(head).hexdigest(length=16) != blob.head_hash:
         raise HashMismatch(f"the header of {blob.key} does not have the hash its manifest names")
     yield Contents(lambda start, length: head[start : start + length], blob.size)
-
-
-def main_link(manifest: Manifest) -> Link:
-    """The link that followers use: the delta from the parent, or else the first one."""
-    return next((x for x in manifest.links if x.kind == "delta" and x.base == manifest.parent), manifest.links[0])
 
 
 def tells_steps(link: Link) -> bool:

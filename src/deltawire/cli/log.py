@@ -80,7 +80,9 @@ def command(
 
 
 def _version(summary: Summary, run: Run, named: dict[str, Tag]) -> dict[str, Any]:
-    main = next((x for x in summary.links if x.base == summary.parent and x.kind == "delta"), summary.links[0])
+    from ..core.manifest import main_link
+
+    main = main_link(summary)
     return {
         "version": summary.version,
         "kind": main.kind,

@@ -125,7 +125,7 @@ def _base(checkpoint: Checkpoint) -> Base:
 
 
 def _version(text: str, steps: bool, reference: Path | None) -> dict[str, Any]:
-    from ..bucket.contents import main_link
+    from ..core.manifest import main_link
 
     run, version = open_version(text)
     manifest = run.manifest(version)

@@ -9,8 +9,8 @@ import math
 import re
 import time
 from bisect import bisect_right
-from collections.abc import Iterable
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeVar, overload
 
 import msgspec
 
@@ -262,6 +262,16 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """Ranges of versions whose objects it is fetching: prune keeps them while the heartbeat is fresh."""
     syncs: tuple[SyncRecord, ...] = ()
     """The latest syncs, oldest first."""
+
+
+@overload
+def main_link(version: Manifest) -> Link: ...
+@overload
+def main_link(version: Summary) -> SummaryLink: ...
+def main_link(version: Manifest | Summary) -> Link | SummaryLink:
+    """The link that followers use: the delta from the parent, or else the first one."""
+    links: Sequence[Link | SummaryLink] = version.links
+    return next((x for x in links if x.kind == "delta" and x.base == version.parent), links[0])
 
 
 T = TypeVar("T")

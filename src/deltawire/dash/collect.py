@@ -22,11 +22,11 @@ from ..bucket.versions import address_only
 from ..bucket.watch import Watcher
 from ..core import chain, history, keys
 from ..core.errors import DeltawireError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
-from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, parse_tag
+from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, main_link, parse_tag
 from ..core.parallel import ordered_map
 from ..store import Store, open_store
 from .document import Columns, Document, Headline, Heat, Link, Replica, Steps, Sync, Totals, Trainer, Version
-from .thin import LARGEST, columns, groups, main_link, merged, share
+from .thin import LARGEST, columns, groups, merged, share
 
 log = logging.getLogger("deltawire")
 
@@ -344,7 +344,7 @@ class Collector:
         def read(version: int) -> tuple[Manifest, dict[str, int]] | None:
             try:
                 manifest = run.manifest(version)
-                link = contents.main_link(manifest)
+                link = main_link(manifest)
                 return (manifest, contents.changed_per_tensor(run.store, link)) if link.kind == "delta" else None
             except DeltawireError as error:
                 log.debug("no changes per tensor of version %d: %s", version, error)
@@ -364,7 +364,7 @@ class Collector:
         if self._newest is None:
             return
         try:
-            link = contents.main_link(run.manifest(self._newest))
+            link = main_link(run.manifest(self._newest))
             if self._requests >= MANY_REQUESTS:
                 self._shown_steps = _steps(run, self._newest, STEP_BYTES)
             elif contents.tells_steps(link) and len(link.objects) == 1 and link.bytes < FEW_BYTES:
@@ -529,7 +529,7 @@ def _totals(found: list[Summary], elements: int) -> Totals:
     totals = Totals(versions=len(found))
     shares = []
     for summary in found:
-        link = main_link(summary)
+        link = main_link(summary) if summary.links else None
         if link is not None and link.kind == "delta":
             totals.deltas += 1
             totals.delta_bytes += _size(link.bytes)
@@ -584,7 +584,7 @@ def _spread(values: list[int], most: int) -> list[int]:
 def _steps(run: Run, version: int, most: int) -> Steps:
     """How far the weights of a version moved, unless more than `most` bytes would be fetched for it."""
     manifest = run.manifest(version)
-    link = contents.main_link(manifest)
+    link = main_link(manifest)
     if link.kind != "delta" or link.base is None:
         return Steps(version, [], "this version has no delta")
     base, cost = None, link.bytes

@@ -30,7 +30,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from ..core.errors import DeltawireError, Misconfigured
-from ..engines.access import is_bearer, is_loopback
+from ..engines.access import check_guarded, is_bearer, is_loopback
 from ..store import Store
 from .collect import Collector
 from .document import Document, encode
@@ -99,11 +99,7 @@ class Server(ThreadingHTTPServer):
         token: str | None = None,
         requests: int | None = None,
     ) -> None:
-        if token is None and not is_loopback(host):
-            raise Misconfigured(
-                f"listening on {host} lets others read the run: set a token in DELTAWIRE_TOKEN (or --token-file), or "
-                "listen on 127.0.0.1"
-            )
+        check_guarded(host, token, "read the run")
         self.live = Live(Collector(run, requests=requests))
         self.token = token
         self._connections: dict[socket.socket, None] = {}

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ..core.manifest import Summary, SummaryLink
+from ..core.manifest import Summary, main_link
 from .document import Columns
 
 POINTS = 1200
@@ -44,20 +44,13 @@ def columns(found: Sequence[Summary], elements: int) -> Columns:
     return made
 
 
-def main_link(summary: Summary) -> SummaryLink | None:
-    """The link that followers use: the delta from the parent, or else the first one."""
-    links = summary.links
-    return next((x for x in links if x.kind == "delta" and x.base == summary.parent), links[0] if links else None)
-
-
 def share(summary: Summary, elements: int) -> float:
     """Share of changed weights, 0 to 1."""
     return _figure(min(max(summary.changed / max(elements, 1), 0.0), 1.0))
 
 
 def _bytes(summary: Summary) -> int:
-    link = main_link(summary)
-    return min(max(link.bytes, 0), LARGEST) if link else 0
+    return min(max(main_link(summary).bytes, 0), LARGEST) if summary.links else 0
 
 
 def _figure(value: float) -> float:

@@ -10,11 +10,11 @@ from pathlib import Path
 from ..core.errors import Misconfigured
 
 
-def check_guarded(host: str, token: str | None) -> None:
-    """Raise Misconfigured for a server without a token that can be reached from other machines."""
+def check_guarded(host: str, token: str | None, risk: str = "reach /pause and /resume") -> None:
+    """Raise Misconfigured for a server without a token that can be reached from other machines, who could do `risk`."""
     if token is None and not is_loopback(host):
         raise Misconfigured(
-            f"listening on {host} lets others reach /pause and /resume: set a bearer token in DELTAWIRE_TOKEN "
+            f"listening on {host} lets others {risk}: set a bearer token in DELTAWIRE_TOKEN "
             "(or --token-file), or listen on 127.0.0.1"
         )
 

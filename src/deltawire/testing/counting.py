@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from deltawire.core.errors import Unsupported
-from deltawire.store.base import Browsing, Chunks, Fetched, Level, ObjectInfo, Store
+from deltawire.store.base import Browsing, Chunks, Fetched, Level, ObjectInfo, Store, counted
 
 
 class CountingStore:
@@ -57,7 +57,7 @@ class CountingStore:
     def put(self, key: str, data: bytes | Chunks) -> None:
         self._count("put")
         if callable(data):
-            self.inner.put(key, self._counted(data))
+            self.inner.put(key, counted(data, self._wrote))
         else:
             self.inner.put(key, data)
             self._wrote(len(data))
@@ -80,14 +80,6 @@ class CountingStore:
     def delete(self, key: str) -> None:
         self._count("delete")
         self.inner.delete(key)
-
-    def _counted(self, chunks: Chunks) -> Chunks:
-        def counted() -> Iterator[bytes | memoryview]:
-            for chunk in chunks():
-                self._wrote(memoryview(chunk).nbytes)
-                yield chunk
-
-        return counted
 
     def _count(self, verb: str) -> None:
         with self._lock:

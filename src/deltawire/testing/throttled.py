@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store
+from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store, counted
 
 
 class ThrottledStore:
@@ -48,7 +48,7 @@ class ThrottledStore:
 
     def put(self, key: str, data: bytes | Chunks) -> None:
         if callable(data):
-            self.inner.put(key, self._carried(data))
+            self.inner.put(key, counted(data, self._up.carry))
         else:
             self._up.carry(len(data))
             self.inner.put(key, data)
@@ -62,14 +62,6 @@ class ThrottledStore:
 
     def delete(self, key: str) -> None:
         self.inner.delete(key)
-
-    def _carried(self, chunks: Chunks) -> Chunks:
-        def carried() -> Iterator[bytes | memoryview]:
-            for chunk in chunks():
-                self._up.carry(memoryview(chunk).nbytes)
-                yield chunk
-
-        return carried
 
 
 class _Direction:

@@ -82,6 +82,14 @@ def publisher(run: Path, folder: Path, **more: Any) -> Publisher:
     return Publisher(run, wire_dtype="bf16", files=folder, **more)
 
 
+def published_run(home: Path) -> Path:
+    """A run with one version of the tiny model."""
+    model = tiny_model()
+    with publisher(home / "run", checkpoint(home / "model", model)) as it:
+        it.publish(model).result(60)
+    return home / "run"
+
+
 @contextmanager
 def serving(run: Path | Store, wait: bool = True, **options: Any) -> Iterator[tuple[RolloutServer, httpx.Client]]:
     """A server that follows the run, and a client of it. Afterwards no thread of it is left."""

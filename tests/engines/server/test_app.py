@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from serving import checkpoint, generate, nudge, publisher, serving, tiny_model, tokenizer
+from serving import checkpoint, generate, nudge, published_run, publisher, serving, tiny_model, tokenizer
 
 from deltawire.bucket.run import Run
 from deltawire.core.errors import Misconfigured
@@ -26,11 +26,7 @@ HELLO = tokenizer().encode("hello")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("served")
-    model = tiny_model()
-    with publisher(home / "run", checkpoint(home / "model", model)) as it:
-        it.publish(model).result(60)
-    return home / "run"
+    return published_run(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")

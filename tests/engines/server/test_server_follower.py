@@ -215,9 +215,9 @@ def test_control_routes_are_those_of_all_engines(tmp_path: Path) -> None:
             assert control("pin", version=None).json()["pin"] is None
             wait_for(lambda: server.follower.version == 2)
             assert same_bits(server, trainer)
-            shown = client.get("/metrics").text
-            assert "deltawire_syncs_total 4.0" in shown
-            assert "deltawire_newest_version 2.0" in shown
+            # a sync is counted after its version is visible
+            wait_for(lambda: "deltawire_syncs_total 4.0" in client.get("/metrics").text)
+            assert "deltawire_newest_version 2.0" in client.get("/metrics").text
 
 
 def test_another_model_ends_the_server_with_the_reason(tmp_path: Path) -> None:

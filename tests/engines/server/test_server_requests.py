@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 from pydantic import ValidationError
-from serving import checkpoint, publisher, serving, tiny_model, tokenizer
+from serving import checkpoint, published_run, serving, tiny_model, tokenizer
 from starlette.datastructures import URL
 from starlette.requests import HTTPConnection
 
@@ -32,11 +32,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("served")
-    model = tiny_model()
-    with publisher(home / "run", checkpoint(home / "model", model)) as it:
-        it.publish(model).result(60)
-    return home / "run"
+    return published_run(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")
