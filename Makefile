@@ -35,7 +35,7 @@ help:  ## list the targets
 setup: $(READY)  ## create the virtual environment with pinned versions (again only when the pins change)
 	@echo "$(VENV) is ready"
 
-demo: $(READY)  ## a policy learns Wordle while two servers follow it through a bucket, then a larger model; four to six minutes
+demo: $(READY)  ## a policy learns Wordle while two servers follow it through a bucket, then a larger model; two to six minutes
 	@$(BIN)/deltawire demo $(ARGS)
 
 netns-demo: $(READY)  ## the same in four network namespaces over links of 20 Mbit/s, deltas against full weights (root)

@@ -82,12 +82,12 @@ def command(
     from their games, and they solve more and more. Training ends once 80 % of
     recent games are solved (--goal), or after ten minutes (--minutes).
 
-    Act two, about a minute: a Qwen3-shaped model of 40 M weights, or yours
+    Act two, half a minute: a Qwen3-shaped model of 40 M weights, or yours
     (--model), at a learning rate of 1e-6, over a link of 100 Mbit/s.
 
     A live page follows both runs and is written as a file at the end. All bits
-    are compared and the first run is verified. Takes four to six minutes on two
-    cores.
+    are compared and the first run is verified. Takes two minutes on two
+    quiet cores, up to six on busy ones.
 
     \b
     Examples
@@ -194,13 +194,13 @@ def _prologue(record: DemoRecord) -> str:
             f"A policy of 0.5 M weights learns Wordle. A trainer, {plan.replicas} rollout servers and an environment "
             "run as processes of their own; after every training step the servers get the new weights through a "
             "bucket and prove that they hold the trainer's bits. Training ends once "
-            f"{plan.goal:.0%} of recent games are solved, after two to three minutes; later where the cores are busy."
+            f"{plan.goal:.0%} of recent games are solved, after one to three minutes; later where the cores are busy."
         )
     if 2 in plan.acts:
         name = plan.model or "a Qwen3-shaped model of 40 M weights"
         said.append(
-            f"{'Then' if said else 'In about a minute,'} {name} is trained at a usual learning rate, and its versions "
-            f"cross a link of {plan.link_mbit_s:g} Mbit/s{', in about a minute' if said else ''}."
+            f"{'Then' if said else 'In half a minute,'} {name} is trained at a usual learning rate, and its versions "
+            f"cross a link of {plan.link_mbit_s:g} Mbit/s{', in half a minute' if said else ''}."
         )
     return " ".join([*said, "Ctrl-C ends everything.\n"])
 
