@@ -11,7 +11,6 @@ Times are medians by CUDA events (a clock on a CPU), the waits for counts includ
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -176,7 +175,7 @@ class Bench:
             run()
             extra = (torch.cuda.max_memory_allocated() - before) / 1e6
         times = [self._once(run) if cuda else _clocked(run) for _ in range(self.repeats)]
-        low, middle, high = statistics.quantiles(times, n=4)
+        low, middle, high = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
         self.rows.append(Row(what, middle, high - low, extra, target if self.targets else None, reference))
         print(f"  {what:42} {middle:9.3f} ms", flush=True)
 

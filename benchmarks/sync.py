@@ -271,8 +271,9 @@ def versions(trainer: Machine, replica: Machine, repeats: int) -> list[dict[str,
 def _account(sent: dict[str, Any], applied: dict[str, Any]) -> dict[str, Any]:
     total = applied["applied"] - sent["began"]
     phases = {name: sent["timings"].get(name, 0.0) for name in ("encode", "put")}
-    # a first version is published before the call returns, a delta after it
-    phases["detect"] = sent["timings"]["held"] - (sum(phases.values()) if sent["version"] == 0 else 0.0)
+    held, upload = sent["timings"]["held"], sum(phases.values())
+    # a version that is streamed is encoded and uploaded before the call returns, any other after it
+    phases["detect"] = held - upload if held > upload else held
     phases |= {name: seconds for name, seconds in applied["timings"].items() if name in PHASES}
     # the manifest's own way: created, seen by the replica's next look, read
     phases["notice"] = total - sum(phases.values())

@@ -193,7 +193,7 @@ class Killer:
     ) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(120)
 
     def run(
         self, job: str, *, die: int | None = None, place: str = "", after: float | None = None, **task: Any

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -14,12 +13,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def run_to_end(command: Sequence[str], log: Path, limit: float, **environment: str) -> int:
@@ -37,6 +30,18 @@ def run_to_end(command: Sequence[str], log: Path, limit: float, **environment: s
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def end(process: subprocess.Popen[Any], how: signal.Signals = signal.SIGTERM, patience: float = 120) -> int:
+    """Its exit status, after it was asked to end. If it does not, it is aborted: started with `-X faulthandler`, it
+    writes to stderr what each of its threads was doing."""
+    process.send_signal(how)
+    try:
+        return process.wait(patience)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        said = process.communicate()[1] if process.stderr else "(stderr is not kept)"
+        raise AssertionError(f"{process.args} had not ended {patience} s after {how.name}:\n{said}") from None
 
 
 class Server:
@@ -62,7 +67,7 @@ class Server:
 
     def get(self, path: str) -> Any:
         """What it answers as JSON, None for an empty body; raises URLError while it does not, or not with a 2xx."""
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=120) as answer:
             body = answer.read()
         return json.loads(body) if body else None
 
@@ -81,10 +86,9 @@ class Server:
     def said(self) -> str:
         return self._log.read_text(errors="replace") if self._log else "(see above)"
 
-    def end(self, how: signal.Signals = signal.SIGTERM, patience: float = 60) -> int:
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
         """Its exit status, after it was asked to end."""
-        self._process.send_signal(how)
-        return self._process.wait(patience)
+        return end(self._process, how)
 
     def kill(self) -> None:
         """All of it, as a power cut would."""

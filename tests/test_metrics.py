@@ -20,8 +20,8 @@ from deltawire.metrics import Prometheus
 from deltawire.replica import Synced
 from deltawire.store import Store
 from deltawire.trainer import Published
+from deltawire_wordle.processes import free_port
 from environments import environment
-from servers import free_port
 from support import blank, history, same
 
 WAIT = 60
@@ -77,7 +77,7 @@ def test_prometheus_scrapes_a_plain_trainer(store: Store) -> None:
     with Publisher(store, on_version=told) as publisher:
         for weights in history(2):
             publisher.publish(weights).result(WAIT)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:
         page = answer.read().decode()
     assert 'deltawire_version{run="wordle"} 1.0' in page
     assert "deltawire_put_ms" in page

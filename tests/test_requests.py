@@ -35,7 +35,7 @@ class Long:
         with Publisher(counting, skip_every=SKIP, anchor_ratio=1e9) as publisher:
             for version in range(COUNT):
                 counting.reset()
-                publisher.publish(weights).result(30)
+                publisher.publish(weights).result(120)
                 self.cost[version] = counting.requests.total()
                 self.weights[version] = weights
                 weights = trained(weights, version, changes=1)

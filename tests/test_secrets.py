@@ -132,7 +132,7 @@ def ways_to_fail(store: Store) -> list[Callable[[], object]]:
 
     def publishing() -> None:
         with dw.Publisher(store) as publisher:
-            publisher.publish(weights).result(30)
+            publisher.publish(weights).result(120)
 
     return [
         lambda: store.get("key"),

@@ -45,13 +45,12 @@ def command(
     """
     from deltawire.core.errors import MissingExtra
     from deltawire.core.extras import install_command
+    from deltawire.engines.access import listen
 
     if idle <= 0:
         raise typer.BadParameter("a session needs some time to play", param_hint="--idle")
     try:
-        from deltawire.engines.http import listen
-
-        from .env_server import create_app, serve, sessions_allowed
+        from .env_server import create_app, make_server, sessions_allowed
     except ModuleNotFoundError as error:
         raise MissingExtra(f"an environment needs {error.name}: {install_command('rl')}") from None
     from .wordle import Rules
@@ -78,4 +77,6 @@ def command(
             }
             emit_line(value, f"{environment.value} at {url}  ({len(rules.words)} words, {guesses} guesses)", json)
 
-        serve(create_app(rules, max_sessions=max_sessions, idle=idle), listener, max_sessions, ready)
+        server = make_server(create_app(rules, max_sessions=max_sessions, idle=idle), max_sessions)
+        server.on_listening = ready
+        server.run(sockets=[listener])

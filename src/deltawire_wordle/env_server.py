@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from socket import socket
 from typing import Any, TypeVar
 
 import msgspec
@@ -160,9 +159,9 @@ def sessions_allowed(wanted: int) -> int:
     return max(min(wanted, Connections(most=wanted + SPARE).allowed - SPARE), 1)
 
 
-def serve(app: FastAPI, listener: socket, max_sessions: int, ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM, which are raised again once all connections are closed."""
-    server = Server(
+def make_server(app: FastAPI, max_sessions: int) -> Server:
+    """Return a server that runs until SIGINT or SIGTERM, which it raises again once all connections are closed."""
+    return Server(
         app,
         Connections(most=max_sessions + SPARE),
         grace=SHUTDOWN_SECONDS,
@@ -170,5 +169,3 @@ def serve(app: FastAPI, listener: socket, max_sessions: int, ready: Callable[[],
         ws_max_size=LARGEST_FRAME,
         ws_per_message_deflate=False,  # messages are small, and each connection would hold a compressor
     )
-    server.on_listening = ready
-    server.run(sockets=[listener])

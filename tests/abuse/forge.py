@@ -137,10 +137,10 @@ def _published(encoding: str, last_has_anchor: bool, count: int) -> dict[str, by
     *versions, last = history(count, changes=7)
     with Publisher(store, encoding=encoding, anchor_ratio=1e9) as publisher:
         for weights in versions:
-            publisher.publish(weights).result(30)
+            publisher.publish(weights).result(120)
     every = 1 if last_has_anchor else None
     with Publisher(store, encoding=encoding, anchor_ratio=1e9, anchor_every=every) as publisher:
-        publisher.publish(last).result(30)
+        publisher.publish(last).result(120)
     return {item.key: store.get(item.key).data for item in store.list()}
 
 

@@ -254,15 +254,15 @@ def test_history_that_lies_about_sizes_is_found_out(store: Store) -> None:
 def test_a_publisher_commits_nothing_that_a_reader_refuses(store: Store) -> None:
     with Publisher(store) as publisher:
         with pytest.raises(ManifestError, match="metrics"):
-            publisher.publish(model(), metrics={str(n): 0.0 for n in range(2000)}).result(30)
+            publisher.publish(model(), metrics={str(n): 0.0 for n in range(2000)}).result(120)
         with pytest.raises(PublishFailed):
             publisher.publish(model())
-        assert publisher.publish(trained(model(), 1)).result(30).version == 0
+        assert publisher.publish(trained(model(), 1)).result(120).version == 0
     assert parse_manifest(store.get(keys.manifest(0)).data, 0, Run.open(store).info)
     with pytest.raises(ObjectTooLarge), Publisher(store, files={"config.json": bytes(MAX_FILE + 1)}) as publisher:
-        publisher.publish(trained(model(), 2)).result(30)
+        publisher.publish(trained(model(), 2)).result(120)
     with pytest.raises(UnsafeName), Publisher(store, files={"x" * 300 + ".json": b"{}"}) as publisher:
-        publisher.publish(trained(model(), 2)).result(30)
+        publisher.publish(trained(model(), 2)).result(120)
 
 
 # ── the model ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -283,7 +283,7 @@ def test_a_model_that_is_larger_than_allowed(store: Store, monkeypatch: pytest.M
     for work in (
         lambda: Run.open(store),
         lambda: Replica(store, heartbeat=0).sync(blank(run.versions[0])),
-        lambda: Publisher(store).publish(run.versions[0]).result(30),
+        lambda: Publisher(store).publish(run.versions[0]).result(120),
     ):
         with pytest.raises(ModelTooLarge, match="DELTAWIRE_MAX_MODEL_GB"):
             work()

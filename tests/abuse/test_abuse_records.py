@@ -82,7 +82,7 @@ def test_a_number_without_history_costs_a_logarithm_of_requests(store: Store, ve
     with Publisher(counting, anchor_ratio=1e9) as publisher:
         assert publisher.version == version
         if version < keys.MAX_VERSION:
-            assert publisher.publish(trained(run.versions[2], 5)).result(30).version == version + 1
+            assert publisher.publish(trained(run.versions[2], 5)).result(120).version == version + 1
     assert counting.requests.total() <= 2 * most
 
 
@@ -93,7 +93,7 @@ def test_a_run_without_room_for_another_version(store: Store) -> None:
     before = {item.key for item in store.list()}
     publisher = Publisher(store, anchor_ratio=1e9)
     with pytest.raises(PublishError, match="no room for another version"):
-        publisher.publish(trained(run.versions[2], 5)).result(30)
+        publisher.publish(trained(run.versions[2], 5)).result(120)
     with pytest.raises(PublishFailed):
         publisher.close()
     assert {item.key for item in store.list()} == before
@@ -251,7 +251,7 @@ def test_a_head_of_nonsense_is_ignored_and_repaired(tmp_path: Path, nonsense: No
     with Publisher(store, anchor_ratio=1e9) as publisher:
         assert publisher.version == 2
         newest = trained(run.versions[2], 7)
-        publisher.publish(newest).result(30)
+        publisher.publish(newest).result(120)
     assert json.loads((tmp_path / "head.json").read_text()) == {"run": name, "version": 3}
     assert next(follower) == 3
     stop.set()

@@ -176,7 +176,7 @@ def test_threads_wait_for_each_other(store: Store, cache: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert got == [store.get(blob.key).data] * 16
     assert counting.bytes_in == blob.size
 
@@ -240,7 +240,7 @@ class Held(CountingStore):
     def get_range(self, key: str, start: int, length: int) -> bytes:
         if not self.asked.is_set():
             self.asked.set()
-            self.go_on.wait(30)
+            self.go_on.wait(120)
             if self.fails:
                 raise StoreUnavailable("the network is gone")
         return super().get_range(key, start, length)
@@ -260,10 +260,10 @@ def test_when_the_first_one_fails_the_next_one_fetches(store: Store, cache: Path
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert held.asked.wait(30)
+    assert held.asked.wait(120)
     threading.Timer(0.1, held.go_on.set).start()
     assert content(store, blob) == store.get(blob.key).data
-    thread.join(30)
+    thread.join(120)
     assert len(outcome) == 1
 
 
@@ -273,11 +273,11 @@ def test_nobody_waits_for_one_that_hangs(store: Store, cache: Path, monkeypatch:
     held = Held(store)
     thread = threading.Thread(target=lambda: content(held, blob))
     thread.start()
-    assert held.asked.wait(30)
+    assert held.asked.wait(120)
     assert content(store, blob) == store.get(blob.key).data
     assert not held.go_on.is_set()
     held.go_on.set()
-    thread.join(30)
+    thread.join(120)
     assert (cache / blob.hash).read_bytes() == store.get(blob.key).data
 
 

@@ -81,13 +81,13 @@ def test_dropped_half_way_it_does_not_wait_for_what_is_being_fetched(store: Stor
         def get_range(self, key: str, start: int, length: int) -> bytes:
             if "step_000003" in key:
                 started.set()
-                release.wait(30)
+                release.wait(120)
             return super().get_range(key, start, length)
 
     run = Run.open(Slow(store))
     coming: Any = prefetch(run, chain.plan(None, 5, run.timeline(5)))
     assert next(coming)[1].result().manifest.version == 0
-    assert started.wait(30)
+    assert started.wait(120)
     coming.close()
     assert not release.is_set()
     release.set()

@@ -59,7 +59,7 @@ class Announcer(CountingStore):
 
 def add(store: Store, weights: dict) -> None:
     with Publisher(store) as publisher:
-        publisher.publish(weights).result(30)
+        publisher.publish(weights).result(120)
 
 
 # ── what it yields ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -103,9 +103,9 @@ def test_it_waits_for_a_run_and_stops_when_told(store: Store) -> None:
     watcher = threading.Thread(target=work)
     watcher.start()
     publish(store, history(1))
-    assert seen.get(timeout=30) == 0
+    assert seen.get(timeout=120) == 0
     stop.set()
-    watcher.join(30)
+    watcher.join(120)
     assert not watcher.is_alive()
 
 
@@ -140,7 +140,7 @@ def test_an_announcement_is_enough(store: Store) -> None:
         add(store, versions[newest + 1])
         announcer.tell("deltas/of no interest")
         announcer.tell(keys.manifest(newest + 1))
-        assert told.get(timeout=30) == newest + 1
+        assert told.get(timeout=120) == newest + 1
         follower.join()
         watching.close()
 
@@ -161,13 +161,13 @@ def test_a_broken_line_is_taken_up_again(store: Store, monkeypatch: pytest.Monke
     # what comes while the line is down is found when it stands again
     add(store, versions[1])
     announcer.tell(StoreUnavailable("cut", retry_after=0.01))
-    assert told.get(timeout=30) == 1
+    assert told.get(timeout=120) == 1
     assert announcer.calls >= 1
     while not announcer.lines:
         assert follower.is_alive()
     add(store, versions[2])
     announcer.tell("")
-    assert told.get(timeout=30) == 2
+    assert told.get(timeout=120) == 2
     follower.join()
     assert announcer.calls >= 2
 
@@ -385,5 +385,5 @@ def test_waiting_for_a_run(store: Store, caplog: pytest.LogCaptureFixture) -> No
         waiter.join(0.01)
     assert "no version" in caplog.text
     add(store, history(1)[0])
-    waiter.join(30)
+    waiter.join(120)
     assert not waiter.is_alive()

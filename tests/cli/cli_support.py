@@ -134,7 +134,7 @@ def invoke_json(*args: object, code: int = 0) -> Any:
 def spawn(*args: object, **options: Any) -> subprocess.Popen[str]:
     """A command as a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "deltawire.cli", *map(str, args)],
+        [sys.executable, "-X", "faulthandler", "-m", "deltawire.cli", *map(str, args)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

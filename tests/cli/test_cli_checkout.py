@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import signal
-import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -160,13 +158,14 @@ def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_pat
 def test_a_killed_checkout_leaves_no_folder(tmp_path: Path) -> None:
     tensors: Weights = {"w": Tensor("BF16", (2048, 2048), np.random.default_rng(0).bytes(8 << 20))}
     invoke("publish", write_checkpoint(tmp_path / "in", tensors), tmp_path / "run")
-    moments = random.Random(0)
-    for _ in range(3):
+    for moment in (0.0, 0.01):
+        before = names(tmp_path)
         process = spawn("checkout", tmp_path / "run", "-o", tmp_path / "out")
-        try:
-            process.wait(timeout=moments.uniform(0.7, 1.3))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
+        # soon after it has begun to write
+        while process.poll() is None and names(tmp_path) == before:
+            time.sleep(0.001)
+        time.sleep(moment)
+        process.kill()
         process.communicate()
         if (tmp_path / "out").exists():
             assert read_checkpoint(tmp_path / "out") == tensors

@@ -29,10 +29,12 @@ from cli_support import (
 )
 
 from deltawire.bucket.run import Run
+from deltawire.bucket.watch import Watcher
 from deltawire.core import keys
 from deltawire.core.full import Checkpoint
 from deltawire.core.manifest import Pruned, dump
 from deltawire.trainer import Publisher
+from servers import end
 
 
 def follow(run: Path, *options: object, code: int = 0) -> Any:
@@ -226,8 +228,7 @@ def test_every_version_from_a_run_that_is_not_there_yet(tmp_path: Path, checkpoi
         events = [next(reached) for _ in range(3)]
         assert [(event["version"], event["exit_code"]) for event in events] == [(1, 1), (2, 0), (3, 0)]
         assert read_checkpoint(model) == read_checkpoint(checkpoints[3])
-        process.terminate()
-        assert process.wait(20) == 0
+        assert end(process) == 0
         assert "version 1 ended with exit code 1" in process.stderr.read()
     finally:
         process.kill()
@@ -239,8 +240,7 @@ def test_ctrl_c(tmp_path: Path, run: Path) -> None:
     process = spawn("follow", run, "--dir", tmp_path / "model", "--json")
     try:
         assert next(lines(process))["version"] == 3
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
+        assert end(process, signal.SIGINT) == 130
         assert process.stderr.read() == ""
     finally:
         process.kill()
@@ -275,6 +275,28 @@ def test_every_passes_over_what_was_pruned(tmp_path: Path, checkpoints: list[Pat
     opened.store.delete(keys.manifest(1))
     assert every_until(3, run, model) == [0, 2]
     assert read_checkpoint(model) == read_checkpoint(checkpoints[3])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_sigterm_ends_it_also_while_a_finalizer_runs(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python drops what a signal handler raises there."""
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0)
+
+    wait = Watcher.wait
+
+    def interrupted(watcher: Watcher) -> None:
+        Finalized()
+        wait(watcher)
+
+    monkeypatch.setattr(Watcher, "wait", interrupted)
+    invoke("follow", run, "--dir", tmp_path / "model", "--poll", "0.01")
 
 
 def test_killed_at_any_moment_the_folder_is_a_whole_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_follow_outlives_a_full_disk(tmp_path: Path) -> None:
             assert Checkpoint(place).schema.elements > 0
         finally:
             child.send_signal(signal.SIGTERM)
-            child.communicate(timeout=30)
+            child.communicate(timeout=120)
     assert child.returncode == 0
 
 

@@ -46,12 +46,12 @@ def test_a_map_dropped_half_way_does_not_wait_for_its_workers() -> None:
     def work(n: int) -> int:
         if n:
             started.set()
-            release.wait(30)
+            release.wait(120)
         return n
 
     results = ordered_map(work, range(3), 2)
     assert next(results) == 0
-    assert started.wait(30)
+    assert started.wait(120)
     results.close()  # type: ignore[attr-defined]
     assert not release.is_set()
     release.set()

@@ -28,7 +28,7 @@ def real_run(store: Any, count: int = 12, replicas: tuple[str, ...] = ("near", "
     following = {name: Replica(store, id=name, heartbeat=1000) for name in replicas}
     with Publisher(store, encoding="packed", **options) as publisher:
         for step, model in enumerate(weights):
-            publisher.publish(model, step=10 * step, metrics={"reward": step / 10}).result(30)
+            publisher.publish(model, step=10 * step, metrics={"reward": step / 10}).result(120)
             for number, (name, replica) in enumerate(following.items()):
                 if step % (number + 1) == 0:
                     replica.sync(live[name])

@@ -132,7 +132,7 @@ def test_a_look_finds_what_is_new_in_few_requests(store: Store) -> None:
     assert counting.requests.total() == 2
     with Publisher(store, encoding="packed") as publisher:
         publisher.resume(versions[-1])
-        publisher.publish(trained(versions[-1], 99)).result(30)
+        publisher.publish(trained(versions[-1], 99)).result(120)
     counting.reset()
     found = collector.look()
     assert (found.newest, found.recent[-1].version, found.totals.versions) == (20, 20, 21)

@@ -38,7 +38,7 @@ def page(store: Store) -> Iterator[Server]:
 
 
 def get(server: Server, path: str, **headers: str) -> tuple[int, Any, http.client.HTTPMessage]:
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=120)
     try:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
@@ -57,7 +57,7 @@ def test_the_document_and_then_only_what_is_new(store: Store, page: Server) -> N
     assert (status, nothing) == (204, b"")
     with Publisher(store) as publisher:
         publisher.resume(versions[-1])
-        publisher.publish(trained(versions[-1], 7)).result(30)
+        publisher.publish(trained(versions[-1], 7)).result(120)
     began = time.monotonic()
     while (after := get(page, f"/api/run?have={found['revision']}"))[0] == 204:
         assert time.monotonic() - began < 30
@@ -90,7 +90,7 @@ def test_steps_that_cannot_be_shown_are_told_to_who_asked_and_to_nobody_else(sto
 def raw(server: Server, request: str) -> bytes:
     """All that the server sends until it ends the connection."""
     where = urlsplit(server.url)
-    with socket.create_connection((where.hostname or "", where.port or 0), timeout=30) as connection:
+    with socket.create_connection((where.hostname or "", where.port or 0), timeout=120) as connection:
         connection.sendall(request.encode())
         connection.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
@@ -235,7 +235,7 @@ def test_a_store_that_hangs_holds_up_one_page_and_not_the_others(store: Store) -
 
     def hook(moment: str, verb: str, key: str) -> None:
         if hanging.is_set() and moment == "before":
-            released.wait(30)
+            released.wait(120)
 
     with serve(HookedStore(store, hook)) as page:
         revision = get(page, "/api/run")[1]["revision"]
@@ -255,7 +255,7 @@ def test_a_store_that_hangs_holds_up_one_page_and_not_the_others(store: Store) -
 
 def test_the_end_of_the_server_ends_connections_that_pages_keep_open(store: Store) -> None:
     with serve(store) as page:
-        connection = http.client.HTTPConnection(urlsplit(page.url).netloc, timeout=30)
+        connection = http.client.HTTPConnection(urlsplit(page.url).netloc, timeout=120)
         connection.request("GET", "/")
         connection.getresponse().read()
     with pytest.raises((http.client.HTTPException, OSError)):

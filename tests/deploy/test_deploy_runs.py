@@ -23,7 +23,8 @@ from deltawire.bucket.verify import verify
 from deltawire.testing.seaweed import SeaweedFS
 from deltawire.trainer import Publisher
 from deltawire_wordle import small_policy
-from servers import Server, free_port
+from deltawire_wordle.processes import free_port
+from servers import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

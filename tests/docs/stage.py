@@ -26,7 +26,7 @@ import pytest
 from documents import ROOT, Block
 
 from deltawire.testing.seaweed import SeaweedFS, _free_ports
-from tests.servers import free_port
+from deltawire_wordle.processes import free_port
 
 PATIENCE_S = {"everyday": 240, "slow": 600, "vllm": 600}
 """How long a block of a suite may take before it is ended and fails."""
@@ -231,7 +231,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
-        process.wait(20)
+        process.wait(120)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -23,7 +23,8 @@ import environments
 from deltawire.bucket.run import Run
 from deltawire.core.errors import DeltawireError
 from deltawire.replica import Replica
-from servers import Server, free_port
+from deltawire_wordle.processes import free_port
+from servers import Server
 from tests.docs.documents import blocks
 
 TASK = Path(__file__).parent / "trl" / "eos_task.py"

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 import environments
 from deltawire.bucket.run import Run
 from deltawire.replica import Replica
-from servers import Server, free_port
+from deltawire_wordle.processes import free_port
+from servers import Server
 
 PLAYER = Path(__file__).with_name("wordle_player.py")
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}

@@ -172,16 +172,17 @@ class Environments:
     )
 
     def __init__(self) -> None:
-        from deltawire.engines.http import listen
-        from deltawire_wordle.env_server import create_app, serve
+        from deltawire.engines.access import listen
+        from deltawire_wordle.env_server import create_app, make_server
         from deltawire_wordle.wordle import Rules
         from deltawire_wordle.wordlists import load
 
         listener = listen("127.0.0.1", 0)
         self._port = listener.getsockname()[1]
         up = threading.Event()
-        app = create_app(Rules(load("toy"), 5), max_sessions=8, idle=5.0)
-        threading.Thread(target=serve, args=(app, listener, 8, up.set), daemon=True).start()
+        server = make_server(create_app(Rules(load("toy"), 5), max_sessions=8, idle=5.0), 8)
+        server.on_listening = up.set
+        threading.Thread(target=server.run, args=([listener],), daemon=True).start()
         if not up.wait(PATIENCE):
             raise RuntimeError("the environment server did not start")
 

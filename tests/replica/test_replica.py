@@ -40,7 +40,7 @@ from deltawire.testing import FlakyStore
 from deltawire.trainer import Publisher
 from support import HookedStore, Model, blank, copy, history, model, publish, same, trained
 
-WAIT = 30
+WAIT = 120
 
 
 def delta_key(store: Store, version: int, base: int | None = None) -> str:
@@ -910,7 +910,7 @@ def replaced_run(store: Store) -> tuple[list[Model], dict[str, bytes]]:
     theirs = [trained(models[1], 90), trained(models[1], 91)]
     with Publisher(other, anchor_ratio=1e9) as publisher:
         for weights in theirs:
-            publisher.publish(weights).result(30)
+            publisher.publish(weights).result(120)
     publish_more(store, models[2:])
     found = {item.key: other.get(item.key).data for item in other.list()}
     return [*models[:2], *theirs], {key: data for key, data in found.items() if before.get(key) != data}
@@ -919,7 +919,7 @@ def replaced_run(store: Store) -> tuple[list[Model], dict[str, bytes]]:
 def publish_more(store: Store, models: list[Model]) -> None:
     with Publisher(store, anchor_ratio=1e9) as publisher:
         for weights in models:
-            publisher.publish(weights).result(30)
+            publisher.publish(weights).result(120)
 
 
 @pytest.mark.parametrize("reached", [1, 2, 3])

@@ -35,7 +35,7 @@ def test_a_replica_killed_at_any_point_of_an_apply(folder: Path) -> None:
     place, path = str(folder / "run"), folder / "weights"
     with Publisher(place, anchor_every=4, skip_every=3) as publisher:
         for step in range(VERSIONS):
-            publisher.publish(weights(step), step=step).result(30)
+            publisher.publish(weights(step), step=step).result(120)
     run = Run.open(place)
     digests = [run.manifest(version).digest for version in range(VERSIONS)]
     live = mapped(path)

@@ -15,8 +15,9 @@ from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from pathlib import Path
 
+from deltawire_wordle.processes import free_port
 from environments import CACHE, environment
-from servers import Server, free_port
+from servers import Server
 
 AZURITE = "3.37.0"
 MOTO = "5.2.5"

@@ -96,13 +96,14 @@ def test_a_manifest_that_shows_late_is_a_version_that_comes_late(hub: HubStandIn
     assert same(live, models[1])
 
 
-def test_events_wake_a_watcher(run: str) -> None:
+def test_events_wake_a_watcher(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltawire.bucket.watch._LISTENING_S", 3600.0)
     models = history(3)
     seen: list[int] = []
     news, stop = threading.Condition(), threading.Event()
 
     def listen() -> None:
-        # it would look by itself in an hour, or in half a minute while it listens
+        # it would look by itself in an hour
         for version in watch(run, poll=3600.0, stop=stop):
             with news:
                 seen.append(version)
@@ -117,10 +118,10 @@ def test_events_wake_a_watcher(run: str) -> None:
                 if number:
                     publisher.publish(weights).result(60)
                 with news:
-                    assert news.wait_for(lambda number=number: number in seen, 20), seen
+                    assert news.wait_for(lambda number=number: number in seen, 120), seen
         finally:
             stop.set()
-            thread.join(30)
+            thread.join(120)
     assert not thread.is_alive()
 
 

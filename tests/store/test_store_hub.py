@@ -353,12 +353,12 @@ class Listener:
 
     def wait_for(self, heard: list[str]) -> None:
         with self._news:
-            assert self._news.wait_for(lambda: self.heard == heard or self.error, 30), self.heard
+            assert self._news.wait_for(lambda: self.heard == heard or self.error, 120), self.heard
         assert self.error is None
 
     def end(self) -> None:
         self.stop.set()
-        self.thread.join(30)
+        self.thread.join(120)
         assert not self.thread.is_alive()
 
 

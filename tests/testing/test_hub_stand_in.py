@@ -33,7 +33,7 @@ def bucket(api: HfApi) -> str:
 def call(hub: HubStandIn, method: str, path: str, token: str, body: bytes | None = None) -> tuple[int, bytes]:
     request = urllib.request.Request(hub.endpoint + path, body, {"Authorization": f"Bearer {token}"}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()

@@ -32,23 +32,23 @@ def test_a_publisher_says_that_its_run_is_gone(store: Store, wait: bool) -> None
     models = history(5)
     publisher = Publisher(store)
     for weights in models[:2]:
-        publisher.publish(weights).result(30)
+        publisher.publish(weights).result(120)
     wipe(store)
     for weights in models[2:]:
         with pytest.raises(RunNotFound, match="it was deleted"):
-            publisher.publish(weights, wait=wait).result(30)
+            publisher.publish(weights, wait=wait).result(120)
     assert not list(store.list(keys.VERSIONS)), "nothing was committed"
 
 
 def test_a_folder_that_was_removed(tmp_path: Path) -> None:
     models, folder = history(3), tmp_path / "run"
     publisher = Publisher(folder)
-    publisher.publish(models[0]).result(30)
+    publisher.publish(models[0]).result(120)
     shutil.rmtree(folder)
     with pytest.raises(RunNotFound):
-        publisher.publish(models[1]).result(30)
+        publisher.publish(models[1]).result(120)
     with Publisher(folder) as second:
-        second.publish(models[2]).result(30)
+        second.publish(models[2]).result(120)
     assert verified(LocalStore(folder), models[2:]) == 1
 
 
@@ -56,15 +56,15 @@ def test_a_publisher_does_not_write_into_the_run_that_came_after(store: Store) -
     models = history(6)
     first = Publisher(store)
     for weights in models[:3]:
-        first.publish(weights).result(30)
+        first.publish(weights).result(120)
     wipe(store)
     with Publisher(store) as second:
-        second.publish(models[3]).result(30)
+        second.publish(models[3]).result(120)
         with pytest.raises(RunReplaced, match="another run now"):
-            first.publish(models[4]).result(30)
+            first.publish(models[4]).result(120)
         with pytest.raises(RunReplaced):
             first.close()
-        second.publish(models[5]).result(30)
+        second.publish(models[5]).result(120)
     assert verified(store, [models[3], models[5]]) == 2
 
 
@@ -86,7 +86,7 @@ def test_where_a_claim_is_needed_the_run_is_missed_as_well(store: Store, monkeyp
     counting.creates_exclusively = False
     models = history(2)
     publisher = Publisher(counting)
-    publisher.publish(models[0]).result(30)
+    publisher.publish(models[0]).result(120)
     wipe(store)
     with pytest.raises(RunNotFound):
-        publisher.publish(models[1]).result(30)
+        publisher.publish(models[1]).result(120)

@@ -51,7 +51,7 @@ from support import (
     verified,
 )
 
-WAIT = 30
+WAIT = 120
 
 
 class Net(torch.nn.Module):

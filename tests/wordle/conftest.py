@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from env_support import wordle_server
+from env_support import wordle_thread
 
 if TYPE_CHECKING:
     from deltawire_wordle.sampling import ModelSampler
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
     """Address of an environment server."""
-    with wordle_server("--words", "toy", "--guesses", "5") as (address, _):
+    with wordle_thread() as address:
         yield address
 
 

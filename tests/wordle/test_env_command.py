@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -24,10 +25,10 @@ def test_it_ends_in_order_with_games_open(how: signal.Signals, code: int) -> Non
         ask(connection, {"type": "reset"})
         process.send_signal(how)
         with pytest.raises(ConnectionClosed) as closed:
-            connection.recv(timeout=20)
+            connection.recv(timeout=120)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1012, "told that the service restarts, not cut off"
-        assert process.wait(20) == code
+        assert process.wait(120) == code
         assert process.stderr is not None
         assert process.stderr.read() == ""
 
@@ -75,8 +76,11 @@ print({"torch", "transformers", "numba"} & {*sys.modules})
     assert there.stdout == "set()\n"
 
 
-def test_a_server_with_a_word_list_from_a_file(tmp_path: Path) -> None:
+def test_a_server_with_all_options(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("zebra\n")
-    with wordle_server("--words", str(tmp_path / "mine.txt")) as (url, _), connect_now(ws(url)) as connection:
-        ask(connection, {"type": "reset"})
+    options = ("--words", str(tmp_path / "mine.txt"), "--guesses", "3", "--max-sessions", "1", "--idle", "2m")
+    with wordle_server(*options) as (url, _), connect_now(ws(url)) as connection:
+        assert ask(connection, {"type": "reset"})["data"]["observation"]["guesses_left"] == 3
         assert ask(connection, {"type": "step", "data": {"guess": "zebra"}})["data"]["done"] is True
+        with connect_now(ws(url)) as second:
+            assert json.loads(second.recv(timeout=120))["data"]["max_sessions"] == 1

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from env_support import wordle_server
+from env_support import wordle_server, wordle_thread
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect as connect_now
@@ -21,6 +21,7 @@ from deltawire_wordle.env_server import LARGEST_FRAME
 from deltawire_wordle.errors import ServerUnavailable
 from deltawire_wordle.wordle import Rules
 from deltawire_wordle.wordlists import load
+from servers import end
 
 RULES = Rules(load("toy"), 5)
 
@@ -31,7 +32,7 @@ def ws(address: str) -> str:
 
 def ask(connection: Any, message: Any) -> dict[str, Any]:
     connection.send(message if isinstance(message, str | bytes) else json.dumps(message))
-    return json.loads(connection.recv(timeout=20))
+    return json.loads(connection.recv(timeout=120))
 
 
 # ── one client ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -49,7 +50,7 @@ def test_a_game_over_a_websocket(url: str) -> None:
         assert ask(connection, {"type": "state"})["data"]["secret"] == secret
         connection.send('{"type": "close"}')
         with pytest.raises(ConnectionClosed) as closed:
-            connection.recv(timeout=20)
+            connection.recv(timeout=120)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1000
 
@@ -165,11 +166,11 @@ def test_256_sessions_at_the_same_time(url: str) -> None:
 
 
 def test_a_full_server_says_so_and_takes_the_next_when_one_leaves() -> None:
-    with wordle_server("--max-sessions", "2") as (url, _):
+    with wordle_thread(max_sessions=2) as url:
         with connect_now(ws(url)) as first, connect_now(ws(url)) as second:
             assert {ask(one, {"type": "reset"})["type"] for one in (first, second)} == {"observation"}
             with connect_now(ws(url)) as third:
-                refused = json.loads(third.recv(timeout=20))["data"]
+                refused = json.loads(third.recv(timeout=120))["data"]
                 assert (refused["code"], refused["max_sessions"]) == ("CAPACITY_REACHED", 2)
 
             async def enter() -> None:
@@ -178,7 +179,7 @@ def test_a_full_server_says_so_and_takes_the_next_when_one_leaves() -> None:
 
             with pytest.raises(ServerUnavailable, match="sessions are taken"):
                 asyncio.run(enter())
-        asyncio.run(asyncio.wait_for(_until_free(url), 20))
+        asyncio.run(_until_free(url))
 
 
 async def _until_free(url: str) -> None:
@@ -198,18 +199,17 @@ def test_300_half_open_connections_against_128_files_keep_nobody_out() -> None:
             slow = opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
             with suppress(OSError):  # it may be closed already, for one that came later
                 slow.sendall(b"GET /health HTTP" if number % 2 else b"")
-        assert httpx.get(f"{url}/health", timeout=20).json() == {"status": "healthy"}
+        assert httpx.get(f"{url}/health", timeout=120).json() == {"status": "healthy"}
         with connect_now(ws(url)) as connection:
             assert ask(connection, {"type": "reset"})["type"] == "observation"
-        process.terminate()
-        assert process.wait(20) == 0
+        assert end(process) == 0
 
 
 def test_bytes_that_are_no_text_end_only_their_own_session(url: str) -> None:
     with connect_now(ws(url)) as connection:
         connection.send(b"\xff\xfe", text=True)
         with pytest.raises(ConnectionClosed) as closed:
-            connection.recv(timeout=20)
+            connection.recv(timeout=120)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1007
     with connect_now(ws(url)) as connection:
@@ -217,7 +217,7 @@ def test_bytes_that_are_no_text_end_only_their_own_session(url: str) -> None:
 
 
 def test_sessions_that_were_refused_and_stay_keep_nobody_out() -> None:
-    with wordle_server("--max-sessions", "1") as (url, _), connect_now(ws(url)) as first, ExitStack() as opened:
+    with wordle_thread(max_sessions=1) as url, connect_now(ws(url)) as first, ExitStack() as opened:
         ask(first, {"type": "reset"})
         port = int(url.rpartition(":")[2])
         key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
@@ -226,17 +226,17 @@ def test_sessions_that_were_refused_and_stay_keep_nobody_out() -> None:
             rude = opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
             rude.sendall(upgrade)
             assert rude.recv(12) == b"HTTP/1.1 101"
-        assert httpx.get(f"{url}/health", timeout=20).json() == {"status": "healthy"}
+        assert httpx.get(f"{url}/health", timeout=120).json() == {"status": "healthy"}
 
 
 def test_a_silent_session_ends_and_leaves_nothing() -> None:
-    with wordle_server("--idle", "300ms", "--max-sessions", "1") as (url, _), connect_now(ws(url)) as connection:
-        ask(connection, {"type": "reset"})
-        expired = json.loads(connection.recv(timeout=20))["data"]
+    with wordle_thread(max_sessions=1, idle=0.3) as url, connect_now(ws(url)) as connection:
+        # on a busy machine it may have ended before its first word
+        with suppress(ConnectionClosed):
+            connection.send(json.dumps({"type": "reset"}))
+        expired = [json.loads(message)["data"] for message in connection][-1]
         assert (expired["code"], "0.3 s" in expired["message"]) == ("SESSION_ERROR", True)
-        with pytest.raises(ConnectionClosed):
-            connection.recv(timeout=20)
-        asyncio.run(asyncio.wait_for(_until_free(url), 20))
+        asyncio.run(_until_free(url))
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def rollout_server(run: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.port}"
     finally:
         server.stop()
-        thread.join(30)
+        thread.join(120)
         assert not thread.is_alive()
 
 

@@ -92,7 +92,7 @@ def test_nothing_is_left(tmp_path: Path, sent: signal.Signals) -> None:
         assert len(namespaces(process)) == 4
         process.send_signal(sent)
         assert process.wait(60) == {signal.SIGINT: 130, signal.SIGTERM: 0}[sent]
-        _, left = psutil.wait_procs(children, timeout=30)
+        _, left = psutil.wait_procs(children, timeout=120)
         assert not left
         assert not namespaces(process)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -269,16 +270,23 @@ def fetch_version(
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block in order, with exit code 0."""
+def ended_by_sigterm() -> Iterator[threading.Event]:
+    """Let SIGTERM end the block in order, with exit code 0.
+
+    Yields an event for its loops to look at, which SIGTERM sets too: where the signal arrives while a finalizer runs,
+    Python prints the exception and goes on.
+    """
+    stop = threading.Event()
 
     def end(*_: object) -> None:
+        # in another thread: this one may have been interrupted inside stop.wait(), with the lock that set() needs
+        _thread.start_new_thread(stop.set, ())
         # not an Exception, so nothing on the way mistakes it for trouble and goes on
         raise SystemExit(0)
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        yield
+        yield stop
     finally:
         signal.signal(signal.SIGTERM, before)
 

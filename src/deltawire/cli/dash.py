@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,9 +106,8 @@ def command(
         raise _failure(document)
     if every:
         typer.echo(f"writing {out} every {every:g} s; Ctrl-C ends it", err=True)
-    with ended_by_sigterm():
-        while every and out is not None:
-            time.sleep(every)
+    with ended_by_sigterm() as stop:
+        while every and out is not None and not stop.wait(every):
             try:
                 save(collector.look(), out)
             except OSError as error:

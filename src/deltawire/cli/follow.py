@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -85,37 +85,39 @@ def command(
         replica = Replica(run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--id") from None
-    with ended_by_sigterm(), CurrentFolder(folder) if folder is not None else nullcontext() as current:
+    with ended_by_sigterm() as stop, CurrentFolder(folder) if folder is not None else nullcontext() as current:
         if once:
             keeper = _Keeper(Run.open(run), current)
+            reached: Iterable[int] = [replica.sync(keeper.state)]
         else:
-            keeper = _Keeper(_retry(partial(Run.open, run), RunNotFound, poll, "{}; waiting for it"), current)
-        reached = [replica.sync(keeper.state)] if once else replica.follow(keeper.state, poll=poll, every=every)
+            keeper = _Keeper(_retry(partial(Run.open, run), RunNotFound, poll, "{}; waiting for it", stop), current)
+            reached = replica.follow(keeper.state, poll=poll, every=every, stop=stop)
         code = 0
         for version in reached:
             if once:
                 keeper.keep(version)
             else:
                 text = f"version {version}: {{}}; trying again every {RETRY_S:.0f} s"
-                _retry(partial(keeper.keep, version), FolderError, RETRY_S, text)
+                _retry(partial(keeper.keep, version), FolderError, RETRY_S, text, stop)
             code = _exec(exec, keeper, version) if exec else 0
             _say(replica, version, current, code, json)
     if once and code:
         raise typer.Exit(1)
 
 
-def _retry(work: Callable[[], T], on: type[DeltawireError], every: float, text: str) -> T:
+def _retry(work: Callable[[], T], on: type[DeltawireError], every: float, text: str, stop: threading.Event) -> T:
     """Repeat `work` until it succeeds, and report only the first failure: a run that is not there yet or a full disk
-    does not end a follower."""
+    does not end a follower, `stop` does."""
     told = False
-    while True:
+    while not stop.is_set():
         try:
             return work()
         except on as error:
             if not told:
                 complain(text.format(error))
             told = True
-        time.sleep(every)
+        stop.wait(every)
+    raise SystemExit(0)
 
 
 class _Keeper:

@@ -154,13 +154,12 @@ def command(
     if ctx.args and engine is not Engine.vllm:
         raise typer.BadParameter(f"{ctx.args[0]!r} is for vLLM, and needs --engine vllm")
 
-    from ..engines.access import check_guarded, read_token
+    from ..engines.access import check_guarded, listen, read_token
 
     token = read_token(token_file)
     check_guarded(host, token)
     where, pin = _pin(run)
     if engine is Engine.vllm:
-        from ..engines.http import listen
         from ..engines.vllm.launch import launch
 
         # vLLM says so only after minutes

@@ -29,8 +29,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from ..core.errors import DeltawireError, Misconfigured
-from ..engines.access import check_guarded, is_bearer, is_loopback
+from ..core.errors import DeltawireError
+from ..engines.access import check_guarded, is_bearer, is_loopback, listen
 from ..store import Store
 from .collect import Collector
 from .document import Document, encode
@@ -104,14 +104,12 @@ class Server(ThreadingHTTPServer):
         self.token = token
         self._connections: dict[socket.socket, None] = {}
         """The oldest first."""
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        try:
-            super().__init__((host, port), Handler)
-        except OSError as error:
-            raise Misconfigured(
-                f"cannot listen on {host}, port {port} ({error.strerror or error}): choose another with --port (0: any)"
-            ) from None
+        bound = listen(host, port)
+        super().__init__((host, port), Handler, bind_and_activate=False)
+        # instead of the one that socketserver made and did not bind
+        self.socket.close()
+        self.socket, self.server_address = bound, bound.getsockname()
+        self.server_activate()
 
     @property
     def url(self) -> str:

@@ -1,10 +1,12 @@
-"""Access to a server: tokens and addresses. Imports no heavy module, so that a refusal is immediate."""
+"""Access to a server: tokens, addresses, sockets. Imports no heavy module, so that a refusal is immediate."""
 
 from __future__ import annotations
 
+import errno
 import hmac
 import ipaddress
 import os
+import socket
 from pathlib import Path
 
 from ..core.errors import Misconfigured
@@ -31,6 +33,28 @@ def is_bearer(header: str, token: str) -> bool:
     """Whether an Authorization header carries this token."""
     scheme, _, given = header.partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a bound socket; port 0 chooses a free one. Clients cannot connect before the server runs."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.set_inheritable(True)
+    except OSError as error:
+        bound.close()
+        raise Misconfigured(_why_not(host, port, error)) from None
+    return bound
+
+
+def _why_not(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use: end what listens there, or choose another with --port (0: any)"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs more rights than this process has: choose one from 1024 on with --port"
+    return f"{host} is no address of this machine ({error.strerror or error}): choose one with --host"
 
 
 def read_token(file: Path | None) -> str | None:

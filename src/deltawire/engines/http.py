@@ -15,7 +15,6 @@ one that has something to ask. Where all of them are being answered, the new one
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import time
@@ -26,8 +25,6 @@ from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from ..core.errors import Misconfigured
 
 RESERVED = 64
 """File descriptors that are left for everything but connections."""
@@ -70,28 +67,6 @@ class Connections:
             return self.most
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return self.most if files == resource.RLIM_INFINITY else max(min(self.most, files - RESERVED), 8)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket; port 0 chooses a free one. Clients cannot connect before the server runs."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-        bound.set_inheritable(True)
-    except OSError as error:
-        bound.close()
-        raise Misconfigured(_why_not(host, port, error)) from None
-    return bound
-
-
-def _why_not(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} of {host} is in use: end what listens there, or choose another with --port (0: any)"
-    if error.errno == errno.EACCES:
-        return f"port {port} needs more rights than this process has: choose one from 1024 on with --port"
-    return f"{host} is no address of this machine ({error.strerror or error}): choose one with --host"
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

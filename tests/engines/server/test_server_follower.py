@@ -103,6 +103,8 @@ def test_twenty_versions_while_eight_streams_run(tmp_path: Path) -> None:
             for watcher in watchers:
                 watcher.join(60)
             assert [watcher.failure for watcher in watchers] == [None] * STREAMS
+            # a sync is counted after its version is visible
+            wait_for(lambda: server.follower.syncs == VERSIONS)
             status = client.get("/deltawire/status").json()
             greedy = client.post(
                 "/v1/completions",
@@ -291,6 +293,8 @@ def test_a_corrupt_delta_changes_nothing_until_it_is_repaired(tmp_path: Path) ->
         (bucket / "deltas" / delta.name).write_bytes(damaged)
         shutil.copytree(origin / "versions", bucket / "versions", dirs_exist_ok=True)
         shutil.copy(origin / "head.json", bucket / "head.json")
+        # not only degraded: files of a copy may be seen half written
+        wait_for(lambda: client.get("/deltawire/status").json()["newest"] == 1)
         wait_for(lambda: client.get("/deltawire/status").json()["state"] == "degraded")
         assert same_bits(server, tiny_model())
         assert client.post("/v1/completions", json={"prompt": "a"}).headers["deltawire-version"] == "0"

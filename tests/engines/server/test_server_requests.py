@@ -37,9 +37,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(run: Path) -> Iterator[tuple[RolloutServer, httpx.Client]]:
-    limits = Connections(MOST, header=0.5, idle=60.0, body=0.5, write=0.5)
+    """Waits for its clients for longer than any test takes."""
+    limits = Connections(MOST, *[600.0] * 4)
     with serving(run, token=TOKEN, max_body=200_000, limits=Limits(4, 40), connections=limits) as it:
         yield it
+
+
+@pytest.fixture(scope="module")
+def impatient(run: Path) -> Iterator[RolloutServer]:
+    """Waits for no client."""
+    with serving(run, connections=Connections(MOST, *[0.2] * 4)) as (server, _):
+        yield server
 
 
 @pytest.fixture
@@ -52,8 +60,8 @@ def wire(served: tuple[RolloutServer, httpx.Client]) -> Iterator[Any]:
     """Opens raw connections."""
     with ExitStack() as opened:
 
-        def connect() -> socket.socket:
-            return opened.enter_context(socket.create_connection(("127.0.0.1", served[0].port), 20))
+        def connect(server: RolloutServer = served[0]) -> socket.socket:
+            return opened.enter_context(socket.create_connection(("127.0.0.1", server.port), 60))
 
         yield connect
 
@@ -196,14 +204,14 @@ def test_large_requests_are_not_all_held_at_once(served: tuple[RolloutServer, ht
 # ── slow clients ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_request_that_does_not_arrive_is_given_up(wire: Any) -> None:
-    assert spoken(wire(), b"").startswith("HTTP/1.1 408")
-    assert spoken(wire(), b"POST /v1/comp").startswith("HTTP/1.1 408")
-    assert spoken(wire(), SLOW_BODY).startswith("HTTP/1.1 408")
+def test_a_request_that_does_not_arrive_is_given_up(impatient: RolloutServer, wire: Any) -> None:
+    assert spoken(wire(impatient), b"").startswith("HTTP/1.1 408")
+    assert spoken(wire(impatient), b"POST /v1/comp").startswith("HTTP/1.1 408")
+    assert spoken(wire(impatient), SLOW_BODY).startswith("HTTP/1.1 408")
 
 
-def test_a_client_that_drips_its_header_gains_nothing(wire: Any) -> None:
-    slow = wire()
+def test_a_client_that_drips_its_header_gains_nothing(impatient: RolloutServer, wire: Any) -> None:
+    slow = wire(impatient)
     with pytest.raises(OSError):
         while True:
             slow.sendall(b"G")
@@ -238,15 +246,14 @@ def test_where_all_connections_have_requests_another_is_told_so(
         assert connection.recv(12) == b"HTTP/1.1 200"
 
 
-def test_a_client_that_does_not_read_is_disconnected(served: tuple[RolloutServer, httpx.Client], wire: Any) -> None:
-    server, _ = served
-    deaf = wire()
+def test_a_client_that_does_not_read_is_disconnected(impatient: RolloutServer, wire: Any) -> None:
+    deaf = wire(impatient)
     deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     request = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
     with pytest.raises(OSError):
         while True:
             deaf.sendall(request * 1000)
-    assert server.health == ("healthy", "")
+    assert impatient.health == ("healthy", "")
 
 
 # ── deadlines ────────────────────────────────────────────────────────────────────────────────────────────────────────

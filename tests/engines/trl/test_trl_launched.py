@@ -17,7 +17,8 @@ from deltawire.bucket.replay import checkout  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.bucket.verify import verify  # noqa: E402
 from deltawire.models import torch_bits  # noqa: E402
-from servers import free_port, run_to_end  # noqa: E402
+from deltawire_wordle.processes import free_port  # noqa: E402
+from servers import run_to_end  # noqa: E402
 
 LIMIT = 240.0
 STEPS = 5

@@ -19,7 +19,9 @@ HERE = Path(__file__)
 
 def fresh_checksums(folders: Sequence[Path], tp: int) -> list[dict[str, str]]:
     """Per folder, each a version of the same model, the checksums of all ranks, named as /weight_checker names them."""
-    from vllm_live import environment, free_port
+    from vllm_live import environment
+
+    from deltawire_wordle.processes import free_port
 
     port = free_port()
     ranks = [

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ import numpy as np
 from deltawire.core.change import regions
 from deltawire.core.full import Checkpoint
 from deltawire.trainer import Publisher
+from deltawire_wordle.processes import free_port
 
 BIN = Path(sys.executable).parent
 START_S = 400
@@ -104,12 +104,6 @@ class Trainer:
 
     def close(self) -> None:
         self.publisher.close()
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _python_path() -> list[str]:

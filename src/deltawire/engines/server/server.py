@@ -17,9 +17,9 @@ import torch
 
 from ...store import Store
 from .. import control
-from ..access import check_guarded
+from ..access import check_guarded, listen
 from ..fingerprint import fingerprint
-from ..http import Connections, Server, listen
+from ..http import Connections, Server
 from ..names import model_name
 from .app import PREPARED_AT_ONCE, build
 from .follower import OnVersion, ServerFollower
