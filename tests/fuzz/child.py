@@ -24,7 +24,7 @@ from typing import Any
 
 from broken import Broken
 from services import Environments, Rollouts
-from targets import Case, Deltas, Folders, Runs, Target
+from targets import Case, Deltas, Folders, Runs, SignedRuns, Target
 
 from deltawire.core.errors import DeltawireError
 
@@ -32,7 +32,7 @@ GIGABYTE = 1 << 30
 DECLARED = 256 << 20
 """Bytes of the largest model that a run may declare to the processes under test."""
 FAMILIES: dict[str, tuple[type[Target], ...]] = {
-    "files": (Deltas, Runs, Folders),
+    "files": (Deltas, Runs, SignedRuns, Folders),
     "rollouts": (Rollouts,),
     "environment": (Environments,),
     "broken": (Broken,),

@@ -31,12 +31,14 @@ from safetensors import SafetensorError, deserialize
 
 import deltawire as dw
 from deltawire.bucket.run import Run
+from deltawire.bucket.trust import Trust
 from deltawire.bucket.versions import set_tag
 from deltawire.cli import app
 from deltawire.core import full, keys
 from deltawire.core.codecs import ENCODINGS
 from deltawire.core.describe import Contents
 from deltawire.core.errors import DeltawireError
+from deltawire.core.signing import MANIFEST, SigningKey
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
@@ -185,6 +187,10 @@ class Runs:
     }
     _READS = ("sync", "sync", "sync 3", "sync 15", "follow", "publish") * 2
 
+    signs: str | None = None
+    """Private key of the publisher."""
+    trust: Trust | None = None
+
     def __init__(self) -> None:
         self.models = history(VERSIONS, changes=7)
         self.next = trained(self.models[-1], 77)
@@ -195,7 +201,10 @@ class Runs:
     def _made(self) -> dict[str, bytes]:
         store: Store = ObjectStore.from_url("memory://fuzz-corpus")
         files = {"config.json": b'{"model_type": "toy"}', "tokenizer.json": b"{}"}
-        with fixed_marks(), Publisher(store, anchor_ratio=1e9, anchor_every=8, skip_every=4, files=files) as publisher:
+        with (
+            fixed_marks(),
+            Publisher(store, anchor_ratio=1e9, anchor_every=8, skip_every=4, files=files, sign=self.signs) as publisher,
+        ):
             for step, weights in enumerate(self.models):
                 publisher.publish(weights, step=step, metrics={"reward": 0.5}).result(60)
             Replica(store, id="a").sync(copy(self.models[0]))
@@ -207,8 +216,12 @@ class Runs:
         for key, data in made.items():
             if key.startswith((keys.VERSIONS, keys.REPLICAS)):
                 value = json.loads(data)
-                made[key] = json.dumps({**value, "timings": {"encode": 0.25}}).encode()
+                value.pop("signature", None)
+                made[key] = self._sealed(key, {**value, "timings": {"encode": 0.25}})
         return made
+
+    def _sealed(self, key: str, value: dict[str, Any]) -> bytes:
+        return json.dumps(value).encode()
 
     def make(self, rng: Random, kind: str) -> Case:
         action = rng.choice((*self._COMMANDS, *self._READS))
@@ -318,30 +331,38 @@ class Runs:
     def _sync(self, store: Store, live: Model) -> None:
         kept = copy(live)
         try:
-            Replica(store, heartbeat=0).sync(live)
+            version = Replica(store, heartbeat=0, trust=self.trust).sync(live)
         except DeltawireError:
             # it may have come as far as another version; never in between
             if not same(live, kept):
                 self._check(live)
             raise
         self._check(live)
+        self._check_accepted(store, version)
+
+    def _check_accepted(self, store: Store, version: int) -> None:
+        """Anything goes that has the weights of a version."""
 
     def _follow(self, store: Store) -> None:
         stop, live = threading.Event(), copy(self.models[2])
         timer = threading.Timer(0.1, stop.set)
         timer.start()
         try:
-            for _ in Replica(store, heartbeat=0).follow(live, every=True, poll=0.01, stop=stop):
+            replica = Replica(store, heartbeat=0, trust=self.trust)
+            for version in replica.follow(live, every=True, poll=0.01, stop=stop):
                 self._check(live)
+                self._check_accepted(store, version)
         finally:
             timer.cancel()
         self._check(live)
 
     def _publish(self, store: Store) -> None:
-        with Publisher(store, anchor_ratio=1e9) as publisher:
+        with Publisher(store, anchor_ratio=1e9, sign=self.signs) as publisher:
             result = publisher.publish(self.next).result(30)
         live = blank(self.next)
-        if Replica(store, heartbeat=0).sync(live, result.version) == result.version and not same(live, self.next):
+        if Replica(store, heartbeat=0, trust=self.trust).sync(live, result.version) == result.version and not same(
+            live, self.next
+        ):
             raise Wrong("what was published is not what is read")
 
     def _check(self, live: Model) -> None:
@@ -372,6 +393,30 @@ class Runs:
         finally:
             shutil.rmtree(place, ignore_errors=True)
             shutil.rmtree(out, ignore_errors=True)
+
+
+class SignedRuns(Runs):
+    """Signed runs with changed objects, read with the trusted key: no changed manifest may be accepted."""
+
+    kinds = ("signed manifest", "signed data", "signed records")
+
+    def __init__(self) -> None:
+        self.signs = "ed25519-private:" + 32 * "5e"
+        self._key = SigningKey.read(self.signs)
+        self.trust = Trust(self._key.public, remember=False)
+        super().__init__()
+
+    def make(self, rng: Random, kind: str) -> Case:
+        made = super().make(rng, kind.removeprefix("signed "))
+        return Case(kind, rng.choice(self._READS), made.files)
+
+    def _sealed(self, key: str, value: dict[str, Any]) -> bytes:
+        data = super()._sealed(key, value)
+        return self._key.seal(MANIFEST, data) if key.startswith(keys.VERSIONS) else data
+
+    def _check_accepted(self, store: Store, version: int) -> None:
+        if store.get(keys.manifest(version)).data != self.corpus.get(keys.manifest(version)):
+            raise Wrong(f"a manifest of version {version} was accepted that was never signed")
 
 
 @cache

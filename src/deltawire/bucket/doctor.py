@@ -301,7 +301,13 @@ class _Visit:
         except RunNotFound:
             return "none here yet: the first publish makes it"
         newest = run.newest()
-        return f"run {run.info.run}, " + ("no version yet" if newest is None else f"newest version {newest}")
+        if newest is None:
+            return f"run {run.info.run}, no version yet"
+        said = f"run {run.info.run}, newest version {newest}"
+        if not (signer := run.manifest(newest).signer):
+            return said
+        checked = "checked" if run.trust else "not checked: set DELTAWIRE_TRUST where the run is read"
+        return f"{said}, signed by {signer[:80]}, {checked}"
 
     def _key(self, name: str) -> str:
         key = self._prefix + name

@@ -48,6 +48,7 @@ from ..core.parallel import ordered_map
 from ..core.schema import Schema
 from ..core.settings import gigabytes
 from ..store import Store, open_store
+from .trust import KeysLike, RunTrust, Trust
 
 log = logging.getLogger("deltawire")
 
@@ -94,9 +95,11 @@ HEARTBEATS = 1000
 class Run:
     """A run in a bucket, for reading. Open with `Run.open`, make with `Run.create`; threads may share it."""
 
-    def __init__(self, store: Store, info: RunInfo, etag: str | None = None) -> None:
+    def __init__(self, store: Store, info: RunInfo, etag: str | None = None, trust: Trust | None = None) -> None:
         self.store = store
         self.info = info
+        self.trust: RunTrust | None = None if trust is None else trust.of_run(store.url, info.run)
+        """Checks signatures; None where no key is trusted, so that none is checked."""
         self._etag = etag
         """Etag of run.json, where it was read."""
         self._manifests: dict[int, tuple[Manifest, int]] = {}
@@ -110,19 +113,23 @@ class Run:
         return self.info.schema
 
     @classmethod
-    def open(cls, where: str | Store, *, max_model_gb: float | None = None) -> Run:
+    def open(
+        cls, where: str | Store, *, max_model_gb: float | None = None, trust: Trust | KeysLike | None = None
+    ) -> Run:
         """Open a run. Raises ModelTooLarge where it declares a larger model than `max_model_gb`, which is
-        DELTAWIRE_MAX_MODEL_GB, or 4000, by default."""
+        DELTAWIRE_MAX_MODEL_GB, or 4000, by default. With `trust`, by default DELTAWIRE_TRUST, only versions that are
+        signed by one of these keys are read."""
+        trusted = Trust.of(trust)
         store = open_store(where)
         limit = gigabytes("DELTAWIRE_MAX_MODEL_GB", MAX_MODEL_GB) if max_model_gb is None else int(max_model_gb * 1e9)
         try:
             found = store.get(keys.RUN, limit=RUN)
-            return cls(store, parse_run(found.data, limit), found.etag)
+            return cls(store, parse_run(found.data, limit), found.etag, trusted)
         except ObjectNotFound:
             raise RunNotFound(f"there is no run at {store.url}: publish to it first, or check the address") from None
 
     @classmethod
-    def create(cls, where: str | Store, schema: Schema, model: str = "") -> Run:
+    def create(cls, where: str | Store, schema: Schema, model: str = "", trust: Trust | None = None) -> Run:
         """Create a run. Of two creators exactly one wins, and the other opens what is there.
 
         Raises ForeignObject where there are versions of a run without run.json: two runs must not be mixed.
@@ -130,7 +137,7 @@ class Run:
         store = open_store(where)
         if next(iter(store.list(keys.VERSIONS)), None) is not None:
             try:
-                return cls.open(store)
+                return cls.open(store, trust=trust)
             except RunNotFound:
                 raise ForeignObject(
                     f"{store.url} holds versions of a run whose {keys.RUN} is gone; "
@@ -140,8 +147,8 @@ class Run:
         try:
             store.put_if_absent(keys.RUN, dump(info))
         except AlreadyExists:
-            return cls.open(store)
-        return cls(store, info)
+            return cls.open(store, trust=trust)
+        return cls(store, info, trust=trust)
 
     def check_present(self) -> None:
         """Raise RunNotFound or RunReplaced if this run has been deleted meanwhile. One conditional request."""
@@ -172,7 +179,15 @@ class Run:
         newest version and nowhere above it: a search that doubles its stride and then halves the gap finds the last
         version for which it holds. Prune never takes the newest one, so that version has a manifest. Where it has none,
         pruned.json is wrong, and the manifests are listed.
+
+        Raises RolledBack where a signed run ends before a version that was seen here.
         """
+        found = self._find_newest()
+        if self.trust is not None:
+            self.trust.check_newest(found)
+        return found
+
+    def _find_newest(self) -> int | None:
         hint = self.head_hint()
         if hint is None or not self.exists(hint):
             hint = max(self.listed(), default=None)
@@ -241,6 +256,8 @@ class Run:
         except ObjectNotFound:
             raise VersionNotFound(f"{self.store.url} has no version {version}, or it was pruned") from None
         manifest = parse_manifest(data, version, self.info)
+        if self.trust is not None:
+            self.trust.check_manifest(manifest, data)
         with self._lock:
             self._manifests[version] = manifest, len(data)
             while sum(size for _, size in self._manifests.values()) > KEPT_MANIFESTS:
@@ -263,6 +280,12 @@ class Run:
             return before is not None and self.manifest(version) != before
         except DAMAGE:
             return True
+
+    def check_kept(self, version: int) -> None:
+        """Raise RolledBack if a signed version is gone, with all that came after it. Unsigned runs cost no request."""
+        if self.trust is not None:
+            self.forget(version)
+            self.newest()
 
     def manifests(self, versions: Iterable[int]) -> Iterator[tuple[int, Manifest | DeltawireError]]:
         """Read many manifests, several at a time; where one is damaged, its error comes in its place.
@@ -295,9 +318,9 @@ class Run:
         versions than fit into HISTORY bytes, or LOST_MANIFESTS, are left out with a warning.
         """
         manifest = self.manifest(newest)
-        found = {s.version: s for s in manifest.recent}
-        found.update((s.version, s) for s in _Past(self).before(newest, since))
-        found[newest] = manifest.summary()
+        found = {s.version: s for s in _Past(self).before(newest, since)}
+        # a manifest may be signed, a page is not
+        found.update((s.version, s) for s in (*manifest.recent, manifest.summary()))
         gone = self.pruned()
         return {v: found[v] for v in sorted(found) if since <= v <= newest and v not in gone}
 

@@ -29,7 +29,7 @@ from ..core.errors import (
     ReferenceUnavailable,
     VersionNotFound,
 )
-from ..core.manifest import Link, Manifest, Pruned, Summary
+from ..core.manifest import Link, Manifest, Pruned, Summary, spans
 from ..core.parallel import ordered_map
 from .references import Resolve, find_reference
 from .replay import State, require_digest
@@ -60,6 +60,17 @@ class Problem:
     advice: str
 
 
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """What one key signed."""
+
+    key: str
+    signed: str
+    """`manifests`, or `links` that a keeper has added."""
+    versions: tuple[tuple[int, int], ...]
+    """First and last version of each range."""
+
+
 @dataclass(slots=True)
 class Verification:
     """What was checked and the result."""
@@ -74,6 +85,10 @@ class Verification:
     """Links whose objects were only hashed, by reason."""
     warnings: list[str] = field(default_factory=list)
     """Findings that harm no reader."""
+    signers: list[Signer] = field(default_factory=list)
+    """Who signed the versions, as they say."""
+    signatures_checked: bool = False
+    """Whether keys were trusted, so that every signature was checked."""
     failure: Problem | None = None
 
     @property
@@ -110,6 +125,7 @@ def verify(
         if version is not None and version not in records.pruned and version in run.pruned():
             result.failure = replace(found.problem, advice="it was pruned while verify ran: run verify again")
     result.warnings = records.warnings
+    result.signers, result.signatures_checked = records.signers(), run.trust is not None
     return result
 
 
@@ -170,6 +186,13 @@ class _Records:
         for name, tag in tags(self.run).items():
             if tag.version not in self.manifests:
                 self.warnings.append(f"the tag {name} names version {tag.version}, which the run does not have")
+
+    def signers(self) -> list[Signer]:
+        signed: dict[str, list[int]] = defaultdict(list)
+        for version, manifest in self.manifests.items():
+            if manifest.signer:
+                signed[manifest.signer].append(version)
+        return [Signer(key, "manifests", spans(versions)) for key, versions in signed.items()]
 
     def _check_gaps(self, listed: list[int]) -> None:
         newest = listed[-1]

@@ -183,6 +183,8 @@ class Watcher:
         if version is not None and version > known and not run.exists(version):
             # perhaps not visible yet: without its ETag, head is read again at the next look
             return known
+        if version is not None and version < known:
+            run.check_kept(known)
         self._etag = got.etag
         # where head names no version, manifests are the truth; but there may be another run now
         return self._check_run(run, known) if version is None else max(version, known)
@@ -192,13 +194,15 @@ class Watcher:
         return known if newest is None else max(newest, known)
 
     def _check_run(self, run: Run, known: int) -> int:
-        """Raise RunReplaced if the address has another run than the one that was opened."""
+        """Raise RunReplaced if the address has another run than the one that was opened, RolledBack if less of it."""
         found = Run.open(self._store).info.run
         if found != run.info.run:
             raise RunReplaced(
                 f"another run lies at {self._store.url} now ({found[:32]}, this was {run.info.run}): weights stay the "
                 "version they are; start again to follow the new run"
             )
+        if known >= 0:
+            run.check_kept(known)
         return known
 
     # ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -129,6 +129,8 @@ COMMANDS = {
     "tag": "deltawire.cli.tag",
     "runs": "deltawire.cli.runs",
     "verify": "deltawire.cli.verify",
+    "keygen": "deltawire.cli.keygen",
+    "delegate": "deltawire.cli.delegate",
     "prune": "deltawire.cli.prune",
     "plan": "deltawire.cli.plan",
     "doctor": "deltawire.cli.doctor",

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonOption, ReferenceOption, RunVersionArgument, emit, fetch_version, open_version, progress, size
+from .common import (
+    JsonOption,
+    ReferenceOption,
+    RunVersionArgument,
+    TrustOption,
+    emit,
+    fetch_version,
+    open_version,
+    progress,
+    size,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +28,7 @@ def command(
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to make.", show_default=False)],
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if it is there and not empty.")] = False,
     reference: ReferenceOption = None,
+    trust: TrustOption = None,
     json: JsonOption = False,
 ) -> None:
     """Write a version as a checkpoint folder, bit for bit what was published.
@@ -36,7 +47,7 @@ def command(
 
     with checkpoint_folder.writing(output):
         _check_place(output, force)
-    opened, version = open_version(run)
+    opened, version = open_version(run, trust)
     with checkpoint_folder.scratch(output) as made, progress() as advance:
         state, steps = fetch_version(opened, version, reference, advance)
         manifest = opened.manifest(version)

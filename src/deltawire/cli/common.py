@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ..bucket.replay import State
     from ..bucket.run import Run
+    from ..bucket.trust import Trust
     from ..core.chain import Step
     from ..core.ulps import Histogram
 
@@ -37,6 +38,22 @@ RunVersionArgument = Annotated[
 ReferenceOption = Annotated[
     Path | None,
     typer.Option(metavar="DIR", exists=True, file_okay=False, help="Where the checkpoint is that the run starts from."),
+]
+TrustOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        help="Accept only versions signed by this public key, or by those in a file; else DELTAWIRE_TRUST.",
+        show_default=False,
+    ),
+]
+SignOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="File with the private key that signs; else DELTAWIRE_SIGN. See deltawire keygen.",
+        show_default=False,
+    ),
 ]
 
 Advance = Callable[[str, int, int], None]
@@ -230,21 +247,21 @@ def sparkline(values: Sequence[float]) -> str:
 # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def open_run(text: str) -> Run:
-    """Open the run at an address that names no version."""
+def open_run(text: str, trust: Trust | str | None = None) -> Run:
+    """Open the run at an address that names no version. `trust` as in `Run.open`."""
     from ..bucket.run import Run
     from ..bucket.versions import address_only
 
-    return Run.open(address_only(text))
+    return Run.open(address_only(text), trust=trust)
 
 
-def open_version(text: str) -> tuple[Run, int]:
-    """Open the run of RUN[@VERSION] and resolve the version."""
+def open_version(text: str, trust: str | None = None) -> tuple[Run, int]:
+    """Open the run of RUN[@VERSION] and resolve the version. `trust` as in `Run.open`."""
     from ..bucket.run import Run
     from ..bucket.versions import resolve, split
 
     where, version = split(text)
-    run = Run.open(where)
+    run = Run.open(where, trust=trust)
     return run, resolve(run, version)
 
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from .common import JsonOption, ReferenceOption, RunArgument, complain, duration, emit_line, ended_by_sigterm
+from .common import (
+    JsonOption,
+    ReferenceOption,
+    RunArgument,
+    TrustOption,
+    complain,
+    duration,
+    emit_line,
+    ended_by_sigterm,
+)
 
 if TYPE_CHECKING:
     from ..bucket.checkpoint_folder import CurrentFolder
@@ -39,6 +48,7 @@ def command(
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Go to the newest version, then end.")] = False,
     reference: ReferenceOption = None,
+    trust: TrustOption = None,
     id: Annotated[str | None, typer.Option(metavar="NAME", help="Name in `log`; host and process by default.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -82,15 +92,16 @@ def command(
     address_only(run)
     try:
         # a new name for every short visit would fill `log` with replicas that are gone
-        replica = Replica(run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0)
+        replica = Replica(run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0, trust=trust)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--id") from None
     with ended_by_sigterm() as stop, CurrentFolder(folder) if folder is not None else nullcontext() as current:
+        opening = partial(Run.open, run, trust=trust)
         if once:
-            keeper = _Keeper(Run.open(run), current)
+            keeper = _Keeper(opening(), current)
             reached: Iterable[int] = [replica.sync(keeper.state)]
         else:
-            keeper = _Keeper(_retry(partial(Run.open, run), RunNotFound, poll, "{}; waiting for it", stop), current)
+            keeper = _Keeper(_retry(opening, RunNotFound, poll, "{}; waiting for it", stop), current)
             reached = replica.follow(keeper.state, poll=poll, every=every, stop=stop)
         code = 0
         for version in reached:

@@ -10,6 +10,7 @@ import typer
 from .common import (
     JsonOption,
     RunVersionArgument,
+    TrustOption,
     age,
     clean,
     emit,
@@ -40,6 +41,7 @@ def command(
     run: RunVersionArgument,
     number: Annotated[int, typer.Option("-n", min=1, help="How many versions, the newest first.")] = 20,
     all: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    trust: TrustOption = None,
     json: JsonOption = False,
 ) -> None:
     """List the versions of a run, newest first, and the replicas that follow it.
@@ -61,7 +63,7 @@ def command(
     """
     from ..bucket.versions import tags
 
-    opened, newest = open_version(run)
+    opened, newest = open_version(run, trust)
     named = tags(opened)
     since = 0 if all else max(newest - number + 1, 0)
     versions = list(reversed(opened.timeline(newest, since).values()))

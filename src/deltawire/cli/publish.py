@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import JsonOption, RunArgument, age, duration, emit, percent, pick, progress, size, times
+from .common import (
+    JsonOption,
+    RunArgument,
+    SignOption,
+    TrustOption,
+    age,
+    duration,
+    emit,
+    percent,
+    pick,
+    progress,
+    size,
+    times,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,6 +80,12 @@ def command(
             show_default=False,
         ),
     ] = None,
+    sign: SignOption = None,
+    next_key: Annotated[
+        str,
+        typer.Option(metavar="KEY", help="Public key that may sign the versions after this one.", show_default=False),
+    ] = "",
+    trust: TrustOption = None,
     new: Annotated[bool, typer.Option("--new", help="Make a new run; an error if there is one already.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -115,6 +134,9 @@ def command(
         files=checkpoint,
         base=base or _last_published(url, checkpoint),
         continues=True,
+        sign=sign,
+        next_key=next_key,
+        trust=trust or (),
     ) as publisher:
         source = _source(checkpoint, run)
         fetched = 0

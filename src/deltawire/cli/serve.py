@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonOption, ReferenceOption, duration, emit_line, ended_by_sigterm
+from .common import JsonOption, ReferenceOption, TrustOption, duration, emit_line, ended_by_sigterm
 
 if TYPE_CHECKING:
     from ..engines.server import RolloutServer
@@ -79,6 +80,7 @@ def command(
         typer.Option(metavar="NAME", help="Name in `log`; host and process by default.", rich_help_panel=_FLOW),
     ] = None,
     reference: ReferenceOption = None,
+    trust: TrustOption = None,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -156,6 +158,9 @@ def command(
 
     from ..engines.access import check_guarded, listen, read_token
 
+    if trust:
+        # read wherever the run is opened, also in the processes of vLLM
+        os.environ["DELTAWIRE_TRUST"] = trust
     token = read_token(token_file)
     check_guarded(host, token)
     where, pin = _pin(run)

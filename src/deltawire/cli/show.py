@@ -10,6 +10,7 @@ import typer
 from .common import (
     JsonOption,
     ReferenceOption,
+    TrustOption,
     age,
     clean,
     emit,
@@ -58,6 +59,7 @@ def command(
         ),
     ] = None,
     reference: ReferenceOption = None,
+    trust: TrustOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show what is in a version or a file: tensor by tensor, and how far weights moved.
@@ -81,7 +83,7 @@ def command(
     elif base is not None:
         raise typer.BadParameter("goes with a FILE; a run knows its own base: use --steps", param_hint="--base")
     else:
-        value = _version(what, steps, reference)
+        value = _version(what, steps, reference, trust)
     emit(value, lambda out: _render(out, value), json)
 
 
@@ -124,10 +126,10 @@ def _base(checkpoint: Checkpoint) -> Base:
 # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _version(text: str, steps: bool, reference: Path | None) -> dict[str, Any]:
+def _version(text: str, steps: bool, reference: Path | None, trust: str | None) -> dict[str, Any]:
     from ..core.manifest import main_link
 
-    run, version = open_version(text)
+    run, version = open_version(text, trust)
     manifest = run.manifest(version)
     link = main_link(manifest)
     value: dict[str, Any] = {
@@ -144,6 +146,8 @@ def _version(text: str, steps: bool, reference: Path | None) -> dict[str, Any]:
             for x in manifest.links
         ],
         "files": [{"name": file.name, "bytes": file.size} for file in manifest.files],
+        "signer": manifest.signer or None,
+        "signature_checked": run.trust is not None,
         "kind": link.kind,
         "encoding": link.encoding,
     }
@@ -231,6 +235,9 @@ def _render_version(out: Console, value: dict[str, Any]) -> None:
         if link["why"]:
             out.print(f"    chosen by auto: {clean(link['why'])}", soft_wrap=True)
     out.print(f"  state digest {value['digest']}")
+    if value["signer"]:
+        checked = "checked" if value["signature_checked"] else "not checked: no trusted key was given (--trust)"
+        out.print(f"  signed by {clean(value['signer'])}, {checked}", soft_wrap=True)
     for name, shown in (
         ("step", value["step"]),
         ("metrics", "  ".join(f"{k} {v:g}" for k, v in value["metrics"].items())),

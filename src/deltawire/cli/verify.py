@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonOption, ReferenceOption, RunArgument, emit, open_run, progress, size
+from .common import JsonOption, ReferenceOption, RunArgument, TrustOption, clean, emit, open_run, progress, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,25 +29,28 @@ def command(
         bool, typer.Option("--quick", help="Hash everything, replay nothing: no memory for weights needed.")
     ] = False,
     reference: ReferenceOption = None,
+    trust: TrustOption = None,
     json: JsonOption = False,
 ) -> None:
     """Check a run: hash every object, replay the chain, compare every digest.
 
     Stops at the first bad thing, says what it is and what to do, and exits with
     3. Every anchor, delta and skip delta is proven to lead to the weights the
-    trainer had. Reads the whole run, into one copy of the weights.
+    trainer had. Reads the whole run, into one copy of the weights. With --trust
+    every signature is checked too.
 
     \b
     Examples
       deltawire verify s3://runs/chat
       deltawire verify s3://runs/chat --quick              hashes only
       deltawire verify s3://runs/chat --from 400 --to 450  a part of it
+      deltawire verify s3://runs/chat --trust ed25519:4c1e…    who signed what
       deltawire verify s3://runs/chat --json | jq .failure
     """
     from ..bucket.references import resolver
     from ..bucket.verify import verify
 
-    opened = open_run(run)
+    opened = open_run(run, trust)
     with progress() as advance:
         result = verify(
             opened,
@@ -83,6 +86,13 @@ def _render(out: Console, url: str, result: Verification) -> None:
         line("note", "yellow", warning)
     for reason, count in result.not_proven.items():
         line("note", "yellow", f"{count:,} objects only hashed: {reason}")
+    for signer in result.signers:
+        spans = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in signer.versions)
+        said = f"{signer.signed} of version {spans} signed by {clean(signer.key)}"
+        if result.signatures_checked:
+            line("good", "green", said)
+        else:
+            line("note", "yellow", f"{said}; nobody checked it: give the key with --trust")
     read = f"{result.versions:,} versions, {result.objects:,} objects, {size(result.bytes)}"
     problem = result.failure
     if problem is None:

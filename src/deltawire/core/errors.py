@@ -24,12 +24,15 @@ DeltawireError
 │   ├── MissingBase
 │   ├── ForeignObject
 │   ├── DigestMismatch
+│   ├── SignatureError
+│   ├── RolledBack
 │   └── ReferenceUnavailable
 ├── NotRestored
 ├── PublishError
 │   ├── WriterConflict
 │   ├── RunExists
 │   ├── DivergedRun
+│   ├── NotTheSigner
 │   ├── PublishFailed
 │   ├── RankLost
 │   ├── OutOfStep
@@ -178,6 +181,14 @@ class DigestMismatch(ChainError):
         super().__init__(f"{message}; {hint}" if hint else message)
 
 
+class SignatureError(ChainError):
+    """A version or link is not signed by a key that is trusted here. No weight was touched."""
+
+
+class RolledBack(ChainError):
+    """A signed run ends before a version that was seen here. No weight was touched."""
+
+
 class ReferenceUnavailable(ChainError):
     """The checkpoint that a run starts from cannot be found here."""
 
@@ -207,6 +218,10 @@ class RunExists(PublishError):
 
 class DivergedRun(PublishError):
     """The newest version of the run is not what this trainer last published."""
+
+
+class NotTheSigner(PublishError):
+    """A publisher does not have the key that signs this run, or the run is unsigned and it has one."""
 
 
 class PublishFailed(PublishError):

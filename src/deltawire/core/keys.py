@@ -11,6 +11,7 @@ HEAD = "head.json"
 PRUNED = "pruned.json"
 CLOCK = "clock.json"
 WRITER = "writer.json"
+DELEGATED = "delegated.json"
 ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, TAGS, VERSIONS = (
     "anchors/",
     "deltas/",

@@ -17,6 +17,7 @@ import msgspec
 from . import keys
 from .errors import ForeignObject, ManifestError, ModelTooLarge, UnknownFormat
 from .schema import Schema, check_file_name
+from .signing import Endorsement
 from .typed_json import decode
 
 FORMAT = 1
@@ -32,6 +33,9 @@ MAX_LINKS = 64
 
 MAX_METRICS = 1000
 """Figures that may go with a version, and as many timings."""
+
+MAX_ROTATIONS = 64
+"""Keys that a run may have had before its present one."""
 
 MAX_FILES = 1000
 MAX_FILE = 64 << 20
@@ -139,6 +143,12 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     files: tuple[File, ...] = ()
     recent: tuple[Summary, ...] = ()
     """The versions since the last page of history."""
+    signer: str = ""
+    """The public key that signed it; empty in an unsigned run."""
+    rotations: tuple[Endorsement, ...] = ()
+    """How the run's key was passed on, oldest first; the last one may name a key that has signed nothing yet."""
+    signature: str = ""
+    """Of all bytes before it, see signing.py. Checked by readers with trusted keys."""
 
     def summary(self) -> Summary:
         links = tuple(SummaryLink(x.kind, x.base, x.bytes, len(x.objects), x.encoding, x.why) for x in self.links)
@@ -224,6 +234,13 @@ class Writer(msgspec.Struct, frozen=True):
     writer: str
     """Mark of the writer that claimed it last."""
     at: float
+
+
+class Delegated(msgspec.Struct, frozen=True):
+    """delegated.json: keepers whose added links a signed run accepts. Each statement carries its own signature."""
+
+    run: str
+    keepers: tuple[Endorsement, ...]
 
 
 class SyncRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -321,6 +338,8 @@ def parse_manifest(data: bytes, version: int, run: RunInfo) -> Manifest:
         raise ManifestError(f"{what} names {len(manifest.links) or 'no'} ways to reach its version")
     if max(len(manifest.metrics), len(manifest.timings)) > MAX_METRICS:
         raise ManifestError(f"{what} has more than {MAX_METRICS:,} metrics or timings")
+    if len(manifest.rotations) > MAX_ROTATIONS:
+        raise ManifestError(f"{what} has more than {MAX_ROTATIONS} rotations of its key")
     for link in manifest.links:
         _check_link(link, manifest, run.schema)
     _check_distinct(what, "a link", [(link.kind, link.base) for link in manifest.links])

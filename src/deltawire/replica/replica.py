@@ -21,6 +21,7 @@ from ..bucket.fetch import Progress
 from ..bucket.references import resolver
 from ..bucket.replay import State
 from ..bucket.run import DAMAGE, SMALL, Run
+from ..bucket.trust import KeysLike, Trust
 from ..bucket.versions import address_only, resolve
 from ..bucket.walk import Walker
 from ..bucket.watch import Watcher, following
@@ -130,6 +131,9 @@ class Replica:
     heartbeat   seconds between heartbeat objects in the bucket; 0 writes none
     reference   folder of the checkpoint that version 0 refers to, if the run's own name for it does not work here
     max_model_gb  the largest model that the run may declare; DELTAWIRE_MAX_MODEL_GB, or 4000, by default
+    trust       public keys whose signatures are accepted: text, a file with one per line, or several; by default
+                DELTAWIRE_TRUST. With one, nothing else is applied, and following never goes below the newest signed
+                version that this host has seen (docs/signed.md). Without one, signatures are not checked.
     pause       context manager, entered while live weights are written and verified, so that nothing computes with
                 them; when it is left, `version` is current, or None if the weights are no version
     """
@@ -143,6 +147,7 @@ class Replica:
         heartbeat: float = 10.0,
         reference: str | Path | None = None,
         max_model_gb: float | None = None,
+        trust: Trust | KeysLike | None = None,
         strict: bool = True,
         pause: Callable[[], AbstractContextManager[object]] = nullcontext,
         on_version: Callable[[Synced], object] | None = None,
@@ -153,6 +158,7 @@ class Replica:
         self._store = open_store(address_only(run))
         # a wrong setting is an error now, not with every version
         Cache.of_this_host(self._store)
+        self._trust = Trust.of(trust)
         self._max_model_gb, self._prove, self._strict = max_model_gb, prove, strict
         self._pause, self._on_version, self._on_name = pause, on_version, on_name
         self._resolve = resolver(reference)
@@ -378,7 +384,7 @@ class Replica:
 
     def _open(self) -> Run:
         if self._run is None:
-            self._run = Run.open(self._store, max_model_gb=self._max_model_gb)
+            self._run = Run.open(self._store, max_model_gb=self._max_model_gb, trust=self._trust)
         return self._run
 
     def _next(self, model: Model | AnyTarget, every: bool, watcher: Watcher) -> int | None:

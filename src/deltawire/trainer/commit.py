@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from ..bucket.run import MANIFEST, Run
+from ..bucket.run import MANIFEST as MANIFEST_SIZE
+from ..bucket.run import Run
+from ..bucket.trust import KeysLike, Trust
 from ..core import history, keys
-from ..core.errors import AlreadyExists, PublishError, StoreError, VersionNotFound, WriterConflict
+from ..core.errors import (
+    AlreadyExists,
+    Misconfigured,
+    NotTheSigner,
+    PublishError,
+    SignatureError,
+    StoreError,
+    VersionNotFound,
+    WriterConflict,
+)
 from ..core.manifest import Head, Link, Manifest, Summary, dump, most_bytes, now, parse_manifest
+from ..core.signing import MANIFEST, NEXT_KEY, Endorsement, SigningKey, check_public, endorsed
 from ..store.base import check_size
 from .claim import Claim
 from .companions import Companions
@@ -18,11 +33,34 @@ from .companions import Companions
 log = logging.getLogger("deltawire")
 
 
+@dataclass(frozen=True, slots=True)
+class Signing:
+    """How a publisher signs its versions."""
+
+    key: SigningKey
+    next_key: str
+    """Public key that may sign later versions; empty if none is named."""
+    trust: Trust
+    """Keys of the versions that it continues from, its own included."""
+
+    @classmethod
+    def of(cls, given: str | Path | None, next_key: str, trust: KeysLike) -> Signing | None:
+        """Return None if neither `given` nor DELTAWIRE_SIGN names a key."""
+        key = SigningKey.find(given)
+        trust = trust or os.environ.get("DELTAWIRE_TRUST", "")
+        if key is None:
+            if next_key:
+                raise Misconfigured("next_key needs the key that signs now: sign=PATH, or DELTAWIRE_SIGN")
+            return None
+        others = Trust(trust).keys if trust else []
+        return cls(key, next_key and check_public(next_key, "next_key"), Trust([key.public, *others], remember=False))
+
+
 class Committer:
     """Appends versions to a run, of which it has all summaries. One per publisher, used by one thread at a time."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, signing: Signing | None = None) -> None:
+        self.run, self._signing = run, signing
         self.writer = secrets.token_hex(4)
         self._unsure = ""
         """Mark of the last commit if it failed and may have happened all the same."""
@@ -30,9 +68,49 @@ class Committer:
         if not self._store_refuses():
             self._claim = Claim.take(run.store)
             self._keep_run()
-        newest = run.newest()
+        newest = self._find_newest()
         self.versions: dict[int, Summary] = run.timeline(newest) if newest is not None else {}
         self.newest: Manifest | None = run.manifest(newest) if newest is not None else None
+        self._rotations = self._take_over()
+
+    def _find_newest(self) -> int | None:
+        try:
+            return self.run.newest()
+        except SignatureError as error:
+            if self._signing is None:
+                raise
+            raise NotTheSigner(
+                f"{error}. Sign with the run's own key; after a rotation name the key before (trust=, or "
+                "DELTAWIRE_TRUST); an unsigned run stays unsigned, and a signed one needs an address of its own"
+            ) from error
+
+    def _take_over(self) -> tuple[Endorsement, ...]:
+        """Return the rotations to state in the next versions. Raises NotTheSigner if this key may not sign them."""
+        newest, url = self.newest, self.run.store.url
+        if self._signing is None:
+            if newest is not None and newest.signer:
+                raise NotTheSigner(
+                    f"version {newest.version} of {url} is signed by {newest.signer[:80]}: publish with that key "
+                    "(sign=PATH, or DELTAWIRE_SIGN), or to an address of its own"
+                )
+            return ()
+        key, next_key = self._signing.key, self._signing.next_key
+        found = () if newest is None else newest.rotations
+        before = {key.public} if newest is None else {newest.signer}
+        if key.public not in endorsed(NEXT_KEY, self.run.info.run, before, found):
+            raise NotTheSigner(
+                f"{url} is signed by {newest.signer[:80] if newest else ''}, which has not named {key.public} as the "
+                "next key: publish a version with the old key and next_key= first"
+            )
+        if next_key in ("", key.public) or (found and (found[-1].by, found[-1].key) == (key.public, next_key)):
+            return found
+        return (*found, key.endorse(NEXT_KEY, self.run.info.run, next_key))
+
+    @property
+    def versions_of_key(self) -> dict[int, Summary]:
+        """The versions that a reader can use who trusts this publisher's key alone: none after a rotation."""
+        signer = self._signing.key.public if self._signing else ""
+        return self.versions if self.newest is None or self.newest.signer == signer else {}
 
     @property
     def next_version(self) -> int:
@@ -84,11 +162,15 @@ class Committer:
             timings={name: round(value, 6) for name, value in timings.items()},
             files=named,
             recent=self._summaries(history.recent_start(version), version),
+            signer=self._signing.key.public if self._signing else "",
+            rotations=self._rotations,
         )
         key, data = keys.manifest(version), dump(manifest)
+        if self._signing is not None:
+            data = self._signing.key.seal(MANIFEST, data)
         # a publisher commits nothing that a reader would refuse
-        check_size(key, len(data), MANIFEST)
-        parse_manifest(data, version, self.run.info)
+        check_size(key, len(data), MANIFEST_SIZE)
+        manifest = parse_manifest(data, version, self.run.info)
         self.check_run()
         try:
             # created, never overwritten: two trainers must not share a version

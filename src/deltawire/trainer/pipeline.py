@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from ..bucket.references import find_reference, reference_source
 from ..bucket.replay import State
 from ..bucket.run import Run
+from ..bucket.trust import Trust
 from ..core import full
 from ..core.digest import StateDigest
 from ..core.errors import DivergedRun, RunNotFound, SchemaMismatch
@@ -146,10 +147,17 @@ class Pipeline:
         """Open the run if it is there. Otherwise the first publish creates it, which knows the schema."""
         if self._committer is None:
             with suppress(RunNotFound):
-                self._commit_to(Run.open(self._store))
+                self._commit_to(self._open_run())
+
+    @property
+    def _trust(self) -> Trust | None:
+        return self._options.signing.trust if self._options.signing else None
+
+    def _open_run(self) -> Run:
+        return Run.open(self._store, trust=self._trust)
 
     def _commit_to(self, run: Run) -> Committer:
-        self._committer = Committer(run)
+        self._committer = Committer(run, self._options.signing)
         self.version = self._committer.newest.version if self._committer.newest else None
         return self._committer
 
@@ -166,7 +174,7 @@ class Pipeline:
         group, options = self._group, self._options
         schema, source = self._local.open(model, group)
         newest = group.first(lambda: self._newest(schema, must_match))
-        run = group.each(lambda: self._committer.run if self._committer else Run.open(self._store))
+        run = group.each(lambda: self._committer.run if self._committer else self._open_run())
         detector = group.each(lambda: self._local.detector(source))
         state, start_over, watched = None, False, source
         if newest is None:
@@ -209,7 +217,8 @@ class Pipeline:
         if must_match and (committer is None or committer.newest is None):
             raise DivergedRun(f"{url} has no version to resume from")
         if committer is None:
-            committer = self._commit_to(Run.create(self._store, schema, options.model_name or options.files.model_name))
+            name = options.model_name or options.files.model_name
+            committer = self._commit_to(Run.create(self._store, schema, name, self._trust))
         committer.check_run()
         committer.catch_up()
         committer.run.schema.require_equal(schema, ours=f"the run {url}", theirs="this model", advice=OTHER_MODEL)

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..bucket.trust import KeysLike
 from ..bucket.versions import address_only
 from ..core.errors import DeltawireError, Misconfigured, OutOfStep
 from ..models import AUTO, Model
 from ..store import Store, open_store
 from .collective import LAST_WAIT, group_of, may_share
+from .commit import Signing
 from .companions import Companions
 from .detectors import Detector
 from .pipeline import Pipeline
@@ -76,6 +78,10 @@ class Publisher:
                    published block by block before `publish` returns
     base           a checkpoint folder that may hold a version of the run, found by its digest: then only what came
                    after that version is fetched when a run is continued
+    sign           private key that signs each version: a file of `deltawire keygen`, by default DELTAWIRE_SIGN. A run
+                   is signed from its first version on, by one key at a time (docs/signed.md).
+    next_key       public key that may sign the versions after these: the next publisher then has `sign` of that key
+    trust          public keys that signed earlier versions: of the key before, after a rotation
     continues      True if other weights than the run's newest version are meant to follow it. By default a warning is
                    logged then: they may be another training's
     """
@@ -98,6 +104,9 @@ class Publisher:
         group: ProcessGroup | Literal["auto"] | None = "auto",
         max_pending: int | None = None,
         base: str | Path | None = None,
+        sign: str | Path | None = None,
+        next_key: str = "",
+        trust: KeysLike = (),
         continues: bool = False,
         on_version: Callable[[Published], object] | None = None,
     ) -> None:
@@ -117,6 +126,7 @@ class Publisher:
             base=None if base is None else _folder("base", base),
             continues=continues,
             on_version=on_version,
+            signing=Signing.of(sign, next_key, trust),
         )
         self._store = open_store(address_only(run))
         self._turn = threading.RLock()

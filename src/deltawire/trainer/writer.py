@@ -29,7 +29,7 @@ from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter, EncodedBlo
 from ..metrics import VersionFigures
 from .captures import Changes
 from .collective import Group
-from .commit import Committer
+from .commit import Committer, Signing
 from .companions import Companions
 from .detectors import Detector
 from .policy import AnchorPolicy, Choice, EncodingChooser
@@ -90,6 +90,7 @@ class PublishOptions:
     base: Path | None
     continues: bool
     on_version: Callable[[Published], object] | None
+    signing: Signing | None = None
 
 
 class PublishHandle:
@@ -218,7 +219,7 @@ class VersionWriter:
             return changes.digest()
 
         def wanted(size: int) -> tuple[bool, bool]:
-            full_size, versions = self._run.schema.nbytes, self._rank_0().versions
+            full_size, versions = self._run.schema.nbytes, self._rank_0().versions_of_key
             anchor = self._options.policy.wants_anchor(terms.version, size, full_size, versions)
             with_delta = not alone and self._options.policy.wants_delta(size, full_size, anchor)
             return with_delta, anchor or not with_delta

@@ -19,7 +19,8 @@ from transformers import Qwen3ForCausalLM
 from deltawire.bucket import checkpoint_folder
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
-from deltawire.core.errors import SchemaMismatch, StoreUnavailable
+from deltawire.core.errors import SchemaMismatch, SignatureError, StoreUnavailable
+from deltawire.core.signing import SigningKey
 from deltawire.engines.server import Options, RolloutServer
 from deltawire.store import LocalStore
 
@@ -346,3 +347,56 @@ def test_a_write_that_fails_half_way(tmp_path: Path, undo: str, monkeypatch: pyt
             wait_for(lambda: server.follower.version == 1)
             assert same_bits(server, trainer)
             assert client.post("/v1/completions", json={"prompt": "a"}).headers["deltawire-version"] == "1"
+
+
+def test_a_server_with_a_trusted_key_serves_on_through_every_forgery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forged, rolled back and replaced: no live weight changes, and the state says why."""
+    key = SigningKey.generate()
+    key.write(tmp_path / "key")
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("DELTAWIRE_TRUST", key.public)
+    trainer, run = tiny_model(), tmp_path / "run"
+    folder = checkpoint(tmp_path / "model", trainer)
+    with publisher(run, folder, sign=tmp_path / "key") as it:
+        it.publish(trainer).result(60)
+        nudge(trainer, 1)
+        it.publish(trainer).result(60)
+    good = tmp_path / "good"
+    shutil.copytree(run, good)
+    # somebody else's model as version 2, unsigned
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DELTAWIRE_TRUST")
+        stranger = tiny_model(seed=5)
+        with publisher(tmp_path / "strange", folder) as it:
+            for _ in range(3):
+                nudge(stranger, 2)
+                it.publish(stranger).result(60)
+    versions = run / "versions"
+    info = json.loads((run / "run.json").read_text())
+    with serving(run) as (server, client):
+        wait_for(lambda: server.follower.version == 1)
+        digest = server.follower.live()[1]
+
+        def unharmed(reason: str) -> None:
+            wait_for(lambda: reason in server.follower.reason)
+            assert (server.follower.state, server.follower.live()) == ("degraded", (1, digest))
+            assert same_bits(server, trainer)
+            answer = client.post("/v1/completions", json={"prompt": HELLO, "max_tokens": 2})
+            assert answer.status_code == 200
+
+        forged = json.loads((tmp_path / "strange" / "versions" / "000002.json").read_text())
+        forged |= {"run": info["run"], "schema": info["schema_hash"], "recent": []}
+        (versions / "000002.json").write_text(json.dumps(forged))
+        (run / "head.json").write_text(json.dumps({"run": info["run"], "version": 2}))
+        unharmed("is not signed")
+        (versions / "000002.json").unlink()
+        (versions / "000001.json").unlink()
+        (run / "head.json").write_text(json.dumps({"run": info["run"], "version": 0}))
+        unharmed("was seen before")
+        # as it was: it recovers by itself
+        shutil.copytree(good, run, dirs_exist_ok=True)
+        wait_for(lambda: server.follower.state == "healthy")
+    with pytest.raises(SignatureError), serving(tmp_path / "strange"):
+        pass

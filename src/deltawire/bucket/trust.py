@@ -1,0 +1,228 @@
+"""What a reader of signed runs accepts: the keys it trusts, and what it has seen of each run before.
+
+What was seen is kept in `seen.json` in `DELTAWIRE_STATE`, by default `~/.local/state/deltawire`: the run at each
+address, and the newest version of each run with the key that signed it. All processes of a host may share the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..core.errors import (
+    ManifestError,
+    Misconfigured,
+    NotTheSigner,
+    ObjectNotFound,
+    ObjectTooLarge,
+    RolledBack,
+    RunReplaced,
+    SignatureError,
+)
+from ..core.keys import DELEGATED
+from ..core.manifest import Delegated, Manifest, dump, parse
+from ..core.signing import (
+    KEEPER,
+    MANIFEST,
+    NEXT_KEY,
+    Endorsement,
+    SigningKey,
+    check_public,
+    check_seal,
+    endorsed,
+    load,
+    public_keys,
+)
+from ..core.typed_json import decode
+
+if TYPE_CHECKING:
+    from .run import Run
+
+MAX_DELEGATED = 16 << 10
+"""Bytes of delegated.json: some fifty keepers."""
+
+KeysLike = str | os.PathLike[str] | Sequence[str]
+"""Public keys: as text, a file with one per line, or several of both."""
+
+
+class Trust:
+    """Keys whose signatures are accepted, each in every run or in one.
+
+    given      the keys; one may be followed by `@` and the id of the only run in which it is trusted
+    remember   whether newer versions than those seen so far are kept on disk, and older ones refused
+    """
+
+    def __init__(self, given: KeysLike, *, remember: bool = True) -> None:
+        # missing now, not with every version
+        load()
+        several = [given] if isinstance(given, (str, os.PathLike)) else given
+        self.keys = [key for one in several for key in public_keys(one)]
+        self.remember = remember
+        if not self.keys:
+            raise Misconfigured("no trusted key is given: name the public key that `deltawire keygen` has printed")
+
+    @classmethod
+    def of(cls, given: Trust | KeysLike | None) -> Trust | None:
+        """Return what was given, or else what DELTAWIRE_TRUST names; None if neither names a key."""
+        if isinstance(given, Trust):
+            return given
+        given = given or os.environ.get("DELTAWIRE_TRUST", "")
+        return cls(given) if given else None
+
+    def of_run(self, url: str, run: str) -> RunTrust:
+        """Raises RunReplaced if another run was seen at this address before, or the keys are for another run only."""
+        keys = {key.partition("@")[0] for key in self.keys if key.partition("@")[2] in ("", run)}
+        if not keys:
+            raise RunReplaced(
+                f"{url} holds the run {run[:32]}, and the trusted keys are for another one; check the address"
+            )
+        seen = Seen.folder() if self.remember else None
+        return RunTrust(keys, url, run, seen)
+
+
+class RunTrust:
+    """Checks the signatures of one run, and that it does not go back."""
+
+    def __init__(self, trusted: Iterable[str], url: str, run: str, folder: Path | None) -> None:
+        self._keys, self._url, self._run, self._folder = frozenset(trusted), url, run, folder
+        self.newest: tuple[int, str] | None = None
+        """The newest version that was seen and its signer."""
+        self._lock = threading.Lock()
+        if folder is not None:
+            seen = Seen.read(folder)
+            if (there := seen.addresses.get(url, run)) != run:
+                raise RunReplaced(
+                    f"{url} holds the run {run[:32]}; the run that was followed there from here was {there}. If the "
+                    f"new one is meant, remove this address from {folder / Seen.NAME}"
+                )
+            self.newest = seen.runs.get(run)
+
+    def check_manifest(self, manifest: Manifest, data: bytes) -> None:
+        """Raise SignatureError unless the bytes of a manifest are signed by a key that is trusted for its version."""
+        what = f"version {manifest.version} of {self._url}"
+        if not manifest.signer:
+            raise SignatureError(f"{what} is not signed, and only signed versions are accepted here")
+        if manifest.signer not in self._allowed(self._keys, manifest):
+            raise SignatureError(
+                f"{what} is signed by {manifest.signer[:80]}, which is not trusted here; trusted: "
+                f"{', '.join(sorted(self._keys))}"
+            )
+        if self.newest is not None and manifest.version > self.newest[0]:
+            version, signer = self.newest
+            if manifest.signer not in self._allowed({signer}, manifest):
+                raise SignatureError(
+                    f"{what} is signed by {manifest.signer[:80]}; version {version} was signed by {signer}, which "
+                    "has not passed the run on to that key"
+                )
+        check_seal(MANIFEST, data, manifest.signer, what)
+        with self._lock:
+            if self.newest is None or manifest.version > self.newest[0]:
+                self.newest = manifest.version, manifest.signer
+                if self._folder is not None:
+                    Seen.note(self._folder, self._url, self._run, self.newest)
+
+    def _allowed(self, trusted: Iterable[str], manifest: Manifest) -> set[str]:
+        if manifest.signer in (known := set(trusted)):
+            return known
+        return endorsed(NEXT_KEY, self._run, known, manifest.rotations)
+
+    def check_newest(self, found: int | None) -> None:
+        """Raise RolledBack if the newest version of the run is older than one that was seen."""
+        if self.newest is not None and (found is None or found < self.newest[0]):
+            raise RolledBack(
+                f"{self._url} ends with {'no version' if found is None else f'version {found}'}, and version "
+                f"{self.newest[0]} was seen before: newer ones were removed, or this is an old copy"
+            )
+
+    def check_keeper(self, signer: str, endorsements: Iterable[Endorsement], what: str) -> None:
+        """Raise SignatureError unless the key that signs the run now has delegated to this keeper's key."""
+        if self.newest is None or signer not in endorsed(KEEPER, self._run, {self.newest[1]}, endorsements):
+            raise SignatureError(
+                f"{what} is signed by {signer[:80]}, which the run's key has not made a keeper: see deltawire delegate"
+            )
+
+
+def delegate(run: Run, key: SigningKey, keeper: str) -> None:
+    """Let a keeper's key sign links that are added to the run. Raises NotTheSigner if `key` is not the run's."""
+    check_public(keeper, "the keeper's key")
+    newest = run.newest()
+    if newest is None or run.manifest(newest).signer != key.public:
+        raise NotTheSigner(
+            f"{run.store.url} is not signed by {key.public}: delegate with the key that signs its versions"
+        )
+    kept = tuple(one for one in _delegated(run) if one.by == key.public and one.key != keeper)
+    statement = key.endorse(KEEPER, run.info.run, keeper)
+    run.store.put(DELEGATED, dump(Delegated(run.info.run, (*kept, statement))))
+
+
+def delegation(run: Run, keeper: str) -> Endorsement | None:
+    """Return the statement of the run's present key that this key is a keeper's; None if there is none."""
+    newest = run.newest()
+    signer = "" if newest is None else run.manifest(newest).signer
+    found = (one for one in _delegated(run) if (one.by, one.key) == (signer, keeper))
+    return next((one for one in found if keeper in endorsed(KEEPER, run.info.run, {signer}, [one])), None)
+
+
+def _delegated(run: Run) -> tuple[Endorsement, ...]:
+    try:
+        found = parse(run.store.get(DELEGATED, limit=MAX_DELEGATED).data, Delegated, DELEGATED)
+    except (ObjectNotFound, ManifestError, ObjectTooLarge):
+        return ()
+    return found.keepers if found.run == run.info.run else ()
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """seen.json: what this host has seen of signed runs."""
+
+    addresses: dict[str, str] = {}
+    """Id of the run at each address."""
+    runs: dict[str, tuple[int, str]] = {}
+    """The newest version of each run, and the key that signed it."""
+
+    NAME = "seen.json"
+
+    @staticmethod
+    def folder() -> Path:
+        state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+        return Path(os.environ.get("DELTAWIRE_STATE") or f"{state}/deltawire").expanduser()
+
+    @classmethod
+    def read(cls, folder: Path) -> Seen:
+        path = folder / cls.NAME
+        try:
+            return decode(
+                path.read_bytes(), cls, f"{path}, which says what this host has seen of signed runs,", Misconfigured
+            )
+        except FileNotFoundError:
+            return cls()
+        except OSError as error:
+            raise _unusable(folder, error) from None
+
+    @classmethod
+    def note(cls, folder: Path, url: str, run: str, newest: tuple[int, str]) -> None:
+        """Keep the newest version of a run, unless another process has kept a newer one."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with (folder / f"{cls.NAME}.lock").open("wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                seen = cls.read(folder)
+                addresses = {**seen.addresses, url: run}
+                runs = {**seen.runs, run: max(newest, seen.runs.get(run, newest))}
+                made = folder / f"{cls.NAME}.new"
+                made.write_bytes(msgspec.json.encode(cls(addresses, runs)))
+                made.replace(folder / cls.NAME)
+        except OSError as error:
+            raise _unusable(folder, error) from None
+
+
+def _unusable(folder: Path, error: OSError) -> Misconfigured:
+    return Misconfigured(
+        f"{folder} cannot be used ({error.strerror}), where the newest version seen of signed runs is kept: set "
+        "DELTAWIRE_STATE to a folder that is kept"
+    )

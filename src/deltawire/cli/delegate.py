@@ -1,0 +1,42 @@
+"""`deltawire delegate`: let a keeper's key add links to a signed run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .common import JsonOption, RunArgument, SignOption, emit, open_run
+
+
+def command(
+    run: RunArgument,
+    keeper: Annotated[
+        str,
+        typer.Argument(metavar="KEEPER_KEY", help="Public key of the keeper, as keygen prints it.", show_default=False),
+    ],
+    sign: SignOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Let a keeper add anchors and skip deltas to a signed run.
+
+    Replicas that trust the run's key then also accept links that are signed with
+    the keeper's key. That key can sign no version. The statement is written to
+    the run, where the keeper finds it. It holds until the run's key is rotated.
+
+    \b
+    Examples
+      deltawire keygen keeper.key              prints ed25519:77aa…
+      deltawire delegate s3://runs/chat ed25519:77aa… --sign runs.key
+      DELTAWIRE_SIGN=keeper.key deltawire keep s3://runs/chat
+    """
+    from ..bucket.trust import Trust, delegate
+    from ..core.signing import SigningKey
+
+    key = SigningKey.find(sign)
+    if key is None:
+        raise typer.BadParameter("name the run's private key: --sign PATH, or DELTAWIRE_SIGN")
+    opened = open_run(run, Trust(key.public, remember=False))
+    delegate(opened, key, keeper)
+    value = {"run": opened.store.url, "by": key.public, "keeper": keeper}
+    emit(value, lambda out: out.print(f"{keeper} may add links to {opened.store.url}", soft_wrap=True), json)

@@ -1,0 +1,49 @@
+"""`deltawire keygen`: make a key that signs versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import JsonOption, emit
+
+
+def command(
+    path: Annotated[
+        Path, typer.Argument(metavar="[PATH]", help="File to write the private key to.", show_default=True)
+    ] = Path("deltawire.key"),
+    json: JsonOption = False,
+) -> None:
+    """Make a key pair: the private key into a new file, the public key to stdout.
+
+    The trainer signs with the private key; replicas accept only versions signed
+    by keys that they trust. Whoever can write the bucket can then withhold
+    versions, but not replace the model. The file is text that only you may read
+    (mode 0600). Keep it with the trainer: whoever has it can sign, and nobody can
+    make it again. The public key is no secret.
+
+    \b
+    Examples
+      deltawire keygen ~/.ssh/runs.key         prints ed25519:4c1e…
+
+    \b
+      # the trainer: Publisher(sign=PATH), publish --sign PATH, or
+      export DELTAWIRE_SIGN=~/.ssh/runs.key
+      # replicas, servers and all commands that read: Replica(trust=KEY), --trust KEY, or
+      export DELTAWIRE_TRUST=ed25519:4c1e…
+
+    \b
+      # a key for a keeper, which may add anchors and skip deltas but no version
+      deltawire keygen keeper.key
+      deltawire delegate s3://runs/chat ed25519:77aa… --sign ~/.ssh/runs.key
+    """
+    from ..core.signing import SigningKey
+
+    key = SigningKey.generate()
+    try:
+        key.write(path)
+    except FileExistsError:
+        raise typer.BadParameter(f"{path} exists, and a key is never overwritten", param_hint="PATH") from None
+    emit({"path": str(path), "public": key.public}, lambda out: out.print(key.public, soft_wrap=True), json)

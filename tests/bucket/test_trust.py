@@ -1,0 +1,438 @@
+"""Signed runs against whoever can write the bucket: each attack is a typed error, and no live weight changes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from deltawire.bucket import trust as trusting
+from deltawire.bucket.replay import checkout
+from deltawire.bucket.run import Run
+from deltawire.bucket.trust import Seen, Trust, delegate, delegation
+from deltawire.bucket.verify import verify
+from deltawire.core import keys
+from deltawire.core.errors import (
+    ForeignObject,
+    HashMismatch,
+    ManifestError,
+    Misconfigured,
+    NotTheSigner,
+    RolledBack,
+    RunReplaced,
+    SignatureError,
+    VersionNotFound,
+)
+from deltawire.core.manifest import Head, dump
+from deltawire.core.signing import MANIFEST, SigningKey
+from deltawire.replica import Replica
+from deltawire.store import Store, open_store
+from deltawire.testing import CountingStore
+from deltawire.trainer import Publisher
+from support import blank, copy, held, history, publish, same
+
+OWN, NEXT, OTHER = (SigningKey.generate() for _ in range(3))
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
+    for name, key in (("own", OWN), ("next", NEXT), ("other", OTHER)):
+        key.write(tmp_path / f"{name}.key")
+
+
+@pytest.fixture
+def sign(tmp_path: Path) -> Path:
+    return tmp_path / "own.key"
+
+
+VERSIONS = history(6)
+
+
+@pytest.fixture
+def run(store: Store, sign: Path) -> Store:
+    """Versions 0 to 4, signed."""
+    publish(store, VERSIONS[:5], sign=sign, anchor_ratio=1e9)
+    return store
+
+
+def follower(run: Store, **options: Any) -> Replica:
+    return Replica(run, trust=OWN.public, heartbeat=0, **options)
+
+
+def rewrite(store: Store, version: int, key: SigningKey | None, **changes: Any) -> None:
+    """Write a manifest with other contents, signed by `key`; None keeps the signature that was there."""
+    data = store.get(keys.manifest(min(version, Run.open(store).newest() or 0))).data
+    fields = {**json.loads(data), "version": version, **changes}
+    signature = fields.pop("signature", None)
+    if key is not None:
+        data = key.seal(MANIFEST, msgspec.json.encode(fields))
+    else:
+        data = msgspec.json.encode({**fields, **({"signature": signature} if signature else {})})
+    store.put(keys.manifest(version), data)
+
+
+def copy_of(store: Store) -> dict[str, bytes]:
+    return {item.key: store.get(item.key).data for item in store.list()}
+
+
+def restore(store: Store, kept: dict[str, bytes]) -> None:
+    for item in list(store.list()):
+        store.delete(item.key)
+    for key, data in kept.items():
+        store.put(key, data)
+
+
+def test_a_signed_run_is_followed_bit_for_bit_and_without_more_requests(run: Store) -> None:
+    weights, counting = blank(VERSIONS[0]), CountingStore(run)
+    assert follower(counting).sync(weights) == 4
+    assert same(weights, VERSIONS[4])
+    unchecked = CountingStore(run)
+    assert Replica(unchecked, heartbeat=0).sync(blank(VERSIONS[0])) == 4, "without a key nothing is checked"
+    assert counting.requests == unchecked.requests
+
+
+def test_an_unsigned_run_has_no_trace_of_signatures(store: Store) -> None:
+    publish(store, VERSIONS[:2])
+    assert {"signer", "signature", "rotations"}.isdisjoint(json.loads(store.get(keys.manifest(1)).data))
+    with pytest.raises(SignatureError, match=r"version 1 of .* is not signed"):
+        follower(store).sync(blank(VERSIONS[0]))
+
+
+FORGERIES: dict[str, Callable[[Store], None]] = {
+    "unsigned": lambda s: rewrite(s, 5, None, signer="", parent=4),
+    "by another key": lambda s: rewrite(s, 5, OTHER, signer=OTHER.public, parent=4),
+    "by another key that names the trusted one": lambda s: rewrite(s, 5, OTHER, parent=4),
+    "with the signature of another version": lambda s: rewrite(s, 5, None, parent=4),
+    "with a rotation nobody signed": lambda s: rewrite(
+        s, 5, OTHER, signer=OTHER.public, parent=4, rotations=[[OWN.public, OTHER.public, "00" * 64]]
+    ),
+    "by a keeper": lambda s: rewrite(
+        s,
+        5,
+        OTHER,
+        signer=OTHER.public,
+        parent=4,
+        rotations=[list(msgspec.to_builtins(OWN.endorse("keeper", Run.open(s).info.run, OTHER.public)))],
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_version_is_refused_and_no_weight_changes(run: Store, forgery: str) -> None:
+    weights = blank(VERSIONS[0])
+    replica = follower(run)
+    replica.sync(weights)
+    FORGERIES[forgery](run)
+    run.put(keys.HEAD, dump(Head(Run.open(run).info.run, 5)))
+    before = copy(weights)
+    for reader in (replica, follower(run)):
+        with pytest.raises(SignatureError):
+            reader.sync(weights)
+        assert same(weights, before)
+    assert replica.version == 4
+    assert verify(Run.open(run, trust=OWN.public)).failure.error == "SignatureError"
+
+
+def test_a_forged_link_under_a_signed_manifest_is_refused(run: Store) -> None:
+    """Whoever changes where a version comes from changes what was signed."""
+    fields = json.loads(run.get(keys.manifest(4)).data)
+    anchor = json.loads(run.get(keys.manifest(0)).data)["links"]
+    rewrite(run, 4, None, links=[*fields["links"], *anchor])
+    with pytest.raises(SignatureError, match="changed after it was signed"):
+        follower(run).sync(blank(VERSIONS[0]))
+
+
+def test_a_live_follower_serves_on_and_goes_on_when_the_forgery_is_gone(run: Store, sign: Path) -> None:
+    weights, stop = blank(VERSIONS[0]), threading.Event()
+    replica = follower(run)
+    following = replica.follow(weights, poll=0.02, stop=stop)
+    assert next(following) == 4
+    rewrite(run, 5, OTHER, signer=OTHER.public, parent=4)
+    run.put(keys.HEAD, dump(Head(Run.open(run).info.run, 5)))
+    refused: list[str] = []
+
+    def repair() -> None:
+        while not replica.trouble:
+            stop.wait(0.01)
+        refused.append(replica.trouble)
+        assert same(weights, VERSIONS[4])
+        run.delete(keys.manifest(5))
+        publish(run, VERSIONS[5:], sign=sign)
+
+    helper = threading.Thread(target=repair)
+    helper.start()
+    assert next(following) == 5
+    helper.join()
+    assert "not trusted here" in refused[0]
+    assert same(weights, VERSIONS[5])
+
+
+def test_another_run_of_the_same_key_is_not_this_one(run: Store, sign: Path, tmp_path: Path) -> None:
+    weights = blank(VERSIONS[0])
+    replica = follower(run)
+    replica.sync(weights)
+    other = open_store(str(tmp_path / "other"))
+    publish(other, history(7, seed=9), sign=sign)
+    # one manifest of it
+    run.put(keys.manifest(5), other.get(keys.manifest(5)).data)
+    with pytest.raises(ForeignObject):
+        follower(run).sync(weights)
+    # the whole of it: for a live replica, and for one that starts
+    restore(run, copy_of(other))
+    with pytest.raises(RunReplaced):
+        next(replica.follow(weights, poll=0.02))
+    with pytest.raises(RunReplaced, match=r"seen\.json"):
+        follower(run).sync(weights)
+    assert same(weights, VERSIONS[4])
+
+
+def test_a_key_may_be_trusted_in_one_run_only(run: Store) -> None:
+    """So that not even the first contact accepts another run of the same key."""
+    with pytest.raises(RunReplaced, match="trusted keys are for another"):
+        Replica(run, trust=f"{OWN.public}@0123456789abcdef").sync(blank(VERSIONS[0]))
+    assert Replica(run, trust=f"{OWN.public}@{Run.open(run).info.run}", heartbeat=0).sync(blank(VERSIONS[0])) == 4
+
+
+def roll_back(run: Store, to: int, head: bool = True) -> None:
+    info = Run.open(run).info
+    for version in range(to + 1, 5):
+        run.delete(keys.manifest(version))
+    run.put(keys.HEAD, dump(Head(info.run, to))) if head else run.delete(keys.HEAD)
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_following_never_goes_back_also_after_a_restart(run: Store, head: bool) -> None:
+    weights = blank(VERSIONS[0])
+    replica = follower(run)
+    following = replica.follow(weights, poll=0.02)
+    assert next(following) == 4
+    roll_back(run, 2, head)
+    waiting = threading.Thread(target=lambda: next(following, None))
+    waiting.start()
+    while "was seen before" not in replica.trouble:
+        waiting.join(0.01)
+    assert (replica.version, same(weights, VERSIONS[4])) == (4, True)
+    replica.close()
+    waiting.join()
+    with pytest.raises(RolledBack, match="ends with version 2, and version 4 was seen"):
+        follower(run).sync(blank(VERSIONS[0]))
+    # all versions gone
+    for item in list(run.list(keys.VERSIONS)):
+        run.delete(item.key)
+    with pytest.raises(RolledBack, match="ends with no version"):
+        follower(run).sync(blank(VERSIONS[0]))
+
+
+def test_a_pin_may_go_to_any_signed_version(run: Store) -> None:
+    weights = blank(VERSIONS[0])
+    replica = follower(run)
+    assert replica.sync(weights) == 4
+    roll_back(run, 3)
+    assert replica.sync(weights, 2) == 2
+    assert same(weights, VERSIONS[2])
+    rewrite(run, 1, OTHER)
+    with pytest.raises(SignatureError):
+        follower(run).sync(weights, 1)
+    assert same(weights, VERSIONS[2])
+
+
+def test_versions_in_another_order(run: Store) -> None:
+    first, second = (run.get(keys.manifest(v)).data for v in (3, 4))
+    run.put(keys.manifest(3), second)
+    run.put(keys.manifest(4), first)
+    weights = blank(VERSIONS[0])
+    with pytest.raises(ManifestError, match="says it is version 3"):
+        follower(run).sync(weights)
+    assert same(weights, blank(VERSIONS[0]))
+
+
+def test_objects_in_another_order(run: Store) -> None:
+    first, second = (Run.open(run).manifest(v).links[0].objects[0].key for v in (3, 4))
+    run.put(first, run.get(second).data)
+    weights = copy(VERSIONS[2])
+    with pytest.raises(HashMismatch):
+        follower(run).sync(weights)
+    assert same(weights, VERSIONS[2])
+
+
+def test_a_truncated_run(run: Store) -> None:
+    weights = copy(VERSIONS[4])
+    for version in (0, 1, 2):
+        run.delete(keys.manifest(version))
+    with pytest.raises(VersionNotFound):
+        follower(run).sync(blank(VERSIONS[0]))
+    data = run.get(keys.manifest(4)).data
+    run.put(keys.manifest(4), data[: len(data) // 2])
+    with pytest.raises(ManifestError, match="does not parse"):
+        follower(run).sync(weights)
+    assert same(weights, VERSIONS[4])
+
+
+def test_forged_history_costs_requests_and_never_a_wrong_state(store: Store, sign: Path) -> None:
+    versions = history(20)
+    publish(store, versions, sign=sign, anchor_every=8)
+    page = json.loads(store.get(keys.history(16)).data)
+    for summary in page["versions"]:
+        summary[2] = "0" * 32
+        summary[6] = [["anchor", None, 12, 1, ""]]
+    store.put(keys.history(16), msgspec.json.encode(page))
+    run = Run.open(store, trust=OWN.public)
+    for version in (19, 15, 3):
+        assert same(held(checkout(run, version), versions[version]), versions[version])
+
+
+# ── keys that follow each other ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def rotated(run: Store, sign: Path, tmp_path: Path) -> Store:
+    """Version 5 names the next key, which signs versions 6 and 7."""
+    more = history(8)
+    publish(run, [more[5]], sign=sign, next_key=NEXT.public, anchor_ratio=1e9)
+    publish(run, more[6:], sign=tmp_path / "next.key", trust=OWN.public, anchor_ratio=1e9)
+    return run
+
+
+def test_a_rotation_is_followed_by_those_who_trust_the_old_key_or_the_new_one(rotated: Store) -> None:
+    newest = history(8)[7]
+    run = Run.open(rotated)
+    assert [run.manifest(v).signer for v in (5, 6, 7)] == [OWN.public, NEXT.public, NEXT.public]
+    for key in (OWN.public, NEXT.public):
+        weights = blank(newest)
+        assert Replica(rotated, trust=key, heartbeat=0).sync(weights) == 7
+        assert same(weights, newest)
+    # the first version of the new key has full weights beside the delta
+    assert {link.kind for link in run.manifest(6).links} == {"delta", "anchor"}
+    with pytest.raises(SignatureError, match="not trusted here"):
+        Run.open(rotated, trust=NEXT.public).manifest(5)
+    result = verify(Run.open(rotated, trust=OWN.public))
+    assert [(signer.key, signer.versions) for signer in result.signers] == [
+        (OWN.public, ((0, 5),)),
+        (NEXT.public, ((6, 7),)),
+    ]
+    assert (result.ok, result.signatures_checked) == (True, True)
+
+
+def test_the_old_key_signs_nothing_after_the_new_one_was_seen(rotated: Store) -> None:
+    weights = blank(VERSIONS[0])
+    follower(rotated).sync(weights)
+    before = copy(weights)
+    rewrite(rotated, 8, OWN, signer=OWN.public, parent=7, rotations=[])
+    with pytest.raises(SignatureError, match="has not passed the run on"):
+        follower(rotated).sync(weights)
+    assert same(weights, before)
+
+
+def test_the_next_key_goes_on_alone_and_names_another(rotated: Store, tmp_path: Path) -> None:
+    more = history(10)
+    publish(rotated, [more[8]], sign=tmp_path / "next.key", next_key=OTHER.public)
+    publish(rotated, [more[9]], sign=tmp_path / "other.key", trust=NEXT.public)
+    weights = blank(more[0])
+    assert follower(rotated).sync(weights) == 9
+    assert same(weights, more[9])
+
+
+def test_a_publisher_needs_the_key_of_the_run(run: Store, sign: Path, store: Store, tmp_path: Path) -> None:
+    with pytest.raises(NotTheSigner, match="DELTAWIRE_SIGN"):
+        Publisher(run)
+    with pytest.raises(NotTheSigner, match="not trusted here"):
+        Publisher(run, sign=tmp_path / "other.key")
+    with pytest.raises(NotTheSigner, match="has not named"):
+        Publisher(run, sign=tmp_path / "other.key", trust=OWN.public)
+    with pytest.raises(Misconfigured, match="next_key needs the key"):
+        Publisher(run, next_key=NEXT.public)
+    unsigned = open_store(str(tmp_path / "unsigned"))
+    publish(unsigned, VERSIONS[:1])
+    with pytest.raises(NotTheSigner, match="stays unsigned"):
+        Publisher(unsigned, sign=sign)
+
+
+def test_keys_come_from_the_environment(store: Store, sign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTAWIRE_SIGN", str(sign))
+    publish(store, VERSIONS[:2])
+    monkeypatch.setenv("DELTAWIRE_TRUST", OTHER.public)
+    with pytest.raises(SignatureError):
+        Replica(store, heartbeat=0).sync(blank(VERSIONS[0]))
+    monkeypatch.setenv("DELTAWIRE_TRUST", f"{OTHER.public},{OWN.public}")
+    assert Replica(store, heartbeat=0).sync(blank(VERSIONS[0])) == 1
+
+
+# ── what was seen ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_was_seen_only_grows_whoever_writes_it(tmp_path: Path) -> None:
+    folder = tmp_path / "seen"
+
+    def note(start: int) -> None:
+        for version in range(start, 60, 3):
+            Seen.note(folder, f"url-{start}", "run", (version, OWN.public))
+
+    threads = [threading.Thread(target=note, args=(start,)) for start in (2, 0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Seen.read(folder) == Seen({f"url-{n}": "run" for n in (0, 1, 2)}, {"run": (59, OWN.public)})
+    Seen.note(folder, "url-0", "run", (3, OTHER.public))
+    assert Seen.read(folder).runs == {"run": (59, OWN.public)}
+
+
+def test_a_folder_that_cannot_keep_what_was_seen_is_an_error(
+    run: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "file"))
+    weights = blank(VERSIONS[0])
+    with pytest.raises(Misconfigured, match="DELTAWIRE_STATE"):
+        follower(run).sync(weights)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / Seen.NAME).write_text("{")
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
+    with pytest.raises(Misconfigured, match=r"seen\.json.* does not parse"):
+        follower(run).sync(weights)
+    assert same(weights, blank(VERSIONS[0]))
+
+
+def test_trust_is_checked_when_it_is_given(run: Store) -> None:
+    for wrong in ("ed25519:12", [], ["ed25519:"]):
+        with pytest.raises(Misconfigured):
+            Trust(wrong)
+    assert Trust.of(None) is None
+
+
+# ── keepers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_runs_key_delegates_and_no_other(run: Store) -> None:
+    opened = Run.open(run, trust=Trust(OWN.public, remember=False))
+    assert delegation(opened, OTHER.public) is None
+    delegate(opened, OWN, OTHER.public)
+    delegate(opened, OWN, NEXT.public)
+    for keeper in (OTHER, NEXT):
+        statement = delegation(opened, keeper.public)
+        assert statement is not None
+        opened.trust.check_keeper(keeper.public, [statement], "a page")
+        with pytest.raises(SignatureError, match="has not made a keeper"):
+            opened.trust.check_keeper(keeper.public, [], "a page")
+    with pytest.raises(NotTheSigner):
+        delegate(opened, OTHER, NEXT.public)
+    # written by somebody else
+    run.put(keys.DELEGATED, b'{"run":"x"')
+    assert delegation(opened, OTHER.public) is None
+    forged = trusting.Delegated(opened.info.run, (OTHER.endorse("keeper", opened.info.run, NEXT.public),))
+    run.put(keys.DELEGATED, dump(forged))
+    assert delegation(opened, NEXT.public) is None
+
+
+def test_a_delegation_ends_with_the_key_that_made_it(rotated: Store) -> None:
+    opened = Run.open(rotated, trust=OWN.public)
+    statement = OWN.endorse("keeper", opened.info.run, OTHER.public)
+    opened.newest()
+    with pytest.raises(SignatureError):
+        opened.trust.check_keeper(OTHER.public, [statement], "a page")

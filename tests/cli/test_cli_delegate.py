@@ -1,0 +1,28 @@
+"""delegate as typed: the run's key names a keeper's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cli_support import invoke, invoke_json
+
+from deltawire.bucket.run import Run
+from deltawire.bucket.trust import delegation
+
+
+def test_the_runs_key_delegates_to_a_keeper(checkpoints: list[Path], tmp_path: Path) -> None:
+    run, key, keeper = tmp_path / "signed", tmp_path / "a.key", tmp_path / "keeper.key"
+    public, keepers = invoke("keygen", key).stdout.strip(), invoke("keygen", keeper).stdout.strip()
+    invoke("publish", checkpoints[0], run, "--sign", key)
+    assert "--sign PATH" in invoke("delegate", run, keepers, code=2).stderr
+    assert "not trusted here" in invoke("delegate", run, keepers, "--sign", keeper, code=3).stderr
+    assert "64 hex digits" in invoke("delegate", run, "ed25519:12", "--sign", key, code=2).stderr
+    assert invoke_json("delegate", run, keepers, "--sign", key)["by"] == public
+    statement = delegation(Run.open(str(run)), keepers)
+    assert statement is not None
+    assert (statement.by, statement.key) == (public, keepers)
+
+
+def test_an_unsigned_run_delegates_nothing(run: Path, tmp_path: Path) -> None:
+    keeper = invoke("keygen", tmp_path / "a.key").stdout.strip()
+    assert "is not signed" in invoke("delegate", run, keeper, "--sign", tmp_path / "a.key", code=3).stderr
