@@ -77,7 +77,7 @@ else
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
-		tests/engines/vllm/$(if $(VLLM),older,live).py $(if $(VLLM),,tests/docs/live_documents.py) $(ARGS)
+		$(if $(VLLM),tests/engines/vllm/older.py,$(addprefix tests/,engines/vllm/conversions.py engines/vllm/live.py docs/live_documents.py)) $(ARGS)
 endif
 
 # these files are not named test_…: the everyday tests need no browser

@@ -46,9 +46,11 @@ ELSEWHERE = {
     "deltawire/engines/vllm/layout.py": "engines/vllm/test_placement.py",
     "deltawire/engines/vllm/moves.py": "engines/vllm/test_decoder.py",
     "deltawire/engines/vllm/rank.py": "engines/vllm/test_follower.py",
+    "deltawire/engines/vllm/relay.py": "engines/vllm/test_endpoint.py",
     "deltawire/engines/vllm/shard.py": "engines/vllm/test_decode.py",
     "deltawire/engines/vllm/target.py": "engines/vllm/test_follower.py",
     # nothing of it runs without vLLM
+    "deltawire/engines/vllm/hooks.py": "engines/vllm/live.py",
     "deltawire/engines/vllm/worker.py": "engines/vllm/live.py",
     # stages of one publish, tested through it
     "deltawire/trainer/captures.py": "trainer/test_publisher.py",

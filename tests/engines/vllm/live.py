@@ -29,7 +29,14 @@ from deltawire.engines.vllm.launch import write_version
 VERSIONS = 20
 HALF_WAY = VERSIONS // 2
 RANKS = ranks()
-CELLS = [(kind, tp) for kind in ("llama", "qwen3-tied", "qwen3") for tp in (1, 2) if tp <= RANKS]
+CELLS = [
+    *(("qwen3_moe", tp) for tp in (1, 2) if tp <= RANKS),
+    # a rank holds some experts whole, and not a part of each
+    *([("qwen3_moe-ep", 2)] if RANKS > 1 else []),
+    # vLLM's CPU kernels for fp8 need AMX
+    *([("qwen3-fp8", 1), ("qwen3_moe-fp8", 1)] if ON_GPU else []),
+    *((kind, tp) for kind in ("llama", "qwen3-tied", "qwen3") for tp in (1, 2) if tp <= RANKS),
+]
 LAST = CELLS[-1]
 """This one stays, for the faults."""
 BEARER = {"Authorization": "Bearer secret"}
@@ -56,6 +63,7 @@ class Scene:
 
     def __init__(self, folder: Path, kind: str, tp: int) -> None:
         self.folder, self.tp = folder, tp
+        self.flags = ["--enable-expert-parallel"] if kind.endswith("-ep") else []
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
         self.model = make_model(folder / "model", kind)
@@ -72,8 +80,8 @@ class Scene:
 
     def start(self, **more: str) -> Server:
         return Server(
-            self.model, self.folder / "log", tp=self.tp, run=self.trainer.run, VLLM_TEST_FAULTS=str(self.faults),
-            DELTAWIRE_TOKEN="secret", DELTAWIRE_HEARTBEAT="0", **more,
+            self.model, self.folder / "log", tp=self.tp, flags=self.flags, run=self.trainer.run,
+            VLLM_TEST_FAULTS=str(self.faults), DELTAWIRE_TOKEN="secret", DELTAWIRE_HEARTBEAT="0", **more,
         ).wait()  # fmt: skip
 
     def stop(self) -> None:
@@ -118,7 +126,7 @@ class Scene:
     def all_are_fresh_loads(self) -> None:
         """Whatever was noted is what a fresh load of that version gives."""
         folders = [self.checkout(version) for version in self.noted]
-        for version, fresh in zip(self.noted, fresh_checksums(folders, self.tp), strict=True):
+        for version, fresh in zip(self.noted, fresh_checksums(folders, self.tp, self.flags), strict=True):
             assert self.noted[version] == fresh, f"version {version} is not what a fresh load gives"
 
 
@@ -193,7 +201,7 @@ def test_twenty_versions_under_load(scenes: Scenes, kind: str, tp: int) -> None:
 
     with ThreadPoolExecutor(1) as beside:
         equal = beside.submit(scene.all_are_fresh_loads)
-        with serving(scene.checkout(VERSIONS), scene.folder / "fresh.log", tp=tp) as fresh:
+        with serving(scene.checkout(VERSIONS), scene.folder / "fresh.log", tp=tp, flags=scene.flags) as fresh:
             assert fresh.status()["state"] == "idle"
             assert fresh.checksums() == scene.noted[VERSIONS]
             assert greedy(fresh) == scene.tokens[VERSIONS]
@@ -495,32 +503,51 @@ def test_two_stages_with_a_tied_embedding_at_both_ends(tmp_path: Path) -> None:
         assert greedy(fresh) == tokens
 
 
-# ── layouts that cannot be patched ───────────────────────────────────────────────────────────────────────────────────
+# ── several engines ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.skipif(not ON_GPU, reason="on a CPU vLLM packs experts: see the next test")
-def test_experts_on_a_gpu_are_patched(tmp_path: Path) -> None:
+@pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
+def test_data_parallel_ranks_follow_as_one(tmp_path: Path) -> None:
+    """Attention is on both engines, each of which holds half of the experts: all switch or none."""
+    flags = ["--data-parallel-size", "2", "--enable-expert-parallel", "--api-server-count", "1"]
+    faults = tmp_path / "faults"
+    faults.mkdir()
     model = make_model(tmp_path / "model", "qwen3_moe")
     trainer = Trainer(model, tmp_path / "run")
     trainer.publish(0)
-    with serving(model, tmp_path / "log", run=trainer.run) as server:
+    more = {"VLLM_TEST_FAULTS": str(faults), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with serving(model, tmp_path / "log", run=trainer.run, flags=flags, **more) as server:
         assert server.status()["guard"] == "patch"
-        with Streams(server) as streams:
-            for _ in range(5):
+        with Streams(server, count=4) as streams:
+            for _ in range(VERSIONS):
                 version = trainer.publish()
                 server.until(version=version, state="healthy")
+            assert server.status()["failures"] == 0
+            before = server.checksums()
+            (faults / "fail-1").touch()
+            newest = trainer.publish()
+            server.until(failures=1)
+            server.until(version=newest, state="healthy")
         assert streams.failures == []
-        sums = server.checksums()
-    write_version(str(trainer.run), version, tmp_path / "fresh")
+        assert {span["version"] for c in streams.completions for span in c["spans"]} <= {*range(newest + 1)}
+        sums, tokens = server.checksums(), greedy(server)
+    assert sums != before
+    assert any(name.startswith("dp1:") for name in sums)
+    assert "was taken back on all ranks: engine 1" in (tmp_path / "log").read_text()
+    write_version(str(trainer.run), newest, tmp_path / "fresh")
     trainer.close()
-    assert sums == fresh_checksums([tmp_path / "fresh"], 1)[0]
+    with serving(tmp_path / "fresh", tmp_path / "fresh.log", flags=flags, **more) as fresh:
+        assert fresh.checksums() == sums
+        assert greedy(fresh) == tokens
 
 
-@pytest.mark.skipif(ON_GPU, reason="on a GPU experts are patched: see the test before")
-@pytest.mark.parametrize("kind", ("qwen3_moe", "mixtral", "deepseek_v3"))
-def test_a_live_model_with_experts_is_followed_by_reloads(tmp_path: Path, kind: str) -> None:
-    """transformers keeps experts in one tensor, a checkpoint has them one by one, and vLLM's CPU kernel packs them:
-    they are not patched, its own loader packs each version anew."""
+# ── live models with experts, and layouts that cannot be patched ──────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind, guard", [("mixtral", "patch"), ("deepseek_v3", "reload: ")])
+def test_a_live_model_with_experts_is_followed(tmp_path: Path, kind: str, guard: str) -> None:
+    """transformers keeps experts in one tensor, a checkpoint has them one by one, and vLLM's kernel may pack them.
+    Latent attention computes with matrices that it made from weights: its own loader makes them anew."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -531,7 +558,8 @@ def test_a_live_model_with_experts_is_followed_by_reloads(tmp_path: Path, kind: 
         publisher.publish(model).result(600)
         with serving(folder, tmp_path / "log", run=run) as server:
             status = server.status()
-            assert (status["version"], status["guard"][:7]) == (0, "reload:")
+            assert (status["version"], status["guard"][: len(guard)]) == (0, guard)
+            assert guard == "patch" or "W_UK" in status["guard"]
             noted[0] = server.checksums()
             for _ in range(2):
                 for parameter in model.parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +20,14 @@ import httpx
 from fastapi import FastAPI, Response
 from prometheus_client import REGISTRY
 from test_follower import World, loop, until
+from torch import nn
 
 from deltawire.bucket.run import Run
 from deltawire.bucket.versions import set_tag
 from deltawire.core.errors import Misconfigured
 from deltawire.engines import vllm as plugin
 from deltawire.engines.vllm.endpoint import Plugin
+from deltawire.engines.vllm.guard import problems_of
 from deltawire.store import open_store
 
 __all__ = ["loop"]
@@ -64,6 +67,8 @@ class Server:
         REGISTRY.unregister(self.plugin._metrics)
         if self.plugin._follower is not None:
             self.plugin._follower.stop()
+        if self.plugin._relay is not None:
+            self._run(self.plugin._relay.close())
 
 
 @pytest.fixture
@@ -137,17 +142,67 @@ def test_a_run_that_is_mistyped_leaves_the_server_free_for_the_right_one(make: A
     assert (answer.status_code, answer.json()["version"]) == (200, 0)
 
 
+def test_one_of_several_api_servers_follows_and_the_others_pass_on(
+    world: World, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.publish()
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv(plugin.SOCKETS, folder)
+        servers = []
+        for index in range(2):
+            world.client.engine_core.client_index = index  # type: ignore[attr-defined]
+            servers.append(make(f"{tmp_path}/run", {"api_server_count": 2}, DELTAWIRE_TOKEN="secret").start())
+        first, second = servers
+        assert second.plugin._follower is None
+        until(lambda: second.get("/deltawire/status")["state"] == "healthy")
+        assert second.get("/deltawire/status") == first.get("/deltawire/status")
+        assert second.request("GET", "/health").status_code == 200
+        # commands reach the one that follows, and its answers come back
+        assert second.request("POST", "/deltawire/pin", json={"version": 0}).status_code == 401
+        bearer = {"Authorization": "Bearer secret"}
+        answer = second.request("POST", "/deltawire/pin", json={"version": 0}, headers=bearer)
+        assert (answer.status_code, answer.json()["version"]) == (200, 0)
+        assert second.request("POST", "/deltawire/pin", json={"version": 77}, headers=bearer).status_code == 404
+        assert second.request("POST", "/deltawire/pin", json={"version": None}, headers=bearer).status_code == 200
+        assert second.request("POST", "/update_weights", json={"version": 1}, headers=bearer).json()["version"] == 1
+        # what samples are labelled with
+        until(lambda: second.plugin._version() == 1)
+        first.plugin._follower.failure = RuntimeError("the run has a different model")
+        assert second.request("GET", "/health").status_code == 503
+
+
 def test_a_server_that_cannot_follow_its_run_does_not_start(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "deltawire")
     with pytest.raises(Misconfigured, match="--weight-transfer-config"):
         make("s3://runs/chat", {"backend": None}).start()
-    with pytest.raises(Misconfigured, match="--api-server-count 1"):
-        make("s3://runs/chat", {"api_server_count": 2}).start()
+    server = make("s3://runs/chat")
+    server.client.vllm_config.parallel_config = SimpleNamespace(local_engines_only=True)
+    server.client.vllm_config.model_config.is_moe = True
+    with pytest.raises(Misconfigured, match="must switch together"):
+        server.start()
+    server.client.vllm_config.model_config.is_moe = False
     make("", {"backend": None}).start()
     assert "can follow no run: start it with --weight-transfer-config" in caplog.text
     make("", {"host": None}).start()
     assert "set DELTAWIRE_TOKEN" in caplog.text
     assert "set DELTAWIRE_RUN" in caplog.text
+
+
+def test_reasons_not_to_patch_that_memory_does_not_show() -> None:
+    def reasons(**config: Any) -> list[str]:
+        model = SimpleNamespace(quantization=config.pop("quantization", None), hf_config=SimpleNamespace(**config))
+        parallel = SimpleNamespace(enable_eplb=config.get("eplb", False))
+        lora = config.get("lora")
+        return problems_of(
+            nn.Linear(2, 2), SimpleNamespace(model_config=model, parallel_config=parallel, lora_config=lora)
+        )
+
+    assert reasons() == []
+    assert reasons(quantization="fp8") == ["the server quantizes its weights (fp8)"]
+    # a checkpoint that is quantized already: what its layers do with it is learned
+    assert reasons(quantization="fp8", quantization_config={"quant_method": "fp8"}) == []
+    assert "EPLB" in reasons(eplb=True)[0]
+    assert "LoRA" in reasons(lora=True)[0]
 
 
 @contextmanager

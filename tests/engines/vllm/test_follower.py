@@ -17,13 +17,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_fused import Fused  # noqa: E402
+from vllm_fused import Fused, Hook  # noqa: E402
 
 from deltawire.core.errors import NotRestored, SchemaMismatch, VersionNotFound  # noqa: E402
 from deltawire.core.full import write_checkpoint  # noqa: E402
 from deltawire.engines.vllm import rank as rank_module  # noqa: E402
 from deltawire.engines.vllm import shard  # noqa: E402
-from deltawire.engines.vllm.core import swap  # noqa: E402
+from deltawire.engines.vllm.core import swap, undo  # noqa: E402
 from deltawire.engines.vllm.device import DeviceShard  # noqa: E402
 from deltawire.engines.vllm.follower import EngineFollower  # noqa: E402
 from deltawire.engines.vllm.rank import Rank  # noqa: E402
@@ -56,6 +56,9 @@ class Core:
         assert method == "deltawire_swap"
         return swap(self, *arguments)
 
+    async def call_utility_all_async(self, method: str, *arguments: Any) -> list[Any]:
+        return [one.call(method, *arguments) for one in self._client.engines]
+
     @property
     def pause_state(self) -> PauseState:
         return PauseState.PAUSED_ALL if self._client.paused else PauseState.UNPAUSED
@@ -78,15 +81,44 @@ class Core:
         self._client.weight_version = version
 
 
+class Engine(Core):
+    """One of several engines: its ranks are those of a data-parallel rank."""
+
+    def __init__(self, client: Client, number: int) -> None:
+        super().__init__(client)
+        self._number = number
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        if method == "collective_rpc":
+            operation, _, args, kwargs = arguments
+            return self._mine(operation, args, kwargs)
+        work = {"deltawire_swap": swap, "deltawire_undo": undo, "set_weight_version": Core.set_weight_version}
+        return work[method](self, *arguments)  # type: ignore[operator]
+
+    def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[Any]:
+        return self._mine(method, args, None)
+
+    def _mine(self, method: str, args: tuple[str, ...], kwargs: Any) -> list[Any]:
+        # no engine may compute a step with weights of its own
+        assert args[0] not in ("apply", "undo") or self._client.paused
+        return self._client.everywhere(method, args, kwargs, only=self._number)
+
+
 class Client:
     """What vLLM's engine client is to the follower, with its workers in this process."""
 
-    def __init__(self, folder: Path, world: int) -> None:
-        self.models = [Fused(rank=rank, world=world, **SIZES) for rank in range(world)]
+    def __init__(self, folder: Path, world: int, hook: Hook | None = None, engines: int = 1) -> None:
+        self.models = [Fused(rank=n % world, world=world, **SIZES) for n in range(world * engines)]
+        self.engines = [Engine(self, number) for number in range(engines)]
+        self.hook = hook
+        layers = [model.hooked(hook) for model in self.models]
         self.ranks = [
-            Rank(model, number, reload=lambda folder, model=model: self._reload(model, Path(folder)))  # type: ignore[misc]
+            Rank(
+                model, number, hooks=lambda n=number: layers[n],  # type: ignore[misc]
+                reload=lambda folder, model=model: self._reload(model, Path(folder)),  # type: ignore[misc]
+            )
             for number, model in enumerate(self.models)
-        ]
+        ]  # fmt: skip
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model=str(folder)))
         self.paused = False
         self.weight_version = "default"
@@ -97,16 +129,18 @@ class Client:
         self.stray: Callable[[], None] | None = None
         """Done once, in the next pause, after new weights were written."""
         self.engine_core = Core(self)
+        self.engine_core.core_engines = self.engines  # type: ignore[attr-defined]
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None) -> list[Any]:
         return self.everywhere(method, args, kwargs)
 
-    def everywhere(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None) -> list[Any]:
+    def everywhere(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None, only: int = 0) -> list[Any]:
         operation = args[0]
         if operation in ("apply", "undo") and not self.paused:
             self.seen_unpaused.append(operation)
         answers = []
-        for number, rank in enumerate(self.ranks):
+        each = len(self.ranks) // len(self.engines)
+        for number, rank in [*enumerate(self.ranks)][only * each : (only + 1) * each]:
             left = self.fail.get((number, operation), 0)
             if left:
                 self.fail[number, operation] = left - 1
@@ -132,7 +166,10 @@ class Client:
     def _reload(self, model: Fused, folder: Path) -> None:
         from safetensors.torch import load_file
 
-        model.load_weights(load_file(folder / "model.safetensors").items())
+        fresh = Fused(rank=model.rank, world=model.world, **SIZES)
+        fresh.load(load_file(folder / "model.safetensors").items(), self.hook)
+        for live, new in zip(model.parameters(), fresh.parameters(), strict=True):
+            live.data.copy_(new.data)
 
     async def is_paused(self) -> bool:
         return self.paused
@@ -166,15 +203,18 @@ class Client:
 class World:
     """A run with some versions, and a server that started from the first of them."""
 
-    def __init__(self, folder: Path, store: Store, loop: asyncio.AbstractEventLoop, world: int) -> None:
+    def __init__(
+        self, folder: Path, store: Store, loop: asyncio.AbstractEventLoop, world: int, hook: Hook | None = None,
+        engines: int = 1,
+    ) -> None:  # fmt: skip
         self.store = store
         self.publisher = Publisher(store, encoding="context", anchor_ratio=100.0)
         self.bags = [random_bag(Fused(world=1, **SIZES).schema(), 1)]
         self.publisher.publish(as_model(self.bags[0])).result()
         write_checkpoint(folder, self.bags[0])
-        self.client = Client(folder, world)
+        self.client = Client(folder, world, hook, engines)
         for model in self.client.models:
-            model.load_weights(tensors(self.bags[0]))
+            model.load(tensors(self.bags[0]), hook)
         self.target = EngineTarget(self.client, loop, Policy(kv="clear"))
         self.target.run(self.target.hold())
         self.follower = EngineFollower(store, self.target, heartbeat=0, poll=0.01)
@@ -189,7 +229,7 @@ class World:
     def expected(self, version: int) -> list[dict[str, bytes]]:
         fresh = [Fused(rank=m.rank, world=m.world, **SIZES) for m in self.client.models]
         for model in fresh:
-            model.load_weights(tensors(self.bags[version]))
+            model.load(tensors(self.bags[version]), self.client.hook)
         return [{n: p.view(torch.int16).numpy().tobytes() for n, p in m.named_parameters()} for m in fresh]
 
     def holds(self, version: int) -> None:
@@ -245,6 +285,29 @@ def test_a_rank_that_fails_half_way_takes_all_back(world: World, rank: int) -> N
     assert world.sync() == version
     world.holds(version)
     assert world.follower.state == "healthy"
+
+
+@pytest.mark.parametrize("rank", (None, 0, 3))
+def test_all_engines_switch_or_none(
+    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop, rank: int | None
+) -> None:
+    """Two data-parallel ranks of two ranks each: if one rank fails, all engines are put back before any goes on."""
+    world = World(tmp_path, store, loop, 2, engines=2)
+    assert world.sync() == 0
+    assert world.target.guard == "patch"
+    version = world.publish()
+    if rank is not None:
+        world.client.fail[rank, "apply"] = 1
+        with pytest.raises(WorkerError, match=f"engine {rank // 2}: rank {rank % 2}"):
+            world.sync()
+        world.holds(0)
+    assert world.sync() == version
+    world.holds(version)
+    world.client.models[3].norm.data.view(torch.int16)[0] ^= 1
+    # a copy of one engine that differs is found: only full weights lead anywhere from there
+    assert world.sync(world.publish()) == version + 1
+    world.holds(version + 1)
+    world.publisher.close()
 
 
 def test_what_cannot_be_put_back_stays_paused_until_it_is_loaded_anew(world: World) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__)
 
 
-def fresh_checksums(folders: Sequence[Path], tp: int) -> list[dict[str, str]]:
+def fresh_checksums(folders: Sequence[Path], tp: int, flags: Sequence[str] = ()) -> list[dict[str, str]]:
     """Per folder, each a version of the same model, the checksums of all ranks, named as /weight_checker names them."""
     from vllm_live import environment
 
@@ -29,6 +29,7 @@ def fresh_checksums(folders: Sequence[Path], tp: int) -> list[dict[str, str]]:
             [sys.executable, str(HERE), str(tp), *map(str, folders)],
             env={
                 **environment(tp), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(tp),
+                "FLAGS": " ".join(flags),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "VLLM_DIST_IDENT": str(port),
             },
             stdout=subprocess.PIPE,
@@ -66,8 +67,9 @@ def main() -> None:
 
     # made once for all versions of a model: it takes as long as to load one
     made = EngineArgs(
-        model=folders[0], dtype="bfloat16", max_model_len=512, enforce_eager=True, tensor_parallel_size=tp
-    ).create_engine_config()
+        model=folders[0], dtype="bfloat16", max_model_len=512, enforce_eager=True, tensor_parallel_size=tp,
+        enable_expert_parallel="--enable-expert-parallel" in os.environ["FLAGS"],
+    ).create_engine_config()  # fmt: skip
     with set_current_vllm_config(made):
         init_distributed_environment(tp, rank, "env://", rank, backend="nccl" if torch.cuda.is_available() else "gloo")
         initialize_model_parallel(tp)

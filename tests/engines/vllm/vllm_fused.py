@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from deltawire.core.schema import Schema, TensorSpec
+from deltawire.engines.vllm.learn import Layer
+
+Hook = Callable[[nn.Module], object]
+"""Processes the parameters of a module after they are loaded."""
 
 
 class Fused(nn.Module):
@@ -55,6 +59,21 @@ class Fused(nn.Module):
             specs.append(TensorSpec(f"{i}.up.weight", dtype, (self.ffn, self.hidden)))
             specs.append(TensorSpec(f"{i}.down.weight", dtype, (self.hidden, self.ffn)))
         return Schema.build(specs)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], hook: Hook | None = None) -> None:
+        """Load weights, then have the hook process those of each feed-forward layer."""
+        self.load_weights(weights)
+        for module in (self.gate_up, self.down) if hook else ():
+            hook(module)
+
+    def hooked(self, hook: Hook | None) -> list[Layer]:
+        """The layers with that hook, as they are before it was run."""
+        found = []
+        for name in ("gate_up", "down") if hook else ():
+            module = getattr(self, name)
+            loaded = {key: torch.empty_like(tensor, device="meta") for key, tensor in module._parameters.items()}
+            found.append(Layer(name, module, loaded, hook))
+        return found
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:

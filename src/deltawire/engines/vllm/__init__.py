@@ -1,6 +1,7 @@
 """A vLLM server that follows a run. vLLM is imported by what runs inside it, never here.
 
 placement   checkpoint coordinates → views of runtime storage, traced through the model's own loader
+learn       what post-load hooks rearrange, learned by running them on copies (hooks: how, in vLLM)
 shard       one rank's weights through that map: read, write, take back, prove (device, _rows: on a GPU)
 decode      a delta as seen from one rank in host memory
 decoder     the process that decodes a delta once, for ranks on GPUs; moves: what it cuts for each of them
@@ -12,18 +13,25 @@ core        the swap of all ranks, between two steps of the engine; salts of its
 target      all ranks as one target of a replica: stage, swap, or reload
 channel     calls between these processes; arrays: files in memory that they share
 follower    a replica and that target, in the API server: pin, state, naming the version
+relay       several API servers: one follows, the others pass on what concerns it
 endpoint    routes; metrics; samples: versions on completions; settings: the environment
 launch      `deltawire serve --engine vllm`
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import os
+import shutil
+import tempfile
 from typing import Any
 
 NAME = "deltawire"
+
+SOCKETS = "DELTAWIRE_SOCKETS"
+"""Environment variable: the folder in which the API servers of a server find each other."""
 
 log = logging.getLogger("deltawire")
 
@@ -32,6 +40,7 @@ def register() -> None:
     """Entry point `vllm.general_plugins`: called in every process of a server, perhaps more than once."""
     log_to_vllm()
     if named():
+        _make_folder()
         _prepare_core()
     elif os.environ.get("DELTAWIRE_RUN") and multiprocessing.parent_process() is None:
         log.warning("DELTAWIRE_RUN is set, but nothing here follows it: %s", NEXT_STEP)
@@ -44,6 +53,13 @@ def register() -> None:
     # other servers on this machine keep their packed weights: only those that were told to follow give them up
     if named():
         _keep_weights_plain()
+
+
+def _make_folder() -> None:
+    """Make a folder for sockets, in the process that starts the others: they find it in their environment."""
+    if SOCKETS not in os.environ:
+        os.environ[SOCKETS] = folder = tempfile.mkdtemp(prefix="deltawire-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def _prepare_core() -> None:

@@ -29,6 +29,7 @@ def attach(core_class: Any, scheduler_class: Any, *, salts: bool) -> None:
     if hasattr(core_class, "deltawire_swap"):
         return
     core_class.deltawire_swap = swap
+    core_class.deltawire_undo = undo
     if salts:
         _salt_requests(core_class, scheduler_class)
 
@@ -101,14 +102,24 @@ def swap(core: Any, version: str, clear: bool) -> dict[str, Any]:
     return answer
 
 
+def undo(core: Any) -> dict[str, Any]:
+    """Put the previous weights back on all ranks, because another engine of the server failed; `lost` if that fails."""
+    try:
+        undone = core.collective_rpc("deltawire", args=("undo",))
+    except Exception as error:
+        return {"lost": f"{type(error).__name__}: {error}"}
+    return {"lost": found[0]} if (found := _errors(undone)) else {}
+
+
 def _apply(core: Any) -> dict[str, Any]:
     answers = core.collective_rpc("deltawire", args=("apply",))
-    failed = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
-    if not failed:
-        return {phase: max(answer[phase] for answer in answers) for phase in ("apply", "prove")}
-    undone = core.collective_rpc("deltawire", args=("undo",))
-    lost = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(undone) if "error" in answer]
-    return {"failure": failed[0]} | ({"lost": lost[0]} if lost else {})
+    if failed := _errors(answers):
+        return {"failure": failed[0]} | undo(core)
+    return {phase: max(answer[phase] for answer in answers) for phase in ("apply", "prove")}
+
+
+def _errors(answers: list[dict[str, Any]]) -> list[str]:
+    return [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
 
 
 def _waiting(scheduler: Any) -> list[Any]:

@@ -76,10 +76,9 @@ class Decoder:
 
         def one(number: int) -> list[PieceChange]:
             piece, result = self._shard.pieces[number], []
-            bits = self._shard.read(number)
             for part in _bands(piece):
-                rows = slice(part.row - piece.region.row, part.row - piece.region.row + part.rows)
-                old = np.ascontiguousarray(bits[rows]).reshape(-1)
+                rows, columns = part.within(piece.region)
+                old = np.ascontiguousarray(self._shard.read(number, (rows, columns))).reshape(-1)
                 change = compare(part, old, source.region(part))
                 if change.count:
                     positions = change.positions + np.uint32(rows.start * piece.region.columns)
@@ -123,7 +122,7 @@ class Decoder:
                 piece = self._shard.pieces[number].region
                 part = wanted.meet(piece)
                 if part is not None:
-                    yield part, np.ascontiguousarray(self._shard.read(number)[part.within(piece)])
+                    yield part, np.ascontiguousarray(self._shard.read(number, part.within(piece)))
 
     # ── encodings that need old weights at the changed positions alone ────────────────────────────────────────────────
 
@@ -199,9 +198,9 @@ class Decoder:
             whole = self._shard.pieces[number].region
             part = around.meet(whole)
             if part == around:
-                return self._shard.read(number)[around.within(whole)], []
+                return self._shard.read(number, around.within(whole)), []
             if part is not None:
-                known.append((part, lambda n=number, p=part, w=whole: self._shard.read(n)[p.within(w)]))  # type: ignore[misc]
+                known.append((part, lambda n=number, p=part, w=whole: self._shard.read(n, p.within(w))))  # type: ignore[misc]
         for whole, bits in lent.items():
             part = around.meet(whole)
             if part is not None:

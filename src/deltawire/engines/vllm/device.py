@@ -28,7 +28,7 @@ from ...kernels.plan import Launch, Remember, narrow, units, widen
 from . import arrays
 from .layout import Sums
 from .placement import Piece
-from .shard import DENSE, PieceChange
+from .shard import DENSE, WHOLE, Part, PieceChange
 
 _SLOT = 8 << 20
 """Bytes of one of two pinned buffers that everything passes through."""
@@ -58,6 +58,8 @@ class DeviceShard:
         self.pieces = pieces
         self._views = [piece.view for piece in pieces]
         for piece in pieces:
+            if piece.places is not None:
+                raise ValueError(f"a kernel keeps {piece.region.tensor.name!r} in tiles, which a device cannot patch")
             if not piece.view.is_contiguous():
                 raise ValueError(f"{piece.region.tensor.name!r} is not in one piece on its device")
             if piece.region.units > 1 << 32:
@@ -76,11 +78,11 @@ class DeviceShard:
 
     # ── beside the model ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def read(self, piece: int) -> Bits:
+    def read(self, piece: int, part: Part = WHOLE) -> Bits:
         """A copy in host memory: for deltas whose tiles are cut by the edges of pieces, and for tests."""
         with self._beside():
             signed = units(self._views[piece]).cpu().numpy()
-        return signed.view(f"u{signed.itemsize}").reshape(self._views[piece].shape)
+        return signed.view(f"u{signed.itemsize}").reshape(self._views[piece].shape)[part]
 
     def prepare(self, changes: Sequence[PieceChange]) -> Patch:
         by_piece: dict[int, list[Change]] = {}

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from fastapi import HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request, Response
 from prometheus_client import REGISTRY
 
 from ...bucket.run import Run
@@ -20,6 +20,7 @@ from .. import control, names
 from ..access import is_bearer, is_loopback
 from . import BACKEND_FLAG, NAME, settings
 from .follower import EngineFollower
+from .relay import Relay, RelayMiddleware, serve
 from .samples import VersionMiddleware, observe
 from .target import EngineTarget
 
@@ -34,6 +35,8 @@ class Plugin:
         self._settings = settings.read()
         self._follower: EngineFollower | None = None
         self._target: EngineTarget | None = None
+        self._relay: Relay | None = None
+        """Where another API server follows the run."""
         self._host: str | None = None
         self._model = ""
         """What clients call the model."""
@@ -44,17 +47,24 @@ class Plugin:
     # ── what vLLM calls ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach_router(self, app: Any) -> None:
+        self._attach(app)
+        app.add_middleware(VersionMiddleware, present=self._version)
+        app.add_middleware(RelayMiddleware, relay=lambda: self._relay)
+
+    def _attach(self, app: Any) -> None:
         router = control.routes(self._followed, self._status, self._authorize)
         router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
         app.include_router(router)
-        app.add_middleware(VersionMiddleware, present=self._version)
         app.add_middleware(HealthMiddleware, health=lambda: control.health(self._follower))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         if engine_client is None:
             return
-        if getattr(args, "api_server_count", None) not in (None, 0, 1):
-            raise Misconfigured("deltawire follows from one API server: start vllm serve with --api-server-count 1")
+        if _knows_some_engines(engine_client.vllm_config):
+            raise Misconfigured(
+                "all data-parallel ranks of experts must switch together, and this server knows only some of them: "
+                "start vllm serve without --data-parallel-rank and without external or hybrid load balancing"
+            )
         backend = getattr(engine_client.vllm_config.weight_transfer_config, "backend", None)
         if backend != NAME and self._settings.run:
             raise Misconfigured(f"this server cannot follow {self._settings.run}: start it with {BACKEND_FLAG}")
@@ -66,11 +76,24 @@ class Plugin:
         self._model = (args.served_model_name or [args.model])[0]
         if not self._settings.token and not is_loopback(self._host):
             log.warning("this server refuses pin and sync: set DELTAWIRE_TOKEN, or start it with --host 127.0.0.1")
-        self._target = EngineTarget(engine_client, asyncio.get_running_loop(), self._settings.policy)
         observe(engine_client, self._version)
+        several = (getattr(args, "api_server_count", None) or 1) > 1
+        if several and engine_client.engine_core.client_index:
+            self._relay = Relay()
+            await self._relay.connect()
+            return
+        self._target = EngineTarget(engine_client, asyncio.get_running_loop(), self._settings.policy)
         if self._settings.run:
             await self._target.hold()
             self._begin(self._settings.run, self._target)
+        if several:
+            self._serve_others()
+
+    def _serve_others(self) -> None:
+        app = FastAPI()
+        app.add_api_route("/health", lambda: Response(status_code=200), methods=["GET"])
+        self._attach(app)
+        serve(app)
 
     def _begin(self, run: str, target: EngineTarget) -> EngineFollower:
         config = self._settings
@@ -148,6 +171,8 @@ class Plugin:
 
     def _version(self) -> int | None:
         """The version that tokens are labelled with. In host memory it is proven only after the pause."""
+        if self._relay is not None:
+            return self._relay.version
         return self._follower.target.named if self._follower is not None else None
 
 
@@ -177,6 +202,12 @@ class HealthMiddleware:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200 if answer else 503, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _knows_some_engines(config: Any) -> bool:
+    """Whether other servers run engines that take every step together with those of this one."""
+    parallel = getattr(config, "parallel_config", None)
+    return bool(getattr(parallel, "local_engines_only", False) and config.model_config.is_moe)
 
 
 def _pinned(run: str, text: str) -> int | None:

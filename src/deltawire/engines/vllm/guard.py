@@ -17,15 +17,12 @@ def problems_of(model: nn.Module, config: Any) -> list[str]:
     """Reasons to refuse deltas that the placement map cannot show: weights that are not the ones computed with."""
     problems = []
     quantization = getattr(config.model_config, "quantization", None)
-    if quantization:
+    if quantization and getattr(config.model_config.hf_config, "quantization_config", None) is None:
         problems.append(f"the server quantizes its weights ({quantization})")
     if getattr(config, "lora_config", None):
         problems.append("the server was started with LoRA, which wraps the layers")
-    parallel = config.parallel_config
-    if getattr(parallel, "enable_eplb", False):
+    if getattr(config.parallel_config, "enable_eplb", False):
         problems.append("the server moves experts between ranks (EPLB)")
-    if parallel.data_parallel_size > 1:
-        problems.append("data-parallel ranks are not followed together; start one server per rank")
     for name, module in model.named_modules():
         if (linear := getattr(module, "cpu_linear", None)) is not None and _closes_over(linear):
             problems.append(f"{name!r} computes with a repacked copy of its weight; start with VLLM_PLUGINS=deltawire")
@@ -51,12 +48,16 @@ def _closes_over(function: Any) -> bool:
 
 
 def pack_again(model: nn.Module) -> None:
-    """Have experts packed for their kernel by the next reload. On a CPU, vLLM 0.32 packs them only when it makes the
-    kernel, and a reload would put plain weights in the place of packed ones."""
+    """Have experts packed for their kernel by the next reload."""
     for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if type(method).__name__ == "UnquantizedFusedMoEMethod" and next(module.parameters()).device.type == "cpu":
-            method.moe_kernel = None
+        forget_kernel(getattr(module, "quant_method", None))
+
+
+def forget_kernel(method: Any) -> None:
+    """On a CPU, vLLM 0.32 packs experts only when it makes their kernel: without this, processing weights once more
+    would put plain ones in the place of packed ones."""
+    if type(method).__name__ == "UnquantizedFusedMoEMethod" and method.unquantized_backend.name == "CPU":
+        method.moe_kernel = None
 
 
 def fingerprint(model: nn.Module) -> str:

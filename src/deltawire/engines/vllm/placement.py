@@ -12,10 +12,13 @@ Whatever the loader does that is not such a copy (a cast, a transposition, arith
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,13 +47,32 @@ Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 """A model's own `load_weights`."""
 
 
+class Places(NamedTuple):
+    """Where the units of a rectangle lie in flat memory: unit [r, c] at rows[r] + columns[c]."""
+
+    rows: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A rectangle of a checkpoint tensor and the runtime memory that holds it."""
 
     region: Region
     view: Tensor
-    """[rows, columns] of the region; columns are neighbours in memory."""
+    """[rows, columns] of the region; columns are neighbours in memory. With `places`, flat memory. Without data where
+    it is not known which memory that is."""
+    places: Places | None = None
+    """None where rows are rows in memory too."""
+
+
+class Standing(NamedTuple):
+    """A parameter of a module that is taken in the place of the live one while a loader is traced."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    """Without data, of the form that the loader fills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +88,34 @@ class Placement:
 
 
 @torch.no_grad()
-def trace(model: nn.Module, load: Loader, schema: Schema) -> Placement:
-    """Run the loader without data. Nothing in the model is written."""
-    tracer = _Tracer(model)
+def trace(model: nn.Module, load: Loader, schema: Schema, standing: Sequence[Standing] = ()) -> Placement:
+    """Run the loader without data. Nothing in the model is written.
+
+    Pieces of a parameter that another one stands in for are pieces of that one.
+    """
+    with _in_place(standing):
+        tracer = _Tracer(model)
+        try:
+            with tracer:
+                load(tracer.tensors(schema))
+        except Exception as error:
+            # names it does not know; or it computes with what it loads, and cannot be run without data
+            failure = f"{type(error).__name__}: {error}"
+            return Placement((), (f"the model's loader cannot be traced: {failure}",), failure=failure)
+        untouched = (name for name, tensor in model.named_parameters() if storage(tensor) not in tracer.written)
+        return Placement(tuple(tracer.pieces), tuple(tracer.problems), tuple(untouched))
+
+
+@contextmanager
+def _in_place(standing: Sequence[Standing]) -> Iterator[None]:
+    live = [(module, dict(module._parameters)) for module in dict.fromkeys(one.module for one in standing)]
     try:
-        with tracer:
-            load(tracer.tensors(schema))
-    except Exception as error:
-        # names it does not know; or it computes with what it loads, and cannot be run without data
-        failure = f"{type(error).__name__}: {error}"
-        return Placement((), (f"the model's loader cannot be traced: {failure}",), failure=failure)
-    untouched = (name for name, tensor in model.named_parameters() if _storage(tensor) not in tracer.written)
-    return Placement(tuple(tracer.pieces), tuple(tracer.problems), tuple(untouched))
+        for module, name, tensor in standing:
+            module._parameters[name] = tensor  # type: ignore[assignment]
+        yield
+    finally:
+        for module, parameters in live:
+            module._parameters = parameters
 
 
 class _Tracer(TorchDispatchMode):
@@ -87,7 +125,7 @@ class _Tracer(TorchDispatchMode):
         self.problems: list[str] = []
         self.written: set[int] = set()
         # storages
-        self._live = {_storage(t) for t in (*model.parameters(), *model.buffers())}
+        self._live = {storage(t) for t in (*model.parameters(), *model.buffers())}
         self._sources: dict[int, TensorSpec] = {}
         # a storage's address means something only while the tensor lives
         self._held: list[Tensor] = []
@@ -96,14 +134,14 @@ class _Tracer(TorchDispatchMode):
         for spec in schema.tensors:
             tensor = torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device="meta")
             self._held.append(tensor)
-            self._sources[_storage(tensor)] = spec
+            self._sources[storage(tensor)] = spec
             yield spec.name, tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = args[0] if args and isinstance(args[0], Tensor) else None
-        if written is None or not _writes(func) or written.is_meta or _storage(written) not in self._live:
+        if written is None or not _writes(func) or storage(written) not in self._live:
             return func(*args, **(kwargs or {}))
-        self.written.add(_storage(written))
+        self.written.add(storage(written))
         if func is _aten.copy_.default:
             self._copy(written, args[1])
         elif func not in _FILLS:
@@ -113,7 +151,7 @@ class _Tracer(TorchDispatchMode):
     def _copy(self, to: Tensor, source: Tensor) -> None:
         # raises where the copy itself would
         source.expand_as(to)
-        spec = self._sources.get(_storage(source)) if source.is_meta else None
+        spec = self._sources.get(storage(source)) if source.is_meta else None
         if spec is None:
             self.problems.append(
                 f"the loader writes {tuple(to.shape)} values that it computed, not those of a checkpoint tensor"
@@ -171,5 +209,6 @@ def _writes(func: Any) -> bool:
     return bool(arguments and arguments[0].alias_info is not None and arguments[0].alias_info.is_write)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage(tensor: Tensor) -> int:
+    """Identifies a tensor's storage while that exists."""
     return int(tensor.untyped_storage()._cdata)

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +33,7 @@ from .channel import Answer, listen
 from .decode import Decoder, Lent, Wanted, compile_decoders
 from .guard import fingerprint, pack_again
 from .layout import Sums, sums_to_send
+from .learn import Layer, Learned
 from .placement import trace
 from .shard import PieceChange, Shard, open_shard
 
@@ -51,6 +52,7 @@ class Rank:
 
     number     the rank, counted over all workers
     problems   reasons to refuse deltas that the placement map cannot show (guard.py)
+    hooks      layers that may rearrange their weights after loading (hooks.py)
     loading    entered around the model's own loader
     reload     has vLLM load a checkpoint folder into the model
     """
@@ -61,11 +63,13 @@ class Rank:
         number: int,
         *,
         problems: Callable[[], list[str]] = list,
+        hooks: Callable[[], Sequence[Layer]] = tuple,
         loading: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reload: Callable[[str], object] = _cannot_reload,
     ) -> None:
         self.reload = reload
-        self._model, self._number, self._problems, self._loading = model, number, problems, loading
+        self._model, self._number, self._loading = model, number, loading
+        self._problems, self._hooks = problems, hooks
         self._schema = Schema.build(())
         self._shard: Shard | None = None
         """None where memory could not be mapped."""
@@ -86,12 +90,18 @@ class Rank:
         """Trace the loader and begin to listen. `schema` is a file, `sockets` a folder."""
         self._schema = msgspec.json.decode(Path(schema).read_bytes(), type=Schema)
         problems = self._problems()
+        clock = time.perf_counter()
         with self._loading():
+            learned = Learned(self._hooks())
             load: Any = self._model.load_weights  # vLLM's models have it, `nn.Module` does not
-            placement = trace(self._model, load, self._schema)
-        problems += placement.problems
+            placement = trace(self._model, load, self._schema, learned.standing())
+            pieces, unknown = learned.compose(placement.pieces)
+        problems += [*placement.problems, *unknown]
+        placed = sum(piece.places is not None for piece in pieces)
+        log.info("rank %d: located %d tensors, %d in a kernel's layout, in %.1f s", self._number, len(pieces), placed,
+                 time.perf_counter() - clock)  # fmt: skip
         try:
-            self._shard = open_shard(placement.pieces)
+            self._shard = open_shard(pieces)
         except ValueError as error:
             problems.append(str(error))
         path = f"{sockets}/rank-{self._number}.sock"
@@ -99,7 +109,7 @@ class Rank:
             os.unlink(path)
         listen(path, self.call, prepare=_use_other_cores)
         return {
-            "pieces": msgspec.to_builtins([piece.region for piece in placement.pieces]),
+            "pieces": msgspec.to_builtins([piece.region for piece in pieces]),
             "problems": problems,
             "untouched": placement.untouched,
             "failure": placement.failure,

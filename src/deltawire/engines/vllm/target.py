@@ -75,6 +75,8 @@ class EngineTarget:
         self.has_draft = has_draft(client.vllm_config)
         """Whether a draft model proposes tokens, whose weights stay what they are."""
         self._client, self._loop, self._policy = client, loop, policy
+        self._engines = len(getattr(client.engine_core, "core_engines", "1"))
+        """Number of engine cores: one per data-parallel rank."""
         self._temporary = arrays.folder()
         self._folder = Path(self._temporary.name)
         self._schema = Schema.build(())
@@ -277,15 +279,15 @@ class EngineTarget:
 
     async def _swap(self, staged: StagedRanks, name: bool = True) -> None:
         """One call to the engine, which does it between two steps (core.py). Requests that are not to be kept are
-        stopped before."""
-        keep, version = self._policy.mode == "keep", staged.update.version
+        stopped before, and so are all if there are several engines."""
+        keep, version = self._policy.mode == "keep" and self._engines == 1, staged.update.version
         stay = keep or await self._client.is_paused()
+        clock = time.perf_counter()
         try:
             if not keep:
+                # of several engines, none computes a step once this returns
                 await self._client.sleep(level=0, mode=self._policy.mode)
-            answer = await self._client.engine_core.call_utility_async(
-                "deltawire_swap", str(version) if name else "", self._policy.kv == "clear"
-            )
+            answer = await self._swap_engines(str(version) if name else "")
         except Exception as error:
             self.held = True
             raise NotRestored(f"the state of the weights is unknown: {type(error).__name__}: {error}") from error
@@ -294,11 +296,27 @@ class EngineTarget:
             raise NotRestored(f"{answer['failure']}; and the old weights could not be put back: {answer['lost']}")
         if not stay:
             await self._client.wake_up(["scheduling"])
+            answer["pause"] = time.perf_counter() - clock
         staged.timings |= {phase: answer[phase] for phase in ("stop", "apply", "prove", "pause") if phase in answer}
         if "failure" in answer:
             log.warning("version %d was taken back on all ranks: %s", version, answer["failure"])
             raise WorkerError(answer["failure"])
         self.named = version if name else self.named
+
+    async def _swap_engines(self, name: str) -> dict[str, Any]:
+        """Swap on all engines, or on none; they get the name when all of them have the weights."""
+        clear = self._policy.kv == "clear"
+        if self._engines == 1:
+            return (await self._engine_call("deltawire_swap", name, clear))[0]  # type: ignore[no-any-return]
+        answers = await self._engine_call("deltawire_swap", "", clear)
+        failed = [f"engine {n}: {answer['failure']}" for n, answer in enumerate(answers) if "failure" in answer]
+        if failed:
+            undone = await self._engine_call("deltawire_undo")
+            lost = [answer["lost"] for answer in undone if "lost" in answer]
+            return {"failure": failed[0]} | ({"lost": lost[0]} if lost else {})
+        if name:
+            await self._engine_call("set_weight_version", name)
+        return {phase: max(answer[phase] for answer in answers) for phase in ("stop", "apply", "prove")}
 
     def _audit(self, staged: StagedRanks) -> None:
         """Read all weights after the pause, while the model generates: in host memory that takes too long for a pause,
@@ -391,11 +409,19 @@ class EngineTarget:
         """Run a coroutine in the event loop of the engine client, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
+    async def _engine_call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every engine core: one, or one per data-parallel rank."""
+        core = self._client.engine_core
+        if self._engines == 1:
+            return [await core.call_utility_async(method, *args)]
+        return await core.call_utility_all_async(method, *args)  # type: ignore[no-any-return]
+
     async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = await self._client.collective_rpc(
-            "deltawire", args=(operation,), kwargs=arguments
-        )
-        return answers
+        """Call all ranks of all engines, between two steps of their engine."""
+        if self._engines == 1:
+            return await self._client.collective_rpc("deltawire", args=(operation,), kwargs=arguments)  # type: ignore[no-any-return]
+        found = await self._engine_call("collective_rpc", "deltawire", None, (operation,), arguments)
+        return [answer for ranks in found for answer in ranks]
 
     def _all(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
         answers = self.run(self._call(operation, **arguments))

@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 from ...core.errors import Misconfigured
 from . import NEXT_STEP, named
 from .guard import problems_of
+from .hooks import hooked_layers
 from .rank import Rank
 
 
@@ -41,10 +42,12 @@ class DeltawireEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"the weight-transfer back end is deltawire, but nothing here follows a run: {NEXT_STEP}"
             )
         super().__init__(*args, **kwargs)
+        parallel = self.parallel_config
         self.rank = Rank(
             self.model,
-            self.parallel_config.rank,
+            parallel.data_parallel_index * parallel.world_size + parallel.rank,
             problems=lambda: problems_of(self.model, self.vllm_config),
+            hooks=lambda: hooked_layers(self.model),
             loading=lambda: set_current_vllm_config(self.vllm_config),
         )
 

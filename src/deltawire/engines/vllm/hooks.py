@@ -1,0 +1,55 @@
+"""Layers of a vLLM model that process their weights after loading, and how that is done to a copy of one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from .guard import forget_kernel
+from .learn import Layer, copy_of
+
+
+def hooked_layers(model: nn.Module) -> list[Layer]:
+    """Layers whose quantization method, which every linear layer and every group of experts has, has a hook. None in a
+    vLLM that does not note how parameters were before their hook."""
+    try:
+        return [*_hooked(model)]
+    except ImportError:
+        return []
+
+
+def _hooked(model: nn.Module) -> Iterator[Layer]:
+    for name, module in model.named_modules():
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and (loaded := _as_loaded(module)):
+            choices = [str(v) for key, v in sorted(vars(method).items()) if key.endswith(("backend", "experts_cls"))]
+            yield Layer(name, module, loaded, lambda made, m=method: _run(m, made), (type(method), *choices))  # type: ignore[misc]
+
+
+def _as_loaded(module: nn.Module) -> Mapping[str, Tensor]:
+    """The parameters that the loader fills, as vLLM noted them when it made the layer; without data."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    noted, _ = get_layerwise_info(module).restore_metadata
+    made = {}
+    for name, tensor in noted.items():
+        mine: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        mine.__class__ = tensor.__class__
+        mine.__dict__ = dict(tensor.__dict__)
+        # loaders that are methods of the layer are noted without it
+        made[name] = restore_layer_refs(mine, module)
+    return made
+
+
+def _run(method: Any, made: Any) -> None:
+    mine = copy_of(method) if isinstance(method, nn.Module) else copy.copy(method)
+    forget_kernel(mine)
+    made.quant_method = mine
+    made.__dict__.pop("_already_called_process_weights_after_loading", None)
+    mine.process_weights_after_loading(made)

@@ -1,0 +1,337 @@
+"""Learn where a layer's post-load hook puts its weights.
+
+After loading, a layer may rearrange its weights for a kernel: swap halves, pad, cut into tiles. No table of kernels is
+kept here. The layer's own hook is run on copies of the layer whose weights say where they come from, and what comes
+out is read:
+
+    1. Every traced rectangle (placement.py) has a number on each unit of its first row and first column, and zeros
+       elsewhere. A weight of 8 or 16 bits cannot hold the number, so it is passed digit by digit, one run per digit.
+    2. Where the numbers come out gives two small tables: unit [r, c] lies at rows[r] + columns[c].
+    3. Two runs with random bits confirm it for every unit, and show that nothing else depends on the weights.
+
+A hook that computes instead of moving fails in one of these steps, and the tensor is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .placement import Piece, Places, Standing, storage
+
+_Table = tuple[str, tuple[Any, ...], Any, Any]
+"""Name and form of a tensor of the layer; rows and columns of a rectangle, as in `Places`."""
+
+
+class Computes(Exception):
+    """A hook does more than move weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A layer with a post-load hook."""
+
+    name: str
+    module: nn.Module
+    loaded: Mapping[str, Tensor]
+    """Its parameters as the loader fills them, without data."""
+    hook: Callable[[nn.Module], object]
+    """Runs the hook on a copy of the module that `copy_of` made."""
+    key: tuple[Any, ...] = ()
+    """Layers with equal keys rearrange their weights in the same way."""
+
+
+@dataclass(slots=True)
+class Learned:
+    """What is known about the hooks of a model's layers."""
+
+    layers: Sequence[Layer]
+    _touches: dict[Any, bool] = field(default_factory=dict)
+    _tables: dict[Any, dict[tuple[Any, ...], _Table]] = field(default_factory=dict)
+
+    def standing(self) -> list[Standing]:
+        """Parameters that the loader should be traced with, in the place of those that hooks rearranged."""
+        found = []
+        for layer in self.layers:
+            key = _key(layer)
+            if key not in self._touches:
+                self._touches[key] = _touches(layer)
+            if self._touches[key]:
+                found += [Standing(layer.module, name, tensor) for name, tensor in layer.loaded.items()]
+        return found
+
+    def compose(self, pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], list[str]]:
+        """Where the hooks put the pieces that were traced without data; those that cannot be found stay as they are.
+        Returns all pieces and why some were not found."""
+        by_storage = {storage(t): (layer, name) for layer in self.layers for name, t in layer.loaded.items()}
+        wanted: dict[int, list[tuple[int, str]]] = {}
+        layers: dict[int, Layer] = {}
+        for number, piece in enumerate(pieces):
+            if piece.view.is_meta:
+                layer, name = by_storage[storage(piece.view)]
+                layers[id(layer)] = layer
+                wanted.setdefault(id(layer), []).append((number, name))
+        result, problems = [*pieces], []
+        for key, numbers in wanted.items():
+            layer = layers[key]
+            mine = [(name, pieces[number]) for number, name in numbers]
+            try:
+                for (number, _), placed in zip(numbers, self._placed(layer, mine), strict=True):
+                    result[number] = placed
+            except Computes as error:
+                problems.append(f"{layer.name!r}: {error}")
+            except Exception as error:
+                problems.append(
+                    f"{layer.name!r}: its hook cannot be run on a copy ({mine[0][1].region.tensor.name!r} and others): "
+                    f"{type(error).__name__}: {error}"
+                )
+        return tuple(result), problems
+
+    def _placed(self, layer: Layer, pieces: Sequence[tuple[str, Piece]]) -> list[Piece]:
+        tables = self._tables.get(_key(layer), {})
+        shapes = [_shape(name, piece) for name, piece in pieces]
+        if not all(shape in tables for shape in shapes):
+            tables = dict(zip(shapes, learn(layer, pieces), strict=True))
+            self._tables[_key(layer)] = tables
+        return [_at(layer, piece, tables[shape]) for (_, piece), shape in zip(pieces, shapes, strict=True)]
+
+
+def copy_of(module: nn.Module) -> Any:
+    """A copy of a module that a hook may change: dictionaries and buffers of its own, everything else shared."""
+    made = module.__new__(type(module))
+    made.__dict__.update(module.__dict__)
+    for kind in ("_parameters", "_modules"):
+        made.__dict__[kind] = dict(module.__dict__[kind])
+    made.__dict__["_buffers"] = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
+    made.__dict__["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
+    return made
+
+
+@torch.no_grad()
+def learn(layer: Layer, pieces: Sequence[tuple[str, Piece]]) -> list[_Table]:
+    """Where each piece lies once the hook has run. Raises Computes."""
+    tables = _tables(layer, pieces)
+    rest = [_confirm(layer, pieces, tables, seed) for seed in (1, 2)]
+    for name in rest[0].keys() | rest[1].keys():
+        a, b = (found.get(name) for found in rest)
+        if a is None or b is None or not all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)):
+            first = pieces[0][1].region.tensor.name
+            raise Computes(f"its hook computes {name!r} from {first!r} and others, or keeps a second copy there")
+    return tables
+
+
+def _tables(layer: Layer, pieces: Sequence[tuple[str, Piece]]) -> list[_Table]:
+    """Follow the first row and the first column of every piece."""
+    lines = [_lines(piece) for _, piece in pieces]
+    starts = np.cumsum([0, *(line.size for line in lines)])
+    digit = min(_digit(piece) for _, piece in pieces)
+    codes: dict[str, Any] = {}
+    forms: dict[str, tuple[Any, ...]] = {}
+    # what is there without weights: padding, and tensors of other kinds
+    still = _nonzero(_run(layer, _inputs(layer))[0])
+    done = 1
+    while done <= starts[-1]:
+        inputs = _inputs(layer)
+        for (name, _), line, start in zip(pieces, lines, starts, strict=False):
+            values = (start + np.arange(line.size)) // done % digit + 1
+            flat = _units(inputs[name])
+            flat[torch.from_numpy(line).to(flat.device)] = torch.from_numpy(values).to(flat)
+        outputs, _ = _run(layer, inputs)
+        forms = {name: _form(tensor) for name, tensor in outputs.items()}
+        for name, (places, found) in _nonzero(outputs).items():
+            new = ~np.isin(places, still[name][0]) if name in still else np.ones(places.size, bool)
+            places, code = places[new], (found[new].astype(np.int64) - 1) * done
+            known = codes.setdefault(name, [places, np.zeros(code.size, np.int64)])
+            if not np.array_equal(known[0], places):
+                raise Computes(f"its hook puts weights of {pieces[0][1].region.tensor.name!r} in places that vary")
+            known[1] += code
+        done *= digit
+    return [(name, forms[name], rows, columns) for name, rows, columns in _read(pieces, lines, starts, codes)]
+
+
+def _read(
+    pieces: Sequence[tuple[str, Piece]], lines: Any, starts: Any, codes: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    where = np.full(starts[-1], -1, np.int64)
+    owner = np.full(starts[-1], -1, np.int32)
+    for number, (places, code) in enumerate(codes.values()):
+        known = (code >= 0) & (code < starts[-1])
+        where[code[known]], owner[code[known]] = places[known], number
+    names, result = [*codes], []
+    for (_, piece), line, start in zip(pieces, lines, starts, strict=False):
+        mine = slice(start, start + line.size)
+        if (where[mine] < 0).any() or (owner[mine] != owner[start]).any():
+            raise Computes(f"its hook does not keep the weights of {piece.region.tensor.name!r} as they are")
+        rows = where[mine][: piece.region.rows]
+        columns = np.concatenate([rows[:1], where[mine][piece.region.rows :]]) - rows[0]
+        result.append((names[owner[start]], rows, columns))
+    return result
+
+
+def _confirm(layer: Layer, pieces: Sequence[tuple[str, Piece]], tables: Sequence[_Table], seed: int) -> Any:
+    """Run the hook on random bits and compare every unit. Returns what is not zero outside of the pieces."""
+    inputs = _inputs(layer)
+    random = torch.Generator().manual_seed(seed)
+    sent = []
+    for name, piece in pieces:
+        flat = _units(inputs[name])
+        size = flat.dtype.itemsize
+        bits = torch.randint(0, 256, (piece.region.units * size,), dtype=torch.uint8, generator=random).view(flat.dtype)
+        sent.append(bits.reshape(piece.region.rows, piece.region.columns))
+        _matrix(flat, piece).copy_(sent[-1])
+    outputs, others = _run(layer, inputs)
+    for (name, _, rows, columns), (_, piece), bits in zip(tables, pieces, sent, strict=True):
+        flat = _units(outputs[name])
+        at = torch.from_numpy(rows[:, None] + columns).to(flat.device).reshape(-1)
+        same = flat.dtype == bits.dtype and torch.equal(flat[at].cpu(), bits.reshape(-1))
+        if not same:
+            raise Computes(f"its hook changes the weights of {piece.region.tensor.name!r}, it does not only move them")
+        flat[at] = 0
+    return _nonzero(outputs | others)
+
+
+def _inputs(layer: Layer) -> dict[str, Tensor]:
+    """Parameters of a copy: zeros where weights are loaded to."""
+    device = next((p.device for p in layer.module.parameters(recurse=False)), torch.device("cpu"))
+    made = {}
+    for name, meta in layer.loaded.items():
+        made[name] = tensor = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+        tensor.zero_()
+        tensor.__class__ = meta.__class__
+        tensor.__dict__ = dict(meta.__dict__)
+    return made
+
+
+def _run(layer: Layer, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters and buffers of a copy after its hook, and other tensors that the hook left there."""
+    made = copy_of(layer.module)
+    for name, live in layer.module._parameters.items():
+        if live is not None and name not in parameters:
+            # not the loader's: as it is
+            made._parameters[name] = nn.Parameter(live.detach().clone(), requires_grad=False)
+    made._parameters.update(parameters)
+    before = {storage(t) for t in _attributes(layer.module).values()}
+    layer.hook(made)
+    found = {name: t.detach() for name, t in (*made._parameters.items(), *made._buffers.items()) if t is not None}
+    return found, {name: t for name, t in _attributes(made).items() if storage(t) not in before}
+
+
+def _attributes(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors that a module and the object that runs its kernel keep outside of its parameters."""
+    owners = (module, getattr(module, "quant_method", None))
+    return {n: t for o in owners if o is not None for n, t in vars(o).items() if isinstance(t, Tensor) and t.numel()}
+
+
+class _Touched(Exception):
+    pass
+
+
+class _Watch(TorchDispatchMode):
+    """Raises as soon as an operator is called with one of some tensors."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self._storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(storage(t) in self._storages for t in _tensors((args, kwargs))):
+            raise _Touched
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors([*value.values()])
+
+
+def _touches(layer: Layer) -> bool:
+    """Whether the hook does anything with the weights; it is run without data, up to the first operation on them."""
+    made = copy_of(layer.module)
+    made._parameters.update(layer.loaded)
+    try:
+        with _Watch({storage(t) for t in layer.loaded.values()}):
+            layer.hook(made)
+    except Exception:
+        return True
+    return any(
+        (t := made._parameters.get(name)) is None or storage(t) != storage(meta) or _form(t) != _form(meta)
+        for name, meta in layer.loaded.items()
+    )
+
+
+def _key(layer: Layer) -> tuple[Any, ...]:
+    forms = tuple((name, _form(tensor)) for name, tensor in layer.loaded.items())
+    return (type(layer.module), *layer.key, forms) if layer.key else (id(layer),)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _shape(name: str, piece: Piece) -> tuple[Any, ...]:
+    """A rectangle of a parameter."""
+    return name, piece.view.storage_offset(), tuple(piece.view.shape), piece.view.stride()
+
+
+def _at(layer: Layer, piece: Piece, table: _Table) -> Piece:
+    """The piece in the live memory of a layer: as a plain view where its rows are rows there too."""
+    name, form, rows, columns = table
+    live: Any = layer.module._parameters.get(name)
+    if live is None:
+        live = layer.module._buffers.get(name)
+    if live is None or _form(live) != form or live.dtype != piece.view.dtype:
+        raise Computes(f"its hook does not keep {piece.region.tensor.name!r} in a parameter of the same type")
+    live = live.detach()
+    step = int(rows[1] - rows[0]) if rows.size > 1 else columns.size
+    if np.array_equal(columns, np.arange(columns.size)) and step >= columns.size and (np.diff(rows) == step).all():
+        return replace(piece, view=torch.as_strided(live, piece.view.shape, (step, 1), int(rows[0])))
+    return replace(piece, view=_storage_of(live), places=Places(rows, columns))
+
+
+def _lines(piece: Piece) -> Any:
+    """Where the first column and the rest of the first row of a piece lie in the parameter's storage."""
+    first, (down, _) = piece.view.storage_offset(), piece.view.stride()
+    rows, columns = piece.view.shape
+    return first + np.concatenate([np.arange(rows) * down, np.arange(1, columns)]).astype(np.int64)
+
+
+def _digit(piece: Piece) -> int:
+    """How many digits a unit can hold, as finite numbers above zero of any float type."""
+    return (1 << (6 if piece.view.dtype.itemsize == 1 else 14)) - 1
+
+
+def _storage_of(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage, flat."""
+    count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    return torch.as_strided(tensor, (count,), (1,), 0)
+
+
+def _units(tensor: Tensor) -> Tensor:
+    """A tensor's storage as integers."""
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return _storage_of(torch.Tensor.detach(tensor)).view(signed[tensor.dtype.itemsize])
+
+
+def _matrix(flat: Tensor, piece: Piece) -> Tensor:
+    return torch.as_strided(flat, piece.view.shape, piece.view.stride(), piece.view.storage_offset())
+
+
+def _nonzero(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, Any]]:
+    """Places and values of units that are not zero."""
+    found = {}
+    for name, tensor in tensors.items():
+        flat = _units(tensor)
+        places = flat.nonzero().reshape(-1)
+        found[name] = places.cpu().numpy(), flat[places].cpu().numpy()
+    return found

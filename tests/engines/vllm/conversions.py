@@ -1,0 +1,163 @@
+"""The functions of a real vLLM that lay out weights for kernels, as plain functions: `make test-vllm`.
+
+Each one is run as the hook of a layer; what `learn` takes for a permutation must be one for other random bits too.
+Which of these kernels can compute on this machine does not matter: the functions only move bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deltawire.core.change import Region, whole
+from deltawire.core.schema import TensorSpec
+from deltawire.engines.vllm.learn import Layer, Learned
+from deltawire.engines.vllm.placement import Piece
+
+Convert = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Both projections of experts, [experts, 2 · inner, hidden] and [experts, hidden, inner]."""
+
+SHAPES = [(2, 64, 128), (4, 96, 64), (3, 256, 192)]
+"""Experts, inner and hidden size."""
+
+
+class Experts(nn.Module):
+    def __init__(self, experts: int, inner: int, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w13_weight = nn.Parameter(torch.zeros(experts, 2 * inner, hidden, dtype=dtype), requires_grad=False)
+        self.w2_weight = nn.Parameter(torch.zeros(experts, hidden, inner, dtype=dtype), requires_grad=False)
+
+    def fill(self, seed: int) -> dict[str, Tensor]:
+        """Random bits; a copy of them."""
+        random = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            flat = parameter.data.view(torch.uint8)
+            flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=random))
+        return {name: parameter.data.clone() for name, parameter in self.named_parameters()}
+
+
+def hook_of(convert: Convert) -> Callable[[Any], None]:
+    def hook(layer: Any) -> None:
+        w13, w2 = convert(layer.w13_weight.data, layer.w2_weight.data)
+        layer.w13_weight = nn.Parameter(w13, requires_grad=False)
+        layer.w2_weight = nn.Parameter(w2, requires_grad=False)
+
+    return hook
+
+
+def pieces_of(loaded: dict[str, Tensor], dtype: str) -> list[Piece]:
+    """As a loader fills experts: gate, up and down of each."""
+    found = []
+    for name, meta in loaded.items():
+        experts, rows, columns = meta.shape
+        parts = 2 if name.startswith("w13") else 1
+        for expert in range(experts):
+            for part in range(parts):
+                view = meta[expert].narrow(0, part * rows // parts, rows // parts)
+                spec = TensorSpec(f"{expert}.{name}.{part}", dtype, (rows // parts, columns))
+                region: Region = whole(spec)
+                found.append(Piece(region, view))
+    return found
+
+
+def is_learned(convert: Convert, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Learn the layout, convert other random bits, and find each of them where the layout says."""
+    layer = Experts(*shape, dtype)
+    loaded = {name: torch.empty_like(p, device="meta") for name, p in layer.named_parameters()}
+    learned = Learned([Layer("experts", layer, loaded, hook_of(convert))])
+    pieces = pieces_of(loaded, "BF16" if dtype == torch.bfloat16 else "F8_E4M3")
+    before = layer.fill(7)
+    hook_of(convert)(layer)
+    found, problems = learned.compose(pieces)
+    assert problems == []
+    units = torch.int16 if dtype.itemsize == 2 else torch.uint8
+    for piece, place in zip(pieces, found, strict=True):
+        name = piece.region.tensor.name.split(".")[1]
+        offset, (rows, columns), stride = piece.view.storage_offset(), piece.view.shape, piece.view.stride()
+        expected = torch.as_strided(before[name], (rows, columns), stride, offset)
+        if place.places is None:
+            live = place.view
+        else:
+            at = torch.from_numpy(place.places.rows[:, None] + place.places.columns)
+            live = place.view[at]
+        assert torch.equal(live.view(units), expected.view(units)), piece.region.tensor.name
+
+
+def unquantized(backend: str) -> Convert:
+    """vLLM's own choice of a conversion for experts that are not quantized."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized as oracle
+
+    def convert(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        inner = w2.shape[2]
+        config: Any = SimpleNamespace(
+            is_act_and_mul=True, intermediate_size_per_partition=inner, intermediate_size_per_partition_unpadded=inner
+        )
+        return oracle.convert_to_unquantized_kernel_format(oracle.UnquantizedMoeBackend[backend], config, w13, w2)
+
+    return convert
+
+
+def packed_for_cpu(isa: str) -> Convert:
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    return lambda w13, w2: (cpu_prepack_moe_weight(w13, isa), cpu_prepack_moe_weight(w2, isa))
+
+
+def padded_for_cpu(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+    """All that vLLM's experts on a CPU do: pad the inner size, then pack."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    experts: Any = CPUUnquantizedExperts.__new__(CPUUnquantizedExperts)
+    experts.moe_config = SimpleNamespace(intermediate_size_per_partition=w2.shape[2], activation=MoEActivation.SILU)
+    layer = Experts(1, 32, 32, w13.dtype)
+    layer.w13_weight, layer.w2_weight = (nn.Parameter(w, requires_grad=False) for w in (w13, w2))
+    experts._pad_moe_intermediate(layer)
+    return packed_for_cpu("vec")(layer.w13_weight.data, layer.w2_weight.data)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backend", ("TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS"))
+def test_experts_for_a_gpu(backend: str, shape: tuple[int, int, int]) -> None:
+    is_learned(unquantized(backend), shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("isa", ("vec", "amx"))
+def test_experts_packed_for_a_cpu(isa: str, shape: tuple[int, int, int]) -> None:
+    is_learned(packed_for_cpu(isa), shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(2, 48, 64), (3, 40, 96)])
+def test_experts_padded_for_a_cpu(shape: tuple[int, int, int]) -> None:
+    is_learned(padded_for_cpu, shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(2, 128, 128), (3, 256, 128)])
+def test_fp8_experts_with_halves_swapped(shape: tuple[int, int, int]) -> None:
+    """The weights' part of what vLLM does for FlashInfer CUTLASS."""
+    from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
+
+    is_learned(lambda w13, w2: (swap_w13_to_w31(w13), w2.clone()), shape, torch.float8_e4m3fn)
+
+
+def test_requantization_to_powers_of_two_is_refused() -> None:
+    """What vLLM does for DeepGEMM with UE8M0 scales computes new weights."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import requant_weight_ue8m0_inplace
+
+    def convert(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        for weight in (w13, w2):
+            experts, rows, columns = weight.shape
+            requant_weight_ue8m0_inplace(weight, torch.full((experts, rows // 128, columns // 128), 0.3), (128, 128))
+        return w13, w2
+
+    layer = Experts(2, 128, 128, torch.float8_e4m3fn)
+    loaded = {name: torch.empty_like(p, device="meta") for name, p in layer.named_parameters()}
+    _, problems = Learned([Layer("experts", layer, loaded, hook_of(convert))]).compose(pieces_of(loaded, "F8_E4M3"))
+    assert len(problems) == 1
+    assert "'0.w13_weight.0'" in problems[0]

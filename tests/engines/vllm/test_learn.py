@@ -1,0 +1,266 @@
+"""Layouts that post-load hooks make, learned by running them on copies; hooks that compute are refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_follower import World, loop  # noqa: E402
+from test_placement import as_tensors  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from vllm_fused import Fused, Hook  # noqa: E402
+
+from deltawire.core.schema import Schema, TensorSpec  # noqa: E402
+from deltawire.engines.vllm.device import DeviceShard  # noqa: E402
+from deltawire.engines.vllm.learn import Layer, Learned  # noqa: E402
+from deltawire.engines.vllm.placement import trace  # noqa: E402
+from deltawire.engines.vllm.shard import open_shard  # noqa: E402
+from deltawire.engines.vllm.target import WorkerError  # noqa: E402
+from deltawire.store import ObjectStore  # noqa: E402
+from support import random_bag  # noqa: E402
+
+__all__ = ["loop"]
+
+
+def each(change: Callable[[Tensor], Tensor]) -> Hook:
+    """A hook that puts something else in the place of each parameter."""
+
+    def hook(module: nn.Module) -> None:
+        for name, parameter in [*module._parameters.items()]:
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(change(parameter.data), requires_grad=False)
+
+    return hook
+
+
+def swap(w: Tensor) -> Tensor:
+    return torch.cat([w[w.shape[0] // 2 :], w[: w.shape[0] // 2]])
+
+
+def tiles(w: Tensor) -> Tensor:
+    """Tiles of 16 rows, column by column: as a CPU kernel packs."""
+    return w.reshape(-1, 16, w.shape[1]).transpose(1, 2).contiguous().view(w.shape)
+
+
+def pairs(w: Tensor) -> Tensor:
+    """Tiles of 16 rows, pairs of columns together: as AMX takes them."""
+    return w.reshape(-1, 16, w.shape[1] // 2, 2).transpose(1, 2).contiguous().view(w.shape)
+
+
+def padded(w: Tensor) -> Tensor:
+    """Rows to a multiple of 128, in another order, and columns to one of 128."""
+    out = torch.zeros(-(-w.shape[0] // 128) * 128, -(-w.shape[1] // 128) * 128, dtype=w.dtype)
+    out[: w.shape[0], : w.shape[1]] = w
+    return out[torch.arange(out.shape[0]).reshape(-1, 2).t().reshape(-1)]
+
+
+def transposed(w: Tensor) -> Tensor:
+    return w.t()
+
+
+def ones_around(w: Tensor) -> Tensor:
+    return torch.cat([torch.ones_like(w[:1]), w, torch.ones_like(w[:1])])
+
+
+def in_place(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.copy_(swap(parameter.data))
+
+
+MOVES = [each(swap), each(tiles), each(pairs), each(padded), each(transposed), each(ones_around), in_place]
+
+
+def located(hook: Hook, dtype: torch.dtype = torch.bfloat16, **sizes: int):  # type: ignore[no-untyped-def]
+    """A model after its hook, its pieces, and why some are not found."""
+    model = Fused(dtype=dtype, **sizes)
+    layers = model.hooked(hook)
+    bag = random_bag(model.schema(), 3)
+    model.load(as_tensors(bag), hook)
+    learned = Learned(layers)
+    placement = trace(model, model.load_weights, model.schema(), learned.standing())
+    return bag, *learned.compose(placement.pieces)
+
+
+@pytest.mark.parametrize("hook", MOVES)
+@pytest.mark.parametrize("ffn", (192, 224))
+def test_weights_are_found_where_a_hook_moved_them(hook: Hook, ffn: int) -> None:
+    bag, pieces, problems = located(hook, ffn=ffn)
+    assert problems == []
+    shard = open_shard(pieces)
+    for number, piece in enumerate(pieces):
+        expected = piece.region.matrix(bag.bits(piece.region.tensor.name))
+        assert np.array_equal(shard.read(number), expected), piece.region.tensor.name
+        corner = (slice(1, 3), slice(2, 5))
+        assert np.array_equal(shard.read(number, corner), expected[corner]) or piece.region.rows == 1
+
+
+def test_rows_that_stay_rows_are_plain_views() -> None:
+    """Swapped halves of gate and up are two plain pieces, which a device patches as it patches all others."""
+
+    def placed(hook: Hook) -> set[str]:
+        _, pieces, _ = located(hook)
+        return {piece.region.tensor.name.split(".")[1] for piece in pieces if piece.places is not None}
+
+    assert placed(each(swap)) == {"down"}
+    assert placed(each(tiles)) == {"gate", "up", "down"}
+
+
+def test_a_device_refuses_weights_in_tiles() -> None:
+    _, pieces, _ = located(each(tiles))
+    with pytest.raises(ValueError, match=r"a kernel keeps '0\.down\.weight' in tiles"):
+        DeviceShard(pieces)
+
+
+def test_a_hook_that_leaves_weights_alone_is_not_run_on_copies() -> None:
+    runs = []
+    model = Fused()
+    learned = Learned(model.hooked(lambda module: runs.append(module)))
+    assert learned.standing() == []
+    assert len(runs) == 2
+
+
+class Stack(nn.Module):
+    """Layers of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 48, bias=False, dtype=torch.bfloat16) for _ in range(3))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            dict(self.named_parameters())[name].data.copy_(tensor)
+
+
+def test_layers_alike_are_learned_once() -> None:
+    runs = []
+
+    def hook(module: nn.Module) -> None:
+        runs.append(module)
+        each(tiles)(module)
+
+    model = Stack()
+    schema = Schema.build([TensorSpec(name, "BF16", tuple(p.shape)) for name, p in model.named_parameters()])
+    learned = Learned(
+        [
+            Layer(str(n), layer, {"weight": torch.empty_like(layer.weight, device="meta")}, hook, ("tiles",))
+            for n, layer in enumerate(model.layers)
+        ]
+    )
+    standing = learned.standing()
+    assert (len(standing), len(runs)) == (3, 1)
+    for layer in model.layers:
+        each(tiles)(layer)
+    pieces, problems = learned.compose(trace(model, model.load_weights, schema, standing).pieces)
+    assert problems == []
+    # without weights, a digit, two times random bits
+    assert len(runs) == 1 + 4
+    assert [piece.view.untyped_storage()._cdata for piece in pieces] == [
+        layer.weight.untyped_storage()._cdata for layer in model.layers
+    ]
+
+
+def scaled(w: Tensor) -> Tensor:
+    return w * 2
+
+
+def quantized(w: Tensor) -> Tensor:
+    return w.to(torch.float8_e4m3fn)
+
+
+def summed(module: nn.Module) -> None:
+    each(tiles)(module)
+    module.total = sum(p.float().sum() for p in module.parameters()).reshape(1)  # type: ignore[union-attr,assignment]
+
+
+def copied(module: nn.Module) -> None:
+    each(tiles)(module)
+    module.register_buffer("again", next(module.parameters()).data.clone(), persistent=False)
+
+
+def sorted_rows(w: Tensor) -> Tensor:
+    return w[w[:, 0].float().argsort()]
+
+
+def failing(w: Tensor) -> Tensor:
+    raise RuntimeError("no kernel for this device")
+
+
+@pytest.mark.parametrize(
+    "hook, reason",
+    [
+        (each(scaled), "'0.down.weight'"),
+        (each(quantized), "'0.down.weight'"),
+        (each(sorted_rows), "'0.down.weight'"),
+        (summed, "'total'"),
+        (copied, "second copy"),
+        (each(failing), "'0.down.weight' and others.: RuntimeError: no kernel for this device"),
+    ],
+)
+def test_a_hook_that_computes_is_refused_by_name(hook: Hook, reason: str) -> None:
+    model = Fused()
+    learned = Learned(model.hooked(hook))
+    pieces, problems = learned.compose(trace(model, model.load_weights, model.schema(), learned.standing()).pieces)
+    assert len(problems) == 2
+    assert "'down'" in problems[0]
+    assert re.search(reason, problems[0]), problems[0]
+    with pytest.raises(ValueError, match=r"not known where '0\.down\.weight' lies"):
+        open_shard(pieces)
+
+
+def test_probing_leaves_the_live_layer_as_it_is() -> None:
+    model = Fused()
+    hook = each(tiles)
+    layers = model.hooked(hook)
+    model.load(as_tensors(random_bag(model.schema(), 3)), hook)
+    before = {name: (id(p), p.data.view(torch.int16).clone()) for name, p in model.named_parameters()}
+    learned = Learned(layers)
+    learned.compose(trace(model, model.load_weights, model.schema(), learned.standing()).pieces)
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == before[name][0]
+        assert torch.equal(parameter.data.view(torch.int16), before[name][1])
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_a_server_with_packed_weights_is_patched(
+    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop, world: int
+) -> None:
+    """Deltas and full weights, staged, written, taken back and proven through the learned layout."""
+    made = World(tmp_path, store, loop, world, each(tiles))
+    for _ in range(2):
+        made.publish()
+    assert made.sync() == 2
+    assert made.target.guard == "patch"
+    made.holds(2)
+    made.client.fail[world - 1, "apply"] = 1
+    made.publish()
+    with pytest.raises(WorkerError, match="a fault that a test asked for"):
+        made.sync()
+    made.holds(2)
+    assert made.sync() == 3
+    made.holds(3)
+    # full weights: those that differ little, and those that differ everywhere
+    assert made.sync(0) == 0
+    made.holds(0)
+    made.publish(density=0.9)
+    assert made.sync() == 4
+    made.holds(4)
+    made.publisher.close()
+
+
+def test_a_server_whose_hook_computes_is_reloaded(
+    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop
+) -> None:
+    made = World(tmp_path, store, loop, 2, each(scaled))
+    version = made.publish()
+    assert made.sync() == version
+    assert made.target.guard.startswith("reload: 'down': its hook")
+    assert "'0.down.weight'" in made.target.guard
+    made.holds(version)
+    made.publisher.close()
