@@ -7,6 +7,8 @@
     az://container/run             Azure Blob Storage
     hf://buckets/me/name/run       a Hugging Face bucket, with the `hub` extra
 
+Several addresses of the same run, with commas between them, are read as one: the first that answers (mirrored.py).
+
 Credentials come from the environment or the files of the AWS tools, never from the URL. The URL may name an endpoint
 and a region (s3://bucket/run?endpoint=http://127.0.0.1:8333). docs/stores.md has the details.
 """
@@ -22,6 +24,7 @@ from deltawire.core.errors import BadURL
 from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store
 from deltawire.store.hub import HubStore
 from deltawire.store.local import LocalStore
+from deltawire.store.mirrored import MirroredStore
 from deltawire.store.object import SCHEMES, ObjectStore
 from deltawire.store.retry import Retrying
 
@@ -30,6 +33,7 @@ __all__ = [
     "Fetched",
     "HubStore",
     "LocalStore",
+    "MirroredStore",
     "ObjectInfo",
     "ObjectStore",
     "Retrying",
@@ -38,6 +42,8 @@ __all__ = [
 ]
 
 _SCHEMES = sorted(("file", "hf", *SCHEMES))
+_ANOTHER = re.compile(r",(?=[a-z0-9]+://)")
+"""Between two addresses. A comma that no address follows is part of a name."""
 
 
 def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> Store:
@@ -47,7 +53,12 @@ def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> 
     """
     if isinstance(where, Store):
         return where
-    store = _open(os.fspath(where))
+    addresses = _ANOTHER.split(os.fspath(where))
+    if len(addresses) > 1:
+        # little patience with each: the next one may answer at once
+        stores = [Retrying(_open(each), attempts=3, total_s=5.0) if retry else _open(each) for each in addresses]
+        return MirroredStore(stores)
+    store = _open(addresses[0])
     return Retrying(store) if retry else store
 
 

@@ -1,0 +1,154 @@
+"""Several buckets of one run: a reader goes on with another one when its own is cut off."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltawire.core import keys
+from deltawire.core.errors import ObjectNotFound, RunNotFound, StoreUnavailable, Unsupported
+from deltawire.replica import Replica
+from deltawire.store import LocalStore, MirroredStore, Retrying, Store, open_store
+from deltawire.testing import CountingStore, FlakyStore
+from deltawire.trainer import Publisher
+from support import HookedStore, blank, history, publish, same
+
+VERSIONS = history(5)
+
+
+class Cut:
+    """A hook that makes a store unavailable while it is set."""
+
+    def __init__(self) -> None:
+        self.off = False
+
+    def __call__(self, moment: str, verb: str, key: str) -> None:
+        if self.off and moment == "before":
+            raise StoreUnavailable(f"{verb} {key}: no route")
+
+
+@pytest.fixture
+def region(tmp_path: Path) -> tuple[Path, Path]:
+    publish(LocalStore(tmp_path / "us"), VERSIONS[:3], anchor_ratio=1e9)
+    shutil.copytree(tmp_path / "us", tmp_path / "eu")
+    return tmp_path / "us", tmp_path / "eu"
+
+
+def copied(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True)
+
+
+def test_a_replica_goes_on_with_the_mirror_and_comes_back_without_a_full_download(region: tuple[Path, Path]) -> None:
+    us, eu = region
+    cut, weights = Cut(), blank(VERSIONS[0])
+    home, mirror = CountingStore(LocalStore(us)), CountingStore(LocalStore(eu))
+    store = MirroredStore([HookedStore(home, cut), mirror], back_s=0.5)
+    replica = Replica(store, id="r", heartbeat=10)
+    following = replica.follow(weights, poll=0.02)
+    assert next(following) == 2
+    assert (mirror.bytes_in, store.current.url) == (0, LocalStore(us).url)
+    # the region is cut off; the trainer and the keeper are not
+    cut.off = True
+    publish(LocalStore(us), [VERSIONS[3]], anchor_ratio=1e9)
+    copied(us, eu)
+    assert next(following) == 3
+    assert same(weights, VERSIONS[3])
+    anchor = next((eu / "anchors").iterdir()).stat().st_size
+    assert 0 < mirror.bytes_in < anchor, "one delta and small records"
+    assert (eu / keys.replica("r")).exists(), "it is seen where it reads"
+    # and back: the mirror stays behind
+    cut.off = False
+    home.reset()
+    publish(LocalStore(us), [VERSIONS[4]], anchor_ratio=1e9)
+    assert next(following) == 4
+    assert same(weights, VERSIONS[4])
+    assert 0 < home.bytes_in < anchor
+    replica.close()
+
+
+def test_a_replica_that_starts_while_its_bucket_is_cut_off(region: tuple[Path, Path]) -> None:
+    us, eu = region
+    dead = FlakyStore(LocalStore(us), drop=1.0)
+    weights = blank(VERSIONS[0])
+    assert Replica(MirroredStore([dead, LocalStore(eu)]), heartbeat=0).sync(weights) == 2
+    assert same(weights, VERSIONS[2])
+    with pytest.raises(StoreUnavailable, match="none of the 2 buckets"):
+        Replica(MirroredStore([dead, dead]), heartbeat=0).sync(weights)
+
+
+def test_a_mirror_that_is_behind_never_takes_a_replica_back(region: tuple[Path, Path]) -> None:
+    us, eu = region
+    cut, weights = Cut(), blank(VERSIONS[0])
+    publish(LocalStore(us), [VERSIONS[3]], anchor_ratio=1e9)
+    store = MirroredStore([HookedStore(LocalStore(us), cut), LocalStore(eu)])
+    replica = Replica(store, heartbeat=0)
+    following = replica.follow(weights, poll=0.02)
+    assert next(following) == 3
+    cut.off = True
+    waiting = threading.Thread(target=lambda: next(following, None))
+    waiting.start()
+    while store.current.url != LocalStore(eu).url:
+        time.sleep(0.01)
+    assert (replica.version, same(weights, VERSIONS[3])) == (3, True)
+    replica.close()
+    waiting.join()
+
+
+def test_another_run_is_no_mirror(region: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    us, _ = region
+    publish(LocalStore(tmp_path / "other"), history(4, seed=8))
+    cut = Cut()
+    for place in ("other", "empty"):
+        store = MirroredStore([HookedStore(LocalStore(us), cut), LocalStore(tmp_path / place)])
+        cut.off, weights = False, blank(VERSIONS[0])
+        replica = Replica(store, heartbeat=0)
+        replica.sync(weights)
+        cut.off = True
+        with pytest.raises(StoreUnavailable):
+            replica.sync(weights)
+        assert same(weights, VERSIONS[2])
+        assert "is not a mirror" in caplog.text
+
+
+def test_etags_are_those_of_one_bucket() -> None:
+    stores: list[Any] = [open_store(f"memory://etags-{name}", retry=False) for name in "ab"]
+    for store, data in zip(stores, (b"1", b"2"), strict=True):
+        store.put("k", data)
+    cut = Cut()
+    store = MirroredStore([HookedStore(stores[0], cut), stores[1]])
+    found = store.get("k")
+    assert store.get_if_changed("k", found.etag) is None
+    cut.off = True
+    changed = store.get_if_changed("k", found.etag)
+    assert changed is not None
+    assert changed.data == b"2"
+    assert store.get_if_changed("k", changed.etag) is None
+    assert [item.key for item in store.list()] == ["k"]
+    assert (store.head("k").size, store.get_range("k", 0, 1)) == (1, b"2")
+    with pytest.raises(ObjectNotFound):
+        store.get("x")
+
+
+def test_addresses_with_commas_are_for_readers(region: tuple[Path, Path]) -> None:
+    us, eu = region
+    both = f"file://{us},file://{eu}"
+    store = open_store(both)
+    assert isinstance(store, MirroredStore)
+    assert Replica(both, heartbeat=0).sync(blank(VERSIONS[0])) == 2
+    with pytest.raises(Unsupported, match="name one of the addresses alone"):
+        Publisher(both)
+    for write in (store.put, store.put_if_absent):
+        with pytest.raises(Unsupported):
+            write("x", b"")
+    with pytest.raises(Unsupported):
+        store.delete("x")
+    # a comma in a name
+    plain: Store = open_store(f"{us},x")
+    assert isinstance(plain, Retrying)
+    with pytest.raises(RunNotFound):
+        Replica(plain, heartbeat=0).sync(blank(VERSIONS[0]))
