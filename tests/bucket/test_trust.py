@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from deltawire.bucket import trust as trusting
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
-from deltawire.bucket.trust import Seen, Trust, delegate, delegation
+from deltawire.bucket.trust import LinkSigner, Seen, Trust, delegate, delegation
 from deltawire.bucket.verify import verify
 from deltawire.core import keys
 from deltawire.core.errors import (
+    DeltawireError,
     ForeignObject,
     HashMismatch,
     ManifestError,
@@ -28,11 +29,11 @@ from deltawire.core.errors import (
     SignatureError,
     VersionNotFound,
 )
-from deltawire.core.manifest import Head, dump
-from deltawire.core.signing import MANIFEST, SigningKey
+from deltawire.core.manifest import Delegated, Head, dump
+from deltawire.core.signing import LINKS, MANIFEST, Endorsement, SigningKey
 from deltawire.replica import Replica
 from deltawire.store import Store, open_store
-from deltawire.testing import CountingStore
+from deltawire.testing import CountingStore, FlakyStore
 from deltawire.trainer import Publisher
 from support import blank, copy, held, history, publish, same
 
@@ -409,30 +410,109 @@ def test_trust_is_checked_when_it_is_given(run: Store) -> None:
 # ── keepers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_runs_key_delegates_and_no_other(run: Store) -> None:
+class Links(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Any record that a keeper signs."""
+
+    run: str
+    signer: str = ""
+    delegation: Endorsement | None = None
+    signature: str = ""
+
+
+def opened_as_keeper(run: Store) -> Run:
     opened = Run.open(run, trust=Trust(OWN.public, remember=False))
-    assert delegation(opened, OTHER.public) is None
-    delegate(opened, OWN, OTHER.public)
-    delegate(opened, OWN, NEXT.public)
-    for keeper in (OTHER, NEXT):
-        statement = delegation(opened, keeper.public)
-        assert statement is not None
-        opened.trust.check_keeper(keeper.public, [statement], "a page")
-        with pytest.raises(SignatureError, match="has not made a keeper"):
-            opened.trust.check_keeper(keeper.public, [], "a page")
+    opened.newest()
+    return opened
+
+
+def read(run: Run, data: bytes) -> None:
+    assert run.trust is not None
+    run.trust.check_links(msgspec.json.decode(data, type=Links), data, "a page")
+
+
+def test_a_keeper_signs_links_once_the_runs_key_has_delegated(run: Store) -> None:
+    opened = opened_as_keeper(run)
+    signer, record = LinkSigner(opened, OTHER), Links(opened.info.run)
+    with pytest.raises(NotTheSigner, match="deltawire delegate"):
+        signer.seal(record)
     with pytest.raises(NotTheSigner):
         delegate(opened, OTHER, NEXT.public)
-    # written by somebody else
-    run.put(keys.DELEGATED, b'{"run":"x"')
-    assert delegation(opened, OTHER.public) is None
-    forged = trusting.Delegated(opened.info.run, (OTHER.endorse("keeper", opened.info.run, NEXT.public),))
-    run.put(keys.DELEGATED, dump(forged))
-    assert delegation(opened, NEXT.public) is None
+    delegate(opened, OWN, NEXT.public)
+    delegate(opened, OWN, OTHER.public)
+    data = signer.seal(record)
+    read(opened, data)
+    read(opened_as_keeper(run), LinkSigner(opened, NEXT).seal(record))
+    with pytest.raises(Misconfigured, match="must check what it reads"):
+        LinkSigner(Run.open(run), OTHER)
+
+
+def test_forged_links_are_refused(run: Store, tmp_path: Path, sign: Path) -> None:
+    opened = opened_as_keeper(run)
+    delegate(opened, OWN, OTHER.public)
+    record = Links(opened.info.run)
+    good = LinkSigner(opened, OTHER).seal(record)
+    statement = delegation(opened, OTHER.public)
+    assert statement is not None
+
+    def signed(key: SigningKey, **fields: Any) -> bytes:
+        return key.seal(LINKS, msgspec.json.encode(msgspec.structs.replace(record, **fields)))
+
+    elsewhere = open_store(str(tmp_path / "elsewhere"))
+    publish(elsewhere, VERSIONS[:1], sign=sign)
+    of_another_run = OWN.endorse("keeper", Run.open(elsewhere).info.run, NEXT.public)
+    forgeries = [
+        msgspec.json.encode(record),
+        good.replace(b'"run":"', b'"run":"0'),
+        signed(NEXT, signer=NEXT.public, delegation=statement),
+        signed(NEXT, signer=OTHER.public, delegation=statement),
+        signed(NEXT, signer=NEXT.public, delegation=NEXT.endorse("keeper", opened.info.run, NEXT.public)),
+        signed(NEXT, signer=NEXT.public, delegation=OTHER.endorse("keeper", opened.info.run, NEXT.public)),
+        signed(NEXT, signer=NEXT.public, delegation=of_another_run),
+        OTHER.seal(MANIFEST, msgspec.json.encode(msgspec.json.decode(good))),
+    ]
+    for data in forgeries:
+        with pytest.raises(SignatureError):
+            read(opened, data)
+    # what somebody else wrote there is no delegation
+    for content in (b'{"run":"x"', dump(Delegated(opened.info.run, (OTHER.endorse("keeper", "x", NEXT.public),)))):
+        run.put(keys.DELEGATED, content)
+        assert delegation(opened, NEXT.public) is None
 
 
 def test_a_delegation_ends_with_the_key_that_made_it(rotated: Store) -> None:
     opened = Run.open(rotated, trust=OWN.public)
-    statement = OWN.endorse("keeper", opened.info.run, OTHER.public)
     opened.newest()
-    with pytest.raises(SignatureError):
-        opened.trust.check_keeper(OTHER.public, [statement], "a page")
+    statement = OWN.endorse("keeper", opened.info.run, OTHER.public)
+    record = Links(opened.info.run, OTHER.public, statement)
+    with pytest.raises(SignatureError, match="has not made a keeper"):
+        read(opened, OTHER.seal(LINKS, msgspec.json.encode(record)))
+
+
+def test_the_private_key_leaves_no_trace(
+    store: Store, sign: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nowhere in the bucket, in a log line, in an error or in anything that prints itself."""
+    text = sign.read_text().splitlines()[1]
+    digits = text.partition(":")[2]
+    caplog.set_level("DEBUG")
+    monkeypatch.setenv("DELTAWIRE_SIGN", text)
+    said: list[object] = []
+    publisher = Publisher(FlakyStore(store, drop=0.3, seed=4), on_version=said.append)
+    for weights in VERSIONS[:4]:
+        try:
+            publisher.publish(weights).result(60)
+        except DeltawireError as error:
+            said += [error, error.__cause__, error.__context__]
+    said += [publisher, publisher._options, publisher._pipeline._options]
+    with suppress(DeltawireError):
+        publisher.close()
+    Replica(store, trust=OWN.public).sync(blank(VERSIONS[0]))
+    monkeypatch.setenv("DELTAWIRE_SIGN", text[:-2])
+    with pytest.raises(Misconfigured) as wrong:
+        Publisher(store)
+    said.append(wrong.value)
+    assert Run.open(store).newest() is not None
+    seen = caplog.text + repr(said) + "".join(map(str, said))
+    for item in store.list():
+        assert digits.encode() not in store.get(item.key).data
+    assert digits[:16] not in seen

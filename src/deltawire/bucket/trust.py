@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -29,6 +29,7 @@ from ..core.keys import DELEGATED
 from ..core.manifest import Delegated, Manifest, dump, parse
 from ..core.signing import (
     KEEPER,
+    LINKS,
     MANIFEST,
     NEXT_KEY,
     Endorsement,
@@ -140,12 +141,53 @@ class RunTrust:
                 f"{self.newest[0]} was seen before: newer ones were removed, or this is an old copy"
             )
 
-    def check_keeper(self, signer: str, endorsements: Iterable[Endorsement], what: str) -> None:
-        """Raise SignatureError unless the key that signs the run now has delegated to this keeper's key."""
-        if self.newest is None or signer not in endorsed(KEEPER, self._run, {self.newest[1]}, endorsements):
+    def check_links(self, record: SignedLinks, data: bytes, what: str) -> None:
+        """Raise SignatureError unless added links are signed by a key that the run's present key has delegated to."""
+        if not record.signer or record.delegation is None:
+            raise SignatureError(f"{what} is not signed by a keeper, and only signed links are accepted here")
+        present = set() if self.newest is None else {self.newest[1]}
+        if record.signer not in endorsed(KEEPER, self._run, present, [record.delegation]) - present:
             raise SignatureError(
-                f"{what} is signed by {signer[:80]}, which the run's key has not made a keeper: see deltawire delegate"
+                f"{what} is signed by {record.signer[:80]}, which the run's key has not made a keeper: see deltawire "
+                "delegate"
             )
+        check_seal(LINKS, data, record.signer, what)
+
+
+class SignedLinks(Protocol):
+    """A record of links that a keeper has added."""
+
+    @property
+    def signer(self) -> str: ...
+    @property
+    def delegation(self) -> Endorsement | None: ...
+
+
+class LinkSigner:
+    """Signs the links that a keeper adds to a signed run."""
+
+    def __init__(self, run: Run, key: SigningKey) -> None:
+        """Raises Misconfigured where the run is read without a trusted key: what it signs must have been checked."""
+        if run.trust is None:
+            raise Misconfigured(
+                f"a keeper that signs links to {run.store.url} must check what it reads: name the run's public key "
+                "(DELTAWIRE_TRUST)"
+            )
+        self._run, self._key, self._trust = run, key, run.trust
+        self._delegation: Endorsement | None = None
+
+    def seal(self, record: msgspec.Struct) -> bytes:
+        """Return the bytes of a record with its signature. Raises NotTheSigner if the run's key has not delegated."""
+        present = self._trust.newest[1] if self._trust.newest else ""
+        if self._delegation is None or self._delegation.by != present:
+            self._delegation = delegation(self._run, self._key.public)
+        if self._delegation is None:
+            raise NotTheSigner(
+                f"the key of {self._run.store.url} has not made {self._key.public} a keeper: deltawire delegate "
+                f"RUN {self._key.public} --sign KEY, with the key that signs its versions"
+            )
+        signed = msgspec.structs.replace(record, signer=self._key.public, delegation=self._delegation)
+        return self._key.seal(LINKS, dump(signed))
 
 
 def delegate(run: Run, key: SigningKey, keeper: str) -> None:
