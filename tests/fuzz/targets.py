@@ -199,7 +199,7 @@ class Runs:
         self._home = Path(tempfile.mkdtemp(prefix="deltawire-fuzz-"))
 
     def _made(self) -> dict[str, bytes]:
-        store: Store = ObjectStore.from_url("memory://fuzz-corpus")
+        store: Store = ObjectStore.from_url(f"memory://fuzz-{type(self).__name__}")
         files = {"config.json": b'{"model_type": "toy"}', "tokenizer.json": b"{}"}
         with (
             fixed_marks(),
@@ -407,8 +407,15 @@ class SignedRuns(Runs):
         super().__init__()
 
     def make(self, rng: Random, kind: str) -> Case:
-        made = super().make(rng, kind.removeprefix("signed "))
-        return Case(kind, rng.choice(self._READS), made.files)
+        files = super().make(rng, kind.removeprefix("signed ")).files
+        for key, data in files.items():
+            if data and key.startswith(keys.VERSIONS) and rng.random() < 0.8:
+                with suppress(ValueError, AttributeError, RecursionError):
+                    # where a signature is looked for, so that it is checked
+                    value = json.loads(data)
+                    seal = json.dumps({"signature": value.pop("signature", "0" * 128)}, separators=(",", ":"))
+                    files[key] = json.dumps(value).encode()[:-1] + b"," + seal[1:].encode()
+        return Case(kind, rng.choice(self._READS), files)
 
     def _sealed(self, key: str, value: dict[str, Any]) -> bytes:
         data = super()._sealed(key, value)
