@@ -33,6 +33,7 @@ ELSEWHERE = {
     "deltawire/core/codecs/context/old_weights.py": "kernels/test_kernels_block.py",
     "deltawire/core/codecs/context/runs.py": "core/codecs/context/test_encoder.py",
     # parts of a server, tested from outside
+    "deltawire/engines/cache_server.py": "bucket/test_neighbour.py",
     "deltawire/engines/control.py": "engines/server/test_app.py",
     "deltawire/engines/follower.py": "engines/server/test_server_follower.py",
     "deltawire/engines/http.py": "engines/server/test_server_requests.py",

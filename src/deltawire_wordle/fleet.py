@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,16 @@ def versions_of(choice: Mapping[str, Any]) -> list[int]:
 class Fleet:
     """Several rollout servers. Each request goes to the least busy one; one that failed is skipped for REST_S."""
 
-    def __init__(self, urls: Sequence[str], client: httpx.AsyncClient, model: str | None = None) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        client: httpx.AsyncClient,
+        model: str | None = None,
+        oldest: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`oldest` returns the oldest version to sample with now: a server behind it catches up first."""
         self._servers = [_Server(url.rstrip("/")) for url in urls]
-        self._client = client
+        self._client, self._oldest = client, oldest
         self._extra = {"model": model} if model else {}
 
     async def complete(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[Sample, list[int]]]:
@@ -59,8 +66,10 @@ class Fleet:
             await asyncio.sleep(server.skipped_until - time.monotonic())
             server.busy += len(prompts)
             try:
-                answer = await self._client.post(f"{server.url}/v1/completions", json=body)
-                if answer.status_code < 500:
+                bound = {names.MIN_VERSION_HEADER: str(self._oldest())}
+                answer = await self._client.post(f"{server.url}/v1/completions", json=body, headers=bound)
+                # 409: it cannot catch up in time
+                if answer.status_code < 500 and answer.status_code != 409:
                     samples = _samples(server.url, answer)
                     server.works()
                     return samples

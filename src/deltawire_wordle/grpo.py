@@ -134,6 +134,8 @@ class Rollouts:
     ) -> None:
         self._urls, self._task, self._settings, self._model = servers, task, settings, model
         self._headers = headers
+        self.oldest = 0
+        """The oldest version whose samples would still be trained on; servers behind it catch up first."""
         self._done: queue.Queue[Group | BaseException] = queue.Queue()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
@@ -181,7 +183,7 @@ class Rollouts:
         # shorter than that of vLLM's servers (5 s), or one may close a connection just as it is used again
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
         async with httpx.AsyncClient(timeout=ANSWER_S, limits=limits, headers=self._headers) as client:
-            fleet = Fleet(self._urls, client, self._model)
+            fleet = Fleet(self._urls, client, self._model, lambda: self.oldest)
             tasks: list[asyncio.Task[Any]] = [
                 asyncio.create_task(self._work(fleet)) for _ in range(self._settings.workers)
             ]
@@ -310,6 +312,10 @@ class Ledger:
         first = min(self._steps)
         return step - self._steps[max(before)] if before else step + first - version
 
+    def since(self, step: int) -> int:
+        """The first version in the bucket with the weights of a training step or a later one; else the newest."""
+        return min((version for version, carried in self._steps.items() if carried >= step), default=max(self._steps))
+
     def settle(self, model: PreTrainedModel, step: int, seconds: float) -> list[Published]:
         """Publish these weights, retrying for so many seconds; raises the last error after that."""
         began, new = time.monotonic(), []
@@ -373,6 +379,8 @@ def train(
                 return
             group = rollouts.take()
             published += ledger.arrived()
+            if settings.staleness is not None:
+                rollouts.oldest = ledger.since(step - 1 - settings.staleness)
             if group is None:
                 if ledger.owed:
                     # otherwise no server would ever sample with weights that are new enough

@@ -198,6 +198,7 @@ def test_which_sync_a_version_was() -> None:
     for version in (0, 1, 1, None, 2):
         syncs.add(handle(version))
     assert [syncs.sync_of(version) for version in (-1, 0, 1, 2, 3)] == [0, 1, 3, 5, 5]
+    assert [syncs.since(sync) for sync in (-3, 0, 1, 2, 4, 5, 6)] == [0, 0, 0, 1, 2, 2, 2]
     waiting = PublishHandle()
     syncs.add(waiting)
     assert syncs.sync_of(3) == 5, "not in the bucket yet, so no server has it"

@@ -84,6 +84,22 @@ def test_an_answer_cut_short_by_a_shutdown_is_no_sample(monkeypatch: pytest.Monk
     assert ask({"a": cut, "b": completion}) == ["a", "b"]
 
 
+def test_only_versions_that_are_new_enough_are_asked_for() -> None:
+    """A server that cannot catch up in time is left alone for a moment, like one that fails."""
+    asked: list[tuple[str, str]] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.host, request.headers["deltawire-min-version"]))
+        return httpx.Response(409, text="has version 6") if request.url.host == "a" else completion(request)
+
+    async def all_of_it() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(handle)) as client:
+            await Fleet(["http://a", "http://b"], client, oldest=lambda: 7).complete([[1]], 5)
+
+    asyncio.run(all_of_it())
+    assert asked == [("a", "7"), ("b", "7")]
+
+
 def test_a_server_that_refuses_ends_it() -> None:
     with pytest.raises(ServerRefused, match="answered 400"):
         ask({"a": lambda _: httpx.Response(400, text="max_tokens")})

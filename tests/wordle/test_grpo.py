@@ -160,6 +160,16 @@ def test_age_is_counted_in_steps_not_in_versions(publisher: Publisher, model: to
     assert ledger.age(last + 1, 3) == 0, "a version that servers heard of first is new"
 
 
+def test_the_oldest_version_of_a_step(publisher: Publisher, model: torch.nn.Module) -> None:
+    ledger = Ledger(publisher)
+    for step in (1, 2, 3):
+        ledger.publish(moved(model), step, {})
+        publisher.flush()
+    ledger.arrived()
+    assert [ledger.since(step) for step in (-4, 0, 1, 3)] == [0, 0, 1, 3]
+    assert ledger.since(9) == 3, "nothing newer is in the bucket yet"
+
+
 def test_versions_from_before_are_older_still(publisher: Publisher, model: torch.nn.Module) -> None:
     publisher.publish(moved(model), wait=True)
     publisher.publish(moved(model), wait=True)
@@ -203,6 +213,7 @@ class Given:
 
     def __init__(self, groups: list[Group]) -> None:
         self._groups = groups
+        self.oldest = 0
 
     def take(self) -> Group | None:
         return self._groups.pop(0) if self._groups else None
@@ -230,6 +241,7 @@ def test_samples_that_are_too_old_are_dropped(publisher: Publisher, model: torch
     for step in grpo.train(learner, Ledger(publisher), given, settings, steps=3):  # type: ignore[arg-type]
         publisher.flush()
         done.append((step.step, step.dropped, step.staleness, step.stalest))
+    assert given.oldest == 1, "in the third step, samples of version 1 are one step old"
     assert learner.batches == [[0, 0], [0, 0], [1, 2]]
     assert done == [(1, 0, 0, 0), (2, 0, 1, 1), (3, 2, 0.5, 1)]
 

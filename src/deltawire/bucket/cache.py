@@ -28,6 +28,7 @@ from blake3 import blake3
 from ..core.manifest import Blob
 from ..core.settings import gigabytes
 from ..store import Store
+from .neighbour import is_address
 
 log = logging.getLogger("deltawire")
 
@@ -54,7 +55,7 @@ class Cache:
     def of_this_host(cls, store: Store) -> Cache | None:
         """Return the cache that the environment names; None for a store in a folder, which would only be copied."""
         folder = os.environ.get("DELTAWIRE_CACHE")
-        if not folder or store.url.startswith("file:"):
+        if not folder or is_address(folder) or store.url.startswith("file:"):
             return None
         return cls(Path(folder).expanduser(), gigabytes("DELTAWIRE_CACHE_GB", DEFAULT_GB))
 

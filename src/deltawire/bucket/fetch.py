@@ -20,6 +20,7 @@ from ..core.parallel import for_each
 from ..store import Store
 from ..store.base import Settling
 from .cache import Cache, hash_of
+from .neighbour import Neighbour
 
 SMALL = 1 << 20
 """Bytes of an object that Python itself may copy. It holds its lock meanwhile, for which the threads of a server wait:
@@ -87,14 +88,23 @@ class FetchedObject:
 
 
 def fetch(
-    store: Store, blob: Blob, progress: Progress | None = None, *, shared: bool = True, one_of: int = 1
+    store: Store,
+    blob: Blob,
+    progress: Progress | None = None,
+    *,
+    shared: bool = True,
+    one_of: int = 1,
+    cache: Cache | None = None,
 ) -> FetchedObject:
     """Fetch the object that a manifest names. Raises HashMismatch if it is not that object.
 
-    shared   allow the cache of this host, if there is one (cache.py)
+    shared   allow the cache of this host or site, if there is one (cache.py, neighbour.py)
     one_of   number of objects fetched and kept open at the same time: they share memory and connections
+    cache    use this cache, and no other
     """
-    cache = Cache.of_this_host(store) if shared else None
+    neighbour = Neighbour.of_this_site(store) if shared and cache is None else None
+    if cache is None and shared:
+        cache = Cache.of_this_host(store)
     if cache is not None:
         moved = False
 
@@ -113,9 +123,9 @@ def fetch(
     if blob.size <= IN_MEMORY // one_of:
         descriptor = _file_in_memory() if blob.size > SMALL else -1
         fetched = FetchedObject(blob.size, descriptor, in_memory=True)
-        return _download_or_close(store, blob, fetched, progress, one_of)
+        return _download_or_close(store, blob, fetched, progress, one_of, neighbour)
     try:
-        return _download_or_close(store, blob, FetchedObject(blob.size, _temporary()), progress, one_of)
+        return _download_or_close(store, blob, FetchedObject(blob.size, _temporary()), progress, one_of, neighbour)
     except OSError as error:
         raise StoreFull(
             f"no room for the {blob.size:,} bytes of {blob.key} in {tempfile.gettempdir()}: {error}"
@@ -137,9 +147,22 @@ def _temporary() -> int:
 
 
 def _download_or_close(
-    store: Store, blob: Blob, into: FetchedObject, progress: Progress | None, one_of: int
+    store: Store,
+    blob: Blob,
+    into: FetchedObject,
+    progress: Progress | None,
+    one_of: int,
+    neighbour: Neighbour | None,
 ) -> FetchedObject:
     try:
+        if neighbour is not None and neighbour.read(blob, into.write):
+            clock = time.perf_counter()
+            if into.hash() == blob.hash:
+                into.hashing_s = time.perf_counter() - clock
+                if progress:
+                    progress(blob.size)
+                return into
+            neighbour.failed(f"what it sent for {blob.key} has another hash")
         return _download(store, blob, into, progress, one_of)
     except BaseException:
         into.close()

@@ -15,7 +15,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,10 +41,13 @@ PROBE_EVERY = 16
 
 _FASTEST_S = 0.05
 _SLICE_S = 0.1
-"""How soon a wait for announcements notices that it must stop."""
+"""How soon a wait notices that it must stop, or that somebody waits for a version."""
 
 _LISTENING_S = 30.0
 """A store that announces is still asked this often: announcements get lost."""
+
+_HURRY_S = 0.25
+"""Most seconds between two looks while somebody waits for a version."""
 
 _SILENCE_S = (1.0, 60.0)
 """Delays before the first attempt to listen again and, at most, between later ones."""
@@ -114,10 +117,14 @@ def following(run: Run, version: int, newest: int) -> int:
 class Watcher:
     """Looks for new versions of a run, for one follower. Use as a context manager, from one thread at a time."""
 
-    def __init__(self, store: Store, *, poll: float, stop: threading.Event) -> None:
+    def __init__(
+        self, store: Store, *, poll: float, stop: threading.Event, hurry: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`hurry` returns whether somebody waits for a version; then looks are close together."""
         self._store = store
         self._poll = poll
         self._stop = stop
+        self._hurry = hurry
         self._rhythm = Rhythm(poll)
         self._etag: str | None = None
         self._headless = False
@@ -215,15 +222,15 @@ class Watcher:
             )
             self._listener.start()
         pause = self._rhythm.pause(time.monotonic()) * random.uniform(0.75, 1.0)
-        if self._listener is None or not self._listener.is_alive():
-            self._stop.wait(pause)
-            return
+        event = self._announced if self._listener is not None and self._listener.is_alive() else self._stop
         begun = time.monotonic()
         while not self._stop.is_set():
-            # in each round: the store may stop announcing meanwhile
+            # in each round: the store may stop announcing meanwhile, or somebody wait
             patience = max(pause, min(10 * self._poll, _LISTENING_S)) if self._listening else pause
+            if self._hurry():
+                patience = min(patience, _HURRY_S)
             left = begun + patience - time.monotonic()
-            if left <= 0 or self._announced.wait(min(left, _SLICE_S)):
+            if left <= 0 or event.wait(min(left, _SLICE_S)):
                 break
         self._announced.clear()
 

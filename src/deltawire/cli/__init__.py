@@ -123,6 +123,8 @@ COMMANDS = {
     "serve": "deltawire.cli.serve",
     "env": "deltawire_wordle.env_command",
     "log": "deltawire.cli.log",
+    "fleet": "deltawire.cli.fleet",
+    "cache": "deltawire.cli.cache",
     "dash": "deltawire.cli.dash",
     "show": "deltawire.cli.show",
     "diff": "deltawire.cli.diff",

@@ -109,6 +109,28 @@ def command(
     request_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.001, help="For one answer, then a 504.", rich_help_panel=_SIZE)
     ] = 600.0,
+    version_wait: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            envvar="DELTAWIRE_VERSION_WAIT",
+            show_envvar=False,
+            help="For a version that a request asks for, then a 409.",
+            rich_help_panel=_SIZE,
+        ),
+    ] = 30.0,
+    address: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar="DELTAWIRE_ADDRESS",
+            show_envvar=False,
+            help="For clients, as `deltawire fleet` shows it; by default where it listens.",
+            rich_help_panel=_FLOW,
+            show_default=False,
+        ),
+    ] = "",
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -182,6 +204,8 @@ def command(
             poll=poll,
             kv=kv.value if kv else None,
             token=token,
+            address=address,
+            version_wait=version_wait,
             extra=[*length, "--logprobs-mode", logprobs_mode.value, *ctx.args],
         )
     from ..engines.server import Connections, Limits, Options, RolloutServer
@@ -207,6 +231,8 @@ def command(
         guard_all=guard_all,
         max_body=int(max_body * 1e6),
         request_timeout=request_timeout,
+        version_wait=version_wait,
+        address=address,
         connections=Connections(max_connections),
         grace=grace,
     )

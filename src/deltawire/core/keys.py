@@ -111,6 +111,11 @@ def check_data(key: str) -> None:
         raise ForeignObject(f"a manifest names {key[:120]!r}, which is not a data object of this run")
 
 
+def is_object(key: str) -> bool:
+    """Whether a manifest may name this key: an anchor, a delta or a companion file."""
+    return _DATA.fullmatch(key) is not None or is_file(key)
+
+
 def is_file(key: str) -> bool:
     return _FILE.fullmatch(key) is not None
 

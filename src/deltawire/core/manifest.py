@@ -279,6 +279,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """Ranges of versions whose objects it is fetching: prune keeps them while the heartbeat is fresh."""
     syncs: tuple[SyncRecord, ...] = ()
     """The latest syncs, oldest first."""
+    address: str = ""
+    """Where clients reach its server, host:port; empty where there is none. Untrusted: see `bucket/fleet.py`."""
 
 
 @overload

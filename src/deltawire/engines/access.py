@@ -29,6 +29,19 @@ def is_loopback(host: str | None) -> bool:
         return host == "localhost"
 
 
+def public_address(host: str | None, port: int) -> str:
+    """Return host:port for clients of a server that listens there, as far as this machine can know it."""
+    if host in (None, "", "0.0.0.0", "::"):
+        # all addresses of this machine: the one that packets to other networks leave from; nothing is sent
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))
+                host = str(probe.getsockname()[0])
+            except OSError:
+                host = "127.0.0.1"
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+
+
 def is_bearer(header: str, token: str) -> bool:
     """Whether an Authorization header carries this token."""
     scheme, _, given = header.partition(" ")

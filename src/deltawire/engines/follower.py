@@ -25,6 +25,7 @@ class Follower:
     pin         stay at this version, older ones included
     poll        seconds between two looks at the run, at most
     following   go to every new version; else catch up once and then wait for `command`
+    address     where clients reach the server, host:port, for its heartbeat
     pause       entered while live weights are written and proven
     on_failure  called when the run can never be followed; `failure` has the reason
     """
@@ -43,12 +44,13 @@ class Follower:
         following: bool = True,
         reference: str | Path | None = None,
         heartbeat: float = 10.0,
+        address: str = "",
         pause: Callable[[], AbstractContextManager[object]] = nullcontext,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self.replica = Replica(
-            run, id=id, reference=reference, heartbeat=heartbeat, pause=pause,
-            on_version=self._moved, on_name=self._named,
+            run, id=id, reference=reference, heartbeat=heartbeat, address=address, pause=pause,
+            on_version=self._moved, on_name=self._renamed,
         )  # fmt: skip
         self.pin = pin
         self.syncs = 0
@@ -59,6 +61,8 @@ class Follower:
         """Set once the weights were a version that may be served."""
         self.failure: DeltawireError | None = None
         """Why following has ended."""
+        self.listeners: set[Callable[[], None]] = set()
+        """Called whenever the version may have changed, by the thread that syncs; they must return quickly."""
         self._target, self._poll, self._following, self._on_failure = target, poll, following, on_failure
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self.loop, name="deltawire-follower", daemon=True)
@@ -106,10 +110,18 @@ class Follower:
 
     def loop(self) -> None:
         """Catch up, then follow until `stop`. Errors are logged and shown by `state`; only `fatal` ones end it."""
+        try:
+            self._follow()
+        finally:
+            # the heartbeat counts as fresh for a while, but no client should come any more
+            self.replica.leave()
+
+    def _follow(self) -> None:
         while not self._stop.is_set():
             try:
                 for version in self.replica.follow(self._target, poll=self._poll, stop=self._stop, pin=self._stay):
                     self._arrived(version)
+                    self._tell()
             except self.fatal as error:
                 self.failure = error
                 log.error("this server cannot follow %s: %s", self.replica.url, error)
@@ -139,6 +151,11 @@ class Follower:
             if pin:
                 self.pin = reached
             self._arrived(reached)
+            self._tell()
+
+    def hurry(self, seconds: float) -> None:
+        """Look for versions more often for so many seconds, because somebody waits for one."""
+        self.replica.hurry(seconds)
 
     def _stay(self) -> int | None:
         """Return the version to stay at, or None to follow the run."""
@@ -150,6 +167,14 @@ class Follower:
         self.phases = {**synced.timings, "total": synced.seconds}
         took = "  ".join(f"{phase} {seconds * 1e3:.0f} ms" for phase, seconds in self.phases.items())
         log.info("serving v%d  %s", synced.version, took)
+
+    def _renamed(self, version: int | None) -> None:
+        self._named(version)
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in tuple(self.listeners):
+            listener()
 
     def _named(self, version: int | None) -> None:
         """Called after every sync that was tried, and with None as soon as the weights are found to be no version."""

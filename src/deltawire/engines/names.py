@@ -8,6 +8,12 @@ from typing import Any
 VERSION_HEADER = "deltawire-version"
 """Response header of a completion: the versions that made it, ascending, such as `41` or `41,42`."""
 
+MIN_VERSION_HEADER = "deltawire-min-version"
+"""Request header: tokens of this version or a later one are accepted (bounds.py)."""
+
+EXACT_VERSION_HEADER = "deltawire-exact-version"
+"""Request header: only tokens of this version are accepted."""
+
 VERSIONS_FIELD = "weight_versions"
 """Field of each choice: `[{"version": 41, "start": 0, "end": 17}, …]`, by output token, `end` exclusive."""
 

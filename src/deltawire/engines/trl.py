@@ -102,7 +102,9 @@ class BucketTransfer:
             model = trainer.accelerator.unwrap_model(trainer.model)
             self._model = model.get_base_model() if is_peft(model) else model
             self._options.setdefault("tokenizer", trainer.processing_class)
-            trainer.rollout_queue = TrueVersions.over(trainer.rollout_worker, self._syncs)
+            trainer.rollout_queue = TrueVersions.over(
+                trainer.rollout_worker, self._syncs, getattr(trainer.args, "max_staleness", None)
+            )
             self._publish(trainer._streaming_iter(), step=0)
             trainer.vllm_client.wait_for_server_ready = partial(
                 wait_for_server, trainer.vllm_client.server_url, trainer.vllm_client.server_timeout, self._open()
@@ -239,6 +241,18 @@ class Syncs:
             # versions rise with syncs; those merged into one version have the same
             at = bisect.bisect_right([self._versions[sync] for sync in syncs], version)
             return syncs[at - 1] if at else 0
+
+    def since(self, sync: int) -> int:
+        """Return the first version that a sync or a later one became; the newest known one if there is none yet.
+
+        0 for what was before the first sync.
+        """
+        if sync <= 0:
+            return 0
+        with self._lock:
+            self._settle()
+            later = [version for known, version in self._versions.items() if known >= sync]
+            return min(later) if later else max(self._versions.values(), default=0)
 
     def metrics(self) -> dict[str, float]:
         with self._lock:

@@ -2,7 +2,9 @@
 
 The worker's loop runs in a child process, talks to the server and marks each sample there; the trainer takes samples
 from a queue in its own process. So the loop marks them with the version of the run, the oldest that had a part in them,
-and the queue translates to the trainer's count, which is what its staleness limit is about.
+and the queue translates to the trainer's count, which is what its staleness limit is about. In the other direction the
+number that the trainer shares with the loop becomes the oldest version that it would accept, and the loop asks servers
+for no older one: a server that is behind catches up first, instead of making samples that are thrown away.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import requests
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
 from ..trainer import Publisher
+from .names import MIN_VERSION_HEADER
 from .trl import Syncs, versions_in
 
 log = logging.getLogger("deltawire")
@@ -48,6 +51,8 @@ class VersionedLoop(_AsyncRolloutLoop):
     async def _post(self, path: str, payload: dict[str, Any], *args: Any, **options: Any) -> dict[str, Any]:
         if self.lora_name is None and "model" in payload:
             payload = {**payload, "model": await self._served_name(payload["model"])}
+            # of every request from now on: it never falls
+            self.session.headers[MIN_VERSION_HEADER] = str(self.model_version)
         answer: dict[str, Any] = await super()._post(path, payload, *args, **options)
         seen = _oldest.get()
         if seen is not None:
@@ -76,7 +81,8 @@ class TrueVersions:
         self._queue, self._syncs = queue, syncs
 
     @classmethod
-    def over(cls, worker: AsyncRolloutWorker, syncs: Syncs) -> TrueVersions:
+    def over(cls, worker: AsyncRolloutWorker, syncs: Syncs, max_staleness: int | None) -> TrueVersions:
+        """Let a worker mark samples with versions of the run and, with a limit, ask servers for versions within it."""
         if not isinstance(worker, AsyncRolloutWorker):
             raise TypeError(
                 f"attach() knows TRL's own AsyncRolloutWorker, not {type(worker).__name__}: "
@@ -84,6 +90,14 @@ class TrueVersions:
             )
         # before start(): the child is told which loop to run
         worker._loop_cls = VersionedLoop
+
+        def update(sync: int) -> None:
+            # the loop needs no count of syncs, only the oldest version that the trainer would accept
+            if max_staleness is not None:
+                worker.model_version = syncs.since(sync - max_staleness)
+
+        if worker._loop_kwargs.get("lora_name") is None:
+            worker.update_model_version = update
         return cls(worker.rollout_buffer, syncs)
 
     def get(self, *args: Any, **options: Any) -> Any:

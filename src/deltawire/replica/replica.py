@@ -18,6 +18,8 @@ import msgspec
 
 from ..bucket.cache import Cache
 from ..bucket.fetch import Progress
+from ..bucket.fleet import checked_address
+from ..bucket.neighbour import Neighbour
 from ..bucket.references import resolver
 from ..bucket.replay import State
 from ..bucket.run import DAMAGE, SMALL, Run
@@ -129,6 +131,7 @@ class Replica:
     prove       recompute the digest of all live weights after every apply (default). Without it the digest is still
                 checked before the write, from the delta and the weights it meets.
     heartbeat   seconds between heartbeat objects in the bucket; 0 writes none
+    address     where clients reach the server of these weights, host:port, for the heartbeat
     reference   folder of the checkpoint that version 0 refers to, if the run's own name for it does not work here
     max_model_gb  the largest model that the run may declare; DELTAWIRE_MAX_MODEL_GB, or 4000, by default
     trust       public keys whose signatures are accepted: text, a file with one per line, or several; by default
@@ -145,6 +148,7 @@ class Replica:
         id: str | None = None,
         prove: bool = True,
         heartbeat: float = 10.0,
+        address: str = "",
         reference: str | Path | None = None,
         max_model_gb: float | None = None,
         trust: Trust | KeysLike | None = None,
@@ -158,6 +162,7 @@ class Replica:
         self._store = open_store(address_only(run))
         # a wrong setting is an error now, not with every version
         Cache.of_this_host(self._store)
+        Neighbour.of_this_site(self._store)
         self._trust = Trust.of(trust)
         self._max_model_gb, self._prove, self._strict = max_model_gb, prove, strict
         self._pause, self._on_version, self._on_name = pause, on_version, on_name
@@ -184,6 +189,9 @@ class Replica:
         """Bytes fetched in this sync."""
         self._syncs: deque[SyncRecord] = deque(maxlen=SYNCS)
         self._heartbeat = heartbeat
+        self._address = checked_address(address) if address else ""
+        self._hurry_until = 0.0
+        """Until when somebody waits for a version, by the monotonic clock."""
         self._beat_at = 0.0
         self._beating = threading.Lock()
         self._may_not_beat = False
@@ -321,7 +329,7 @@ class Replica:
         Replica. Raises SchemaMismatch if the model is not the run's.
         """
         stop = stop or threading.Event()
-        with Watcher(self._store, poll=poll, stop=stop) as watcher:
+        with Watcher(self._store, poll=poll, stop=stop, hurry=self._is_hurried) as watcher:
             while not stop.is_set() and not self._closed.is_set():
                 reached = self._look(model, every, pin, watcher)
                 if reached is None:
@@ -365,6 +373,19 @@ class Replica:
             self._trouble = f"{type(error).__name__}: {error}"
             raise
         return None
+
+    def hurry(self, seconds: float) -> None:
+        """Let `follow` look for new versions more often for so many seconds, because somebody waits for one."""
+        self._hurry_until = max(self._hurry_until, time.monotonic() + seconds)
+
+    def _is_hurried(self) -> bool:
+        return time.monotonic() < self._hurry_until
+
+    def leave(self) -> None:
+        """Take the server's address out of the heartbeat, so that no proxy sends clients there any more."""
+        if self._address:
+            self._address = ""
+            self._beat(force=True)
 
     def close(self) -> None:
         """End `follow` at its next poll. The weights do not change."""
@@ -560,7 +581,7 @@ class Replica:
             timings = {name: round(seconds, 6) for name, seconds in dict(self._timings).items()}
             beat = Heartbeat(
                 self._run.info.run, self._id, self._version, self._newest, not error, self._beat_at,
-                _as_text(error)[:500], timings, self._reading, tuple(self._syncs),
+                _as_text(error)[:500], timings, self._reading, tuple(self._syncs), self._address,
             )  # fmt: skip
             while len(data := dump(beat)) > SMALL and beat.syncs:
                 beat = msgspec.structs.replace(beat, syncs=beat.syncs[len(beat.syncs) // 2 + 1 :])

@@ -358,6 +358,33 @@ def test_control_routes_need_the_token(scene: Scene) -> None:
     assert scene.server.http.get("/deltawire/digest").status_code == 401
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_get_the_versions_they_accept(scene: Scene, stream: bool) -> None:
+    def ask(kind: str, version: int, tokens: int = 8) -> tuple[int, str]:
+        body = {"model": scene.server.name, "prompt": [5, 9, 11], "max_tokens": tokens, "ignore_eos": True}
+        bound = {f"deltawire-{kind}-version": str(version)}
+        answer = scene.server.http.post("/v1/completions", json={**body, "stream": stream}, headers=bound, timeout=120)
+        return answer.status_code, answer.text
+
+    version = scene.settle()
+    with ThreadPoolExecutor() as pool:
+        later = pool.submit(ask, "min", version + 1)
+        assert scene.trainer.publish() == version + 1
+        status, text = later.result(120)
+        assert (status, f'"version":{version + 1},' in text) == (200, True)
+        assert f'"version":{version},' not in text
+        status, text = ask("exact", version)
+        assert (status, json.loads(text)["error"]["version"]) == (409, version + 1)
+        # whatever a sync does meanwhile: tokens of another version never pass for an answer
+        long = pool.submit(ask, "exact", version + 1, 200)
+        scene.trainer.publish()
+        status, text = long.result(120)
+    if f'"version":{version + 2},' in text or status != 200:
+        assert '"type":"version_error"' in text.replace(" ", "")
+        assert '"weight_versions"' not in text
+    scene.settle()
+
+
 def test_the_digest_of_the_live_weights_is_the_manifests(scene: Scene) -> None:
     version = scene.settle()
     answer = scene.server.http.get("/deltawire/digest", headers=BEARER).raise_for_status().json()

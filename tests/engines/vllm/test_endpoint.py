@@ -6,6 +6,7 @@ import asyncio
 import logging
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,35 @@ def test_versions_are_written_as_everywhere(world: World, make: Any, tmp_path: P
     assert server.request("POST", "/update_weights", json={"version": 1.5}).status_code == 400
     with pytest.raises(Misconfigured, match=r"DELTAWIRE_PIN is 'v1\.5': .*it has versions 0 to 2"):
         make(f"{tmp_path}/run", DELTAWIRE_PIN="v1.5").start()
+
+
+def test_requests_get_the_versions_they_accept(world: World, make: Any, tmp_path: Path) -> None:
+    server = make(f"{tmp_path}/run", DELTAWIRE_VERSION_WAIT="60", DELTAWIRE_ADDRESS="10.0.0.5:8000").start()
+    server.app.add_api_route("/v1/completions", lambda: {"choices": []}, methods=["POST"])
+
+    def ask(**bound: str) -> httpx.Response:
+        return server.request(
+            "POST", "/v1/completions", headers={f"deltawire-{k}-version": v for k, v in bound.items()}
+        )
+
+    until(lambda: server.get("/deltawire/status")["state"] == "healthy")
+    assert ask(min="0").headers["deltawire-version"] == "0"
+    assert ask(min="newest").status_code == 400
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ask, min="1")
+        until(lambda: server.plugin._follower.listeners)
+        world.publish()
+        assert waiting.result(60).headers["deltawire-version"] == "1"
+    past = ask(exact="0")
+    assert (past.status_code, past.json()["error"]["version"]) == (409, 1)
+    until(lambda: Run.open(str(tmp_path / "run")).heartbeats()[0].address == "10.0.0.5:8000")
+
+
+def test_a_server_without_a_run_has_no_version(make: Any) -> None:
+    server = make().start()
+    server.app.add_api_route("/v1/completions", lambda: {"choices": []}, methods=["POST"])
+    refused = server.request("POST", "/v1/completions", headers={"deltawire-min-version": "0"})
+    assert (refused.status_code, refused.json()["error"]["version"]) == (409, None)
 
 
 def test_a_run_that_is_mistyped_leaves_the_server_free_for_the_right_one(make: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deltawire.engines.names import VERSION_HEADER
+from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
 from deltawire.engines.vllm.samples import VersionMiddleware, observe
 
 
@@ -38,18 +38,23 @@ class Engine:
             self.closed += 1
 
 
-def call(engine: Any, app: Any, path: str = "/v1/completions", present: Any = lambda: 7) -> tuple[dict, bytes]:
-    """Headers and body that a client sees."""
+def call(
+    engine: Any, app: Any, path: str = "/v1/completions", present: Any = lambda: 7, bound: tuple[str, str] | None = None
+) -> tuple[dict, bytes]:
+    """Headers and body that a client sees; the status is among the headers."""
     observe(engine, present)
     sent: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(VersionMiddleware(app, present)({"type": "http", "method": "POST", "path": path}, None, send))
+    follower = SimpleNamespace(listeners=set(), pin=None, hurry=lambda seconds: None)
+    asked = [(bound[0].encode(), bound[1].encode())] if bound else []
+    scope = {"type": "http", "method": "POST", "path": path, "headers": asked}
+    asyncio.run(VersionMiddleware(app, present, lambda: follower, 0.05)(scope, None, send))
     assert [m["type"] for m in sent].count("http.response.start") == 1
     body = b"".join(m.get("body", b"") for m in sent[1:])
-    headers = dict(sent[0]["headers"])
+    headers = {**dict(sent[0]["headers"]), b"status": sent[0]["status"]}
     if b"content-length" in headers:
         assert int(headers[b"content-length"]) == len(body)
     return headers, body
@@ -148,3 +153,60 @@ def test_a_client_that_leaves_closes_the_engines_stream() -> None:
     scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
     asyncio.run(VersionMiddleware(app, lambda: 7)(scope, None, None))
     assert engine.closed == 1
+
+
+# ── requests that accept only some versions ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "header, version, status",
+    [
+        (MIN_VERSION_HEADER, "7", 200),
+        (MIN_VERSION_HEADER, "8", 409),
+        (EXACT_VERSION_HEADER, "7", 200),
+        (EXACT_VERSION_HEADER, "6", 409),
+        (EXACT_VERSION_HEADER, "latest", 400),
+    ],
+)
+def test_a_bound_is_checked_before_the_engine_is_asked(header: str, version: str, status: int) -> None:
+    engine = Engine([output(0, [span("7", 0, 2)])])
+    headers, body = call(engine, plain(engine), bound=(header, version))
+    assert headers[b"status"] == status
+    assert headers[VERSION_HEADER.encode()] == b"7"
+    assert engine.closed == (status == 200)
+    if status != 200:
+        assert json.loads(body)["error"]["code"] == status
+        assert json.loads(body)["error"].get("version", 7) == 7
+
+
+def test_a_bound_holds_to_the_last_token() -> None:
+    """The version changes between the check and the first token, or later."""
+    for spans in ([span("6", 0, 2)], [span("7", 0, 2), span("8", 2, 4)]):
+        engine = Engine([output(0, spans)])
+        headers, body = call(engine, plain(engine), bound=(EXACT_VERSION_HEADER, "7"))
+        assert headers[b"status"] == 409
+        assert json.loads(body)["error"]["version"] == 7
+        assert "tokens were made by" in json.loads(body)["error"]["message"]
+    engine = Engine([output(0, [span("7", 0, 2), span("8", 2, 4)])])
+    headers, _ = call(engine, plain(engine), bound=(MIN_VERSION_HEADER, "7"))
+    assert (headers[b"status"], headers[VERSION_HEADER.encode()]) == (200, b"7,8")
+
+
+def test_a_stream_that_breaks_its_bound_ends_with_the_error() -> None:
+    engine = Engine([output(0, None, finished=False), output(0, [span("7", 0, 1), span("8", 1, 2)])])
+    chosen = [{"index": 0, "text": "a", "finish_reason": None}], [{"index": 0, "text": "b", "finish_reason": "stop"}]
+    lines = [json.dumps({"choices": choices}, separators=(",", ":")) for choices in chosen]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async for _ in engine.generate(0):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for line in [*lines, "[DONE]"]:
+            await send({"type": "http.response.body", "body": f"data: {line}\n\n".encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    _, body = call(engine, app, bound=(EXACT_VERSION_HEADER, "7"))
+    first, last, done, _ = body.decode().split("\n\n")
+    assert json.loads(first.removeprefix("data: "))["choices"] == chosen[0]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == 409
+    assert done == "data: [DONE]"

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import control, names
 from ..access import is_bearer
+from ..bounds import BadBound, Bound, reached
 from .answers import Answer, ChatAnswer, CompletionAnswer, made_by
 from .requests import ChatRequest, CompletionRequest, Refused, parse
 from .scheduler import QueueFull, Updates, notify
@@ -169,15 +170,25 @@ def _is_allowed(scope: Scope, options: Options) -> bool:
 async def _answer(server: RolloutServer, http: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
     events: Events = asyncio.Queue()
     try:
+        bound = Bound.of(http.headers.raw)
         sequences, answer = await _read(server, http, kind, events)
+    except BadBound as error:
+        raise Refused(str(error)) from None
     except ClientDisconnect:
         return Response(status_code=499)
-    # at the deadline generation ends: a stream ends with "abort", any other response is a 504
     loop, seconds = asyncio.get_running_loop(), server.options.request_timeout
-    deadline = loop.call_later(seconds, server.scheduler.cancel, sequences)
+    until, wait = loop.time() + seconds, min(server.options.version_wait, seconds)
+    if bound is not None and not await reached(bound, server.follower, lambda: server.follower.version, wait):
+        return _conflict(server, bound)
+    try:
+        server.scheduler.add(sequences)
+    except QueueFull:
+        raise Refused("the queue is full; try again", status=503, kind="overloaded_error") from None
+    # at the deadline generation ends: a stream ends with "abort", any other response is a 504
+    deadline = loop.call_at(until, server.scheduler.cancel, sequences)
     if answer.request.stream:
         headers = {"cache-control": "no-cache", names.VERSION_HEADER: str(server.follower.version)}
-        chunks = _stream(server, sequences, answer, events, deadline)
+        chunks = _stream(server, sequences, answer, events, deadline, bound)
         return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
     try:
         if not await _finished(server, http, sequences, events):
@@ -190,13 +201,22 @@ async def _answer(server: RolloutServer, http: Request, kind: type[CompletionReq
         raise Refused(message, status=504, kind="timeout_error")
     if "error" in reasons:
         raise Refused("computing this failed; the server's log says why", status=500, kind="internal_error")
+    if bound is not None and not all(bound.allows(version) for s in sequences for version, _ in s.spans):
+        return _conflict(server, bound, made_by(sequences))
     return _json(answer.whole(sequences), headers={names.VERSION_HEADER: made_by(sequences)})
+
+
+def _conflict(server: RolloutServer, bound: Bound, made: str = "") -> Response:
+    """The 409 for a request that accepts other versions than this server has, or than made its answer."""
+    version = server.follower.version
+    headers = {names.VERSION_HEADER: str(version)} if version is not None else {}
+    return _json(bound.refusal(version, made), 409, headers)
 
 
 async def _read(
     server: RolloutServer, http: Request, kind: type[CompletionRequest] | type[ChatRequest], events: Events
 ) -> tuple[list[Sequence], Answer]:
-    """Read and check a request, and queue its sequences."""
+    """Read and check a request; its sequences are not queued yet."""
     body, most = bytearray(), server.options.max_body
     try:
         async for part in http.stream():
@@ -211,14 +231,10 @@ async def _read(
             raise Refused(f"not ready, {state}: {reason}", status=503, kind="unavailable_error")
         # tokenizing a long prompt takes long, so it is not done in the event loop
         said, until = bytes(body), time.monotonic() + PREPARE_S
-        sequences, answer = await server.offload.run(PREPARE_S, lambda: _prepare(server, said, kind, events, until))
-        server.scheduler.add(sequences)
-        return sequences, answer
+        return await server.offload.run(PREPARE_S, lambda: _prepare(server, said, kind, events, until))
     except asyncio.TimeoutError:
         message = f"reading this request took more than {PREPARE_S:g} s; send less text, or try again"
         raise Refused(message, status=503, kind="overloaded_error") from None
-    except QueueFull:
-        raise Refused("the queue is full; try again", status=503, kind="overloaded_error") from None
     finally:
         server.held -= len(body)
 
@@ -283,7 +299,12 @@ async def _finished(server: RolloutServer, http: Request, sequences: list[Sequen
 
 
 async def _stream(
-    server: RolloutServer, sequences: list[Sequence], answer: Answer, events: Events, deadline: asyncio.TimerHandle
+    server: RolloutServer,
+    sequences: list[Sequence],
+    answer: Answer,
+    events: Events,
+    deadline: asyncio.TimerHandle,
+    bound: Bound | None,
 ) -> AsyncIterator[bytes]:
     left = len(sequences)
     try:
@@ -291,9 +312,12 @@ async def _stream(
             yield _event(chunk)
         while left:
             sequence, delta = await events.get()
+            if bound is not None and sequence.spans and not bound.allows(sequence.spans[-1][0]):
+                yield _event(bound.refusal(server.follower.version, made_by(sequences)))
+                break
             left -= delta.finished
             yield _event(answer.chunk(sequence, delta))
-        if answer.request.stream_options.include_usage:
+        if not left and answer.request.stream_options.include_usage:
             yield _event(answer.usage_chunk(sequences))
         yield b"data: [DONE]\n\n"
     finally:

@@ -17,7 +17,8 @@ import torch
 
 from ...store import Store
 from .. import control
-from ..access import check_guarded, listen
+from ..access import check_guarded, listen, public_address
+from ..bounds import WAIT_S
 from ..fingerprint import fingerprint
 from ..http import Connections, Server
 from ..names import model_name
@@ -65,6 +66,10 @@ class Options:
     """Bytes of one request."""
     request_timeout: float = 600.0
     """Seconds for an answer."""
+    version_wait: float = WAIT_S
+    """Seconds that a request waits for a version it accepts, before a 409."""
+    address: str = ""
+    """host:port for clients, in the heartbeat; by default where it listens."""
     connections: Connections = field(default_factory=Connections)
     grace: float = 5.0
     """Seconds that running requests may take after the server was asked to stop."""
@@ -107,6 +112,7 @@ class RolloutServer:
                 poll=options.poll,
                 id=options.id,
                 reference=options.reference,
+                address=options.address or public_address(options.host, self.port),
                 on_failure=self.stop,
             )
             self.metrics = Metrics(self.scheduler, self.follower)

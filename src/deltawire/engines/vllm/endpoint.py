@@ -17,7 +17,7 @@ from ...bucket.run import Run
 from ...bucket.versions import number, resolve
 from ...core.errors import DeltawireError, Misconfigured
 from .. import control, names
-from ..access import is_bearer, is_loopback
+from ..access import is_bearer, is_loopback, public_address
 from . import BACKEND_FLAG, NAME, settings
 from .follower import EngineFollower
 from .relay import Relay, RelayMiddleware, serve
@@ -38,6 +38,8 @@ class Plugin:
         self._relay: Relay | None = None
         """Where another API server follows the run."""
         self._host: str | None = None
+        self._address = ""
+        """Where clients reach this server."""
         self._model = ""
         """What clients call the model."""
         self._metrics = control.FollowerMetrics(lambda: self._follower)
@@ -48,7 +50,12 @@ class Plugin:
 
     def attach_router(self, app: Any) -> None:
         self._attach(app)
-        app.add_middleware(VersionMiddleware, present=self._version)
+        app.add_middleware(
+            VersionMiddleware,
+            present=self._version,
+            follower=lambda: self._follower or self._relay,
+            wait_s=self._settings.version_wait,
+        )
         app.add_middleware(RelayMiddleware, relay=lambda: self._relay)
 
     def _attach(self, app: Any) -> None:
@@ -73,6 +80,7 @@ class Plugin:
         elif not self._settings.run:
             log.info("no run to follow yet: set DELTAWIRE_RUN, or name one to POST /update_weights")
         self._host = getattr(args, "host", None)
+        self._address = self._settings.address or public_address(self._host, getattr(args, "port", None) or 8000)
         self._model = (args.served_model_name or [args.model])[0]
         if not self._settings.token and not is_loopback(self._host):
             log.warning("this server refuses pin and sync: set DELTAWIRE_TOKEN, or start it with --host 127.0.0.1")
@@ -105,6 +113,7 @@ class Plugin:
             following=config.follow and bool(config.run),
             reference=config.reference,
             heartbeat=config.heartbeat,
+            address=self._address,
             poll=config.poll,
             on_failure=_end,
         )

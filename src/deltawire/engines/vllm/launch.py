@@ -36,6 +36,8 @@ def launch(
     poll: float = 1.0,
     kv: str | None = None,
     token: str | None = None,
+    address: str = "",
+    version_wait: float | None = None,
     extra: Sequence[str] = (),
 ) -> NoReturn:
     """Replace this process by a vLLM server that follows a run, once the run has a version.
@@ -44,6 +46,8 @@ def launch(
     model                 a hub id or folder to start from, instead of the run's newest version
     name                  what clients call the model; the name of the run by default
     kv                    DELTAWIRE_KV, where it is not to be what the environment or the default says
+    address               host:port for clients, in the heartbeat; by default where it listens
+    version_wait          seconds that a request waits for a version it accepts
     folder_for_weights    where that version is written; kept, and used again where it still is the version wanted
     extra                 more of vLLM's own flags
     """
@@ -57,7 +61,7 @@ def launch(
         model = place
     command, environment = prepare(
         run, model, vllm=vllm, name=name, host=host, port=port, version=version, reference=reference, poll=poll,
-        kv=kv, token=token, extra=extra,
+        kv=kv, token=token, address=address, version_wait=version_wait, extra=extra,
     )  # fmt: skip
     sys.stdout.flush()
     os.execve(vllm, command, environment)
@@ -85,6 +89,8 @@ def prepare(
     poll: float = 1.0,
     kv: str | None = None,
     token: str | None = None,
+    address: str = "",
+    version_wait: float | None = None,
     extra: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> tuple[list[str], dict[str, str]]:
@@ -104,6 +110,10 @@ def prepare(
         added["DELTAWIRE_REFERENCE"] = str(reference)
     if token:
         added["DELTAWIRE_TOKEN"] = token
+    if address:
+        added["DELTAWIRE_ADDRESS"] = address
+    if version_wait is not None:
+        added["DELTAWIRE_VERSION_WAIT"] = str(version_wait)
     command = [
         vllm, "serve", str(model), "--host", host, "--port", str(port), "--served-model-name", name or model_name(run),
         "--weight-transfer-config", BACKEND, *extra,

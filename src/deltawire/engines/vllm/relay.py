@@ -7,6 +7,7 @@ import asyncio
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -34,6 +35,9 @@ class Relay:
         )
         self.version: int | None = None
         """The version that is served, as of the last look."""
+        self.pin: int | None = None
+        self.listeners: set[Callable[[], None]] = set()
+        """Called whenever the version or the pin has changed."""
 
     async def connect(self, patience_s: float = 600.0) -> None:
         """Wait until the follower is there and holds generation; then look at its version every now and then."""
@@ -55,10 +59,18 @@ class Relay:
 
     async def _look(self) -> bool:
         try:
-            self.version = (await self._http.get("/deltawire/status")).json()["version"]
+            status = (await self._http.get("/deltawire/status")).json()
+            found = status["version"], status.get("pin")
         except (httpx.TransportError, ValueError, KeyError):
             return False
+        if found != (self.version, self.pin):
+            self.version, self.pin = found
+            for listener in tuple(self.listeners):
+                listener()
         return True
+
+    def hurry(self, seconds: float) -> None:
+        """Do nothing: the follower polls at its own pace."""
 
     async def answer(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, and its answer back."""

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
+from ..bounds import WAIT_S, BadBound, Bound, Following, reached
 from ..names import VERSION_HEADER, VERSIONS_FIELD
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -24,9 +25,14 @@ Spans = dict[int, list[dict[str, Any]]]
 class Record:
     """The versions of the choices of one HTTP request."""
 
-    def __init__(self) -> None:
+    def __init__(self, bound: Bound | None = None) -> None:
+        self.bound = bound
         self.spans: Spans = {}
         self.prompts = 0
+
+    def breaks_bound(self, spans: list[dict[str, Any]]) -> bool:
+        """Whether a choice has tokens that the request does not accept."""
+        return self.bound is not None and not all(self.bound.allows(span["version"]) for span in spans)
 
     @property
     def header(self) -> str:
@@ -78,21 +84,52 @@ def _number(version: str) -> int | str:
 
 
 class VersionMiddleware:
-    """Middleware that adds versions to responses. Plain ASGI: streams are not delayed."""
+    """Middleware that adds versions to responses, and answers 409 where they are not those that a request accepts.
 
-    def __init__(self, app: Any, present: Callable[[], Any]) -> None:
-        self._app, self._present = app, present
+    Plain ASGI: streams are not delayed. `follower` returns None while there is no run to follow.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        present: Callable[[], Any],
+        follower: Callable[[], Following | None] = lambda: None,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        self._app, self._present, self._follower, self._wait_s = app, present, follower, wait_s
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["path"] not in PATHS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        record = Record()
+        try:
+            bound = Bound.of(scope.get("headers", ()))
+        except BadBound as error:
+            said = {"message": str(error), "type": "invalid_request_error", "param": None, "code": 400}
+            await _send_json(send, 400, {"error": said}, self._present())
+            return
+        if bound is not None and not await self._has(bound):
+            await _send_json(send, 409, bound.refusal(self._present()), self._present())
+            return
+        record = Record(bound)
         token = _current.set(record)
         try:
             await self._app(scope, receive, _Marked(send, record, self._present))
         finally:
             _current.reset(token)
+
+    async def _has(self, bound: Bound) -> bool:
+        follower = self._follower()
+        return follower is not None and await reached(bound, follower, self._present, self._wait_s)
+
+
+async def _send_json(send: Any, status: int, content: Any, version: Any) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if version is not None:
+        headers.append((VERSION_HEADER.encode(), str(version).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 class _Marked:
@@ -118,6 +155,11 @@ class _Marked:
         else:
             self._body += message.get("body", b"")
             if not message.get("more_body"):
+                bound, made = self._record.bound, self._record.spans.values()
+                if bound and self._start["status"] == 200 and any(map(self._record.breaks_bound, made)):
+                    present = self._present()
+                    await _send_json(self._send, 409, bound.refusal(present, self._record.header), present)
+                    return
                 body = self._with_versions(self._body)
                 await self._begin(self._record.header or str(self._present()), len(body))
                 await self._send({"type": "http.response.body", "body": body})
@@ -156,6 +198,10 @@ class _Marked:
             return body
         for choice in choices:
             spans = self._record.spans.get(choice.get("index", 0))
-            if spans is not None and (not finished or choice.get("finish_reason")):
-                choice[VERSIONS_FIELD] = spans
+            if spans is None or (finished and not choice.get("finish_reason")):
+                continue
+            if finished and self._record.bound and self._record.breaks_bound(spans):
+                content = self._record.bound.refusal(self._present(), self._record.header)
+                break
+            choice[VERSIONS_FIELD] = spans
         return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

@@ -42,6 +42,10 @@ class Settings:
     """DELTAWIRE_REFERENCE: the folder of the checkpoint the run starts from, where its own name does not work here."""
     heartbeat: float = 10.0
     """DELTAWIRE_HEARTBEAT: seconds between heartbeats in the bucket; 0: none."""
+    address: str = ""
+    """DELTAWIRE_ADDRESS: host:port for clients, in the heartbeat; by default where the server listens."""
+    version_wait: float = 30.0
+    """DELTAWIRE_VERSION_WAIT: seconds that a request waits for a version it accepts, before a 409."""
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -69,4 +73,6 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
         token=environment.get("DELTAWIRE_TOKEN", ""),
         reference=environment.get("DELTAWIRE_REFERENCE") or None,
         heartbeat=number("DELTAWIRE_HEARTBEAT", 10.0),
+        address=environment.get("DELTAWIRE_ADDRESS", ""),
+        version_wait=number("DELTAWIRE_VERSION_WAIT", 30.0),
     )

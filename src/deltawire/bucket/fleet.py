@@ -1,0 +1,172 @@
+"""The servers that follow a run, by their heartbeats: who may get requests, and who is only shown.
+
+Whoever can write the bucket can write a heartbeat, and a proxy may send a token to every address it is given. So an
+address is used only if it is host:port in a strict form and, by `Allowed`, a place where servers of this fleet can be.
+Whether a heartbeat is fresh is told by the store's time of the object, not by what it says.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..core import keys
+from ..core.errors import Misconfigured
+from ..core.manifest import Heartbeat
+from ..core.parallel import ordered_map
+from .run import HEARTBEATS, Run
+
+FRESH_S = 60.0
+"""Seconds after which a replica without a new heartbeat is silent; one is due every ten."""
+
+REQUESTS = 16
+"""Heartbeats that are read at the same time."""
+
+_JUST_PUBLISHED = 1000
+"""Number of versions by which a heartbeat may be ahead of the newest known one, which was read before it."""
+
+_LONGEST_PAUSE = 86400.0
+_NAME = re.compile(
+    r"(?=.{1,253}\Z)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I | re.A
+)
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def split_address(text: str) -> tuple[str | IpAddress, int] | None:
+    """Return host and port of `host:port`, `1.2.3.4:port` or `[::1]:port`; None if it is anything else."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not _PORT.fullmatch(port) or int(port) > 65535:
+        return None
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        found = ipaddress.ip_address(host[1:-1] if bracketed else host)
+    except ValueError:
+        # a name must not look like an address that other programs read differently, such as 0x7f.1
+        named = not bracketed and _NAME.fullmatch(host) and not _is_number(host.rpartition(".")[2])
+        return (host.lower(), int(port)) if named else None
+    if bracketed != (found.version == 6) or getattr(found, "scope_id", None):
+        return None
+    return found, int(port)
+
+
+def _is_number(label: str) -> bool:
+    return bool(re.fullmatch(r"[0-9]+|0x[0-9a-f]*", label, re.I))
+
+
+def checked_address(text: str) -> str:
+    """Return an address in its usual form; raises Misconfigured for anything but host:port."""
+    found = split_address(text)
+    if found is None:
+        raise Misconfigured(f"{text[:80]!r} is no address for clients: write host:port, such as 10.0.0.5:8000")
+    host, port = found
+    return f"[{host}]:{port}" if isinstance(host, ipaddress.IPv6Address) else f"{host}:{port}"
+
+
+class Allowed:
+    """Places where servers may be: networks (`10.0.0.0/8`) and domains (`.example.internal`).
+
+    Without any, all IP addresses that are not of one machine, one link or a group; names need to be listed, since a
+    proxy resolves them, and may refuse its whole configuration if it cannot.
+    """
+
+    def __init__(self, places: Sequence[str] = ()) -> None:
+        self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
+        self._domains: list[str] = []
+        for place in places:
+            try:
+                self._networks.append(ipaddress.ip_network(place, strict=False))
+            except ValueError:
+                if not _NAME.fullmatch(place.removeprefix(".")):
+                    raise Misconfigured(
+                        f"{place[:80]!r} is neither a network such as 10.0.0.0/8 nor a domain such as .example.internal"
+                    ) from None
+                self._domains.append(place.lower())
+
+    def __contains__(self, address: str) -> bool:
+        found = split_address(address)
+        if found is None:
+            return False
+        host, _ = found
+        if isinstance(host, str):
+            return any(host == domain or (domain[0] == "." and host.endswith(domain)) for domain in self._domains)
+        if self._networks or self._domains:
+            return any(host in network for network in self._networks)
+        return not (host.is_loopback or host.is_link_local or host.is_multicast or host.is_unspecified)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica as its heartbeat shows it."""
+
+    replica: str
+    version: int | None
+    lag: int | None
+    """Number of versions behind the newest one."""
+    health: str
+    """ok, failing, or silent where its heartbeat is old."""
+    pause_s: float | None
+    """Seconds without tokens at its last sync; None where it tells of none."""
+    address: str
+    """host:port for clients, in a strict form; empty where it has none."""
+    seen_s: float
+    """Seconds since its heartbeat was written, by the store's clock."""
+    error: str = ""
+
+    def serves(self, max_lag: int | None = None) -> bool:
+        """Whether clients may be sent there."""
+        return (
+            self.health == "ok"
+            and self.lag is not None
+            and (max_lag is None or self.lag <= max_lag)
+            and bool(self.address)
+        )
+
+
+def members(run: Run, *, fresh: float = FRESH_S) -> tuple[int | None, list[Member]]:
+    """Return the newest version and the replicas with a heartbeat, by name."""
+    newest = run.newest()
+    items = sorted(run.store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)[:HEARTBEATS]
+    beats = ordered_map(lambda item: run.heartbeat(item.key), items, REQUESTS)
+    clock = time.time()
+    found = [
+        _member(beat, newest, clock - item.modified, fresh)
+        for item, beat in zip(items, beats, strict=True)
+        if beat is not None and beat.run == run.info.run and item.key == keys.REPLICAS + beat.replica + ".json"
+    ]
+    return newest, sorted(found, key=lambda member: member.replica)
+
+
+def _member(beat: Heartbeat, newest: int | None, seen: float, fresh: float) -> Member:
+    top = -1 if newest is None else newest
+    version = beat.version if beat.version is not None and beat.version <= top + _JUST_PUBLISHED else None
+    silent, failing = seen > fresh, not beat.healthy or version is None
+    address = split_address(beat.address) is not None
+    return Member(
+        beat.replica,
+        version,
+        None if version is None else max(top - version, 0),
+        "silent" if silent else "failing" if failing else "ok",
+        _last_pause(beat),
+        checked_address(beat.address) if address else "",
+        max(seen, 0.0),
+        beat.error,
+    )
+
+
+def _last_pause(beat: Heartbeat) -> float | None:
+    """The pause of the last sync that changed the weights; without an engine, the time of writing and verifying."""
+    for sync in reversed(beat.syncs):
+        if not sync.error:
+            parts = sync.timings.get("pause", sync.timings.get("apply", 0.0) + sync.timings.get("prove", 0.0))
+            return parts if 0 <= parts <= _LONGEST_PAUSE else None
+    return None
+
+
+def addresses(found: Iterable[Member], allowed: Allowed) -> list[str]:
+    """The addresses of these that may be used, each once."""
+    return sorted({member.address for member in found if member.address in allowed})

@@ -1,0 +1,58 @@
+"""`deltawire cache`: one cache for the servers of a site."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import JsonOption, RunArgument, emit_line, ended_by_sigterm
+
+PORT = 8330
+
+
+def command(
+    run: RunArgument,
+    folder: Annotated[Path, typer.Option(file_okay=False, help="Where objects are kept.")] = Path(
+        "~/.cache/deltawire/objects"
+    ),
+    gigabytes: Annotated[
+        float, typer.Option("--gb", metavar="GB", min=0.001, help="Of objects, at most; the least recently used go.")
+    ] = 20.0,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = PORT,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="File with the token of clients; else DELTAWIRE_TOKEN."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Serve the objects of a run to the servers of one site.
+
+    Each object is fetched from the bucket once. The servers use it with
+    DELTAWIRE_CACHE=http://host:8330 in their environment and, where it has one,
+    its token in DELTAWIRE_CACHE_TOKEN. They check the hash of all that it sends,
+    and use the bucket where it is away, too slow, or wrong.
+
+    To listen on anything but this machine it needs a token (DELTAWIRE_TOKEN or
+    --token-file). Objects that are damaged in the folder are fetched again.
+
+    \b
+    Examples
+      deltawire cache s3://runs/chat --host 10.0.0.5 --folder /var/cache/deltawire
+      DELTAWIRE_CACHE=http://10.0.0.5:8330 deltawire serve s3://runs/chat
+    """
+    from ..bucket.cache import Cache
+    from ..engines.access import read_token
+    from ..engines.cache_server import CacheServer
+
+    cache = Cache(folder.expanduser(), int(gigabytes * 1e9))
+    server = CacheServer(run, cache, host=host, port=port, token=read_token(token_file))
+    text = f"objects of {server.store.url} at {server.url}; Ctrl-C ends it"
+    emit_line({"event": "listening", "url": server.url}, text, json)
+    with ended_by_sigterm():
+        try:
+            server.serve_forever()
+        finally:
+            server.server_close()

@@ -1,0 +1,241 @@
+"""`deltawire fleet`: the servers that follow a run, for people, for Prometheus and for proxies."""
+
+from __future__ import annotations
+
+import json as json_module
+import logging
+import re
+import shlex
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import (
+    JsonOption,
+    RunArgument,
+    clean,
+    complain,
+    duration,
+    emit,
+    ended_by_sigterm,
+    open_run,
+    print_table,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from ..bucket.fleet import Allowed, Member
+    from ..bucket.run import Run
+
+log = logging.getLogger("deltawire")
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+
+
+def command(
+    run: RunArgument,
+    max_lag: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="For proxies: leave out servers that are more versions behind."),
+    ] = None,
+    fresh: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="Without a heartbeat for longer, a server is silent.")
+    ] = 60.0,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NETWORK|DOMAIN", help="Only use addresses in there: 10.0.0.0/8, .example.internal."),
+    ] = None,
+    nginx: Annotated[
+        Path | None, typer.Option(metavar="FILE|-", help="Write an upstream block for nginx.", show_default=False)
+    ] = None,
+    haproxy: Annotated[
+        Path | None, typer.Option(metavar="FILE|-", help="Write a backend for HAProxy.", show_default=False)
+    ] = None,
+    prometheus_sd: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE|-", help="Write all servers for Prometheus (file_sd).", show_default=False),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Of the upstream or backend.")] = "deltawire",
+    watch: Annotated[bool, typer.Option("--watch", help="Go on, and write files again when they change.")] = False,
+    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="With --watch: how often to look.")] = 5.0,
+    exec: Annotated[
+        str, typer.Option("--exec", metavar="COMMAND", help="Run after files were written, such as 'nginx -s reload'.")
+    ] = "",
+    json: JsonOption = False,
+) -> None:
+    """List the servers that follow a run: version, lag, health, last pause, address.
+
+    All of it is from heartbeats in the bucket. With --nginx or --haproxy it writes
+    the healthy servers as a configuration, so that clients need only one address;
+    --watch keeps the file current. A configuration without a server is never
+    written: the last one stays.
+
+    Whoever can write the bucket can write a heartbeat. Addresses must be host:port
+    in a strict form. Those of one machine (127.0.0.1), of one link, and names are
+    used only if --allow covers them. Use --allow where the proxy adds a token.
+
+    \b
+    Examples
+      deltawire fleet s3://runs/chat
+      deltawire fleet s3://runs/chat --nginx - --max-lag 2 --allow 10.0.0.0/8
+      deltawire fleet s3://runs/chat --nginx /etc/nginx/deltawire.conf --watch --exec "nginx -s reload"
+      deltawire fleet s3://runs/chat --prometheus-sd targets.json --watch
+    """
+    from ..bucket.fleet import Allowed
+
+    makers: tuple[tuple[Path | None, Callable[[list[str]], str], bool], ...] = (
+        (nginx, lambda found: nginx_upstream(found, name), True),
+        (haproxy, lambda found: haproxy_backend(found, name), True),
+        (prometheus_sd, prometheus_targets, False),
+    )
+    files = [(path, make, serving) for path, make, serving in makers if path is not None]
+    if not _NAME.fullmatch(name):
+        raise typer.BadParameter("letters, digits, '_' and '-', from a letter on", param_hint="--name")
+    if watch and (not files or any(str(path) == "-" for path, _, _ in files)):
+        raise typer.BadParameter("needs files to write: --nginx, --haproxy or --prometheus-sd", param_hint="--watch")
+    allowed, opened = Allowed(allow or ()), open_run(run)
+    written: dict[Path, str] = {}
+    if not watch:
+        newest, found = _look(opened, fresh)
+        if not files:
+            value = {"run": opened.store.url, "newest": newest, "replicas": [asdict(member) for member in found]}
+            emit(value, lambda out: _render(out, opened.store.url, newest, found, allowed), json)
+        elif _write(found, files, allowed, max_lag, written, required=True):
+            _run(exec)
+        return
+    with ended_by_sigterm():
+        while True:
+            _watched(opened, fresh, files, allowed, max_lag, written, exec)
+            time.sleep(every)
+
+
+def _look(run: Run, fresh: float) -> tuple[int | None, list[Member]]:
+    from ..bucket.fleet import members
+
+    return members(run, fresh=fresh)
+
+
+def _watched(
+    run: Run,
+    fresh: float,
+    files: list[tuple[Path, Callable[[list[str]], str], bool]],
+    allowed: Allowed,
+    max_lag: int | None,
+    written: dict[Path, str],
+    exec: str,
+) -> None:
+    from ..core.errors import DeltawireError
+
+    try:
+        _, found = _look(run, fresh)
+        if _write(found, files, allowed, max_lag, written):
+            _run(exec)
+    except (DeltawireError, OSError) as error:
+        complain(f"keeping what is written, trying again: {error}")
+
+
+def _write(
+    found: list[Member],
+    files: list[tuple[Path, Callable[[list[str]], str], bool]],
+    allowed: Allowed,
+    max_lag: int | None,
+    written: dict[Path, str],
+    *,
+    required: bool = False,
+) -> bool:
+    """Write the files that changed; returns whether any did."""
+    from ..bucket.fleet import addresses
+    from ..core.errors import ObjectNotFound
+    from ..store import LocalStore
+
+    changed = False
+    for path, make, serving in files:
+        chosen = addresses((m for m in found if (m.serves(max_lag) if serving else m.health != "silent")), allowed)
+        if serving and not chosen:
+            message = f"of {len(found)} servers none is healthy, recent enough and at an address that --allow covers"
+            if required:
+                raise ObjectNotFound(message)
+            complain(f"{message}: {path} stays as it is")
+            continue
+        text = make(chosen)
+        if str(path) == "-":
+            typer.echo(text, nl=False)
+        elif written.get(path) != text:
+            # as a whole or not at all, as every object in a folder
+            LocalStore(path.absolute().parent).put(path.name, text.encode())
+            written[path], changed = text, True
+    return changed
+
+
+def _run(command: str) -> None:
+    if not command:
+        return
+    try:
+        subprocess.run(shlex.split(command), check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        complain(f"--exec: {error}")
+
+
+# ── what is written ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def nginx_upstream(found: list[str], name: str) -> str:
+    """An upstream block. A server that fails is left out for ten seconds, and its request goes to the next."""
+    servers = "".join(f"    server {address} max_fails=1 fail_timeout=10s;\n" for address in found)
+    return f"# written by deltawire fleet\nupstream {name} {{\n    least_conn;\n{servers}    keepalive 64;\n}}\n"
+
+
+def haproxy_backend(found: list[str], name: str) -> str:
+    """A backend that asks for /health."""
+    servers = "".join(f"    server s{number} {address} check\n" for number, address in enumerate(found, 1))
+    check = "    option httpchk GET /health\n    http-check expect status 200\n"
+    return f"# written by deltawire fleet\nbackend {name}\n    balance leastconn\n{check}{servers}"
+
+
+def prometheus_targets(found: list[str]) -> str:
+    """A file for Prometheus' file_sd_configs. No labels that change: each value would be a series of its own."""
+    return json_module.dumps([{"targets": found, "labels": {"job": "deltawire"}}], indent=2) + "\n"
+
+
+# ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _render(out: Console, url: str, newest: int | None, found: list[Member], allowed: Allowed) -> None:
+    version = "no version yet" if newest is None else f"newest version {newest}"
+    out.print(f"{url}  {version}, {len(found)} replicas with a heartbeat", soft_wrap=True)
+    if not found:
+        return
+    columns = ("replica", "version", "lag", "health", "last pause", "seen", "address")
+    print_table(
+        out,
+        columns,
+        [_row(member, allowed) for member in found],
+        left=("replica", "health", "address"),
+        drop=("seen", "last pause"),
+        shorten="replica",
+    )
+    for member in found:
+        if member.error:
+            out.print(clean(f"{member.replica}: {member.error}"), soft_wrap=True)
+
+
+def _row(member: Member, allowed: Allowed) -> list[str]:
+    def known(value: Any, text: str) -> str:
+        return "–" if value is None else text
+
+    return [
+        clean(member.replica),
+        known(member.version, f"v{member.version}"),
+        known(member.lag, str(member.lag)),
+        member.health,
+        known(member.pause_s, duration(member.pause_s or 0.0)),
+        f"{duration(max(member.seen_s, 1))} ago",
+        (member.address or "–") + (" (not allowed)" if member.address and member.address not in allowed else ""),
+    ]

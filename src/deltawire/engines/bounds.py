@@ -1,0 +1,117 @@
+"""The versions that a request accepts, by its headers. The same in all engines.
+
+    deltawire-min-version: 41       this version or a later one
+    deltawire-exact-version: 41     this version only
+
+A server that has no such version looks for it and waits, as long as its setting allows, then answers 409 with the
+version it has. The bound holds for every token: if a sync during the answer breaks it, a plain answer is a 409 as well,
+and a stream ends with the error as its last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER
+
+WAIT_S = 30.0
+"""Seconds that a request waits for a version, by default."""
+
+_ASK_S = 1.0
+"""Seconds between two reminders to the follower that somebody waits."""
+
+_VERSION = re.compile(rb"[0-9]{1,18}")
+
+
+class BadBound(ValueError):
+    """Headers that name no bound, or two; answered with a 400."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The versions that a request accepts."""
+
+    header: str
+    """MIN_VERSION_HEADER or EXACT_VERSION_HEADER."""
+    version: int
+
+    @classmethod
+    def of(cls, headers: Iterable[tuple[bytes, bytes]]) -> Bound | None:
+        """Read the bound from the headers of a request; None if it has none. Raises BadBound."""
+        names = {name.encode(): name for name in (MIN_VERSION_HEADER, EXACT_VERSION_HEADER)}
+        found = [(names[name.lower()], value.strip()) for name, value in headers if name.lower() in names]
+        if not found:
+            return None
+        (header, value), *more = found
+        if more:
+            raise BadBound(f"name one version, in either {MIN_VERSION_HEADER} or {EXACT_VERSION_HEADER}")
+        if not _VERSION.fullmatch(value):
+            raise BadBound(f"{header} is a version such as 41, not {value[:40].decode('latin-1')!r}")
+        return cls(header, int(value))
+
+    def allows(self, version: object) -> bool:
+        """Whether tokens of this version are accepted; never those of weights that are no version."""
+        if not isinstance(version, int):
+            return False
+        return version >= self.version if self.header == MIN_VERSION_HEADER else version == self.version
+
+    def refusal(self, version: int | None, made_by: str = "") -> dict[str, Any]:
+        """The body of the 409: the version the server has, and the versions that made the answer if one was made."""
+        wanted = f"version {self.version}" + (" or later" if self.header == MIN_VERSION_HEADER else " only")
+        has = f"has version {version}" if version is not None else "has no version"
+        during = f" (its tokens were made by {made_by})" if made_by else ""
+        message = f"this request accepts {wanted}{during}, and this server {has}: try again, or another server"
+        error = {"message": message, "type": "version_error", "param": self.header, "code": 409, "version": version}
+        return {"error": error}
+
+
+class Following(Protocol):
+    """What leads a server from version to version: its follower, or what it knows of another process's."""
+
+    pin: int | None
+    listeners: set[Callable[[], None]]
+    """Called whenever the version may have changed, in any thread."""
+
+    def hurry(self, seconds: float) -> None:
+        """Look for versions more often for so many seconds, because somebody waits for one."""
+        ...
+
+
+async def reached(bound: Bound, follower: Following, present: Callable[[], int | None], seconds: float) -> bool:
+    """Wait until the server has a version that the bound allows; False if it will not, or not within these seconds.
+
+    `present` returns the version that tokens are made with.
+    """
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell() -> None:
+        # an event loop that has ended has no clients either
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(changed.set)
+
+    deadline = loop.time() + seconds
+    follower.listeners.add(tell)
+    try:
+        while not bound.allows(present()):
+            left = deadline - loop.time()
+            if left <= 0 or not _may_come(bound, follower, present()):
+                return False
+            follower.hurry(2 * _ASK_S)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(changed.wait(), min(left, _ASK_S))
+            changed.clear()
+        return True
+    finally:
+        follower.listeners.discard(tell)
+
+
+def _may_come(bound: Bound, follower: Following, version: int | None) -> bool:
+    """Whether following the run can lead to a version that is allowed."""
+    if follower.pin is not None:
+        return bound.allows(follower.pin)
+    return version is None or version < bound.version

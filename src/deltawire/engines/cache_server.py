@@ -1,0 +1,161 @@
+"""Serve the objects of a run to the servers of one site, each fetched from the bucket once: `deltawire cache RUN`.
+
+    GET /<hash>?key=deltas/…&size=5012345      200 and the object, or 404 if the bucket does not have it
+
+A client names an object as its manifest does. It is kept in a folder, as a host's own cache keeps it (bucket/cache.py),
+and sent only if its hash is the one asked for. While it is still being fetched, the answer is an interim `100 Continue`
+every second, so that a client can tell a slow bucket from a dead cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from ..bucket.cache import Cache
+from ..bucket.fetch import fetch
+from ..bucket.versions import address_only
+from ..core import keys
+from ..core.errors import DeltawireError, Misconfigured
+from ..core.manifest import Blob
+from ..store import Store, open_store
+from .access import check_guarded, is_bearer
+
+log = logging.getLogger("deltawire")
+
+CONNECTIONS = 256
+"""Clients that are answered at the same time."""
+
+TIMEOUT = 30.0
+"""Seconds that a client may take to send a request, or to read on."""
+
+_SEND = 1 << 20
+_HASH = re.compile(r"[0-9a-f]{32}")
+_SIZE = re.compile(r"[0-9]{1,15}")
+
+
+class CacheServer(ThreadingHTTPServer):
+    """Serves the objects of one run until `shutdown`. Made with the socket bound, so that `url` is known at once."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(
+        self, run: str | Store, cache: Cache, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+    ) -> None:
+        check_guarded(host, token, "read the run")
+        self.store, self.cache, self.token = open_store(address_only(run)), cache, token
+        self._room = threading.BoundedSemaphore(CONNECTIONS)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), Handler)
+        except OSError as error:
+            raise Misconfigured(
+                f"cannot listen on {host}, port {port} ({error.strerror or error}): choose another with --port (0: any)"
+            ) from None
+
+    @property
+    def url(self) -> str:
+        host, port = str(self.server_address[0]), self.server_address[1]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.debug("a client's connection failed", exc_info=True)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    protocol_version = "HTTP/1.1"
+    server_version = "deltawire"
+    sys_version = ""
+    timeout = TIMEOUT
+    server: CacheServer
+
+    def do_GET(self) -> None:
+        self.close_connection = True
+        if self.server.token and not is_bearer(self.headers.get("Authorization", ""), self.server.token):
+            self._refuse(HTTPStatus.UNAUTHORIZED)
+        elif (blob := _blob(self.path)) is None:
+            self._refuse(HTTPStatus.BAD_REQUEST)
+        elif blob.size > self.server.cache.limit:
+            self._refuse(HTTPStatus.NOT_FOUND)
+        else:
+            self._give(blob)
+
+    def _give(self, blob: Blob) -> None:
+        try:
+            with self._alive():
+                # the first to ask fetches it, and the others wait for its lock
+                fetched = fetch(self.server.store, blob, cache=self.server.cache)
+        except DeltawireError as error:
+            log.warning("%s is not served: %s", blob.key, error)
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        with fetched:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Length", str(blob.size))
+            self.end_headers()
+            for start in range(0, blob.size, _SEND):
+                self.wfile.write(fetched.read(start, min(_SEND, blob.size - start)))
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Send an interim response every second while the block runs."""
+        done = threading.Event()
+
+        def send() -> None:
+            with suppress(OSError):
+                while not done.wait(1.0):
+                    self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+        thread = threading.Thread(target=send, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing for each request."""
+
+
+def _blob(path: str) -> Blob | None:
+    """The object that a path names; None if it names none."""
+    try:
+        where = urlsplit(path)
+        asked = parse_qs(where.query, max_num_fields=4)
+        (key,), (size,), hash = asked["key"], asked["size"], where.path.removeprefix("/")
+    except (ValueError, KeyError):
+        return None
+    if not _HASH.fullmatch(hash) or not _SIZE.fullmatch(size) or not keys.is_object(key):
+        return None
+    return Blob(key, int(size), hash)

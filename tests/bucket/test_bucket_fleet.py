@@ -1,0 +1,137 @@
+"""Servers by their heartbeats, which anybody who can write the bucket can write."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from deltawire.bucket.fleet import Allowed, addresses, checked_address, members, split_address
+from deltawire.bucket.run import Run
+from deltawire.core import keys
+from deltawire.core.errors import Misconfigured
+from deltawire.core.manifest import Heartbeat, SyncRecord, dump
+from deltawire.replica import Replica
+from deltawire.store import Store
+from support import blank, history, publish
+
+HOSTILE = [
+    "", ":", "8000", "host",
+    "host:", ":8000", "host:0", "host:65536", "host:08000", "host:80 80", "host:-1", "host:+80",
+    "host:8000;", "host:8000;\n}", "a b:80", "a;b:80", "a{b}:80", "a#b:80", "a$b:80", "a\"b:80", "a'b:80", "a\\b:80",
+    "a/b:80", "a@b:80", "unix:/run/x.sock", "unix:80/x", "http://a:80", "a:80/", "a:80?x", "a:80 backup", "a:80\x00",
+    "\n:80", "a\n:80", "a:80\n", "é:80", "a..b:80", ".a:80", "a.:80", "-a:80", "a-:80", "a_b:80", "*:80",
+    "x" * 254 + ":80",
+    "a" * 64 + ".b:80", "[::1]", "::1:80", "[::1%eth0]:80", "[::1:80", "::1]:80", "[1.2.3.4]:80", "[host]:80",
+    "0x7f.0.0.1:80", "0x7f000001:80", "2130706433:80", "1.2.3.4.5:80", "256.1.1.1:80", "01.2.3.4:80", "1.2.3:80",
+    "٣:80", "\u212a:80", "a:٣", "a:８０",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_is_no_address(text: str) -> None:
+    assert split_address(text) is None
+    assert text not in Allowed(["0.0.0.0/0", "::/0", "a", "host"])
+    with pytest.raises(Misconfigured, match="write host:port"):
+        checked_address(text)
+
+
+@pytest.mark.parametrize(
+    "text, form",
+    [
+        ("10.0.0.5:8000", "10.0.0.5:8000"),
+        ("[2001:DB8::1]:80", "[2001:db8::1]:80"),
+        ("Host-1.Example.internal:65535", "host-1.example.internal:65535"),
+        ("localhost:1", "localhost:1"),
+    ],
+)
+def test_addresses_in_their_usual_form(text: str, form: str) -> None:
+    assert checked_address(text) == form
+
+
+def test_places_where_servers_may_be() -> None:
+    anywhere = Allowed()
+    assert "10.0.0.5:8000" in anywhere
+    assert "[2001:db8::1]:80" in anywhere
+    # of one machine, one link (where clouds keep credentials), a group, none; and names
+    for address in (
+        "127.0.0.1:80",
+        "[::1]:80",
+        "169.254.169.254:80",
+        "[fe80::1]:80",
+        "224.0.0.1:80",
+        "0.0.0.0:80",
+        "a.b:80",
+    ):
+        assert address not in anywhere, address
+    some = Allowed(["10.0.0.0/8", ".example.internal", "127.0.0.1"])
+    for address in ("10.9.9.9:1", "a.example.internal:80", "127.0.0.1:80"):
+        assert address in some
+    for address in ("11.0.0.1:80", "example.internal:80", "aexample.internal:80", "[::1]:80", "127.0.0.2:80"):
+        assert address not in some, address
+    with pytest.raises(Misconfigured, match=r"neither a network such as .* nor a domain"):
+        Allowed(["10.0.0.0/33; drop"])
+
+
+def beat(store: Store, name: str, run: str = "", key: str = "", **fields: object) -> None:
+    values = {"version": 2, "newest": 2, "healthy": True, "at": time.time(), "address": "10.0.0.1:80", **fields}
+    heartbeat = Heartbeat(run=run or Run.open(store).info.run, replica=name, **values)  # type: ignore[arg-type]
+    store.put(keys.replica(key or name), dump(heartbeat))
+
+
+def test_members_of_a_fleet(store: Store) -> None:
+    versions = history(3)
+    publish(store, versions)
+    Replica(store, id="real", address="10.0.0.9:8000").sync(blank(versions[0]))
+    beat(store, "behind", version=0, address="10.0.0.2:80")
+    beat(store, "failing", healthy=False, error="no")
+    beat(store, "starting", version=None)
+    beat(store, "impossible", version=10**17)
+    beat(store, "hostile", address="10.0.0.1:80; } evil {")
+    beat(store, "inside", address="127.0.0.1:80")
+    beat(
+        store, "paused", syncs=(SyncRecord(2, 1, 0.0, 1.0, 1, {"pause": 0.25}), SyncRecord(3, 2, 0.0, 1.0, 1, {}, "x"))
+    )
+    beat(store, "endless", syncs=(SyncRecord(2, 1, 0.0, 1.0, 1, {"pause": 1e300}),))
+    beat(store, "foreign", run="another")
+    beat(store, "somebody", key="somebody-else")
+    newest, found = members(Run.open(store))
+    assert newest == 2
+    by_name = {member.replica: member for member in found}
+    assert sorted(by_name) == [
+        "behind", "endless", "failing", "hostile", "impossible", "inside", "paused", "real", "starting",
+    ]  # fmt: skip
+    real = by_name["real"]
+    assert (real.version, real.lag, real.health, real.address) == (2, 0, "ok", "10.0.0.9:8000")
+    assert real.pause_s is not None
+    assert real.pause_s >= 0
+    assert (by_name["paused"].pause_s, by_name["endless"].pause_s) == (0.25, None)
+    assert by_name["hostile"].address == ""
+    assert (by_name["impossible"].version, by_name["impossible"].health) == (None, "failing")
+    serving = [member.replica for member in found if member.serves(max_lag=1)]
+    assert serving == ["endless", "inside", "paused", "real"]
+    assert addresses((m for m in found if m.serves()), Allowed()) == ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.9:8000"]
+
+
+def test_silence_is_told_by_the_stores_clock(store: Store) -> None:
+    publish(store, history(3))
+    beat(store, "from-the-future", at=time.time() + 1e9)
+    beat(store, "from-the-past", at=0.0)
+    run = Run.open(store)
+    assert [member.health for member in members(run)[1]] == ["ok", "ok"]
+    assert [member.health for member in members(run, fresh=-1.0)[1]] == ["silent", "silent"]
+
+
+def test_a_server_that_ends_takes_its_address_back(store: Store) -> None:
+    versions = history(1)
+    publish(store, versions)
+    replica = Replica(store, id="a", address="10.0.0.9:8000")
+    replica.sync(blank(versions[0]))
+    replica.leave()
+    (member,) = members(Run.open(store))[1]
+    assert (member.address, member.serves()) == ("", False)
+
+
+def test_a_wrong_address_is_an_error_at_the_start(store: Store) -> None:
+    with pytest.raises(Misconfigured, match="write host:port"):
+        Replica(store, address="http://10.0.0.5:8000")
