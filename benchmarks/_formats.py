@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import zstandard
 
+from deltawire.core.dtypes import lookup
+from deltawire.core.ulps import in_ulps
+
 Array = np.ndarray
 
 
@@ -156,12 +159,9 @@ def _entropy(counts: Array) -> float:
     return float(-(counts * np.log2(counts / counts.sum())).sum())
 
 
-def _keys(bits: Array) -> Array:
-    return np.where(bits & 0x8000, 0xFFFF - bits.astype(np.int32), bits.astype(np.int32) + 0x8000)
-
-
-def floors(old: dict[str, Array], new: dict[str, Array]) -> dict[str, float]:
+def floors(old: dict[str, Array], new: dict[str, Array], dtype: str = "BF16") -> dict[str, float]:
     """Bits per changed element: positions counted per tensor or per (tensor, old exponent); steps order 0 alike."""
+    kind = lookup(dtype)
     plain = context = 0.0
     changed = 0
     everywhere: list[Array] = []
@@ -172,10 +172,10 @@ def floors(old: dict[str, Array], new: dict[str, Array]) -> dict[str, float]:
         k = int(mask.sum())
         changed += k
         plain += _choose(a.size, k)
-        exponent = (a >> 7) & 0xFF
+        exponent = (a >> kind.exponent_shift) & ((1 << kind.exponent_bits) - 1)
         total, hit = np.bincount(exponent, minlength=256), np.bincount(exponent[mask], minlength=256)
         context += sum(_choose(float(n), float(h)) for n, h in zip(total, hit, strict=True) if h)
-        steps = _keys(b[mask]) - _keys(a[mask])
+        steps = in_ulps(a[mask], b[mask], kind)
         everywhere.append(steps)
         for e in np.flatnonzero(hit):
             by_exponent.setdefault(int(e), []).append(steps[exponent[mask] == e])

@@ -453,6 +453,7 @@ def main() -> None:
     parser.add_argument("--serve-device", default="cpu", help="of the rollout servers")
     parser.add_argument("--encoding", default="auto")
     parser.add_argument("--bucket", choices=["file", "s3"], default="file", help="s3: a SeaweedFS of its own")
+    parser.add_argument("--keep", type=Path, help="leave the runs in this folder: run-0, run-1 … (benchmarks/fp8.py)")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     os.environ.update(QUIET)
@@ -461,8 +462,10 @@ def main() -> None:
     facts = about()
     print_about(facts)
     results = []
-    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="deltawire-real-") as scratch:
-        place = Path(scratch)
+    kept = nullcontext(given.keep) if given.keep else tempfile.TemporaryDirectory(prefix="deltawire-real-")
+    with ended_by_sigterm(), kept as scratch:
+        place = Path(scratch).resolve()
+        place.mkdir(parents=True, exist_ok=True)
         with seaweed(place) if given.bucket == "s3" else nullcontext(place.as_uri()) as bucket:
             for number, rate in enumerate(given.lr):
                 torch.manual_seed(1)

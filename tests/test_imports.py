@@ -27,12 +27,14 @@ ROOMS: dict[str, set[str]] = {
     "metrics": {"core"},
     "kernels": {"core", "models"},
     "testing": {"core", "store"},
-    "trainer": {*BASE, "kernels", "metrics"},
+    "views": {"core", "models"},
+    "trainer": {*BASE, "kernels", "metrics", "views"},
+    "derive": {*BASE, "trainer", "views"},
     "replica": {*BASE, "kernels", "metrics"},
     "engines": {*BASE, "kernels", "trainer", "replica", "api"},
     # of engines only what checks tokens and addresses
     "dash": {"bucket", "core", "store", "engines"},
-    "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines", "dash"},
+    "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines", "dash", "derive", "views"},
     "errors": {"core"},
     "__init__": {"api", "bucket", "core", "errors", "replica", "trainer"},
     "trl": {"engines"},
@@ -49,6 +51,7 @@ OPTIONAL_FILES = {
     "trainer/gpu_snapshot.py",
     "trainer/shards.py",
     "replica/device.py",
+    "views/device.py",
 }
 
 

@@ -7,6 +7,8 @@ run.json, version-0.json, version-1.json     the JSON objects
 anchor.safetensors                           full weights of version 0
 delta.<encoding>.safetensors                 0 → 1, once per encoding
 tiles.context.safetensors                    a delta of other weights, enough of them for `context` to cut tiles
+bytes.<encoding>.safetensors                 the same of fp8 weights: e4m3 and e5m2, by exponent, in ulps
+version-1-derived.json                       a manifest that names what its version was derived from
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from deltawire.core import full, keys
@@ -22,7 +25,7 @@ from deltawire.core.change import Region, blocks, compare, whole
 from deltawire.core.codecs import ENCODINGS
 from deltawire.core.digest import StateDigest
 from deltawire.core.dtypes import Bits, lookup
-from deltawire.core.manifest import Blob, Link, Manifest, RunInfo, dump
+from deltawire.core.manifest import Blob, Link, Manifest, Origin, RunInfo, dump
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.core.sparse import BASE_DIGEST, DIGEST, DataFile, write_delta
 
@@ -44,6 +47,9 @@ SCHEMA = Schema.build(
 
 
 TILED = Schema.build([TensorSpec("narrow", "BF16", (40, 24)), TensorSpec("wide", "BF16", (300, 256))])
+
+
+BYTES = Schema.build([TensorSpec("e4m3", "F8_E4M3", (300, 256)), TensorSpec("e5m2", "F8_E5M2", (300, 256))])
 
 
 class Weights:
@@ -85,6 +91,22 @@ def tiled() -> tuple[Weights, Weights]:
             now.append(bits + (1 if x >> 18 & 1 else -1) * (2 if x >> 19 & 7 == 0 else 1) if moves else bits)
         before[tensor.name], after[tensor.name] = np.array(was, np.uint16), np.array(now, np.uint16)
     return Weights(before, TILED), Weights(after, TILED)
+
+
+def single_bytes() -> tuple[Weights, Weights]:
+    """fp8 weights as training moves them: small ones more often, by an ulp either way."""
+    before, after, drawn = {}, {}, numbers()
+    for tensor in BYTES.tensors:
+        shift, was, now = lookup(tensor.dtype).exponent_shift, [], []
+        for _ in range(tensor.units):
+            x = next(drawn)
+            octaves = min(10 - (x & 1023).bit_length(), 7)
+            bits = (x >> 10 & 1) << 7 | (10 - octaves) << shift | x >> 11 & ((1 << shift) - 1)
+            moves = next(drawn) % 8192 < 1 << 2 * octaves >> 3
+            was.append(bits)
+            now.append(bits + (1 if x >> 18 & 1 else -1) * (2 if x >> 19 & 7 == 0 else 1) if moves else bits)
+        before[tensor.name], after[tensor.name] = np.array(was, np.uint8), np.array(now, np.uint8)
+    return Weights(before, BYTES), Weights(after, BYTES)
 
 
 def new() -> Weights:
@@ -153,6 +175,12 @@ def manifests() -> tuple[Manifest, Manifest]:
     return first, second
 
 
+def derived() -> Manifest:
+    return msgspec.structs.replace(
+        manifests()[1], origin=Origin("fp8-block", "00decade00decade", 41, "0123456789abcdef" * 2)
+    )
+
+
 def files() -> dict[str, bytes]:
     first, second = manifests()
     return {
@@ -162,6 +190,8 @@ def files() -> dict[str, bytes]:
         "anchor.safetensors": anchor()[0],
         **{f"delta.{encoding}.safetensors": delta(encoding)[0] for encoding in ENCODINGS},
         "tiles.context.safetensors": delta("context", tiled())[0],
+        **{f"bytes.{encoding}.safetensors": delta(encoding, single_bytes())[0] for encoding in ("packed", "context")},
+        "version-1-derived.json": dump(derived()),
     }
 
 

@@ -52,7 +52,8 @@ def golden_store(store: Store) -> Store:
 def test_there_is_a_golden_file_for_every_encoding() -> None:
     found = {path.name for path in FOLDER.glob("*.safetensors")}
     deltas = {f"delta.{encoding}.safetensors" for encoding in ENCODINGS}
-    assert found == {"anchor.safetensors", "tiles.context.safetensors", *deltas}
+    single = {f"bytes.{encoding}.safetensors" for encoding in ("packed", "context")}
+    assert found == {"anchor.safetensors", "tiles.context.safetensors", *deltas, *single}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,6 +83,16 @@ def test_this_build_still_reads_tiles() -> None:
     assert full.digest_of(base) + moves == full.digest_of(expected)
 
 
+@pytest.mark.parametrize("encoding", ["packed", "context"])
+def test_this_build_still_reads_fp8_weights(encoding: str) -> None:
+    blob = read(f"bytes.{encoding}.safetensors")
+    base, expected = make.single_bytes()
+    assert {b.record.encoding for b in opened(blob, make.BYTES).blocks if b.record} == {encoding}
+    result, moves = applied(blob, Bag(make.BYTES, base.tensors))
+    assert same(result.tensors, expected.tensors)
+    assert full.digest_of(base) + moves == full.digest_of(expected)
+
+
 def test_this_build_still_reads_the_anchor() -> None:
     blob = read("anchor.safetensors")
     file = full.FullFile(lambda start, length: blob[start : start + length], len(blob))
@@ -95,6 +106,10 @@ def test_this_build_still_reads_the_manifests() -> None:
     assert (parse_manifest(read("version-0.json"), 0, info), parse_manifest(read("version-1.json"), 1, info)) == (
         make.manifests()
     )
+
+
+def test_this_build_still_reads_what_a_version_was_derived_from() -> None:
+    assert parse_manifest(read("version-1-derived.json"), 1, make.run_info()) == make.derived()
 
 
 def test_the_digests_are_pinned() -> None:

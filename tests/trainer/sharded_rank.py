@@ -68,6 +68,19 @@ class Wide(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
+class Blocky(nn.Module):
+    """Matrices of several fp8 blocks, some of them cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(24, 300)
+        self.middle = nn.Linear(300, 141)
+        self.down = nn.Linear(141, 24, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.middle(torch.relu(self.up(x)))))
+
+
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(7)
     return make()
@@ -162,6 +175,27 @@ class Rank:
 
     def fsdp(self) -> None:
         self.side_by_side("fsdp", sharded(), anchor_every=3, skip_every=2)
+
+    def view(self) -> None:
+        """Blocks of 128 rows and columns that no rank holds alone."""
+        model = seeded(Blocky)
+        for part in (model.up, model.down):
+            fully_shard(part)
+        self.side_by_side("view", fully_shard(model), Blocky, view="fp8-block", anchor_every=3)
+        model = seeded(Blocky)
+        mesh = init_device_mesh("cpu", (self.size,))
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "middle": RowwiseParallel()})
+        self.side_by_side("view-tp", model, Blocky, view="fp8-block", detector=SnapshotDetector())
+
+    def view_experts(self) -> None:
+        from moe_models import make as make_experts
+
+        sizes = {"hidden_size": 136, "moe_intermediate_size": 130, "head_dim": 16}
+        make = partial(make_experts, "qwen3_moe", vocab_size=301, **sizes)
+        model = make()
+        for layer in model.model.layers:
+            fully_shard(layer)
+        self.side_by_side("view-experts", fully_shard(model), make, view="fp8-block")
 
     def experts(self) -> None:
         """Fused experts: each rank has some of a layer's, and publishes them one by one."""

@@ -117,7 +117,7 @@ def assert_each_wrote_its_share(trained: Trained, name: str, manifests: list[Man
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """One start for all scenarios, of ranks that share their imports. In the last one rank 1 is killed."""
-    scenarios = "fsdp,ddp,upload_fails,out_of_step,resume,refused,adamw,unequal/killed"
+    scenarios = "fsdp,ddp,view,upload_fails,out_of_step,resume,refused,adamw,unequal/killed"
     return run_ranks([], tmp_path_factory.mktemp("two"), scenarios, 2, dies=1)
 
 
@@ -144,6 +144,20 @@ def test_ddp_publishes_together_what_every_rank_holds(two: Trained) -> None:
     largest = max(tensor.nbytes for tensor in Run.open(str(two.folder / "ddp")).schema.tensors)
     # tensors are handed out whole
     assert_each_wrote_its_share(two, "ddp", assert_same_run(two, "ddp"), slack=largest // 2)
+
+
+def test_a_view_has_the_same_blocks_however_the_ranks_cut_them(two: Trained) -> None:
+    for name in ("view", "view-tp"):
+        assert_same_run(two, name)
+        assert Run.open(str(two.folder / name)).schema.by_name()["middle.weight"].dtype == "F8_E4M3"
+
+
+@pytest.mark.slow
+def test_a_view_of_experts_that_several_ranks_hold(tmp_path: Path) -> None:
+    two = train(tmp_path, "view_experts", 2)
+    assert_same_run(two, "view-experts")
+    scales = Run.open(str(two.folder / "view-experts")).schema.by_name()
+    assert scales["model.layers.1.mlp.experts.3.gate_proj.weight_scale_inv"].shape == (2, 2)
 
 
 @pytest.mark.slow

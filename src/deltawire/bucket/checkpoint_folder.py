@@ -49,7 +49,7 @@ def fill(
     full.write_checkpoint(folder, source, stem="adapter_model" if is_adapter else "model", progress=progress)
     for file in manifest.files:
         with open(folder / file.name, "wb") as out:
-            for chunk in _content(run, file, before):
+            for chunk in content(run, file, before):
                 out.write(chunk)
             out.flush()
             os.fsync(out.fileno())
@@ -67,7 +67,7 @@ def fill_for_engine(folder: Path, run: Run, version: int, resolve: Resolve) -> N
     fill(folder, run, manifest, checkout(run, version, resolve=resolve))
 
 
-def _content(run: Run, file: File, before: Path | None) -> Iterator[bytes]:
+def content(run: Run, file: File, before: Path | None = None) -> Iterator[bytes]:
     if before is not None and _holds(before / file.name, file):
         with open(before / file.name, "rb") as known:
             while chunk := known.read(PART):

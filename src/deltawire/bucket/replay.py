@@ -7,12 +7,13 @@ Live weights are patched by `replica/`, which can undo.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..core import chain, full
-from ..core.change import Region, blocks, moved
+from ..core.change import Change, Region, blocks, moved
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.errors import DigestMismatch, ModelTooLarge
@@ -23,6 +24,9 @@ from .fetch import Progress
 from .references import Resolve, as_run, find_reference
 from .run import DAMAGE, Run
 from .walk import FetchedLink, Walker
+
+Changed = Callable[[Sequence[Change] | None], None]
+"""Called with changes of a version; with None where any weight may have changed."""
 
 
 class State:
@@ -60,10 +64,13 @@ class State:
             for_each(one, block, threads)
         self.digest = full.digest_of(self, threads)
 
-    def take(self, fetched: FetchedLink, resolve: Resolve, *, write: bool = True) -> None:
+    def take(
+        self, fetched: FetchedLink, resolve: Resolve, *, write: bool = True, changed: Changed | None = None
+    ) -> None:
         """Move along one link and prove it. On any error the state is spoiled: drop it.
 
-        Without `write` a delta is proven against these weights, which stay as they are.
+        Without `write` a delta is proven against these weights, which stay as they are. `changed` is called with the
+        changes of a delta, after they were written; with None where all weights were.
         """
         manifest = fetched.manifest
         if fetched.link.kind == "delta":
@@ -72,9 +79,13 @@ class State:
                 # blocks cover disjoint regions, so each may be written while others are still being decoded
                 for changes in file.patches(self.bits) if write else file.changes(self.bits):
                     digest += moved(changes)
+                    if changed is not None:
+                        changed(changes)
         else:
             self.load(fetched.weights(resolve))
             digest = self.digest
+            if changed is not None:
+                changed(None)
         require_digest(manifest, digest)
         if write:
             self.digest, self.version = digest, manifest.version
@@ -101,11 +112,12 @@ def checkout(
     resolve: Resolve = find_reference,
     progress: Progress | None = None,
     steps: list[chain.Step] | None = None,
+    changed: Changed | None = None,
 ) -> State:
     """Return the bits of a version. Continues from `state` where a path leads on from there.
 
     Where an object on the way is damaged or gone, another way is taken from nothing, if there is one; MissingBase after
-    chain.MAX_PLANS of them. `steps` is a way that was planned before.
+    chain.MAX_PLANS of them. `steps` is a way that was planned before, `changed` as in `State.take`.
     """
     walker = Walker(run)
     current = state or State(run.schema)
@@ -115,7 +127,7 @@ def checkout(
 
     for step, pending in walker.walk(have, version, steps, progress=progress):
         try:
-            current.take(pending.result(), resolve)
+            current.take(pending.result(), resolve, changed=changed)
         except DAMAGE as error:
             current = State(run.schema)
             walker.reject(step, error)

@@ -120,6 +120,7 @@ COMMANDS = {
     "publish": "deltawire.cli.publish",
     "checkout": "deltawire.cli.checkout",
     "follow": "deltawire.cli.follow",
+    "derive": "deltawire.cli.derive",
     "serve": "deltawire.cli.serve",
     "env": "deltawire_wordle.env_command",
     "log": "deltawire.cli.log",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..core.describe import Base, IndexStats, TensorPart
     from ..core.dtypes import Bits
     from ..core.full import Checkpoint
-    from ..core.manifest import Link
+    from ..core.manifest import Link, Origin
     from ..core.schema import TensorSpec
     from ..core.ulps import Histogram
 
@@ -148,6 +148,7 @@ def _version(text: str, steps: bool, reference: Path | None, trust: str | None) 
         "files": [{"name": file.name, "bytes": file.size} for file in manifest.files],
         "signer": manifest.signer or None,
         "signature_checked": run.trust is not None,
+        "origin": manifest.origin,
         "kind": link.kind,
         "encoding": link.encoding,
     }
@@ -239,6 +240,7 @@ def _render_version(out: Console, value: dict[str, Any]) -> None:
         checked = "checked" if value["signature_checked"] else "not checked: no trusted key was given (--trust)"
         out.print(f"  signed by {clean(value['signer'])}, {checked}", soft_wrap=True)
     for name, shown in (
+        ("derived from", _origin(value["origin"])),
         ("step", value["step"]),
         ("metrics", "  ".join(f"{k} {v:g}" for k, v in value["metrics"].items())),
         ("seconds", "  ".join(f"{k} {v:.3f}" for k, v in value["timings"].items())),
@@ -246,6 +248,12 @@ def _render_version(out: Console, value: dict[str, Any]) -> None:
     ):
         if shown not in (None, ""):
             out.print(f"  {name}: {clean(str(shown), 2000)}", soft_wrap=True)
+
+
+def _origin(origin: Origin | None) -> str:
+    return (
+        "" if origin is None else f"version {origin.version} of the run {origin.run}, {origin.view} of {origin.digest}"
+    )
 
 
 def _render_file(out: Console, value: dict[str, Any]) -> None:

@@ -28,6 +28,12 @@ def command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Hash everything, replay nothing: no memory for weights needed.")
     ] = False,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="The run that this one is derived from, to compute it again.", show_default=False
+        ),
+    ] = None,
     reference: ReferenceOption = None,
     trust: TrustOption = None,
     json: JsonOption = False,
@@ -37,7 +43,8 @@ def command(
     Stops at the first bad thing, says what it is and what to do, and exits with
     3. Every anchor, delta and skip delta is proven to lead to the weights the
     trainer had. Reads the whole run, into one copy of the weights. With --trust
-    every signature is checked too.
+    every signature is checked too. With --source, every version of a derived run
+    is then computed again from that run.
 
     \b
     Examples
@@ -46,6 +53,7 @@ def command(
       deltawire verify s3://runs/chat --from 400 --to 450  a part of it
       deltawire verify s3://runs/chat --trust ed25519:4c1e…    who signed what
       deltawire verify s3://runs/chat --json | jq .failure
+      deltawire verify s3://runs/chat-fp8 --source s3://runs/chat
     """
     from ..bucket.references import resolver
     from ..bucket.verify import verify
@@ -60,8 +68,22 @@ def command(
             resolve=resolver(reference),
             progress=partial(advance, "verify"),
         )
+    recomputed = 0
+    if source is not None and result.ok:
+        from ..derive.deriver import recompute
+
+        with progress() as advance:
+            again = recompute(
+                opened, open_run(source, trust), resolve=resolver(reference), progress=partial(advance, "derive again")
+            )
+        recomputed, result.failure = again.proven, again.failure
+        result.warnings += [f"{count:,} versions not computed again: {why}" for why, count in again.not_proven.items()]
     url = opened.store.url
-    emit({"run": url, "ok": result.ok, **asdict(result)}, lambda out: _render(out, url, result), json)
+    emit(
+        {"run": url, "ok": result.ok, **asdict(result), "recomputed": recomputed},
+        lambda out: _render(out, url, result, recomputed),
+        json,
+    )
     if not result.ok:
         raise typer.Exit(3)
 
@@ -76,7 +98,7 @@ def _bound(run: Run, version: str | None) -> int | None:
     return exact if exact is not None and exact >= 0 else resolve(run, version)
 
 
-def _render(out: Console, url: str, result: Verification) -> None:
+def _render(out: Console, url: str, result: Verification, recomputed: int) -> None:
     def line(word: str, style: str, text: str) -> None:
         from rich.text import Text
 
@@ -96,7 +118,8 @@ def _render(out: Console, url: str, result: Verification) -> None:
     read = f"{result.versions:,} versions, {result.objects:,} objects, {size(result.bytes)}"
     problem = result.failure
     if problem is None:
-        line("good", "green", f"{url}: {read} read, {result.proven:,} anchors and deltas proven")
+        again = f", {recomputed:,} versions computed again" if recomputed else ""
+        line("good", "green", f"{url}: {read} read, {result.proven:,} anchors and deltas proven{again}")
         return
     line("bad", "red", problem.object if problem.version is None else f"version {problem.version}: {problem.object}")
     line("", "", f"{problem.message} ({problem.error})")

@@ -117,6 +117,18 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
     """The first few of the manifest's."""
 
 
+class Origin(msgspec.Struct, frozen=True):
+    """The weights that a version of a derived run was computed from."""
+
+    view: str
+    """The function, such as fp8-block."""
+    run: str
+    """Id of the run it is derived from."""
+    version: int
+    digest: str
+    """State digest of that version."""
+
+
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The commit of a version. Created last and once, never overwritten."""
 
@@ -143,6 +155,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     files: tuple[File, ...] = ()
     recent: tuple[Summary, ...] = ()
     """The versions since the last page of history."""
+    origin: Origin | None = None
+    """Of a version of a derived run: what it was derived from."""
     signer: str = ""
     """The public key that signed it; empty in an unsigned run."""
     rotations: tuple[Endorsement, ...] = ()
@@ -340,6 +354,9 @@ def parse_manifest(data: bytes, version: int, run: RunInfo) -> Manifest:
         raise ManifestError(f"{what} names {len(manifest.links) or 'no'} ways to reach its version")
     if max(len(manifest.metrics), len(manifest.timings)) > MAX_METRICS:
         raise ManifestError(f"{what} has more than {MAX_METRICS:,} metrics or timings")
+    origin = manifest.origin
+    if origin is not None and not (0 <= origin.version <= keys.MAX_VERSION and _HEX128.fullmatch(origin.digest)):
+        raise ManifestError(f"{what} names an origin, version {origin.version}, that cannot be one")
     if len(manifest.rotations) > MAX_ROTATIONS:
         raise ManifestError(f"{what} has more than {MAX_ROTATIONS} rotations of its key")
     for link in manifest.links:

@@ -10,10 +10,14 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from ..core.errors import (
     DivergedRun,
@@ -80,14 +84,19 @@ class Group:
         """Do work on rank 0. Returns its result on all ranks."""
         return work()
 
+    def maximum(self, values: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """The largest of all ranks at each place. All are below 2³¹."""
+        return values
+
 
 class Ranks(Group):
     """The ranks of a torch process group."""
 
     def __init__(self, group: ProcessGroup) -> None:
+        import torch
         import torch.distributed as dist
 
-        self._dist = dist
+        self._torch, self._dist = torch, dist
         ranks = dist.get_process_group_ranks(group)
         reminder = threading.Timer(_REMIND, log.warning, (_MISSING, len(ranks)))
         reminder.daemon = True
@@ -99,14 +108,25 @@ class Ranks(Group):
 
     def exchange(self, message: T) -> list[T]:
         heard: list[Any] = [None] * self.size
-        try:
+        with self._all_answer():
             self._dist.all_gather_object(heard, message, group=self._group)
+        return heard
+
+    def maximum(self, values: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        merged = self._torch.from_numpy(values.view(np.int32).copy())
+        with self._all_answer():
+            self._dist.all_reduce(merged, self._dist.ReduceOp.MAX, group=self._group)
+        return merged.numpy().view(np.uint32)
+
+    @contextmanager
+    def _all_answer(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise RankLost(
                 "another rank of this trainer does not answer any more, so no version can be finished; "
                 "restart the training from its checkpoint, and the run goes on from there"
             ) from error
-        return heard
 
     def together(self, work: Callable[[], T]) -> list[T]:
         error: Exception | None = None

@@ -24,7 +24,7 @@ from ..core.errors import (
     VersionNotFound,
     WriterConflict,
 )
-from ..core.manifest import Head, Link, Manifest, Summary, dump, most_bytes, now, parse_manifest
+from ..core.manifest import Head, Link, Manifest, Origin, Summary, dump, most_bytes, now, parse_manifest
 from ..core.signing import MANIFEST, NEXT_KEY, Endorsement, SigningKey, check_public, endorsed
 from ..store.base import check_size
 from .claim import Claim
@@ -135,13 +135,14 @@ class Committer:
         timings: Mapping[str, float],
         files: Companions,
         publishes: int = 1,
+        origin: Origin | None = None,
     ) -> Manifest:
         """Create the manifest of the next version, which carries so many publishes.
 
         Raises WriterConflict if another trainer has created it; RunNotFound or RunReplaced if the run was deleted.
         """
         version = self.next_version
-        named = files.put(self.run.store, self.newest.files if self.newest else ())
+        named = files.put(self.run.store, self.newest.files if self.newest else (), self.run.schema)
         # a skip delta that is larger than any reader accepts is left for prune: the way around it is shorter
         links = tuple(link for link in links if link.bytes <= most_bytes(self.run.schema))
         if history.needs_page(version):
@@ -162,6 +163,7 @@ class Committer:
             timings={name: round(value, 6) for name, value in timings.items()},
             files=named,
             recent=self._summaries(history.recent_start(version), version),
+            origin=origin,
             signer=self._signing.key.public if self._signing else "",
             rotations=self._rotations,
         )

@@ -13,9 +13,11 @@ from blake3 import blake3
 from ..core import full, keys
 from ..core.errors import ObjectTooLarge
 from ..core.manifest import MAX_FILE, File
+from ..core.schema import Schema
 from ..huggingface import tokenizer_files
 from ..models import Model, class_name, files_of
 from ..store import Store
+from ..views.blocks import with_config
 from .adapters import Adapter
 
 log = logging.getLogger("deltawire")
@@ -31,12 +33,17 @@ class Companions:
     """Files that are published with the weights: those that the user gave, those of the model and its tokenizer."""
 
     def __init__(
-        self, given: Mapping[str, bytes] | Path | None = None, tokenizer: Any = None, wire_dtype: str | None = None
+        self,
+        given: Mapping[str, bytes] | Path | None = None,
+        tokenizer: Any = None,
+        wire_dtype: str | None = None,
+        view: str | None = None,
     ) -> None:
         """`given` are contents by name, or a checkpoint folder. They replace all files of the version before; None
-        keeps those. Files of model and tokenizer replace the ones with the same names, unless the user gave one."""
+        keeps those. Files of model and tokenizer replace the ones with the same names, unless the user gave one. With
+        a view, config.json tells of it."""
         self._given = _read(given) if isinstance(given, Path) else given
-        self._tokenizer, self._wire_dtype = tokenizer, wire_dtype
+        self._tokenizer, self._wire_dtype, self._view = tokenizer, wire_dtype, view
         self._found: Mapping[str, bytes] | None = None
         """Of model and tokenizer, from the first publish on."""
         self._class = ""
@@ -59,12 +66,15 @@ class Companions:
         except (msgspec.MsgspecError, IndexError):
             return self._class
 
-    def put(self, store: Store, before: tuple[File, ...]) -> tuple[File, ...]:
-        """Upload what the version before does not have. Returns all files of the next version."""
+    def put(self, store: Store, before: tuple[File, ...], schema: Schema) -> tuple[File, ...]:
+        """Upload what the version before does not have. Returns all files of the next version, whose weights have this
+        schema."""
         known = {file.key for file in before}
         result = {file.name: file for file in before} if self._given is None else {}
         for name, data in sorted(self._all().items()):
             full.check_companion(name)
+            if self._view is not None and name == "config.json":
+                data = with_config(data, schema)
             if len(data) > MAX_FILE:
                 raise ObjectTooLarge(
                     f"{name!r} has {len(data):,} bytes; what goes with the weights has at most {MAX_FILE:,}"

@@ -10,7 +10,7 @@ A detector covers the tensors of the schema it is bound to. A sharded writer bin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -159,15 +159,20 @@ class HostDetector:
         self.state.load(source)
         return self.state.digest
 
-    def detect(self, source: Source, budget: int) -> Detected:
+    def _differences(self, source: Source) -> Iterable[tuple[list[Change], StateDigest]]:
+        """What differs in each block of the plan, and how the digest moves."""
+
         def one(block: Block) -> tuple[list[Change], StateDigest]:
             changes = [compare(region, self.state.region(region), source.region(region)) for region in block]
             # here and not in Found.of: the changes are still in the cache
             return changes, moved(changes)
 
+        return ordered_map(one, self.plan, threads_for(source.schema.elements))
+
+    def detect(self, source: Source, budget: int) -> Detected:
         changed: list[list[Change]] = []
         total = StateDigest()
-        for changes, digest in ordered_map(one, self.plan, threads_for(source.schema.elements)):
+        for changes, digest in self._differences(source):
             changed.append(changes)
             total += digest
             budget -= sum(change.nbytes for change in changes)

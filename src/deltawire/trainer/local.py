@@ -12,8 +12,10 @@ from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.schema import Schema
 from ..models import Known, ModelView
+from ..views.blocks import Blocks
+from ..views.host import BlockView, is_view
 from .collective import Group
-from .detectors import Detector, default_detector
+from .detectors import Detector, HostDetector, default_detector
 from .resume import OTHER_MODEL
 from .writer import PublishOptions
 
@@ -31,6 +33,8 @@ class LocalModel:
         self._schema: Schema | None = None
         """Of the weights that this process writes, once they were opened."""
         self._bound = False
+        self._blocks: Blocks | None = None
+        """Of the view, once the model is known."""
 
     @property
     def regions(self) -> Sequence[Region]:
@@ -53,6 +57,10 @@ class LocalModel:
         else:
             view = ModelView(model, self._options.wire_dtype, buffers=self._options.buffers, known=self._known)
             self._known, source = view.known, view
+        if self._options.view is not None and not is_view(source):
+            if self._blocks is None or self._blocks.source != source.schema:
+                self._blocks = Blocks(source.schema)
+            source = self._viewed(source, self._blocks)
         if self._schema is not None:
             self._schema.require_equal(
                 source.schema, ours=f"the run {self._url}", theirs="this model", advice=OTHER_MODEL
@@ -75,6 +83,15 @@ class LocalModel:
                 "pass the same model to every publish, or a new detector to a new Publisher"
             )
         return given
+
+    def _viewed(self, source: Source, blocks: Blocks, *parts: Any) -> Source:
+        """The view of these weights: computed where they are compared."""
+        compared_in_torch = not isinstance(self._options.detector, HostDetector | None)
+        if isinstance(source, ModelView) and source.tensors and (compared_in_torch or source.device() is not None):
+            from ..views.device import BlockModel
+
+            return BlockModel(source, blocks, *parts)
+        return BlockView(source, blocks, *parts)
 
     def plan(self, detector: Detector) -> list[Block] | None:
         """Where the regions of a detector's plan are in the checkpoint; None if they are the same."""

@@ -30,7 +30,7 @@ from ..core import full
 from ..core.digest import StateDigest
 from ..core.errors import DivergedRun, RunNotFound, SchemaMismatch
 from ..core.full import Source
-from ..core.manifest import Link, Manifest
+from ..core.manifest import Link, Manifest, Origin
 from ..core.schema import Schema
 from ..models import Model
 from ..store import Store
@@ -98,6 +98,7 @@ class Pipeline:
         metrics: Mapping[str, float],
         wait: bool,
         progress: Progress | None,
+        origin: Origin | None = None,
     ) -> PublishHandle:
         """Capture what changed and submit it to the background, or publish it here where it must be streamed."""
         began = time.perf_counter()
@@ -113,10 +114,10 @@ class Pipeline:
             self._drop()
             source, captured = self._open(source, progress), None
         if captured is None:
-            return self._stream(source, step, metrics, began, progress)
+            return self._stream(source, step, metrics, began, progress, origin)
         capture, waiting = captured
         held = {"held": time.perf_counter() - began}
-        pending = PendingVersion(capture, step, metrics, self._publishes, timings=held)
+        pending = PendingVersion(capture, step, metrics, self._publishes, timings=held, origin=origin)
         handle = pending.handles[0]
         if waiting is not None:
             waiting.merge(pending, capture)
@@ -189,7 +190,8 @@ class Pipeline:
             state = None if start_over else state
         if state is not None and self._local.streams:
             # in host memory wherever the model is: the first publish is streamed against it
-            captures = Captures(HostDetector.of(state), state.digest, skip_every=options.skip_every)
+            kind = type(detector) if isinstance(detector, HostDetector) else HostDetector
+            captures = Captures(kind.of(state), state.digest, skip_every=options.skip_every)
         else:
             captures = group.each(lambda: self._captures(watched, detector, state))
         writer = VersionWriter(run, self._committer, self._writing_group, self._local.regions, options, start_over)
@@ -302,6 +304,7 @@ class Pipeline:
         metrics: Mapping[str, float],
         began: float,
         progress: Progress | None,
+        origin: Origin | None,
     ) -> PublishHandle:
         """Compare and encode block by block in the caller's thread, with one copy of the model and no more."""
         self.background.flush()
@@ -315,7 +318,7 @@ class Pipeline:
         nbytes = source.schema.nbytes
         detected = (lambda n: progress("detect", n, nbytes)) if progress else None
         stream = Stream(session.captures, source, detected)
-        pending = PendingVersion(stream, step, metrics, self._publishes, progress=progress)
+        pending = PendingVersion(stream, step, metrics, self._publishes, progress=progress, origin=origin)
         published = session.writer.write(session.writer.begin(None, None), pending)
         self.version = published.version
         # from here on a detector of the model's own kind can be used: the bucket has what the model has

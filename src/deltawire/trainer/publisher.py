@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..bucket.trust import KeysLike
 from ..bucket.versions import address_only
 from ..core.errors import DeltawireError, Misconfigured, OutOfStep
+from ..core.manifest import Origin
 from ..models import AUTO, Model
 from ..store import Store, open_store
+from ..views import check_view
 from .collective import LAST_WAIT, group_of, may_share
 from .commit import Signing
 from .companions import Companions
-from .detectors import Detector
+from .detectors import Detector, HostDetector
 from .pipeline import Pipeline
 from .policy import AnchorPolicy, EncodingChooser
 from .writer import Progress, Published, PublishHandle, PublishOptions
@@ -82,6 +84,8 @@ class Publisher:
                    is signed from its first version on, by one key at a time (docs/signed.md).
     next_key       public key that may sign the versions after these: the next publisher then has `sign` of that key
     trust          public keys that signed earlier versions: of the key before, after a rotation
+    view           "fp8-block": publish e4m3 weights in blocks of 128 × 128 with their scales, computed from the weights
+                   in the wire dtype on the model's own device (docs/fp8.md). Not with FusedDetector or DeltaAdamW.
     continues      True if other weights than the run's newest version are meant to follow it. By default a warning is
                    logged then: they may be another training's
     """
@@ -107,14 +111,18 @@ class Publisher:
         sign: str | Path | None = None,
         next_key: str = "",
         trust: KeysLike = (),
+        view: str | None = None,
         continues: bool = False,
         on_version: Callable[[Published], object] | None = None,
     ) -> None:
+        if view is not None:
+            check_view(view)
+            _check_detector(detector)
         given = _folder("files", files) if isinstance(files, (str, Path)) else files
         self._options = PublishOptions(
             chooser=EncodingChooser(encoding),
             policy=AnchorPolicy(anchor_every, anchor_ratio),
-            files=Companions(given, tokenizer, wire_dtype),
+            files=Companions(given, tokenizer, wire_dtype, view),
             wire_dtype=wire_dtype,
             buffers=buffers,
             # an optimizer has a detector of its own
@@ -124,6 +132,7 @@ class Publisher:
             model_name=model_name,
             max_pending=max_pending,
             base=None if base is None else _folder("base", base),
+            view=view,
             continues=continues,
             on_version=on_version,
             signing=Signing.of(sign, next_key, trust),
@@ -147,6 +156,7 @@ class Publisher:
         metrics: Mapping[str, float] | None = None,
         wait: bool = False,
         progress: Progress | None = None,
+        origin: Origin | None = None,
     ) -> PublishHandle:
         """Publish the model's present weights as the next version.
 
@@ -154,9 +164,10 @@ class Publisher:
         checkpoint folder). Returns once it is known what changed; training may go on. With `wait` it returns after the
         commit and, in host memory, needs no more than one copy of the model plus a few blocks.
 
-        `step` and `metrics` are stored with the version. `progress(phase, n, total)` is called with bytes done since
-        the last call, in the phases "fetch", "detect" and "put". Tied weights are published once; frozen ones are
-        compared like all others, and cost no bytes while they do not change.
+        `step` and `metrics` are stored with the version, and so is `origin`, what the weights were derived from, where
+        they are a view of another run's. `progress(phase, n, total)` is called with bytes done since the last call, in
+        the phases "fetch", "detect" and "put". Tied weights are published once; frozen ones are compared like all
+        others, and cost no bytes while they do not change.
 
         An earlier publish that failed in the background is raised here as PublishFailed, once: its changes are part of
         the next version. WriterConflict, RunNotFound and RunReplaced are raised every time.
@@ -164,7 +175,7 @@ class Publisher:
         with self._in_turn():
             self._options.files.find(model)
             pipeline = self._pipeline_for(model)
-            handle = pipeline.publish(model, step, metrics or {}, wait, progress)
+            handle = pipeline.publish(model, step, metrics or {}, wait, progress, origin)
             if wait and pipeline.together:
                 # in its turn: other ranks must see this rank's publishes in one order
                 pipeline.background.wait_for(handle)
@@ -260,6 +271,18 @@ class Publisher:
                 self._pipeline.background.check()
                 self._pipeline = Pipeline(self._store, self._options, group)
         return self._pipeline
+
+
+def _check_detector(detector: Detector | DeltaAdamW | None) -> None:
+    """Refuse detectors that do not compare what is published with what was published before."""
+    if not isinstance(detector, HostDetector | None):
+        from .device import SnapshotDetector
+
+        if not isinstance(detector, SnapshotDetector):
+            raise Misconfigured(
+                f"a view is compared as it is published, which {type(detector).__name__} cannot do: leave out "
+                "detector=, or pass a SnapshotDetector"
+            )
 
 
 def _folder(option: str, path: str | Path) -> Path:

@@ -7,7 +7,7 @@ ranks hold (replicas, DDP, buffers) is written by one of them, so that all have 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..core import digest
-from ..core.change import Block, Region, tile
+from ..core.change import Block, Region, tile, whole
 from ..core.digest import StateDigest
 from ..core.dtypes import lookup
 from ..core.errors import SchemaMismatch
@@ -28,6 +28,8 @@ from ..core.full import Source
 from ..core.schema import Schema, TensorSpec
 from ..huggingface import Band
 from ..models import ModelView, is_module, tensors_of
+from ..views.blocks import Blocks, Grid
+from ..views.host import Place
 from .adamw import AdamWDetector, local_tensor
 from .collective import Group
 from .detectors import Detector, HostDetector, default_detector
@@ -50,6 +52,11 @@ class LocalRegion:
         """Name of the local tensor. Sorts as the regions of a tensor do."""
         return f"{self.region.tensor.name}@{self.region.row:015d},{self.region.column:015d}"
 
+    def of(self, blocks: Blocks) -> LocalRegion:
+        """The same rectangle in a view."""
+        grid, r = blocks.grids.get(self.region.tensor.name), self.region
+        return self if grid is None else LocalRegion(Region(grid.weights, r.row, r.rows, r.column, r.columns), self.row)
+
     def cut(self, local: Tensor) -> Tensor:
         """The region as a view of the local tensor."""
         rows = local.detach().reshape(-1, local.shape[-1] if local.dim() else 1)
@@ -63,25 +70,49 @@ class Shards(LocalModel):
     """However dense a change is, it is captured: a rank cannot decide to stream on its own."""
 
     _parts: Sequence[LocalRegion] = ()
+    """What this rank reads."""
+    _written: Sequence[LocalRegion] = ()
+    """What this rank writes: the same, or what a view makes of it."""
+    _scales: Mapping[LocalRegion, Grid]
+    """Of a view: the scales that this rank writes."""
+    _group: Group
 
     @property
     def regions(self) -> Sequence[Region]:
-        return [part.region for part in self._parts]
+        return [part.region for part in self._written]
 
     def open(self, model: Any, group: Group) -> tuple[Schema, Source]:
         schema = group.together(lambda: self._schema_of(model))[0]
         held = group.together(lambda: self._hold(model, schema, group.rank))
         mine = share_out(held, schema)[group.rank]
-        self._parts = [part for part in self._parts if part.region in mine]
+        self._parts = self._written = [part for part in self._parts if part.region in mine]
         view = group.each(lambda: self._view(model))
         self._schema = view.schema
-        return schema, view
+        if self._options.view is None:
+            return schema, view
+        self._blocks, self._group = Blocks(schema), group
+        grids = self._blocks.grids
+        # any rank could write them: all know the largest weights of all blocks
+        self._scales = {
+            LocalRegion(whole(grid.scales), 0): grid for grid in [*grids.values()][group.rank :: group.size]
+        }
+        self._written = [part.of(self._blocks) for part in self._parts] + [*self._scales]
+        return self._blocks.schema, self._viewed_parts(view)
 
     def source(self, model: Any) -> Source:
         view = self._view(model)
         if view.schema != self._schema:
             raise SchemaMismatch("this model is cut in another way than the one published before")
-        return view
+        return view if self._options.view is None else self._viewed_parts(view)
+
+    def _viewed_parts(self, view: ModelView) -> Source:
+        """The view of this rank's weights. All ranks call it: a block may lie on several."""
+        assert self._blocks is not None
+        grids = self._blocks.grids
+        regions = {part.name: part.region for part in self._parts if part.region.tensor.name in grids}
+        places = {name: Place(grids[r.tensor.name], r.row, r.column) for name, r in regions.items()}
+        scales = {part.name: grid for part, grid in self._scales.items()}
+        return self._viewed(view, self._blocks, places, scales, self._group.maximum)
 
     def detector(self, source: Source) -> Detector:
         given = self._options.detector
@@ -97,7 +128,7 @@ class Shards(LocalModel):
         return detector
 
     def plan(self, detector: Detector) -> list[Block]:
-        place = {part.name: part.region for part in self._parts}
+        place = {part.name: part.region for part in self._written}
 
         def shifted(here: Region) -> Region:
             there = place[here.tensor.name]
@@ -140,9 +171,9 @@ class Shards(LocalModel):
         for spec in schema.tensors:
             tensor = tensors[spec.name]
             if isinstance(tensor, Band):
-                whole = TensorSpec(spec.name, spec.dtype, tuple(tensor.whole.shape))
                 if id(tensor.whole) not in wholes:
-                    wholes[id(tensor.whole)] = held(tensor.whole, whole)
+                    fused = TensorSpec(spec.name, spec.dtype, tuple(tensor.whole.shape))
+                    wholes[id(tensor.whole)] = held(tensor.whole, fused)
                 parts += _of_band(tensor, spec, wholes[id(tensor.whole)])
             else:
                 parts += held(tensor, spec)
@@ -222,8 +253,8 @@ def _along(axis: Indices, dim: int, cuts: Sequence[tuple[Any, int, int]], name: 
             continue
         if isinstance(placement, _StridedShard):
             if placement.dim == dim:
-                whole = int(placement.split_factor)
-                axis = np.concatenate([_chunk(_chunk(axis, whole, i), size, at) for i in range(whole)])
+                parts = int(placement.split_factor)
+                axis = np.concatenate([_chunk(_chunk(axis, parts, i), size, at) for i in range(parts)])
         elif isinstance(placement, Shard):
             if placement.dim == dim:
                 axis = _chunk(axis, size, at)

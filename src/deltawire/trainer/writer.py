@@ -24,7 +24,7 @@ from ..core import full, keys
 from ..core.change import Region
 from ..core.digest import StateDigest
 from ..core.dtypes import lookup
-from ..core.manifest import Blob, Link, Manifest
+from ..core.manifest import Blob, Link, Manifest, Origin
 from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter, EncodedBlock
 from ..metrics import VersionFigures
 from .captures import Changes
@@ -88,6 +88,7 @@ class PublishOptions:
     model_name: str
     max_pending: int | None
     base: Path | None
+    view: str | None
     continues: bool
     on_version: Callable[[Published], object] | None
     signing: Signing | None = None
@@ -129,10 +130,12 @@ class PendingVersion(Generic[C]):
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds by phase: held (the training loop was blocked), encode, put."""
     progress: Progress | None = None
+    origin: Origin | None = None
+    """What the weights were derived from, for a derived run."""
 
     def merge(self, later: PendingVersion[C], changes: C) -> None:
         """Include a later one. `changes` are those of both."""
-        self.changes, self.step, self.metrics = changes, later.step, later.metrics
+        self.changes, self.step, self.metrics, self.origin = changes, later.step, later.metrics, later.origin
         self.last_publish = later.last_publish
         self.handles += later.handles
         self.timings["held"] += later.timings["held"]
@@ -334,6 +337,7 @@ class VersionWriter:
             timings={name: max(each.timings[name] for each in put) for name in pending.timings},
             files=self._options.files,
             publishes=len(pending.handles),
+            origin=pending.origin,
         )
 
     def _rank_0(self) -> Committer:

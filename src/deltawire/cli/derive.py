@@ -1,0 +1,99 @@
+"""`deltawire derive`: keep a run that is a view of another one, such as its fp8 weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import (
+    JsonOption,
+    ReferenceOption,
+    RunArgument,
+    TrustOption,
+    duration,
+    emit_line,
+    ended_by_sigterm,
+    open_run,
+    percent,
+    size,
+)
+
+if TYPE_CHECKING:
+    from ..trainer.writer import Published
+
+
+def command(
+    run: RunArgument,
+    derived: Annotated[str, typer.Argument(metavar="RUN2", help="Address of the derived run.", show_default=False)],
+    view: Annotated[str, typer.Option("--as", metavar="VIEW", help="What to make of the weights.")] = "fp8-block",
+    once: Annotated[bool, typer.Option("--once", help="Derive the versions that are there, then end.")] = False,
+    first: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="VERSION", help="First version of a new RUN2; by default the oldest.", show_default=False
+        ),
+    ] = None,
+    encoding: Annotated[str, typer.Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
+    anchor_every: Annotated[
+        int | None, typer.Option(min=1, help="Upload the full weights at least every N versions.")
+    ] = None,
+    poll: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.01, help="Longest time between two looks at the run.")
+    ] = 1.0,
+    reference: ReferenceOption = None,
+    trust: TrustOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Follow a run and publish a view of it as another run.
+
+    Each version of RUN becomes a version of RUN2, an ordinary run that engines
+    follow: fp8-block has e4m3 weights in blocks of 128 × 128 with their scales,
+    and config.json says so. Only what changed is converted. A version names the
+    one it was derived from and its digest, and `verify RUN2 --source RUN`
+    computes all of them again.
+
+    It may be killed at any time and continues where RUN2 ends. Needs memory for
+    the weights of both runs, and no GPU. --trust is for RUN; RUN2 is signed where
+    DELTAWIRE_SIGN names a key.
+
+    \b
+    Examples
+      deltawire derive s3://runs/chat s3://runs/chat-fp8
+      deltawire derive s3://runs/chat s3://runs/chat-fp8 --once
+      deltawire derive s3://runs/chat s3://runs/chat-fp8 --from latest
+      deltawire verify s3://runs/chat-fp8 --source s3://runs/chat
+    """
+    from ..bucket.references import resolver
+    from ..bucket.versions import address_only, resolve
+    from ..bucket.watch import wait_for_run
+    from ..derive.deriver import OLDEST, Deriver
+    from .publish import _check_encoding
+
+    _check_encoding(encoding)
+    with ended_by_sigterm():
+        if not once:
+            wait_for_run(address_only(run), poll)
+        source = open_run(run, trust)
+        start = OLDEST if first is None else resolve(source, first)
+        options = {"encoding": encoding, "anchor_every": anchor_every}
+        with Deriver(source, derived, view, resolve=resolver(reference), **options) as deriver:
+            for published in deriver.follow(start, once=once, poll=poll):
+                _say(published, deriver.reached, json)
+
+
+def _say(published: Published, source: int | None, json: bool) -> None:
+    value = {
+        "version": published.version,
+        "source_version": source,
+        "digest": published.digest,
+        "changed": published.changed,
+        "elements": published.elements,
+        "bytes": published.bytes,
+        "kinds": published.kinds,
+        "timings": published.timings,
+    }
+    share, kinds = percent(published.changed, published.elements), " + ".join(published.kinds)
+    took = "  ".join(f"{name} {duration(seconds)}" for name, seconds in published.timings.items())
+    text = f"v{published.version} of v{source}  {kinds}  {share} changed  {size(published.bytes)}  {took}"
+    emit_line(value, text, json)

@@ -1,0 +1,212 @@
+"""A run derived from a run: each of its versions is the view of one version of the source, and names it.
+
+    follow     the weights of the source are kept in host memory and move along its deltas
+    convert    what a delta changed, and blocks whose scale moved (followed.py)
+    publish    as a trainer does
+
+Nothing is remembered but what is in the buckets: the newest version of the derived run names the version to continue
+from. Whoever has the source can compute any version again and compare (`recompute`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..bucket.checkpoint_folder import content
+from ..bucket.references import Resolve, find_reference
+from ..bucket.replay import State, checkout, require_digest
+from ..bucket.run import DAMAGE, Run
+from ..bucket.verify import Problem, Verification
+from ..bucket.watch import watch
+from ..core import full, keys
+from ..core.errors import DivergedRun, PublishFailed, RunNotFound, StoreUnavailable, VersionNotFound
+from ..core.manifest import File, Manifest, Origin
+from ..store import Store
+from ..trainer.publisher import Publisher
+from ..trainer.writer import Published
+from ..views import check_view
+from ..views.blocks import Blocks
+from ..views.host import BlockView
+from .followed import FollowedView, ViewDetector
+
+log = logging.getLogger("deltawire")
+
+OLDEST = -1
+
+
+class Deriver:
+    """Publishes a view of each version of a run. One at a time for a derived run; use as a context manager."""
+
+    def __init__(
+        self, source: Run, run: str | Path | Store, view: str, *, resolve: Resolve = find_reference, **options: Any
+    ) -> None:
+        """`options` are those of `Publisher`. Raises DivergedRun if the run at the address is derived from another one,
+        or not at all; SchemaMismatch if the view converts no tensor of the source."""
+        check_view(view)
+        self._source, self._view_name, self._resolve = source, view, resolve
+        self._blocks = Blocks(source.schema)
+        self._files: dict[str, bytes] = {}
+        """Of the version that is published next. The publisher reads them when it commits."""
+        self._named: tuple[File, ...] | None = None
+        self._publisher = Publisher(
+            run, view=view, detector=ViewDetector(), files=self._files, group=None, continues=True, **options
+        )
+        self._state: State | None = None
+        self._view: FollowedView | None = None
+        self.reached = self._last()
+        """The version of the source that was derived last; None before the first."""
+
+    def follow(
+        self, first: int = OLDEST, *, once: bool = False, poll: float = 1.0, stop: threading.Event | None = None
+    ) -> Iterator[Published]:
+        """Derive every version of the source, and yield each. A new run begins with the source's version `first` or the
+        next one that is there. With `once` it ends at the newest version; else a version that cannot be read is
+        skipped, with a warning, and a store that cannot be reached is tried again."""
+        stop = stop or threading.Event()
+        since = self.reached if self.reached is not None else max(first, 0) - 1
+        if once:
+            yield from map(self.derive, _present(self._source, since))
+            return
+        for version in watch(self._source.store, since, poll=poll, every=True, stop=stop):
+            while not stop.is_set():
+                try:
+                    yield self.derive(version)
+                    break
+                except (StoreUnavailable, PublishFailed) as error:
+                    log.warning("version %d is not derived yet, trying again: %s", version, error)
+                    stop.wait(poll)
+                except DAMAGE as error:
+                    if isinstance(error, RunNotFound | DivergedRun):
+                        raise
+                    log.warning("version %d cannot be derived and is skipped: %s", version, error)
+                    break
+
+    def derive(self, version: int) -> Published:
+        """Publish the view of one version, which must be later than the last one."""
+        if self._view is None and self.reached is not None:
+            self._continue_from(self.reached)
+        manifest = self._source.manifest(version)
+        self._go_to(version)
+        self._take_files(manifest)
+        origin = Origin(self._view_name, self._source.info.run, version, manifest.digest)
+        assert self._view is not None
+        try:
+            handle = self._publisher.publish(self._view, step=manifest.step, metrics=manifest.metrics, origin=origin)
+            published = handle.result()
+        except BaseException:
+            self._view.compare_all()
+            raise
+        self.reached = version
+        return published
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def __enter__(self) -> Deriver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _last(self) -> int | None:
+        """The version that the newest one of the derived run was computed from."""
+        try:
+            derived = Run.open(self._publisher._store)
+        except RunNotFound:
+            return None
+        newest = derived.newest()
+        if newest is None:
+            return None
+        origin, source = derived.manifest(newest).origin, self._source
+        if origin is None or (origin.run, origin.view) != (source.info.run, self._view_name):
+            what = "is derived from no run" if origin is None else f"is the {origin.view} of the run {origin.run}"
+            raise DivergedRun(
+                f"version {newest} of {derived.store.url} {what}, and {source.store.url} is the run {source.info.run}: "
+                "give the derived run an address of its own"
+            )
+        return origin.version
+
+    def _continue_from(self, version: int) -> None:
+        """Read the version derived last, so that only later deltas need to be converted. Where it is gone, the first
+        publish compares with the newest version of the derived run."""
+        try:
+            self._go_to(version)
+            assert self._view is not None
+            self._publisher.resume(self._view)
+        except DAMAGE as error:
+            log.warning("version %d cannot be read any more, comparing with the derived run: %s", version, error)
+            self._state = self._view = None
+
+    def _go_to(self, version: int) -> None:
+        note = self._view.note if self._view is not None else None
+        try:
+            state = checkout(self._source, version, self._state, resolve=self._resolve, changed=note)
+        except BaseException:
+            # what is half written is no version
+            self._state = self._view = None
+            raise
+        if self._view is None or state is not self._state:
+            self._view = FollowedView(state, self._blocks)
+        else:
+            self._view.advance()
+        self._state = state
+
+    def _take_files(self, manifest: Manifest) -> None:
+        if manifest.files != self._named:
+            found = {file.name: b"".join(content(self._source, file)) for file in manifest.files}
+            self._files.clear()
+            self._files.update(found)
+            self._named = manifest.files
+
+
+def _present(run: Run, since: int) -> Iterator[int]:
+    """Versions after `since` that are there now."""
+    pruned = run.pruned()
+    return (version for version in run.listed() if version > since and version not in pruned)
+
+
+def recompute(
+    run: Run, source: Run, *, resolve: Resolve = find_reference, progress: Callable[[int, int], None] | None = None
+) -> Verification:
+    """Compute every version of a derived run from its source again, and compare the digests.
+
+    Needs memory for one copy of the source's weights. `progress` is called with versions since the last call, and all.
+    """
+    result = Verification()
+    versions = [*_present(run, OLDEST)]
+    blocks, state = Blocks(source.schema), None
+    for version in versions:
+        manifest = run.manifest(version)
+        origin = manifest.origin
+        reason = ""
+        if origin is None or origin.run != source.info.run:
+            reason = f"not derived from the run {source.info.run}"
+        else:
+            try:
+                check_view(origin.view)
+                state = checkout(source, origin.version, state, resolve=resolve)
+                require_digest(source.manifest(origin.version), state.digest)
+                if str(state.digest) != origin.digest:
+                    raise DivergedRun(
+                        f"it names the digest {origin.digest} for version {origin.version} of its source, which has "
+                        f"{state.digest}"
+                    )
+                require_digest(manifest, full.digest_of(BlockView(state, blocks)))
+            except VersionNotFound:
+                reason = "the version it is derived from is gone"
+            except (DivergedRun, *DAMAGE) as error:
+                advice = "derive the run again at another address, and compare"
+                result.failure = Problem(version, keys.manifest(version), type(error).__name__, str(error), advice)
+                return result
+        if reason:
+            result.not_proven[reason] = result.not_proven.get(reason, 0) + 1
+        else:
+            result.proven += 1
+        result.versions += 1
+        if progress:
+            progress(1, len(versions))
+    return result

@@ -1,0 +1,23 @@
+"""Views: weights derived from other weights by a pure function, published as a run of their own.
+
+blocks.py    what fp8-block is: which tensors it converts, their blocks and scales, config.json
+host.py      the function in host memory
+device.py    the same in torch, on the device of the model
+
+`trainer/` publishes a model's view, `derive/` that of a run.
+"""
+
+from __future__ import annotations
+
+from ..core.errors import Misconfigured
+
+FP8_BLOCK = "fp8-block"
+"""e4m3 weights in blocks of 128 × 128, each with a float32 scale."""
+
+VIEWS = (FP8_BLOCK,)
+
+
+def check_view(name: str) -> None:
+    """Raise Misconfigured for a name that no view has."""
+    if name not in VIEWS:
+        raise Misconfigured(f"there is no view {name!r:.40}; known: {', '.join(VIEWS)}")

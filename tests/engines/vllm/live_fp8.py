@@ -1,0 +1,96 @@
+"""fp8-block against a real vLLM: `make test-vllm`. Not collected by the everyday run, whose environment has none.
+
+The function: vLLM's own `per_block_cast_to_fp8`, as it casts a bf16 checkpoint online. On a GPU (DEVICE=cuda) also a
+server that follows a derived run, dense and with experts.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from deltawire.core.change import whole
+from deltawire.core.schema import Schema, TensorSpec
+from deltawire.models import ModelView, torch_bits
+from deltawire.views.blocks import Blocks
+from deltawire.views.device import BlockModel
+from deltawire.views.host import BlockView
+
+DEVICE = os.environ.get("DEVICE", "cpu")
+SHAPES = ((128, 128), (256, 384), (1, 1), (130, 70), (300, 257), (127, 129), (1024, 640))
+
+
+def cast(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales by vLLM."""
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    codes, scales = per_block_cast_to_fp8(weights.to(DEVICE), block_size=[128, 128], use_ue8m0=False)
+    return torch_bits(codes), torch_bits(scales)
+
+
+def ours(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales in host memory, which torch on the device must give as well."""
+    source = ModelView({"w.weight": weights})
+    blocks = Blocks(Schema.build([TensorSpec("w.weight", source.schema.tensors[0].dtype, tuple(weights.shape))]))
+    host, there = BlockView(source, blocks), BlockModel(ModelView({"w.weight": weights.to(DEVICE)}), blocks)
+    found = []
+    for tensor in host.schema.tensors:
+        found.append(host.region(whole(tensor)))
+        assert np.array_equal(found[-1], there.region(whole(tensor))), tensor.name
+    return found[0], found[1]
+
+
+def assert_same(weights: torch.Tensor) -> None:
+    (codes, scales), (our_codes, our_scales) = cast(weights), ours(weights)
+    assert np.array_equal(scales, our_scales), (
+        f"{np.count_nonzero(scales != our_scales)} of {scales.size} scales differ"
+    )
+    assert np.array_equal(codes, our_codes), f"{np.count_nonzero(codes != our_codes)} of {codes.size} weights differ"
+
+
+def drawn(shape: tuple[int, ...], seed: int, size: float = 0.02) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size).bfloat16()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_as_models_have_them(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for seed, size in enumerate((0.02, 1.0, 1e-3, 1e-6, 300.0)):
+        assert_same(drawn(shape, seed, size).to(dtype))
+
+
+def test_every_finite_bit_pattern() -> None:
+    """In random order, so that all kinds of blocks occur; then by size, so that blocks are narrow."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    finite = bits[bits.view(torch.bfloat16).isfinite()]
+    for order in (
+        torch.randperm(finite.numel(), generator=torch.Generator().manual_seed(1)),
+        torch.arange(finite.numel()),
+    ):
+        assert_same(finite[order].view(torch.bfloat16)[: finite.numel() // 128 * 128].view(-1, 128))
+
+
+def test_zeros_negative_zeros_and_denormals() -> None:
+    assert_same(torch.zeros(256, 256, dtype=torch.bfloat16))
+    assert_same(-torch.zeros(256, 256, dtype=torch.bfloat16))
+    tiny = torch.randint(-127, 128, (200, 200), generator=torch.Generator().manual_seed(2)).to(torch.int16)
+    assert_same(torch.where(tiny < 0, tiny + 0x7FFF + 0x80 + 1 - (1 << 15), tiny).view(torch.bfloat16))
+
+
+def test_one_large_weight_in_a_block() -> None:
+    weights = drawn((256, 256), 5)
+    weights[3, 200], weights[130, 1] = 3e38, -7.0
+    assert_same(weights)
+
+
+def test_nan_and_infinity_are_the_same_but_for_the_sign_of_a_nan() -> None:
+    weights = drawn((256, 256), 6)
+    weights[3, 200], weights[130, 1], weights[140, 2] = float("nan"), float("inf"), float("-inf")
+    (codes, scales), (our_codes, our_scales) = cast(weights), ours(weights)
+    assert np.array_equal(codes & 0x7F, our_codes & 0x7F)
+    nan = np.isnan(scales.view(np.float32))
+    assert np.array_equal(nan, np.isnan(our_scales.view(np.float32)))
+    assert np.array_equal(scales[~nan], our_scales[~nan])
