@@ -16,6 +16,7 @@ from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.trust import LinkSigner, Seen, Trust, delegate, delegation
 from deltawire.bucket.verify import verify
+from deltawire.bucket.watch import watch
 from deltawire.core import keys
 from deltawire.core.errors import (
     DeltawireError,
@@ -350,7 +351,7 @@ def test_a_publisher_needs_the_key_of_the_run(run: Store, sign: Path, store: Sto
         Publisher(run, next_key=NEXT.public)
     unsigned = open_store(str(tmp_path / "unsigned"))
     publish(unsigned, VERSIONS[:1])
-    with pytest.raises(NotTheSigner, match="stays unsigned"):
+    with pytest.raises(NotTheSigner, match="is not signed"):
         Publisher(unsigned, sign=sign)
 
 
@@ -516,3 +517,9 @@ def test_the_private_key_leaves_no_trace(
     for item in store.list():
         assert digits.encode() not in store.get(item.key).data
     assert digits[:16] not in seen
+
+
+def test_watch_yields_versions_of_trusted_keys(run: Store) -> None:
+    assert next(watch(run, trust=OWN.public)) == 4
+    with pytest.raises(SignatureError):
+        next(watch(run, trust=OTHER.public))

@@ -166,3 +166,16 @@ def test_what_it_refuses() -> None:
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
 def test_without_vllm_it_says_what_to_install() -> None:
     assert "[vllm]'" in refused("--engine", "vllm", "run", PATH="")
+
+
+def test_it_serves_only_versions_of_trusted_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    with publisher(tmp_path / "run", checkpoint(tmp_path / "model", model)) as it:
+        it.publish(model).result(60)
+    # the command sets it for all its processes
+    monkeypatch.setenv("DELTAWIRE_TRUST", "")
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
+    result = CliRunner().invoke(app, ["serve", str(tmp_path / "run"), "--port", "0", "--trust", f"ed25519:{64 * '0'}"])
+    assert result.exit_code == 3
+    assert "version 0 of" in result.stderr
+    assert "is not signed" in result.stderr

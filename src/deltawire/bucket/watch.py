@@ -32,6 +32,7 @@ from ..core.errors import (
 from ..store import Store, open_store
 from ..store.base import Announcing
 from .run import SMALL, Run
+from .trust import KeysLike, Trust
 from .versions import address_only
 
 log = logging.getLogger("deltawire")
@@ -59,6 +60,7 @@ def watch(
     *,
     poll: float = 1.0,
     every: bool = False,
+    trust: Trust | KeysLike | None = None,
     stop: threading.Event | None = None,
 ) -> Iterator[int]:
     """Yield new versions of a run, until `stop` is set. Fetches no weights.
@@ -69,6 +71,7 @@ def watch(
     since   begin after this version; by default with the newest one
     poll    most seconds between two requests
     every   yield every version; by default only the newest if several are new
+    trust   public keys whose versions are yielded, as of a Replica; by default DELTAWIRE_TRUST
 
     Waits for a run that does not exist yet and for a store that is unavailable. Raises RunReplaced if another run is
     at the address.
@@ -80,7 +83,7 @@ def watch(
     with Watcher(store, poll=poll, stop=stop) as watcher:
         while not stop.is_set():
             try:
-                opened = opened or Run.open(store)
+                opened = opened or Run.open(store, trust=trust)
                 newest = watcher.look(opened, newest)
                 while newest is not None and (reached is None or reached < newest):
                     reached = newest if reached is None or not every else following(opened, reached, newest)

@@ -80,8 +80,8 @@ class Committer:
             if self._signing is None:
                 raise
             raise NotTheSigner(
-                f"{error}. Sign with the run's own key; after a rotation name the key before (trust=, or "
-                "DELTAWIRE_TRUST); an unsigned run stays unsigned, and a signed one needs an address of its own"
+                f"{error}. Sign with the run's own key, and after a rotation name the key before (trust=, or "
+                "DELTAWIRE_TRUST); remove versions that are forged; an unsigned run cannot be signed later"
             ) from error
 
     def _take_over(self) -> tuple[Endorsement, ...]:
