@@ -31,10 +31,11 @@ ROOMS: dict[str, set[str]] = {
     "trainer": {*BASE, "kernels", "metrics", "views"},
     "derive": {*BASE, "trainer", "views"},
     "replica": {*BASE, "kernels", "metrics"},
+    "keeper": {"bucket", "core", "store", "trainer", "replica"},
     "engines": {*BASE, "kernels", "trainer", "replica", "api"},
     # of engines only what checks tokens and addresses
     "dash": {"bucket", "core", "store", "engines"},
-    "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines", "dash", "derive", "views"},
+    "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines", "dash", "derive", "views", "keeper"},
     "errors": {"core"},
     "__init__": {"api", "bucket", "core", "errors", "replica", "trainer"},
     "trl": {"engines"},

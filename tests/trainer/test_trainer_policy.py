@@ -9,9 +9,17 @@ import pytest
 
 import deltawire as dw
 from deltawire.bucket.run import Run
+from deltawire.bucket.verify import verify
+from deltawire.core import keys
+from deltawire.core.added import AddedIndex, AddedLink
 from deltawire.core.errors import UnknownFormat
+from deltawire.core.manifest import Blob, Link, Summary, SummaryLink
 from deltawire.core.sparse import DataFile
-from deltawire.trainer.policy import EncodingChooser
+from deltawire.keeper.keeper import Keeper, KeeperOptions
+from deltawire.trainer import Publisher
+from deltawire.trainer.commit import Committer
+from deltawire.trainer.policy import AnchorPolicy, EncodingChooser
+from keeping import fresh, settings, step
 
 WEIGHTS, CHANGED = 596_000_000, 6_900_000
 
@@ -87,3 +95,72 @@ def test_the_choice_is_in_the_manifest_and_the_replica_follows() -> None:
     dw.Replica("memory://auto").sync(live)
     assert np.array_equal(live["w"], weights["w"])
     assert "Mbit/s" in run.timeline(3)[2].links[0].why
+
+
+# ── beside a keeper ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def keeper_index(done: int, anchor: int | None) -> AddedIndex:
+    blob = None if anchor is None else Blob(keys.anchor(anchor, "0123abcd"), 1000, "0" * 32)
+    newest = None if blob is None or anchor is None else AddedLink(anchor, Link("anchor", None, (blob,)))
+    return AddedIndex("run", "k", 0.0, done, (), (), newest)
+
+
+def deltas(count: int) -> dict[int, Summary]:
+    """A run of one anchor and deltas of a tenth of it."""
+    first = SummaryLink("anchor", None, 1000, 1, "")
+    links = [(first,), *((SummaryLink("delta", v - 1, 100, 1, ""),) for v in range(1, count))]
+    return {v: Summary(v, v - 1 if v else None, "", 0.0, None, 0, x) for v, x in enumerate(links)}
+
+
+def test_an_anchor_is_left_to_a_keeper_that_is_alive_but_not_for_ever() -> None:
+    policy = AnchorPolicy(every=8)
+
+    def leaves(version: int, index: AddedIndex | None, policy: AnchorPolicy = policy) -> bool:
+        versions = deltas(version)
+        assert policy.wants_anchor(version, 1, 1000, versions)
+        return policy.leaves_to_keeper(version, 1, 1000, versions, index)
+
+    assert not leaves(8, None)
+    assert leaves(8, keeper_index(7, None))
+    assert leaves(15, keeper_index(0, None))
+    # it has had twice the time
+    assert not leaves(16, keeper_index(15, None))
+    # it has made one; then that one counts
+    assert leaves(16, keeper_index(15, 9))
+    assert leaves(24, keeper_index(23, 9))
+    assert not leaves(25, keeper_index(24, 9))
+    # it is far behind, and all that it made is old
+    assert not leaves(100, keeper_index(60, 90))
+    assert leaves(100, keeper_index(60, 93))
+    # an anchor that is said to be of a version to come
+    assert not leaves(16, keeper_index(10**17, 10**17))
+    # by bytes, and where nothing but anchors is wanted
+    assert leaves(12, keeper_index(11, None), AnchorPolicy())
+    assert not leaves(22, keeper_index(21, None), AnchorPolicy())
+    assert not leaves(5, keeper_index(4, None), AnchorPolicy(every=0))
+
+
+def test_a_trainer_uploads_deltas_alone_while_a_keeper_makes_the_anchors(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings(monkeypatch)
+    kept = fresh(2)
+    weights = kept.weights[-1]
+    kinds: list[tuple[str, ...]] = []
+    keeper = Keeper(kept.store, KeeperOptions(anchor_every=8), id="keeper")
+    keeper.keep(1)
+    with Publisher(kept.store, anchor_every=8, anchor_ratio=1e9) as publisher:
+        for version in range(2, 75):
+            weights = step(weights, version)
+            kinds.append(publisher.publish(weights).result(30).kinds)
+            if version < 40:
+                keeper.keep(version)
+    assert all(kind == ("delta",) for kind in kinds[: 48 - 2])
+    # the last anchor of the keeper is that of 32; after twice the time the trainer makes its own, and a keeper that is
+    # 32 versions behind is not waited for any more
+    assert [v for v, kind in enumerate(kinds, 2) if "anchor" in kind] == [48, 64, 72]
+    anchors = [x.version for x in kept.run.added.between(-1, 99) if x.link.kind == "anchor"]
+    assert sorted(anchors) == [8, 16, 24, 32]
+    assert verify(kept.run).ok
+    # an anchor that is named and not there is not relied on
+    kept.store.delete(next(x for x in kept.run.added.between(-1, 99) if x.version == 32).link.objects[0].key)
+    assert Committer(kept.run).keeper_index() is None

@@ -11,8 +11,8 @@ Versions that a fresh heartbeat names stay. A replica without heartbeats has the
 suspended for longer finds objects missing and plans again, as with any other damage.
 
 A version with a tag stays. A version that stays keeps its manifest and all that lies on its cheapest path from nothing,
-as `checkout` takes it. Versions stay or go whole: a manifest cannot be rewritten, and one that names a missing object
-would be a broken one.
+as `checkout` takes it, by links that were added later too. Versions stay or go whole: a manifest cannot be rewritten,
+and one that names a missing object would be a broken one.
 
 Time is the store's: `modified` of what lies there, against that of an object written for the purpose. No clock of a
 writer, of a replica or of the machine that prunes is compared with another.
@@ -21,17 +21,19 @@ writer, of a replica or of the machine that prunes is compared with another.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..core import chain, keys
+from ..core.added import AddedLink
 from ..core.errors import ManifestError, ObjectNotFound, VersionNotFound
-from ..core.manifest import Head, Manifest, Pruned, dump, now
+from ..core.manifest import Head, Link, Manifest, Pruned, dump, now
 from ..core.parallel import for_each, ordered_map
 from ..store import ObjectInfo
 from ..store.base import Sweeping
-from .run import REQUESTS, Run, blobs, lean
+from .run import REQUESTS, Run, blobs, lean, with_added
 from .versions import tags
 
 _READERS = 10_000
@@ -75,7 +77,8 @@ class PrunePlan:
     """Marked before and deleted now."""
     manifests: tuple[ObjectInfo, ...]
     data: tuple[ObjectInfo, ...]
-    """Anchors and deltas, of deleted versions and of publishes that were never committed."""
+    """Anchors and deltas, of deleted versions and of publishes that were never committed; pages of added links that
+    were merged into later ones."""
     files: tuple[ObjectInfo, ...]
     """Companion files that no version names any more."""
     heartbeats: tuple[ObjectInfo, ...]
@@ -100,10 +103,15 @@ def plan_prune(
     pruned: Container[int] = (),
     reading: Collection[int] = (),
     tagged: Mapping[int, str] = MappingProxyType({}),
+    added: Iterable[AddedLink] = (),
+    pages: Collection[str] = (),
 ) -> PrunePlan:
-    """Plan from every manifest that is still there, all objects in the bucket, what replicas read, and the tags by
-    version. Pure."""
-    live = {v: m for v, m in manifests.items() if v not in pruned}
+    """Plan from every manifest that is still there, all objects in the bucket, what replicas read, the tags by version,
+    and the links that were added later with the pages that name them. Pure."""
+    later: dict[int, list[Link]] = defaultdict(list)
+    for link in added:
+        later[link.version].append(link.link)
+    live = {v: with_added(m, later[v]) for v, m in manifests.items() if v not in pruned}
     if not live:
         raise VersionNotFound("the run has no version yet: there is nothing to prune")
     newest = max(live)
@@ -118,7 +126,16 @@ def plan_prune(
         return version in pruned and (not ripe or version in reading)
 
     going = {v for v in manifests if v in pruned and not waits(v)}
-    named = {blob.key for version in manifests if version not in going for blob in blobs(manifests[version])}
+
+    def objects(versions: Collection[int], gone: Collection[int]) -> set[str]:
+        """What these versions name. A link that was added later is of no use without its base."""
+        more = (x for v in versions for x in later[v] if x.base is None or (x.base in manifests and x.base not in gone))
+        return {
+            *(blob.key for v in versions for blob in blobs(manifests[v])),
+            *(blob.key for link in more for blob in link.objects),
+        }
+
+    named = objects([v for v in manifests if v not in going], going) | set(pages)
 
     def old(prefix: str) -> Iterable[ObjectInfo]:
         return (x for x in listing if x.key.startswith(prefix) and x.key not in named and x.modified <= before)
@@ -134,8 +151,7 @@ def plan_prune(
 
     # a mark restarts the period for those that wait, so there is none before they are gone
     marked = live.keys() - kept.keys() if ripe else set()
-    stays = {blob.key for version in kept for blob in blobs(live[version])}
-    leaves = {keys.manifest(v) for v in marked} | {blob.key for v in marked for blob in blobs(live[v])} - stays
+    leaves = {keys.manifest(v) for v in marked} | objects(live, ()) - objects(live.keys() - marked, marked)
     return PrunePlan(
         newest,
         kept,
@@ -144,7 +160,10 @@ def plan_prune(
         tuple(sorted(v for v in manifests if waits(v))),
         tuple(sorted(going)),
         tuple(item for item in listing if keys.version_of(item.key) in going),
-        tuple(item for prefix in (keys.ANCHORS, keys.DELTAS) for item in old(prefix) if settled(item.key)),
+        (
+            *(item for prefix in (keys.ANCHORS, keys.DELTAS) for item in old(prefix) if settled(item.key)),
+            *(item for item in old(keys.ADDED_PAGES) if keys.added_range(item.key) is not None),
+        ),
         tuple(item for item in old(keys.FILES) if keys.is_file(item.key)),
         tuple(x for x in listing if x.key.startswith(keys.REPLICAS) and x.modified <= now - rule.heartbeats),
         now,
@@ -229,7 +248,13 @@ def _plan(run: Run, rule: Retention, listing: list[ObjectInfo], at: float, marke
     tagged: dict[int, str] = {}
     for name, tag in tags(run, strict=True).items():
         tagged[tag.version] = f"{tagged[tag.version]}, {name}" if tag.version in tagged else name
-    return plan_prune(there, listing, rule, at, pruned, _reading(run, listing, at - rule.lease, there), tagged)
+    reading = _reading(run, listing, at - rule.lease, there)
+    # all pages, also those that a lost index does not name
+    added = run.added.listed([item for item in listing if item.key.startswith(keys.ADDED_PAGES)])
+    index = run.added.index()
+    pages = index.pages if index else ()
+    recent = index.recent if index else ()
+    return plan_prune(there, listing, rule, at, pruned, reading, tagged, (*added, *recent), pages)
 
 
 def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Collection[int]) -> set[int]:

@@ -31,6 +31,7 @@ from ..core.manifest import (
     File,
     Head,
     Heartbeat,
+    Link,
     Manifest,
     Pruned,
     RunInfo,
@@ -48,6 +49,7 @@ from ..core.parallel import ordered_map
 from ..core.schema import Schema
 from ..core.settings import gigabytes
 from ..store import Store, open_store
+from .added import AddedLinks
 from .trust import KeysLike, RunTrust, Trust
 
 log = logging.getLogger("deltawire")
@@ -107,6 +109,8 @@ class Run:
         self._newest = -1
         """What `newest` found the last time."""
         self._lock = threading.Lock()
+        self.added = AddedLinks(self)
+        """Links that were added after the versions were committed."""
 
     @property
     def schema(self) -> Schema:
@@ -265,6 +269,12 @@ class Run:
                 del self._manifests[next(iter(self._manifests))]
         return manifest
 
+    def link(self, manifest: Manifest, kind: str, base: int | None) -> Link:
+        """Return a link of a version: one of its manifest, or else one that was added later."""
+        if any((x.kind, x.base) == (kind, base) for x in manifest.links):
+            return manifest.link(kind, base)
+        return self.added.find(manifest.version, kind, base) or manifest.link(kind, base)
+
     def forget(self, version: int) -> Manifest | None:
         """Drop a manifest from memory, so that it is read again. Returns the one that was kept."""
         with self._lock:
@@ -370,6 +380,13 @@ class Run:
 def lean(manifest: Manifest) -> Manifest:
     """Return a manifest without what only people read."""
     return msgspec.structs.replace(manifest, recent=(), metrics={}, timings={})
+
+
+def with_added(manifest: Manifest, links: Iterable[Link]) -> Manifest:
+    """Return a manifest that names the links added later too, for what looks at all links of a version."""
+    own = {(link.kind, link.base) for link in manifest.links}
+    more = tuple(link for link in links if (link.kind, link.base) not in own)
+    return msgspec.structs.replace(manifest, links=manifest.links + more) if more else manifest
 
 
 def blobs(manifest: Manifest) -> Iterator[Blob | File]:

@@ -21,6 +21,7 @@ import msgspec
 from blake3 import blake3
 
 from ..core import chain, full, history, keys
+from ..core.added import AddedLink, merge
 from ..core.errors import (
     DeltawireError,
     HashMismatch,
@@ -33,7 +34,7 @@ from ..core.manifest import Link, Manifest, Pruned, Summary, spans
 from ..core.parallel import ordered_map
 from .references import Resolve, find_reference
 from .replay import State, require_digest
-from .run import DAMAGE, REQUESTS, Run, blobs, lean, ranges
+from .run import DAMAGE, REQUESTS, Run, blobs, lean, ranges, with_added
 from .versions import existing, tags
 from .walk import FetchedLink, Walker, prefetch
 
@@ -176,11 +177,17 @@ class _Records:
             return
         self._check_gaps(listed)
         self._read_manifests(listed)
-        stranded = sorted(self.manifests.keys() - chain.reachable(self.summaries))
+        added = self._read_added(listed[-1])
+        ways = merge(self.summaries, added)
+        stranded = sorted(self.manifests.keys() - chain.reachable(ways))
         if stranded:
             with _blame(stranded[0], keys.manifest(stranded[0]), lambda: _RESTORE_BASE):
-                chain.plan(None, stranded[0], self.summaries)
+                chain.plan(None, stranded[0], ways)
         self._check_history()
+        # from here on, links that were added later are links like all others
+        self.summaries = ways
+        for link in added:
+            self.manifests[link.version] = with_added(self.manifests[link.version], [link.link])
         self._check_head(listed[-1])
         self._check_leftovers(listed)
         for name, tag in tags(self.run).items():
@@ -217,6 +224,24 @@ class _Records:
                 known if (known := self.summaries.get(told.version)) == told else told for told in found.recent
             )
             self.manifests[version] = lean(found)
+
+    def _read_added(self, newest: int) -> list[AddedLink]:
+        """Return the links that were added later and that a reader can use. The rest is told: it harms none."""
+        index = self.run.added.index()
+        if index is None:
+            if any(item.key == keys.ADDED for item in self.run.store.list(keys.ADDED)):
+                self.warnings.append(f"{keys.ADDED} cannot be used: readers go without the links that were added later")
+            return []
+        for key in index.pages:
+            try:
+                self.run.added.page(key)
+            except DAMAGE as error:
+                self.warnings.append(f"{key} cannot be used ({error}): readers go without the links in it")
+        return [
+            added
+            for added in self.run.added.between(-1, newest)
+            if added.version in self.manifests and (added.link.base is None or added.link.base in self.manifests)
+        ]
 
     def _check_history(self) -> None:
         """What readers see of a version without reading its manifest must be what the manifest says."""

@@ -9,11 +9,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
-from ..core import chain, full
+from ..core import added, chain, full
 from ..core.chain import Step
 from ..core.digest import StateDigest
 from ..core.errors import (
@@ -31,6 +32,9 @@ from .references import Resolve, reference_source
 from .run import Run
 
 log = logging.getLogger("deltawire")
+
+FEW = 2
+"""Steps of a path that is not worth a request for a shorter one; bad links added later after which none is used."""
 
 PREFETCH_BYTES = 128 << 20
 """Objects that may wait in memory or on disk, beside the one in use."""
@@ -50,6 +54,8 @@ class Walker:
         self._renewed: set[int] = set()
         self._failure: DeltawireError | None = None
         self._must_plan = False
+        self._bad_added = 0
+        """Number of links that were added later and could not be used."""
 
     def walk(
         self,
@@ -93,6 +99,7 @@ class Walker:
         log.warning("cannot use the %s to version %d of %s: %s", step.kind, step.version, self._run.store.url, error)
         if not self.renew(step):
             self.leave_out([step])
+            self._bad_added += self._run.added.find(step.version, step.kind, step.base) is not None
         self.plan_again(error)
 
     def plan_again(self, error: DeltawireError) -> None:
@@ -100,22 +107,34 @@ class Walker:
         self._failure, self._must_plan = error, True
 
     def plan(self, have: int | None, want: int) -> list[Step]:
-        """Plan the cheapest way. Reads as little history as it needs: the manifest's own, back to `have`, all of it."""
+        """Plan the cheapest way. Reads as little as it needs: the manifest's own history; then the links that were
+        added later, and history back to `have`, or to the newest anchor; then all of it."""
         if self._known is not None:
             return chain.plan(have, want, self._usable(self._known))
-        manifest = self._run.manifest(want)
+        run, manifest = self._run, self._run.manifest(want)
         near = {s.version: s for s in (*manifest.recent, manifest.summary())}
-        ways: list[Callable[[], Mapping[int, Summary]]] = []
         if have in near or (have is not None and manifest.parent == have):
-            ways.append(lambda: near)
-        if have is not None and have < want:
-            ways.append(lambda: self._run.timeline(want, since=have))
-        for versions in ways:
-            try:
-                return chain.plan(have, want, self._usable(versions()))
-            except MissingBase:
-                pass
-        return chain.plan(have, want, self._usable(self._run.timeline(want)))
+            with suppress(MissingBase):
+                steps = chain.plan(have, want, self._usable(near))
+                if len(steps) > FEW and have is not None:
+                    steps = chain.plan(have, want, self._usable(self._with_added(near, have, want)))
+                return steps
+        since = have if have is not None and have < want else None
+        if since is None and (index := run.added.index()) is not None and index.anchor is not None:
+            since = index.anchor.version if index.anchor.version <= want else None
+        if since is not None:
+            with suppress(MissingBase):
+                # from the version before, so that the links to the first one are there
+                versions = self._with_added(run.timeline(want, since), since - 1, want)
+                return chain.plan(have, want, self._usable(versions))
+        versions = run.timeline(want)
+        with suppress(MissingBase):
+            return chain.plan(have, want, self._usable(self._with_added(versions, -1, want)))
+        return chain.plan(have, want, self._usable(added.merge(versions, run.added.listed())))
+
+    def _with_added(self, versions: Mapping[int, Summary], first: int, last: int) -> Mapping[int, Summary]:
+        """Add the links that were added to these versions later; not after several of them were bad."""
+        return versions if self._bad_added >= FEW else added.merge(versions, self._run.added.between(first, last))
 
     def leave_out(self, steps: Iterable[Step]) -> None:
         """Plan without these links from now on."""
@@ -210,7 +229,7 @@ def prefetch(
 
 def _fetch_link(run: Run, step: Step, progress: Progress | None, shared: bool) -> FetchedLink:
     manifest = run.manifest(step.version)
-    link = manifest.link(step.kind, step.base)
+    link = run.link(manifest, step.kind, step.base)
     if link.bytes != step.bytes:
         # how much is prefetched was decided by what history says
         raise ManifestError(

@@ -121,6 +121,7 @@ COMMANDS = {
     "checkout": "deltawire.cli.checkout",
     "follow": "deltawire.cli.follow",
     "derive": "deltawire.cli.derive",
+    "keep": "deltawire.cli.keep",
     "serve": "deltawire.cli.serve",
     "env": "deltawire_wordle.env_command",
     "log": "deltawire.cli.log",

@@ -271,9 +271,9 @@ def fetch_version(
     """Rebuild a version in memory, from `state` on if that is cheaper. Also returns what was fetched."""
     from ..bucket.references import resolver
     from ..bucket.replay import checkout
-    from ..core import chain
+    from ..bucket.walk import Walker
 
-    steps = chain.plan(state.version if state else None, version, run.timeline(version))
+    steps = Walker(run).plan(state.version if state else None, version)
     total = sum(step.bytes for step in steps)
 
     def fetched(n: int) -> None:

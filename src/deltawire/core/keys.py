@@ -12,6 +12,9 @@ PRUNED = "pruned.json"
 CLOCK = "clock.json"
 WRITER = "writer.json"
 DELEGATED = "delegated.json"
+ADDED = "added.json"
+KEEPER = "keeper.json"
+ADDED_PAGES = "added/"
 ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, TAGS, VERSIONS = (
     "anchors/",
     "deltas/",
@@ -27,6 +30,7 @@ _DATA = re.compile(
 )
 _FILE = re.compile(r"files/[0-9a-f]{32}")
 _MANIFEST = re.compile(r"versions/([0-9]{6,18})\.json")
+_ADDED_PAGE = re.compile(r"added/([0-9]{6,18})-([0-9]{6,18})\.[0-9a-f]{8}\.json")
 _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG = re.compile(r"(?!(?:v[0-9]+|latest|newest)$)[A-Za-z][A-Za-z0-9._-]{0,63}")
 
@@ -77,6 +81,17 @@ def data_version(data_key: str) -> int | None:
 def history(end: int) -> str:
     """Summaries of the versions before `end` (see history.py)."""
     return f"{HISTORY}{end:06d}.json"
+
+
+def added_page(first: int, last: int, mark: str) -> str:
+    """Links that were added to the versions from `first` to `last` (see added.py)."""
+    return f"{ADDED_PAGES}{first:06d}-{last:06d}.{mark}.json"
+
+
+def added_range(key: str) -> tuple[int, int] | None:
+    """The first and last version that a page of added links tells of; None if it is not the key of one."""
+    match = _ADDED_PAGE.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def replica(id: str) -> str:

@@ -211,8 +211,11 @@ class Pruned(msgspec.Struct, frozen=True):
         return cls(run, spans(versions))
 
     def also(self, versions: Iterable[int]) -> Pruned:
+        return self.also_ranges(spans(versions))
+
+    def also_ranges(self, ranges: Iterable[tuple[int, int]]) -> Pruned:
         found: list[tuple[int, int]] = []
-        for first, last in sorted((*self.versions, *spans(versions))):
+        for first, last in sorted((*self.versions, *ranges)):
             if found and first <= found[-1][1] + 1:
                 found[-1] = found[-1][0], max(found[-1][1], last)
             else:
@@ -360,7 +363,7 @@ def parse_manifest(data: bytes, version: int, run: RunInfo) -> Manifest:
     if len(manifest.rotations) > MAX_ROTATIONS:
         raise ManifestError(f"{what} has more than {MAX_ROTATIONS} rotations of its key")
     for link in manifest.links:
-        _check_link(link, manifest, run.schema)
+        check_link(link, version, what, run.schema)
     _check_distinct(what, "a link", [(link.kind, link.base) for link in manifest.links])
     # an object that is named forty times would be fetched forty times
     _check_distinct(what, "an object", [blob.key for link in manifest.links for blob in link.objects])
@@ -392,11 +395,11 @@ def most_bytes(schema: Schema) -> int:
     return 2 * schema.nbytes + (64 << 20)
 
 
-def _check_link(link: Link, manifest: Manifest, schema: Schema) -> None:
-    what = keys.manifest(manifest.version)
+def check_link(link: Link, version: int, what: str, schema: Schema) -> None:
+    """Raise ManifestError or ForeignObject if this cannot be a link of the version. `what` is the record it is in."""
     if (link.base is not None) != (link.kind == "delta"):
         raise ManifestError(f"{what} has a {link.kind} link with base {link.base}")
-    if link.base is not None and not 0 <= link.base < manifest.version:
+    if link.base is not None and not 0 <= link.base < version:
         raise ManifestError(f"{what} has a delta from version {link.base}")
     if (link.kind == "reference") != bool(link.source) or (link.kind == "reference") == bool(link.objects):
         raise ManifestError(f"{what} has a {link.kind} link that names neither objects nor a source, or both")

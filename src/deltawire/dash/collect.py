@@ -19,8 +19,9 @@ from ..bucket.references import resolver
 from ..bucket.replay import checkout
 from ..bucket.run import DAMAGE, REQUESTS, SMALL, Run
 from ..bucket.versions import address_only
+from ..bucket.walk import Walker
 from ..bucket.watch import Watcher
-from ..core import chain, history, keys
+from ..core import history, keys
 from ..core.errors import DeltawireError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
 from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, main_link, parse_tag
 from ..core.parallel import ordered_map
@@ -589,7 +590,7 @@ def _steps(run: Run, version: int, most: int) -> Steps:
         return Steps(version, [], "this version has no delta")
     base, cost = None, link.bytes
     if not contents.tells_steps(link):
-        plan = chain.plan(None, link.base, run.timeline(link.base))
+        plan = Walker(run).plan(None, link.base)
         cost += sum(step.bytes for step in plan)
         if cost <= most:
             state = checkout(run, link.base, resolve=resolver(None), steps=plan)

@@ -72,6 +72,8 @@ class StagedModel(Staged):
 
     write: Callable[[], None]
     undo: Callable[[], None] = lambda: None
+    decoded: Sequence[Any] = ()
+    """What a delta changes, as the memory decoded it; empty for full weights."""
 
 
 class ModelTarget:
@@ -115,7 +117,7 @@ class ModelTarget:
         ready = time.perf_counter()
         patch = memory.prepare(decoded)
         update.require(update.base + patch.moved)
-        staged = StagedModel(update=update, write=patch.write, undo=patch.undo)
+        staged = StagedModel(update=update, write=patch.write, undo=patch.undo, decoded=decoded)
         staged.timings |= {"decode": ready - clock, "stage": time.perf_counter() - ready}
         return staged
 

@@ -197,6 +197,10 @@ class Replica:
         self._may_not_beat = False
         self._reading: tuple[tuple[int, int], ...] = ()
         """Ranges of versions that prune must leave for this replica."""
+        self.rejected: list[tuple[Step, str]] = []
+        """Links that the last sync could not use, and why; it found another way around them, or failed."""
+        self.note = ""
+        """Trouble that heartbeats report besides that of the last sync."""
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -403,6 +407,11 @@ class Replica:
 
     # ── discover ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def opened(self) -> Run:
+        """Return the run, opened with this replica's limits. Raises RunNotFound while there is none."""
+        with self._lock:
+            return self._open()
+
     def _open(self) -> Run:
         if self._run is None:
             self._run = Run.open(self._store, max_model_gb=self._max_model_gb, trust=self._trust)
@@ -458,7 +467,7 @@ class Replica:
     # ── plan, fetch ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _reach(self, run: Run, target: AnyTarget, want: int, progress: Progress | None) -> None:
-        walker, self._strayed = Walker(run), False
+        walker, self._strayed, self.rejected = Walker(run), False, []
         copy: State | None = None
 
         def start() -> int | None:
@@ -504,6 +513,7 @@ class Replica:
                     walker.plan_again(error)
                 else:
                     walker.reject(step, error)
+                    self.rejected.append((step, str(error)))
 
     def _reserve(self, run: Run, walker: Walker, want: int, steps: list[Step]) -> bool:
         """Announce in the heartbeat what is about to be read, so that prune leaves it. False if some of it is marked.
@@ -572,6 +582,7 @@ class Replica:
         """Write a heartbeat if one is due. Never raises: a replica works without heartbeats."""
         if not self._heartbeat or self._run is None:
             return
+        error = error or self.note
         every = min(self._heartbeat, READING_EVERY) if self._reading else self._heartbeat
         # called by the threads that fetch too; one of them writes for all
         if (not force and now() - self._beat_at < every) or not self._beating.acquire(blocking=force):

@@ -14,6 +14,7 @@ from ..bucket.run import MANIFEST as MANIFEST_SIZE
 from ..bucket.run import Run
 from ..bucket.trust import KeysLike, Trust
 from ..core import history, keys
+from ..core.added import AddedIndex, AddedLink
 from ..core.errors import (
     AlreadyExists,
     Misconfigured,
@@ -64,6 +65,8 @@ class Committer:
         self.writer = secrets.token_hex(4)
         self._unsure = ""
         """Mark of the last commit if it failed and may have happened all the same."""
+        self._seen: AddedLink | None = None
+        """The newest anchor of a keeper that was found in the bucket."""
         self._claim: Claim | None = None
         if not self._store_refuses():
             self._claim = Claim.take(run.store)
@@ -210,6 +213,21 @@ class Committer:
         log.warning("version %d was committed after all", manifest.version)
         self._committed(manifest)
         return manifest
+
+    def keeper_index(self) -> AddedIndex | None:
+        """Return what a keeper says that it did, one or two small requests; None if there is none to rely on."""
+        try:
+            index = self.run.added.index()
+            if index is None or index.anchor is None or index.anchor == self._seen:
+                return index
+            (blob,) = index.anchor.link.objects
+            if self.run.store.head(blob.key).size != blob.size:
+                return None
+            self._seen = index.anchor
+            return index
+        except StoreError as error:
+            log.warning("cannot rely on a keeper of %s: %s", self.run.store.url, error)
+            return None
 
     def check_run(self) -> None:
         """Raise RunNotFound, RunReplaced or WriterConflict if this publisher may not commit to the run any more."""

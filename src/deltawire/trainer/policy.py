@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core import chain
+from ..core.added import AddedIndex, merge
 from ..core.codecs import ENCODINGS
 from ..core.costs import AUTO, CODING, bits_at
 from ..core.errors import MissingBase, UnknownFormat, VersionNotFound
@@ -17,6 +18,9 @@ UNKNOWN_LINK = 125e6
 
 USUAL_DENSITY = 0.01
 """Share of weights that change, before the first version said more."""
+
+KEEPER_BEHIND = 32
+"""Versions by which a keeper may be behind before a trainer makes anchors again."""
 
 _MEMORY = 0.3
 """Weight of a new measurement in a running mean."""
@@ -64,6 +68,25 @@ class AnchorPolicy:
         # what a newcomer must fetch on top of full weights
         replay_bytes = sum(step.bytes for step in steps if step.kind == "delta")
         return replay_bytes + delta_bytes > self.ratio * full_bytes
+
+    def leaves_to_keeper(
+        self, version: int, delta_bytes: int, full_bytes: int, versions: dict[int, Summary], index: AddedIndex | None
+    ) -> bool:
+        """Whether a keeper makes the anchor that is wanted, or has made one: `index` says what it did. Pure.
+
+        A keeper that is not far behind gets twice the time; then an anchor is made whatever it says.
+        """
+        if index is None or self.every == 0:
+            return False
+        if index.anchor is not None and index.anchor.version in versions:
+            first = index.anchor.version
+            since = {v: versions[v] for v in range(first, version) if v in versions}
+            versions = merge(since, [index.anchor])
+        if not self.wants_anchor(version, delta_bytes, full_bytes, versions):
+            return True
+        patient = AnchorPolicy(None if self.every is None else 2 * self.every, 2 * self.ratio)
+        alive = version - index.done <= KEEPER_BEHIND
+        return alive and not patient.wants_anchor(version, delta_bytes, full_bytes, versions)
 
 
 @dataclass(slots=True)

@@ -222,8 +222,12 @@ class VersionWriter:
             return changes.digest()
 
         def wanted(size: int) -> tuple[bool, bool]:
-            full_size, versions = self._run.schema.nbytes, self._rank_0().versions_of_key
-            anchor = self._options.policy.wants_anchor(terms.version, size, full_size, versions)
+            full_size, versions, policy = self._run.schema.nbytes, self._rank_0().versions_of_key, self._options.policy
+            anchor = policy.wants_anchor(terms.version, size, full_size, versions)
+            if anchor and not alone:
+                # without waiting for an anchor: a version is committed as soon as its delta is uploaded
+                index = self._rank_0().keeper_index()
+                anchor = not policy.leaves_to_keeper(terms.version, size, full_size, versions, index)
             with_delta = not alone and self._options.policy.wants_delta(size, full_size, anchor)
             return with_delta, anchor or not with_delta
 

@@ -1,0 +1,114 @@
+"""Read the links that were added to a run after its versions were committed (core/added.py).
+
+They only help: whatever is wrong with the index or a page is logged and costs requests, never a version. A link is
+proven like any other, by the hash of its object and the digest of the version it leads to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..core import keys
+from ..core.added import INDEX_BYTES, PAGE_BYTES, AddedIndex, AddedLink, AddedPage, parse_index, parse_page
+from ..core.errors import DeltawireError, ObjectNotFound, StoreUnavailable
+from ..core.manifest import Link
+from ..core.parallel import ordered_map
+from ..store import ObjectInfo
+
+if TYPE_CHECKING:
+    from .run import Run
+
+log = logging.getLogger("deltawire")
+
+REQUESTS = 16
+"""Pages that are read at a time."""
+
+KEPT_PAGES = 32
+"""Pages that stay in memory: they are never rewritten."""
+
+KEPT_LINKS = 1 << 17
+"""Links that are remembered for `find`."""
+
+
+class AddedLinks:
+    """The added links of a run. Threads may share it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._index: tuple[str | None, AddedIndex | None] = None, None
+        """Etag and content of the index, as last read."""
+        self._pages: dict[str, AddedPage] = {}
+        self._links: dict[tuple[int, str, int | None], Link] = {}
+
+    def index(self) -> AddedIndex | None:
+        """Read the index, by a conditional request; None where there is none that can be used."""
+        etag, index = self._index
+        try:
+            got = self._run.store.get_if_changed(keys.ADDED, etag, limit=INDEX_BYTES)
+            if got is not None:
+                etag, index = got.etag, None
+                index = parse_index(got.data, self._run.info)
+        except StoreUnavailable:
+            raise
+        except ObjectNotFound:
+            etag = index = None
+        except DeltawireError as error:
+            log.warning("%s: ignoring the added links: %s", self._run.store.url, error)
+        self._index = etag, index
+        return index
+
+    def between(self, first: int, last: int) -> list[AddedLink]:
+        """Return the added links to versions after `first` and up to `last`: the index and the pages of these."""
+        index = self.index()
+        if index is None:
+            return []
+        anchor = () if index.anchor is None else (index.anchor,)
+        return self._remember([*index.recent, *anchor, *self._read(index.pages, first, last)], first, last)
+
+    def listed(self, objects: Iterable[ObjectInfo] | None = None) -> list[AddedLink]:
+        """Return the links of all pages that are in the bucket, whatever the index says; `objects` is a listing."""
+        pages = [item.key for item in objects or self._run.store.list(keys.ADDED_PAGES)]
+        return self._remember(self._read(pages, -1, keys.MAX_VERSION), -1, keys.MAX_VERSION)
+
+    def find(self, version: int, kind: str, base: int | None) -> Link | None:
+        """Return a link that was read before."""
+        return self._links.get((version, kind, base))
+
+    def page(self, key: str) -> AddedPage:
+        if (kept := self._pages.get(key)) is not None:
+            return kept
+        page = parse_page(self._run.store.get(key, limit=PAGE_BYTES).data, key, self._run.info)
+        self._pages[key] = page
+        while len(self._pages) > KEPT_PAGES:
+            self._pages.pop(next(iter(self._pages)), None)
+        return page
+
+    def _read(self, pages: Iterable[str], first: int, last: int) -> list[AddedLink]:
+        def covers(key: str) -> bool:
+            covered = keys.added_range(key)
+            return covered is not None and covered[1] > first and covered[0] <= last
+
+        def read(key: str) -> tuple[AddedLink, ...]:
+            try:
+                return self.page(key).links
+            except StoreUnavailable:
+                raise
+            except DeltawireError as error:
+                log.warning("%s: ignoring the added links of %s: %s", self._run.store.url, key, error)
+                return ()
+
+        wanted = [key for key in pages if covers(key)]
+        # the newest first: one that was merged into a later page says the same
+        return [link for links in ordered_map(read, wanted[::-1], REQUESTS) for link in links]
+
+    def _remember(self, links: Iterable[AddedLink], first: int, last: int) -> list[AddedLink]:
+        found: dict[tuple[int, str, int | None], AddedLink] = {}
+        for added in links:
+            if first < added.version <= last:
+                found.setdefault(added.way, added)
+        if len(self._links) + len(found) > KEPT_LINKS:
+            self._links = {}
+        self._links.update((way, added.link) for way, added in found.items())
+        return [*found.values()]

@@ -1,0 +1,151 @@
+"""`deltawire keep`: make anchors and skip deltas beside the bucket, mirror and prune a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .common import (
+    JsonOption,
+    ReferenceOption,
+    RunArgument,
+    duration,
+    emit_line,
+    ended_by_sigterm,
+    progress,
+    size,
+)
+from .quantities import seconds
+
+if TYPE_CHECKING:
+    from ..keeper.keeper import KeptVersion
+
+
+def command(
+    run: RunArgument,
+    once: Annotated[bool, typer.Option("--once", help="Do what is due, then end.")] = False,
+    anchor_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="An anchor at the latest every so many versions.", show_default=False),
+    ] = None,
+    anchors: Annotated[bool, typer.Option("--anchors/--no-anchors", help="Make anchors.")] = True,
+    longest_skip: Annotated[
+        int, typer.Option(min=0, help="Longest skip delta, in versions; 0 makes none. Longer ones need more disk.")
+    ] = 3072,
+    encoding: Annotated[
+        str | None, typer.Option(help="Encoding of skip deltas; the trainer's by default.", show_default=False)
+    ] = None,
+    since: Annotated[
+        int | None,
+        typer.Option(min=0, help="Version to begin with, in a run that had no keeper.", show_default=False),
+    ] = None,
+    mirror: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Copy the run to this address; repeatable.", show_default=False),
+    ] = None,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(min=1, help="Delete old versions, except so many newest ones.", show_default=False),
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --keep-last: and versions that divide by this.", show_default=False),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(parser=seconds, metavar="TIME", help="With --keep-last: time that readers get."),
+    ] = "1h",  # type: ignore[assignment]  # parsed like what is typed
+    lease: Annotated[
+        float,
+        typer.Option(parser=seconds, metavar="TIME", help="Time after which a silent keeper is replaced."),
+    ] = "1min",  # type: ignore[assignment]
+    poll: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.01, help="Longest time between two looks at the run.")
+    ] = 1.0,
+    reference: ReferenceOption = None,
+    id: Annotated[str | None, typer.Option(metavar="NAME", help="Name in `log`; host and process by default.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Keep a run: anchors, skip deltas, mirrors and pruning, without the trainer.
+
+    Run it close to the bucket. It needs no GPU, memory for one copy of the model,
+    and disk for some more. It follows the run, proves every version, and reports
+    bad objects: on stderr, in `deltawire log` and `dash`, and with --once by exit
+    code 3.
+
+    It writes anchors and skip deltas, so a trainer uploads nothing but deltas,
+    and a replica 1,000 versions behind fetches at most 12 objects. A trainer that
+    sees no keeper, or no new anchor for too long, writes anchors itself again.
+
+    Any number of keepers may run: one works, the others take its place when it
+    ends. It may be killed at any time. With --keep-last it also prunes, as
+    `deltawire prune --apply` does. A mirror is the same run, byte for byte.
+
+    With --json there is one JSON object per line and version.
+
+    \b
+    Examples
+      deltawire keep s3://runs/chat
+      deltawire keep s3://runs/chat --mirror s3://eu-runs/chat
+      deltawire keep s3://runs/chat --keep-last 2000 --keep-every 500
+      deltawire keep s3://runs/chat --once           from cron
+    """
+    from ..bucket.prune import Retention
+    from ..bucket.versions import address_only
+    from ..bucket.watch import wait_for_run
+    from ..core.added import LEVELS
+    from ..keeper.keeper import Keeper, KeeperOptions
+
+    if keep_last is None and keep_every is not None:
+        raise typer.BadParameter("--keep-every needs --keep-last: without it no version is deleted")
+    levels = sum(3 * 4**level <= longest_skip for level in range(LEVELS))
+    options = KeeperOptions(
+        anchors=anchors,
+        anchor_every=anchor_every,
+        levels=levels,
+        encoding=encoding,
+        since=since,
+        retention=None if keep_last is None else Retention(keep_last, keep_every, grace=grace),
+        mirrors=tuple(str(address_only(url)) for url in mirror or ()),
+        lease_s=lease,
+    )
+    address = address_only(run)
+    with ended_by_sigterm(), progress() as advance:
+        if not once:
+            wait_for_run(address, poll)
+
+        def fetched(n: int) -> None:
+            advance("fetch the version to begin with", n, keeper.run.schema.nbytes)
+
+        try:
+            keeper = Keeper(address, options, id=id, reference=reference, progress=fetched)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--id") from None
+        try:
+            for kept in keeper.once() if once else keeper.follow(poll=poll):
+                _say(kept, json)
+            if once and not keeper.working:
+                emit_line({"keeper": keeper.holder}, f"another keeper is at work: {keeper.holder}", json)
+        finally:
+            keeper.close()
+    if once and keeper.bad:
+        raise typer.Exit(3)
+
+
+def _say(kept: KeptVersion, json: bool) -> None:
+    links = [{"kind": x.link.kind, "base": x.link.base, "bytes": x.link.bytes} for x in kept.added]
+    value: dict[str, Any] = {
+        "version": kept.version,
+        "newest": kept.newest,
+        "working": kept.working,
+        "added": links,
+        "bad": kept.bad,
+        "seconds": round(kept.seconds, 3),
+    }
+    made = ", ".join("anchor" if x["base"] is None else f"skip from {x['base']}" for x in links)
+    text = f"v{kept.version}  {duration(kept.seconds)}"
+    text += f"  + {made}, {size(kept.bytes)}" if made else ""
+    text += "".join(f"  BAD: {bad}" for bad in kept.bad)
+    behind = kept.newest - kept.version
+    emit_line(value, text + (f"  ({behind} behind)" if behind else ""), json)

@@ -1,0 +1,1 @@
+"""The keeper: a replica without an engine that writes back what helps readers."""

@@ -1,0 +1,98 @@
+"""Announce added links (core/added.py): the data is in the bucket, then comes a page, then the index."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from ..bucket.run import DAMAGE, Run
+from ..core import keys
+from ..core.added import PAGE_LINKS, RECENT, AddedIndex, AddedLink, AddedPage
+from ..core.manifest import dump, now
+
+log = logging.getLogger("deltawire")
+
+
+def announce(run: Run, keeper: str, links: Sequence[AddedLink], done: int) -> AddedIndex:
+    """Add links to the index, which says that a keeper has dealt with all versions up to `done`.
+
+    The index is read again each time, so of two keepers neither undoes what the other one announced before. What two
+    announce at the same moment may be lost: then their objects are garbage, and no reader is harmed.
+    """
+    index = run.added.index() or _recovered(run, keeper)
+    recent = {added.way: added for added in (*index.recent, *links)}
+    newest = max((x for x in (index.anchor, *links) if x and x.link.kind == "anchor"), key=_version, default=None)
+    pages = index.pages
+    # an anchor may be all that leads to a version: it is in a page at once, which is found without the index too
+    if len(recent) >= RECENT or any(added.link.kind == "anchor" for added in links):
+        pages, recent = _with_page(run, pages, [*recent.values()]), {}
+    index = AddedIndex(run.info.run, keeper, now(), max(done, index.done), pages, (*recent.values(),), newest)
+    _put(run, keys.ADDED, index)
+    return index
+
+
+def tidy(run: Run, keeper: str) -> None:
+    """Write the pages again without links from or to versions that were pruned."""
+    index = run.added.index()
+    if index is None:
+        return
+    links = run.added.between(-1, keys.MAX_VERSION)
+    alive = _alive(run, links)
+    if 2 * len(alive) >= len(links):
+        return
+    pages: tuple[str, ...] = ()
+    for start in range(0, len(alive), PAGE_LINKS):
+        pages = (*pages, _put_page(run, alive[start : start + PAGE_LINKS]))
+    _put(run, keys.ADDED, msgspec.structs.replace(index, keeper=keeper, at=now(), pages=pages, recent=()))
+
+
+def _version(added: AddedLink) -> int:
+    return added.version
+
+
+def _recovered(run: Run, keeper: str) -> AddedIndex:
+    """Make an index of the pages that are there. Without a usable index, all that was announced before is in them."""
+    links = run.added.listed()
+    listed = [item.key for item in run.store.list(keys.ADDED_PAGES) if keys.added_range(item.key) is not None]
+    newest = max((x for x in links if x.link.kind == "anchor"), key=_version, default=None)
+    return AddedIndex(run.info.run, keeper, now(), max(map(_version, links), default=0), tuple(listed), (), newest)
+
+
+def _with_page(run: Run, pages: tuple[str, ...], links: list[AddedLink]) -> tuple[str, ...]:
+    """Add a page. Older ones that cover less than twice as many versions are merged into it."""
+
+    def covers(found: Sequence[AddedLink]) -> int:
+        return max(map(_version, found)) - min(map(_version, found)) + 1
+
+    while pages:
+        try:
+            older = run.added.page(pages[-1]).links
+        except DAMAGE as error:
+            log.warning("%s: %s is left out of the index: %s", run.store.url, pages[-1], error)
+            pages = pages[:-1]
+            continue
+        if len(older) + len(links) > PAGE_LINKS or (older and covers(older) >= 2 * covers(links)):
+            break
+        pages, links = pages[:-1], [*{added.way: added for added in (*older, *links)}.values()]
+    alive = _alive(run, links)
+    return (*pages, _put_page(run, alive)) if alive else pages
+
+
+def _alive(run: Run, links: Sequence[AddedLink]) -> list[AddedLink]:
+    """The links whose versions were not pruned, in their order."""
+    pruned = run.pruned()
+    found = [x for x in links if x.version not in pruned and (x.link.base is None or x.link.base not in pruned)]
+    return sorted(found, key=_version)
+
+
+def _put_page(run: Run, links: list[AddedLink]) -> str:
+    key = keys.added_page(links[0].version, links[-1].version, secrets.token_hex(4))
+    _put(run, key, AddedPage(run.info.run, tuple(links)))
+    return key
+
+
+def _put(run: Run, key: str, record: msgspec.Struct) -> None:
+    run.store.put(key, dump(record))

@@ -1,0 +1,430 @@
+"""Follow a run, prove every version, and write back what helps readers: anchors, skip deltas, mirrors, less of the old.
+
+A keeper owns nothing. It may be killed at any moment: what it has not announced is garbage, and the next one goes on
+after the version that the index names. Without the lease it only follows, up to where the other one is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..bucket.fetch import Progress
+from ..bucket.prune import Retention, prune
+from ..bucket.references import resolver
+from ..bucket.replay import State, require_digest
+from ..bucket.run import DAMAGE
+from ..bucket.walk import prefetch
+from ..bucket.watch import Watcher, following
+from ..core import full, keys
+from ..core.added import LEVELS, AddedLink, merge
+from ..core.chain import Step
+from ..core.change import Change, whole
+from ..core.digest import StateDigest
+from ..core.errors import DeltawireError, RunNotFound, RunReplaced, SchemaError, StoreError, VersionNotFound
+from ..core.manifest import Blob, Link, Manifest, main_link
+from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter
+from ..replica.model import ModelTarget, StagedModel
+from ..replica.replica import TRIES, Replica
+from ..replica.target import Delta
+from ..store import Store, open_store
+from ..trainer.policy import AnchorPolicy
+from .announce import announce, tidy
+from .lease import LEASE_S, Lease
+from .mirror import Mirror
+from .skips import SkipDelta, Skips
+
+log = logging.getLogger("deltawire")
+
+ALIGNED = 16
+"""Anchors are made of multiples of this, where skip deltas start and end."""
+
+TOO_FAR_BEHIND = 64
+"""Versions behind the newest from which a keeper no longer goes through each: the trainer is faster than it is."""
+
+PRUNE_EVERY_S = 600.0
+"""Seconds, at most, between two prunes."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperOptions:
+    """What a keeper does."""
+
+    anchors: bool = True
+    anchor_every: int | None = None
+    """An anchor at the latest every so many versions, or sooner if the deltas since the last take as many bytes."""
+    levels: int = LEVELS
+    """Levels of skip deltas (core/added.py); 0 makes none."""
+    encoding: str | None = None
+    """Encoding of skip deltas; None: that of the trainer's newest delta."""
+    since: int | None = None
+    """Version to begin with in a run that had no keeper; None: the last multiple of 16."""
+    retention: Retention | None = None
+    """Which versions stay; None deletes none."""
+    mirrors: tuple[str, ...] = ()
+    lease_s: float = LEASE_S
+
+
+@dataclass(frozen=True, slots=True)
+class KeptVersion:
+    """What a keeper did with a version."""
+
+    version: int
+    newest: int
+    working: bool
+    """Whether this keeper holds the lease; without it, it only follows."""
+    added: tuple[AddedLink, ...] = ()
+    bad: tuple[str, ...] = ()
+    """Objects that do not prove what their manifest says."""
+    seconds: float = 0.0
+    bytes: int = 0
+    """Bytes of the links that were added."""
+
+
+class KeptWeights(ModelTarget):
+    """A copy of the weights that remembers what the deltas of a sync have changed."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self.changes: list[Change] | None = []
+        """Since it was last emptied; None after full weights."""
+
+    def swap(self, staged: StagedModel) -> None:
+        super().swap(staged)
+        if not isinstance(staged.update.content, Delta):
+            self.changes = None
+        elif self.changes is not None:
+            self.changes += staged.decoded
+
+
+class Keeper:
+    """Keeps one run. Use `keep` in a loop, from one thread."""
+
+    def __init__(
+        self,
+        run: str | Path | Store,
+        options: KeeperOptions | None = None,
+        *,
+        id: str | None = None,
+        reference: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.id = id or f"keeper-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self.options = options = options or KeeperOptions()
+        self._progress = progress
+        self.replica = Replica(run, id=self.id, reference=reference)
+        self.run = self.replica.opened()
+        self._resolve = resolver(reference)
+        self.state = State(self.run.schema)
+        self._weights = KeptWeights(self.state)
+        self._skips = Skips(self.state, max(options.levels, 1))
+        self._lease = Lease(self.run, self.id, options.lease_s)
+        self._mark = secrets.token_hex(4)
+        self._policy = AnchorPolicy(options.anchor_every)
+        self._anchored = 0
+        """A version that has full weights, as new as known."""
+        self._thorough = 0
+        """Up to this version each is gone through, however far behind."""
+        self._pruned_at = -float("inf")
+        self._mirrors: dict[str, Mirror] = {}
+        self._copying: dict[str, Future[None]] = {}
+        self._copiers = ThreadPoolExecutor(max(len(options.mirrors), 1), thread_name_prefix="deltawire-mirror")
+        self._notes: dict[str, str] = {}
+        self.bad: list[str] = []
+        """All bad objects that were found."""
+
+    # ── loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def follow(self, *, poll: float = 1.0, stop: threading.Event | None = None) -> Iterator[KeptVersion]:
+        """Yield each version that was dealt with, until `stop` is set. A failure of the store is logged and retried.
+
+        Raises RunReplaced if another run is at the address.
+        """
+        stop = stop or threading.Event()
+        newest, told = None, ""
+        with Watcher(self.run.store, poll=poll, stop=stop) as watcher:
+            while not stop.is_set():
+                try:
+                    newest = watcher.look(self.run, newest)
+                    while newest is not None and not stop.is_set() and (kept := self.keep(newest)) is not None:
+                        yield kept
+                    if newest is not None:
+                        self.tend(newest)
+                    told = ""
+                except (RunReplaced, SchemaError):
+                    raise
+                except DeltawireError as error:
+                    if str(error) != told:
+                        log.warning("%s: retrying: %s", self.id, error)
+                    told = str(error)
+                    watcher.forget()
+                watcher.wait()
+
+    def once(self) -> Iterator[KeptVersion]:
+        """Do what is due and yield each version that was dealt with."""
+        newest = self.run.newest()
+        if newest is None:
+            raise RunNotFound(f"the run at {self.run.store.url} has no version yet")
+        index = self.run.added.index()
+        if index is not None and index.done >= newest:
+            self._lease.hold()  # for mirrors and retention: there is nothing to add
+        else:
+            while (kept := self.keep(newest)) is not None:
+                yield kept
+        self.tend(newest)
+        for copying in self._copying.values():
+            copying.result()
+
+    def close(self) -> None:
+        """Let another keeper begin at once."""
+        self.replica.close()
+        self._copiers.shutdown(wait=False, cancel_futures=True)
+        with suppress(StoreError):
+            self._lease.release()
+
+    # ── one version ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def version(self) -> int | None:
+        return self.replica.version
+
+    @property
+    def holder(self) -> str:
+        """Name of the keeper that works, as far as known."""
+        return self._lease.holder
+
+    @property
+    def working(self) -> bool:
+        """Whether that is this one."""
+        return self._lease.holder == self.id
+
+    def keep(self, newest: int) -> KeptVersion | None:
+        """Go to the next version and do what is due for it. None if there is nothing to do up to `newest`."""
+        working = self._lease.hold()
+        index = self.run.added.index()
+        done = min(index.done, newest) if index is not None else None
+        if self._skips.version is None:
+            self._begin(newest, done)
+        at = self._skips.version or 0
+        if done is None:
+            done = at
+            if working:
+                # a trainer sees from now on that there is a keeper
+                announce(self.run, self.id, (), at)
+        goal = newest if working else done
+        if at >= goal:
+            return None
+        clock = time.perf_counter()
+        # versions that a keeper has dealt with need no second look at each; nor can all be looked at far behind
+        far = newest - TOO_FAR_BEHIND if at >= self._thorough else 0
+        settled = min(max(done, far), goal)
+        version = self._skips.next(settled) if at < settled else following(self.run, at, goal)
+        try:
+            changes = self._sync(version)
+        except DAMAGE as error:
+            self._report(f"version {version} cannot be reached: {error}")
+            self._skips.start(version)
+            if working:
+                announce(self.run, self.id, (), version)
+            return KeptVersion(version, newest, working, bad=(self.bad[-1],))
+        try:
+            bad = self._prove(version) if version > done else []
+            there = {x.way for x in self.run.added.between(version - 1, version)} if version <= done else set()
+            added = self._add(version, changes, there, working)
+            if working and version > done and self._wants_anchor(version):
+                added.append(self._put_anchor(version))
+            if working and (added or version > done):
+                announce(self.run, self.id, added, version)
+        except BaseException:
+            # the next attempt begins with what was announced
+            self._skips.start(None)
+            raise
+        size = sum(link.link.bytes for link in added)
+        return KeptVersion(
+            version, newest, working, tuple(added), tuple(bad), time.perf_counter() - clock, size
+        )  # fmt: skip
+
+    def _begin(self, newest: int, done: int | None) -> None:
+        """Bring the weights to where the changes of the longest skip deltas begin, as far back as versions are left."""
+        since = self.options.since
+        if done is None:
+            starts = [min(newest - newest % ALIGNED if since is None else since, newest)]
+        else:
+            starts = [done - done % 4**level for level in range(self._skips.levels - 1, -1, -1)]
+        self._thorough = newest if done is None or since is not None else done
+        pruned = self.run.pruned()
+        for start in (*starts, newest):
+            if start in pruned:
+                continue
+            try:
+                self._sync(start, self._progress)
+                self._skips.start(start)
+                return
+            except DAMAGE as error:
+                if start == newest:
+                    raise
+                log.warning("%s cannot begin with version %d: %s", self.id, start, error)
+
+    def _sync(self, version: int, progress: Progress | None = None) -> list[Change] | None:
+        """Go to a version. Returns what the deltas on the way have changed; None where full weights were loaded."""
+        for tries in range(1, TRIES + 1):
+            self._weights.changes = []
+            try:
+                self.replica.sync(self._weights, version, progress=progress)
+                break
+            except DAMAGE:
+                if tries == TRIES:
+                    raise
+        for step, why in self.replica.rejected:
+            self._report(f"the {step.kind} to version {step.version} cannot be used: {why}")
+        return self._weights.changes
+
+    def _report(self, text: str) -> None:
+        """Report a bad object, in the heartbeats as long as this process lives."""
+        self.bad.append(text)
+        self._note("bad object", text)
+
+    def _note(self, what: str, text: str) -> None:
+        """Let heartbeats tell of a trouble, or no more of it. It is logged once."""
+        if text and self._notes.get(what) != text:
+            log.error("%s: %s", self.id, text)
+        self._notes[what] = text
+        self.replica.note = "; ".join(text for text in self._notes.values() if text)
+
+    # ── prove ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _prove(self, version: int) -> list[str]:
+        """Prove the links of a version that the sync did not use: a replica may read them."""
+        before, manifest = len(self.bad), self.run.manifest(version)
+        main = main_link(manifest)
+        for link in manifest.links:
+            if link.kind == "reference" or (link is main and link.kind == "delta"):
+                continue
+            step = Step(version, link.kind, link.base, link.bytes)
+            for _, pending in prefetch(self.run, [step], shared=False):
+                try:
+                    fetched = pending.result()
+                    if link.kind == "anchor":
+                        require_digest(manifest, full.digest_of(fetched.weights(self._resolve)))
+                    else:
+                        fetched.deltas()
+                except DAMAGE as error:
+                    self._report(f"the {link.kind} to version {version} cannot be used: {error}")
+        return self.bad[before:]
+
+    # ── add ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _add(
+        self, version: int, changes: list[Change] | None, there: Collection[tuple[int, str, int | None]], working: bool
+    ) -> list[AddedLink]:
+        """Make the skip deltas that are due and not `there` yet. Without the lease, only take note of the changes."""
+        manifest = self.run.manifest(version)
+        own = {(version, link.kind, link.base) for link in manifest.links}.union(there)
+        added: list[AddedLink] = []
+        if changes is None:
+            self._skips.start(version)
+        else:
+            for skip in self._skips.reach(version, changes):
+                if working and self.options.levels and (version, "delta", skip.base) not in own:
+                    added += self._put_skip(manifest, skip)
+        return added
+
+    def _put_skip(self, manifest: Manifest, skip: SkipDelta) -> list[AddedLink]:
+        """Encode and upload a skip delta; none where it would save a reader little against full weights."""
+        version = manifest.version
+        try:
+            base = self.run.manifest(skip.base)
+        except VersionNotFound:
+            return []  # pruned meanwhile
+        trainers = main_link(manifest).encoding
+        encoding = self.options.encoding or trainers or "packed"
+        digest, total = StateDigest.parse(base.digest), max(self.run.schema.elements, 1)
+        with DeltaWriter(encoding) as delta:
+            for block, step in skip.encode(encoding):
+                delta.add(block)
+                digest += step
+            require_digest(manifest, digest)
+            file = delta.finish(
+                {
+                    "run": self.run.info.run,
+                    "model_version": str(version),
+                    "base_version": str(skip.base),
+                    BASE_DIGEST: base.digest,
+                    DIGEST: manifest.digest,
+                    "total_params": str(total),
+                    "sparsity": f"{1 - delta.changed / total:.6f}",
+                }
+            )
+            if 2 * file.size >= self.run.schema.nbytes:
+                return []
+            blob = self._put(keys.delta(skip.base, version, self._mark), file)
+        return [AddedLink(version, Link("delta", skip.base, (blob,), encoding, changed=file.changed))]
+
+    def _wants_anchor(self, version: int) -> bool:
+        every = self.options.anchor_every
+        if not self.options.anchors or version % (ALIGNED if every is None or every >= ALIGNED else 1):
+            return False
+        # by the trainer's rule: deltas of the trainer and anchors of both, from the newest anchor on
+        anchors = [x for x in self.run.added.between(self._anchored - 1, version) if x.link.kind == "anchor"]
+        versions = merge(self.run.timeline(version, self._anchored), anchors)
+        full_links = [v for v, s in versions.items() if any(link.kind != "delta" for link in s.links)]
+        self._anchored = max(full_links, default=self._anchored)
+        size = main_link(versions.pop(version)).bytes
+        return self._anchored < version and self._policy.wants_anchor(
+            version, size, self.run.schema.nbytes, versions
+        )  # fmt: skip
+
+    def _put_anchor(self, version: int) -> AddedLink:
+        schema = self.run.schema
+        metadata = {"run": self.run.info.run, "model_version": str(version), "total_params": str(schema.elements)}
+        file = full.anchor(map(whole, schema.tensors), self.state.region, metadata)
+        return AddedLink(version, Link("anchor", None, (self._put(keys.anchor(version, self._mark), file),)))
+
+    def _put(self, key: str, file: DataFile) -> Blob:
+        def chunks() -> Iterator[bytes]:
+            for chunk in file.chunks():
+                # an upload may take longer than the lease
+                self._lease.hold()
+                yield chunk
+
+        self.run.store.put(key, chunks)
+        return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
+
+    # ── mirrors, retention ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def tend(self, newest: int) -> None:
+        """Update the mirrors and delete what the retention rule lets go. A mirror that fails is tried again later."""
+        if not self.working:
+            return
+        rule = self.options.retention
+        due = rule is not None and time.monotonic() - self._pruned_at > min(PRUNE_EVERY_S, max(rule.grace / 4, 1.0))
+        for url in self.options.mirrors:
+            # each in a thread of its own: one region that is cut off holds nobody up
+            before = self._copying.get(url)
+            if before is not None and not before.done():
+                continue
+            failed = before.exception() if before is not None else None
+            if failed is not None:
+                # what it holds is looked up again
+                self._mirrors.pop(url, None)
+            self._note("mirror " + url, f"the mirror {open_store(url).url} is behind: {failed}" if failed else "")
+            self._copying[url] = self._copiers.submit(self._copy, url, newest, rule if due else None)
+        if due and rule is not None:
+            plan = prune(self.run, rule)
+            self._pruned_at = time.monotonic()
+            if plan.going:
+                tidy(self.run, self.id)
+
+    def _copy(self, url: str, newest: int, rule: Retention | None) -> None:
+        if url not in self._mirrors:
+            self._mirrors[url] = Mirror(self.run, open_store(url))
+        self._mirrors[url].update(newest, rule)

@@ -1,0 +1,145 @@
+"""Copy a run to another bucket, object by object and byte for byte: data first, then manifests, then head."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from ..bucket.fetch import PART, fetch
+from ..bucket.prune import Retention, prune
+from ..bucket.run import DAMAGE, MANIFEST, RUN, SMALL, Run, blobs
+from ..core import history, keys
+from ..core.added import INDEX_BYTES, PAGE_BYTES, AddedIndex
+from ..core.errors import AlreadyExists, ObjectNotFound, RunNotFound, RunReplaced, VersionNotFound
+from ..core.manifest import Blob, File, Head, Pruned, dump
+from ..store import Store
+
+log = logging.getLogger("deltawire")
+
+PAGE = 32 << 20
+
+
+class Mirror:
+    """A copy of a run in another bucket. It goes on where it was interrupted, whatever is there already."""
+
+    def __init__(self, run: Run, store: Store) -> None:
+        """Raises RunReplaced if another run is at the address."""
+        self._run, self.store = run, store
+        try:
+            there = Run.open(store).info.run
+        except RunNotFound:
+            # byte for byte: a run is known by its run.json
+            store.put_if_absent(keys.RUN, run.store.get(keys.RUN, limit=RUN).data)
+            there = Run.open(store).info.run
+        if there != run.info.run:
+            raise RunReplaced(f"{store.url} holds another run ({there[:32]}): a mirror needs an address of its own")
+        self.copy = Run.open(store)
+        self._sizes = {item.key: item.size for item in store.list()}
+        """What is there, as far as known: objects are never changed."""
+        self._next = self._missing()
+        self._index: AddedIndex | None = None
+        self.bytes = 0
+        """Bytes copied by this process."""
+
+    def update(self, newest: int, rule: Retention | None = None) -> int:
+        """Copy what the mirror lacks up to a version. Returns how many versions it got."""
+        pruned, count = self._mark(newest), 0
+        # before the versions that perhaps nothing else leads to
+        self._added()
+        while self._next <= newest:
+            version = self._next
+            try:
+                if version not in pruned:
+                    self._version(version)
+                    count += 1
+            except (ObjectNotFound, VersionNotFound):
+                if version not in (pruned := self._mark(newest)):
+                    raise  # else it was pruned meanwhile
+            self._next += 1
+        if count or self.copy.head_hint() != newest:
+            self.store.put(keys.HEAD, dump(Head(self._run.info.run, newest)))
+        self._tags()
+        if rule is not None:
+            prune(self.copy, rule)
+        return count
+
+    def _mark(self, newest: int) -> Pruned:
+        """Mark what no reader starts to read at the source, and may be gone there: nor is it read here then."""
+        pruned = self._run.pruned()
+        marked = self.copy.pruned() if pruned.versions else pruned
+        every = marked.also_ranges((first, last) for first, last in pruned.versions if last < newest)
+        if every != marked:
+            self.store.put(keys.PRUNED, dump(every))
+        return pruned
+
+    def _version(self, version: int) -> None:
+        manifest = self._run.manifest(version)
+        for blob in blobs(manifest):
+            self._data(blob)
+        for end in (version,) if history.needs_page(version) else ():
+            self._small(keys.history(end), PAGE)
+        self._small(keys.manifest(version), MANIFEST, once=True)
+
+    def _added(self) -> None:
+        """Links that were added later: their objects, the pages that name them, the index. All of it only helps."""
+        for _ in range(3):
+            index = self._run.added.index()
+            if index is None or index == self._index:
+                return
+            pruned = self._run.pruned()
+            for added in self._run.added.between(-1, keys.MAX_VERSION):
+                if added.version in pruned or added.link.base in pruned:
+                    continue
+                try:
+                    for blob in added.link.objects:
+                        self._data(blob)
+                except DAMAGE as error:
+                    log.warning("%s goes without an added link to version %d: %s", self.store.url, added.version, error)
+            try:
+                for key in index.pages:
+                    self._small(key, PAGE_BYTES)
+            except ObjectNotFound:
+                continue  # merged meanwhile: the next index names another one
+            data = self._run.store.get(keys.ADDED, limit=INDEX_BYTES).data
+            if self._run.added.index() == index:
+                self.store.put(keys.ADDED, data)
+                self._index = index
+                return
+
+    def _tags(self) -> None:
+        for item in self._run.store.list(keys.TAGS):
+            if keys.tag_name(item.key) is not None:
+                self._small(item.key, SMALL, again=True)
+
+    def _data(self, blob: Blob | File) -> None:
+        if self._sizes.get(blob.key) == blob.size:
+            return
+        with fetch(self._run.store, Blob(blob.key, blob.size, blob.hash)) as data:
+
+            def chunks() -> Iterator[bytes]:
+                for start in range(0, blob.size, PART):
+                    yield data.read(start, min(PART, blob.size - start))
+
+            self.store.put(blob.key, chunks)
+        self._sizes[blob.key] = blob.size
+        self.bytes += blob.size
+
+    def _small(self, key: str, limit: int, *, once: bool = False, again: bool = False) -> None:
+        """Copy a small object. `once`: it commits a version and is created, never overwritten."""
+        if key in self._sizes and not again:
+            return
+        data = self._run.store.get(key, limit=limit).data
+        if not once:
+            self.store.put(key, data)
+        else:
+            try:
+                self.store.put_if_absent(key, data)
+            except AlreadyExists:
+                log.debug("%s is in %s already", key, self.store.url)
+        self._sizes[key] = len(data)
+        self.bytes += len(data)
+
+    def _missing(self) -> int:
+        """The first version that was not copied yet: manifests are copied in order."""
+        listed: Iterable[int] = (v for key in self._sizes if (v := keys.version_of(key)) is not None)
+        return max((*listed, self.copy.pruned().last), default=-1) + 1

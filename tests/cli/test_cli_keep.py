@@ -1,0 +1,92 @@
+"""keep: what is due, once or for as long as it runs."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from cli_support import invoke, spawn
+
+from deltawire.bucket.run import Run
+from deltawire.bucket.verify import verify
+from deltawire.core import keys
+from keeping import settings, template
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings(monkeypatch)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A run of 40 versions in a folder."""
+    source, folder = template(40).store, tmp_path / "run"
+    for item in source.list():
+        path = folder / item.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(source.get(item.key).data)
+    return folder
+
+
+def test_once(kept: Path) -> None:
+    said = invoke("keep", kept, "--once", "--since", 0, "--anchor-every", 16, "--json").stdout.splitlines()
+    lines = [json.loads(line) for line in said]
+    assert [line["version"] for line in lines] == list(range(1, 40))
+    assert lines[15]["added"][-1]["kind"] == "anchor"
+    assert {link["base"] for link in lines[7]["added"]} == {0, 4, 5, 6}
+    assert verify(Run.open(str(kept))).ok
+    assert invoke("keep", kept, "--once").stdout == ""
+    text = invoke("log", kept).stdout
+    assert "keeper-" in text
+
+
+def test_without_skip_deltas_and_anchors(kept: Path) -> None:
+    text = invoke("keep", kept, "--once", "--since", 8, "--longest-skip", 0, "--no-anchors").stdout
+    assert text.startswith("v9  ")
+    assert "skip" not in text
+    assert Run.open(str(kept)).added.between(-1, 99) == []
+    text = invoke("keep", kept, "--once", "--longest-skip", 3).stdout
+    assert text == ""
+
+
+def test_a_bad_object_is_told_by_the_exit_code(kept: Path) -> None:
+    key = Run.open(str(kept)).manifest(35).links[0].objects[0].key
+    (kept / key).write_bytes(b"not this")
+    said = invoke("keep", kept, "--once", "--since", 32, code=3).stdout
+    assert "BAD: version 35 cannot be reached" in said
+
+
+def test_mirrors_and_retention(kept: Path, tmp_path: Path) -> None:
+    options = ("--mirror", tmp_path / "mirror", "--keep-last", 5, "--grace", "0s", "--anchor-every", 16)
+    invoke("keep", kept, "--once", "--since", 0, *options)
+    for folder in (kept, tmp_path / "mirror"):
+        run = Run.open(str(folder))
+        assert run.listed()[0] == 32
+        assert verify(run).ok
+
+
+def test_wrong_use(kept: Path, tmp_path: Path) -> None:
+    invoke("keep", kept, "--keep-every", 5, code=2)
+    invoke("keep", kept, "--id", "../x", code=2)
+    invoke("keep", f"{kept}@3", code=2)
+    invoke("keep", tmp_path / "nothing", "--once", code=4)
+    assert "1,000 versions behind" in invoke("keep", "--help").stdout
+
+
+def test_it_follows_until_it_is_told_to_end(kept: Path) -> None:
+    process = spawn("keep", kept, "--since", 36, "--json", "--poll", 0.1)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if json.loads(line)["version"] == 39:
+                break
+        assert (kept / keys.KEEPER).exists()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert not (kept / keys.KEEPER).exists()

@@ -1,0 +1,254 @@
+"""The keeper: proves every version, adds links, and may be killed, doubled and restarted at any moment."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from deltawire.bucket.prune import Retention
+from deltawire.bucket.run import Run
+from deltawire.bucket.verify import verify
+from deltawire.bucket.walk import Walker
+from deltawire.core import keys
+from deltawire.core.added import spans
+from deltawire.core.errors import StoreUnavailable
+from deltawire.keeper.keeper import Keeper, KeeperOptions
+from deltawire.replica import Replica
+from deltawire.store import Store
+from deltawire.testing import CountingStore
+from keeping import Kept, copied, fresh, publish, settings, step
+from support import same
+
+LAST = 69
+OPTIONS = KeeperOptions(since=0, anchor_every=32)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings(monkeypatch)
+
+
+@pytest.fixture
+def kept() -> Kept:
+    """A run of 70 versions without a keeper so far."""
+    return fresh()
+
+
+def added(run: Run) -> set[tuple[int, str, int | None]]:
+    return {link.way for link in run.added.between(-1, 10**6)}
+
+
+EXPECTED = {(v, "delta", v - span) for v in range(LAST + 1) for span in spans(v)} | {
+    (v, "anchor", None) for v in (32, 64)
+}
+
+
+def test_it_adds_anchors_and_skip_deltas_that_verify(kept: Kept) -> None:
+    told = kept.keep(OPTIONS)
+    assert [x.version for x in told] == list(range(1, LAST + 1))
+    assert added(kept.run) == EXPECTED
+    found = verify(kept.run)
+    assert found.ok
+    assert not found.warnings
+    # manifests stay what they were, and a second visit finds nothing to do
+    assert kept.keep(OPTIONS) == []
+    beats = [beat for beat in kept.run.heartbeats() if beat.replica == "keeper"]
+    assert [beat.healthy for beat in beats] == [True]
+
+
+def test_it_follows(kept: Kept) -> None:
+    stop, reached = threading.Event(), []
+    keeper = Keeper(kept.store, KeeperOptions(anchor_every=4))
+    weights = kept.weights
+
+    def train() -> None:
+        for _ in range(6):
+            weights.append(step(weights[-1], len(weights)))
+            publish(kept.store, weights[-1:])
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    for one in keeper.follow(poll=0.02, stop=stop):
+        reached.append(one.version)
+        if one.version == LAST + 6:
+            stop.set()
+    trainer.join()
+    keeper.close()
+    # from the last multiple of 16, in a run that had no keeper
+    assert reached == list(range(65, LAST + 7))
+    assert verify(kept.run).ok
+
+
+def test_a_restarted_keeper_goes_on_where_the_last_one_ended(kept: Kept) -> None:
+    few = Kept(copied(kept.store), kept.weights)
+    for version in range(23, LAST + 1):
+        few.store.delete(keys.manifest(version))
+    few.keep(OPTIONS, id="first")
+    assert few.run.added.index().done == 22  # type: ignore[union-attr]
+    for version in range(23, LAST + 1):
+        few.store.put(keys.manifest(version), kept.store.get(keys.manifest(version)).data)
+    counting = CountingStore(few.store)
+    keeper = Keeper(counting, OPTIONS, id="second")
+    first = next(keeper.once())
+    # in long pieces to where the first one was
+    assert first.version == 16
+    assert [x.version for x in keeper.once()][:4] == [20, 21, 22, 23]
+    keeper.close()
+    assert added(few.run) == EXPECTED
+
+
+class Killed(BaseException):
+    """What a test's process does not survive."""
+
+
+class Dying:
+    """A store at which the process is killed after some writes."""
+
+    def __init__(self, inner: Store, writes: int) -> None:
+        self.inner, self.writes = inner, writes
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name not in ("put", "put_if_absent", "delete"):
+            return found
+
+        def write(*arguments: Any) -> None:
+            self.writes -= 1
+            if self.writes < 0:
+                raise Killed
+            found(*arguments)
+
+        return write
+
+
+def test_killed_at_any_write_and_restarted(kept: Kept) -> None:
+    lives = 0
+    while True:
+        lives += 1
+        keeper = Keeper(Dying(kept.store, 7 + 9 * lives), OPTIONS, id=f"life-{lives}")  # type: ignore[arg-type]
+        keeper._lease._lease_s = -1.0  # the last one is dead: do not wait until that shows
+        try:
+            list(keeper.once())
+            break
+        except Killed:
+            pass
+        for have in (None, 3):
+            live = kept.blank() if have is None else {name: array.copy() for name, array in kept.weights[have].items()}
+            with Replica(kept.store, heartbeat=0) as replica:
+                replica.sync(live)
+            assert same(live, kept.weights[LAST])
+    assert lives > 3
+    assert added(kept.run) == EXPECTED
+    assert verify(kept.run).ok
+
+
+def test_two_keepers_at_once(kept: Kept) -> None:
+    """Both hold the lease, as two may who found it expired at the same moment."""
+    keepers = [Keeper(kept.store, OPTIONS, id=name) for name in ("one", "other")]
+    for keeper in keepers:
+        keeper._lease.hold = lambda: True  # type: ignore[method-assign]
+    errors: list[BaseException] = []
+
+    def work(keeper: Keeper) -> None:
+        try:
+            list(keeper.once())
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(keeper,)) for keeper in keepers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    found = verify(kept.run)
+    assert found.ok, found.failure
+    # what one announced while the other did is lost at worst
+    assert added(kept.run) <= EXPECTED
+    assert (64, "anchor", None) in added(kept.run)
+
+
+def test_a_second_keeper_follows_and_takes_the_place_of_the_first(kept: Kept) -> None:
+    first, second = Keeper(kept.store, OPTIONS, id="first"), Keeper(kept.store, OPTIONS, id="second")
+    for _ in range(20):
+        assert first.keep(LAST) is not None
+    done = [x.version for x in second.once()]
+    assert done[-1] == 20
+    assert not second.working
+    assert second.holder == "first"
+    # it dies
+    second._lease._lease_s = -1.0
+    assert [x.version for x in second.once()] == list(range(21, LAST + 1))
+    assert added(kept.run) == EXPECTED
+
+
+# ── bad objects ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_bad_delta_is_reported(kept: Kept) -> None:
+    bad = kept.run.manifest(30).links[0].objects[0].key
+    kept.store.put(bad, kept.store.get(bad).data[:-1] + b"\0")
+    keeper = Keeper(kept.store, OPTIONS, id="keeper")
+    told = {x.version: x for x in keeper.once()}
+    assert "30" in told[30].bad[0]
+    assert bad in keeper.bad[0]
+    beat = next(beat for beat in kept.run.heartbeats() if beat.replica == "keeper")
+    assert not beat.healthy
+    assert "30" in beat.error
+    keeper.close()
+
+
+def test_a_bad_anchor_beside_a_good_delta_is_reported(kept: Kept) -> None:
+    kept.weights.append(step(kept.weights[-1], 99))
+    publish(kept.store, kept.weights[-1:], anchor_every=1)
+    bad = next(link for link in kept.run.manifest(LAST + 1).links if link.kind == "anchor").objects[0].key
+    kept.store.put(bad, kept.store.get(bad).data[:-1] + b"\0")
+    told = kept.keep(KeeperOptions(since=64))
+    assert bad in told[-1].bad[0]
+    assert all(not x.bad for x in told[:-1])
+
+
+def test_a_store_that_fails_for_a_while(kept: Kept) -> None:
+    class Failing(CountingStore):
+        failing = False
+
+        def put(self, key: str, data: Any) -> None:
+            if self.failing and key.startswith(keys.DELTAS):
+                raise StoreUnavailable("for a while")
+            super().put(key, data)
+
+    store = Failing(kept.store)
+    keeper = Keeper(store, OPTIONS, id="keeper")
+    for _ in range(21):
+        keeper.keep(LAST)
+    store.failing = True
+    with pytest.raises(StoreUnavailable):
+        keeper.keep(LAST)
+    store.failing = False
+    list(keeper.once())
+    keeper.close()
+    assert added(kept.run) == EXPECTED
+
+
+# ── retention, mirrors ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_retention(kept: Kept) -> None:
+    kept.keep(OPTIONS)
+    kept.keep(KeeperOptions(retention=Retention(last=4, grace=0)))
+    run = kept.run
+    assert run.listed()[0] == 64
+    assert verify(run).ok
+    assert all(link.version >= 64 for link in run.added.between(-1, LAST))
+    assert Walker(run).plan(None, LAST)[0].kind == "anchor"
+
+
+def test_mirrors(kept: Kept, tmp_path: Any) -> None:
+    kept.keep(KeeperOptions(since=48, mirrors=(f"file://{tmp_path}/a", str(tmp_path / "b"))))
+    for name in "ab":
+        run = Run.open(str(tmp_path / name))
+        assert run.newest() == LAST
+        assert verify(run).ok
+        assert added(run) == added(kept.run)
