@@ -56,8 +56,12 @@ def fresh(count: int = 70) -> Kept:
     return Kept(copied(template(count).store), [*template(count).weights])
 
 
+def empty() -> Store:
+    return ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+
+
 def copied(store: Store) -> Store:
-    other = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+    other = empty()
     for item in store.list():
         other.put(item.key, store.get(item.key).data)
     return other
@@ -77,7 +81,7 @@ def step(weights: Model, seed: int, changes: int = 4) -> Model:
 
 
 def made(count: int) -> Kept:
-    store = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+    store = empty()
     weights = [large()]
     while len(weights) < count:
         weights.append(step(weights[-1], len(weights)))

@@ -9,16 +9,19 @@ import pytest
 
 from deltawire.bucket.prune import Retention
 from deltawire.bucket.run import Run
+from deltawire.bucket.trust import delegate
 from deltawire.bucket.verify import verify
 from deltawire.bucket.walk import Walker
 from deltawire.core import keys
 from deltawire.core.added import spans
-from deltawire.core.errors import StoreUnavailable
+from deltawire.core.errors import NotTheSigner, StoreUnavailable
+from deltawire.core.signing import SigningKey
+from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.replica import Replica
 from deltawire.store import Store
 from deltawire.testing import CountingStore
-from keeping import Kept, copied, fresh, publish, settings, step
+from keeping import Kept, copied, empty, fresh, publish, settings, step
 from support import same
 
 LAST = 69
@@ -252,3 +255,34 @@ def test_mirrors(kept: Kept, tmp_path: Any) -> None:
         assert run.newest() == LAST
         assert verify(run).ok
         assert added(run) == added(kept.run)
+
+
+# ── signed runs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_signed_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
+    key, own = SigningKey.generate(), SigningKey.generate()
+    key.write(tmp_path / "run.key")
+    weights, store = fresh(21).weights, empty()
+    publish(store, weights, sign=tmp_path / "run.key")
+    kept = Kept(store, weights)
+    options = KeeperOptions(since=0, anchor_every=16)
+    keeper = Keeper(store, options, trust=key.public, sign=own)
+    with pytest.raises(NotTheSigner):
+        list(keeper.once())
+    keeper.close()
+    delegate(Run.open(store, trust=key.public), key, own.public)
+    keeper = Keeper(store, options, trust=key.public, sign=own)
+    list(keeper.once())
+    keeper.close()
+    signed = added(Run.open(store, trust=key.public))
+    assert (16, "anchor", None) in signed
+    # a keeper without that key, or whoever else can write the bucket: readers that trust the run's key ignore it all
+    announce(Run.open(store), "forger", (), 20)
+    assert added(Run.open(store, trust=key.public)) == set()
+    assert added(Run.open(store)) == signed
+    live = kept.blank()
+    with Replica(store, heartbeat=0, trust=key.public) as replica:
+        replica.sync(live)
+    assert same(live, weights[-1])

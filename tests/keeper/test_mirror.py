@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-
 import pytest
 
 from deltawire.bucket.prune import Retention, prune
@@ -15,8 +13,8 @@ from deltawire.core.errors import RunReplaced, StoreUnavailable
 from deltawire.keeper.keeper import KeeperOptions
 from deltawire.keeper.mirror import Mirror
 from deltawire.replica import Replica
-from deltawire.store import ObjectStore, Store
-from keeping import Kept, fresh, publish, settings, step
+from deltawire.store import Store
+from keeping import Kept, empty, fresh, publish, settings, step
 from support import same
 
 LAST = 39
@@ -32,10 +30,6 @@ def kept() -> Kept:
     kept = fresh(LAST + 1)
     kept.keep(KeeperOptions(since=0, anchor_every=16))
     return kept
-
-
-def empty() -> Store:
-    return ObjectStore.from_url(f"memory://{uuid.uuid4()}")
 
 
 def is_a_copy(store: Store, kept: Kept) -> bool:

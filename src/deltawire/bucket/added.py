@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ..core import keys
 from ..core.added import INDEX_BYTES, PAGE_BYTES, AddedIndex, AddedLink, AddedPage, parse_index, parse_page
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .run import Run
 
 log = logging.getLogger("deltawire")
+
+R = TypeVar("R", AddedIndex, AddedPage)
 
 REQUESTS = 16
 """Pages that are read at a time."""
@@ -49,7 +51,7 @@ class AddedLinks:
             got = self._run.store.get_if_changed(keys.ADDED, etag, limit=INDEX_BYTES)
             if got is not None:
                 etag, index = got.etag, None
-                index = parse_index(got.data, self._run.info)
+                index = self._checked(parse_index(got.data, self._run.info), got.data, keys.ADDED)
         except StoreUnavailable:
             raise
         except ObjectNotFound:
@@ -79,11 +81,18 @@ class AddedLinks:
     def page(self, key: str) -> AddedPage:
         if (kept := self._pages.get(key)) is not None:
             return kept
-        page = parse_page(self._run.store.get(key, limit=PAGE_BYTES).data, key, self._run.info)
+        data = self._run.store.get(key, limit=PAGE_BYTES).data
+        page = self._checked(parse_page(data, key, self._run.info), data, key)
         self._pages[key] = page
         while len(self._pages) > KEPT_PAGES:
             self._pages.pop(next(iter(self._pages)), None)
         return page
+
+    def _checked(self, record: R, data: bytes, what: str) -> R:
+        """Raise SignatureError where only signed links are accepted and these are not."""
+        if self._run.trust is not None:
+            self._run.trust.check_links(record, data, what)
+        return record
 
     def _read(self, pages: Iterable[str], first: int, last: int) -> list[AddedLink]:
         def covers(key: str) -> bool:

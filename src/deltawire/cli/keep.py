@@ -10,6 +10,8 @@ from .common import (
     JsonOption,
     ReferenceOption,
     RunArgument,
+    SignOption,
+    TrustOption,
     duration,
     emit_line,
     ended_by_sigterm,
@@ -64,6 +66,8 @@ def command(
         float, typer.Option(metavar="SECONDS", min=0.01, help="Longest time between two looks at the run.")
     ] = 1.0,
     reference: ReferenceOption = None,
+    trust: TrustOption = None,
+    sign: SignOption = None,
     id: Annotated[str | None, typer.Option(metavar="NAME", help="Name in `log`; host and process by default.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -82,6 +86,9 @@ def command(
     ends. It may be killed at any time. With --keep-last it also prunes, as
     `deltawire prune --apply` does. A mirror is the same run, byte for byte.
 
+    A keeper of a signed run needs a key of its own (--sign), to which the run's
+    key delegates, and the run's public key (--trust): see deltawire delegate.
+
     With --json there is one JSON object per line and version.
 
     \b
@@ -95,6 +102,7 @@ def command(
     from ..bucket.versions import address_only
     from ..bucket.watch import wait_for_run
     from ..core.added import LEVELS
+    from ..core.signing import SigningKey
     from ..keeper.keeper import Keeper, KeeperOptions
 
     if keep_last is None and keep_every is not None:
@@ -119,7 +127,8 @@ def command(
             advance("fetch the version to begin with", n, keeper.run.schema.nbytes)
 
         try:
-            keeper = Keeper(address, options, id=id, reference=reference, progress=fetched)
+            key = SigningKey.find(sign)
+            keeper = Keeper(address, options, id=id, reference=reference, trust=trust, sign=key, progress=fetched)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--id") from None
         try:

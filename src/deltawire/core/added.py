@@ -20,6 +20,7 @@ import msgspec
 from . import keys
 from .errors import ForeignObject, ManifestError
 from .manifest import Link, RunInfo, Summary, SummaryLink, check_link, parse
+from .signing import Endorsement
 
 LEVELS = 6
 """Levels of skip deltas: the units of their spans are 1, 4, 16 … 1024 versions."""
@@ -48,11 +49,17 @@ class AddedLink(msgspec.Struct, frozen=True, array_like=True):
         return self.version, self.link.kind, self.link.base
 
 
-class AddedPage(msgspec.Struct, frozen=True):
+class AddedPage(msgspec.Struct, frozen=True, omit_defaults=True):
     """added/<first>-<last>.<mark>.json: links of the versions from `first` to `last`. Written once."""
 
     run: str
     links: tuple[AddedLink, ...]
+    signer: str = ""
+    """Public key of the keeper; empty in an unsigned run."""
+    delegation: Endorsement | None = None
+    """Statement of the run's key that this is a keeper's."""
+    signature: str = ""
+    """Of all bytes before it, see signing.py."""
 
 
 class AddedIndex(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -71,6 +78,10 @@ class AddedIndex(msgspec.Struct, frozen=True, omit_defaults=True):
     """Links that are in no page yet."""
     anchor: AddedLink | None = None
     """The newest anchor, which is in a page too."""
+    signer: str = ""
+    delegation: Endorsement | None = None
+    signature: str = ""
+    """As of a page."""
 
 
 def parse_index(data: bytes, run: RunInfo) -> AddedIndex:

@@ -6,9 +6,8 @@ import logging
 import secrets
 from collections.abc import Sequence
 
-import msgspec
-
 from ..bucket.run import DAMAGE, Run
+from ..bucket.trust import LinkSigner
 from ..core import keys
 from ..core.added import PAGE_LINKS, RECENT, AddedIndex, AddedLink, AddedPage
 from ..core.manifest import dump, now
@@ -16,7 +15,9 @@ from ..core.manifest import dump, now
 log = logging.getLogger("deltawire")
 
 
-def announce(run: Run, keeper: str, links: Sequence[AddedLink], done: int) -> AddedIndex:
+def announce(
+    run: Run, keeper: str, links: Sequence[AddedLink], done: int, signer: LinkSigner | None = None
+) -> AddedIndex:
     """Add links to the index, which says that a keeper has dealt with all versions up to `done`.
 
     The index is read again each time, so of two keepers neither undoes what the other one announced before. What two
@@ -28,13 +29,13 @@ def announce(run: Run, keeper: str, links: Sequence[AddedLink], done: int) -> Ad
     pages = index.pages
     # an anchor may be all that leads to a version: it is in a page at once, which is found without the index too
     if len(recent) >= RECENT or any(added.link.kind == "anchor" for added in links):
-        pages, recent = _with_page(run, pages, [*recent.values()]), {}
+        pages, recent = _with_page(run, pages, [*recent.values()], signer), {}
     index = AddedIndex(run.info.run, keeper, now(), max(done, index.done), pages, (*recent.values(),), newest)
-    _put(run, keys.ADDED, index)
+    _put(run, keys.ADDED, index, signer)
     return index
 
 
-def tidy(run: Run, keeper: str) -> None:
+def tidy(run: Run, keeper: str, signer: LinkSigner | None = None) -> None:
     """Write the pages again without links from or to versions that were pruned."""
     index = run.added.index()
     if index is None:
@@ -45,8 +46,9 @@ def tidy(run: Run, keeper: str) -> None:
         return
     pages: tuple[str, ...] = ()
     for start in range(0, len(alive), PAGE_LINKS):
-        pages = (*pages, _put_page(run, alive[start : start + PAGE_LINKS]))
-    _put(run, keys.ADDED, msgspec.structs.replace(index, keeper=keeper, at=now(), pages=pages, recent=()))
+        pages = (*pages, _put_page(run, alive[start : start + PAGE_LINKS], signer))
+    index = AddedIndex(run.info.run, keeper, now(), index.done, pages, (), index.anchor)
+    _put(run, keys.ADDED, index, signer)
 
 
 def _version(added: AddedLink) -> int:
@@ -61,7 +63,7 @@ def _recovered(run: Run, keeper: str) -> AddedIndex:
     return AddedIndex(run.info.run, keeper, now(), max(map(_version, links), default=0), tuple(listed), (), newest)
 
 
-def _with_page(run: Run, pages: tuple[str, ...], links: list[AddedLink]) -> tuple[str, ...]:
+def _with_page(run: Run, pages: tuple[str, ...], links: list[AddedLink], signer: LinkSigner | None) -> tuple[str, ...]:
     """Add a page. Older ones that cover less than twice as many versions are merged into it."""
 
     def covers(found: Sequence[AddedLink]) -> int:
@@ -78,7 +80,7 @@ def _with_page(run: Run, pages: tuple[str, ...], links: list[AddedLink]) -> tupl
             break
         pages, links = pages[:-1], [*{added.way: added for added in (*older, *links)}.values()]
     alive = _alive(run, links)
-    return (*pages, _put_page(run, alive)) if alive else pages
+    return (*pages, _put_page(run, alive, signer)) if alive else pages
 
 
 def _alive(run: Run, links: Sequence[AddedLink]) -> list[AddedLink]:
@@ -88,11 +90,11 @@ def _alive(run: Run, links: Sequence[AddedLink]) -> list[AddedLink]:
     return sorted(found, key=_version)
 
 
-def _put_page(run: Run, links: list[AddedLink]) -> str:
+def _put_page(run: Run, links: list[AddedLink], signer: LinkSigner | None) -> str:
     key = keys.added_page(links[0].version, links[-1].version, secrets.token_hex(4))
-    _put(run, key, AddedPage(run.info.run, tuple(links)))
+    _put(run, key, AddedPage(run.info.run, tuple(links)), signer)
     return key
 
 
-def _put(run: Run, key: str, record: msgspec.Struct) -> None:
-    run.store.put(key, dump(record))
+def _put(run: Run, key: str, record: AddedIndex | AddedPage, signer: LinkSigner | None) -> None:
+    run.store.put(key, dump(record) if signer is None else signer.seal(record))

@@ -23,6 +23,7 @@ from ..bucket.prune import Retention, prune
 from ..bucket.references import resolver
 from ..bucket.replay import State, require_digest
 from ..bucket.run import DAMAGE
+from ..bucket.trust import KeysLike, LinkSigner, Trust
 from ..bucket.walk import prefetch
 from ..bucket.watch import Watcher, following
 from ..core import full, keys
@@ -32,6 +33,7 @@ from ..core.change import Change, whole
 from ..core.digest import StateDigest
 from ..core.errors import DeltawireError, RunNotFound, RunReplaced, SchemaError, StoreError, VersionNotFound
 from ..core.manifest import Blob, Link, Manifest, main_link
+from ..core.signing import SigningKey
 from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter
 from ..replica.model import ModelTarget, StagedModel
 from ..replica.replica import TRIES, Replica
@@ -116,13 +118,17 @@ class Keeper:
         *,
         id: str | None = None,
         reference: str | Path | None = None,
+        trust: Trust | KeysLike | None = None,
+        sign: SigningKey | None = None,
         progress: Progress | None = None,
     ) -> None:
+        """`trust` as of a Replica. `sign` is the key of this keeper, which a signed run needs (docs/signed.md)."""
         self.id = id or f"keeper-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self.options = options = options or KeeperOptions()
         self._progress = progress
-        self.replica = Replica(run, id=self.id, reference=reference)
+        self.replica = Replica(run, id=self.id, reference=reference, trust=trust)
         self.run = self.replica.opened()
+        self._signer = None if sign is None else LinkSigner(self.run, sign)
         self._resolve = resolver(reference)
         self.state = State(self.run.schema)
         self._weights = KeptWeights(self.state)
@@ -219,7 +225,7 @@ class Keeper:
             done = at
             if working:
                 # a trainer sees from now on that there is a keeper
-                announce(self.run, self.id, (), at)
+                announce(self.run, self.id, (), at, self._signer)
         goal = newest if working else done
         if at >= goal:
             return None
@@ -234,7 +240,7 @@ class Keeper:
             self._report(f"version {version} cannot be reached: {error}")
             self._skips.start(version)
             if working:
-                announce(self.run, self.id, (), version)
+                announce(self.run, self.id, (), version, self._signer)
             return KeptVersion(version, newest, working, bad=(self.bad[-1],))
         try:
             bad = self._prove(version) if version > done else []
@@ -243,7 +249,7 @@ class Keeper:
             if working and version > done and self._wants_anchor(version):
                 added.append(self._put_anchor(version))
             if working and (added or version > done):
-                announce(self.run, self.id, added, version)
+                announce(self.run, self.id, added, version, self._signer)
         except BaseException:
             # the next attempt begins with what was announced
             self._skips.start(None)
@@ -422,7 +428,7 @@ class Keeper:
             plan = prune(self.run, rule)
             self._pruned_at = time.monotonic()
             if plan.going:
-                tidy(self.run, self.id)
+                tidy(self.run, self.id, self._signer)
 
     def _copy(self, url: str, newest: int, rule: Retention | None) -> None:
         if url not in self._mirrors:
