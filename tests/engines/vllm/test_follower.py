@@ -310,6 +310,11 @@ def test_all_engines_switch_or_none(
     world.publisher.close()
 
 
+def test_ranks_on_another_node_are_refused(world: World, tmp_path: Path) -> None:
+    answer = world.client.ranks[1].call("layout", schema=str(tmp_path / "not here"), sockets=str(tmp_path))
+    assert "this rank is on another node" in answer["error"]
+
+
 def test_what_cannot_be_put_back_stays_paused_until_it_is_loaded_anew(world: World) -> None:
     world.sync()
     world.publish()

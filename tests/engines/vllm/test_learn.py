@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 from vllm_fused import Fused, Hook  # noqa: E402
 
 from deltawire.core.schema import Schema, TensorSpec  # noqa: E402
-from deltawire.engines.vllm.device import DeviceShard  # noqa: E402
+from deltawire.engines.vllm import device, rank  # noqa: E402
 from deltawire.engines.vllm.learn import Layer, Learned  # noqa: E402
 from deltawire.engines.vllm.placement import trace  # noqa: E402
 from deltawire.engines.vllm.shard import open_shard  # noqa: E402
@@ -112,10 +113,11 @@ def test_rows_that_stay_rows_are_plain_views() -> None:
     assert placed(each(tiles)) == {"gate", "up", "down"}
 
 
-def test_a_device_refuses_weights_in_tiles() -> None:
+def test_a_device_refuses_many_weights_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     _, pieces, _ = located(each(tiles))
+    monkeypatch.setattr(device, "SHADOW_UNITS", 1000)
     with pytest.raises(ValueError, match=r"a kernel keeps '0\.down\.weight' in tiles"):
-        DeviceShard(pieces)
+        device.DeviceShard(pieces)
 
 
 def test_a_hook_that_leaves_weights_alone_is_not_run_on_copies() -> None:
@@ -227,11 +229,13 @@ def test_probing_leaves_the_live_layer_as_it_is() -> None:
         assert torch.equal(parameter.data.view(torch.int16), before[name][1])
 
 
-@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("world, shard", [(1, open_shard), (2, open_shard), (1, device.DeviceShard)])
 def test_a_server_with_packed_weights_is_patched(
-    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop, world: int
-) -> None:
+    tmp_path: Path, store: ObjectStore, loop: asyncio.AbstractEventLoop, world: int, shard: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Deltas and full weights, staged, written, taken back and proven through the learned layout."""
+    monkeypatch.setattr(rank, "open_shard", shard)
     made = World(tmp_path, store, loop, world, each(tiles))
     for _ in range(2):
         made.publish()
@@ -252,6 +256,8 @@ def test_a_server_with_packed_weights_is_patched(
     assert made.sync() == 4
     made.holds(4)
     made.publisher.close()
+    if made.target._decoder is not None:
+        made.target._decoder.close()
 
 
 def test_a_server_whose_hook_computes_is_reloaded(

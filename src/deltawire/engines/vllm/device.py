@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,15 @@ from ...kernels.pace import in_turns
 from ...kernels.plan import Launch, Remember, narrow, units, widen
 from . import arrays
 from .layout import Sums
-from .placement import Piece
+from .placement import Piece, Places
 from .shard import DENSE, WHOLE, Part, PieceChange
 
 _SLOT = 8 << 20
 """Bytes of one of two pinned buffers that everything passes through."""
 
+
+SHADOW_UNITS = 1 << 24
+"""Units in a kernel's order that may be held a second time, with 8 bytes each for their places."""
 
 _BAND = 1 << 24
 """Units of full weights that are compared at once; a multiple of a tile."""
@@ -56,10 +59,15 @@ class DeviceShard:
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = pieces
-        self._views = [piece.view for piece in pieces]
-        for piece in pieces:
-            if piece.places is not None:
-                raise ValueError(f"a kernel keeps {piece.region.tensor.name!r} in tiles, which a device cannot patch")
+        tiled = [piece for piece in pieces if piece.places is not None]
+        if sum(piece.region.units for piece in tiled) > SHADOW_UNITS:
+            raise ValueError(f"a kernel keeps {tiled[0].region.tensor.name!r} in tiles: too many to patch on a device")
+        self._shadows = [_Shadow(piece, piece.places) for piece in pieces if piece.places is not None]
+        shadows = iter(self._shadows)
+        self._plain = [piece if piece.places is None else replace(piece, view=next(shadows).view) for piece in pieces]
+        """The pieces, with shadows in the place of those that a kernel keeps in another order."""
+        self._views = [piece.view for piece in self._plain]
+        for piece in self._plain:
             if not piece.view.is_contiguous():
                 raise ValueError(f"{piece.region.tensor.name!r} is not in one piece on its device")
             if piece.region.units > 1 << 32:
@@ -88,7 +96,7 @@ class DeviceShard:
         by_piece: dict[int, list[Change]] = {}
         for item in changes:
             by_piece.setdefault(item.piece, []).append(item.change)
-        whole = [_joined(piece, by_piece.get(number, [])) for number, piece in enumerate(self.pieces)]
+        whole = [_joined(piece, by_piece.get(number, [])) for number, piece in enumerate(self._plain)]
         with self._beside():
             return self._patch((self._plan, kernels.from_changes(self._plan, [c for c in whole if c.region.units])))
 
@@ -115,7 +123,7 @@ class DeviceShard:
         """What full weights change, found on the device, band by band. TooMany if most of a model is other weights."""
         found: list[kernels.Changed] = []
         room = sum(piece.region.units for piece in self.pieces) // DENSE
-        for piece in self.pieces:
+        for piece in self._plain:
             for start in range(0, piece.region.units, _BAND):
                 end = min(start + _BAND, piece.region.units)
                 new = _flat(source, piece.region, start, end)
@@ -170,43 +178,77 @@ class DeviceShard:
     def _beside(self) -> Iterator[None]:
         """Work on a stream of its own, with breaks in which the device is the model's, and wait for that alone."""
         if self._stream is None:
+            self._pull()
             yield
             return
         wait = self._stream.synchronize
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), kernels.gently(wait):
+            self._pull()
             yield
             wait()
+
+    def _pull(self) -> None:
+        for shadow in self._shadows:
+            shadow.pull()
+
+    def _push(self) -> None:
+        for shadow in self._shadows:
+            shadow.push()
 
     # ── in the swap ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def write(self, patch: Patch) -> None:
         with self._on_device():
+            self._pull()
             for write in patch.writes:
                 write()
+            self._push()
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def undo(self, patch: Patch) -> None:
+        self._pull()
         for plan, changed in patch.parts:
             kernels.apply(self._views, changed.swapped(), plan=plan)
+        self._push()
 
     def put(self, piece: int, row: int, bits: Bits) -> None:
         view = self._views[piece]
         signed = torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1"))
+        self._pull()
         units(view).reshape(view.shape)[row : row + bits.shape[0]].copy_(signed)
+        self._push()
 
     def digests(self, groups: Sequence[int]) -> Sums:
         """On the current stream: after what was launched there."""
         key = tuple(groups)
         if self._proof is None or self._proof[0] != key:
             # made once: in a swap there is no time to look at every piece again
-            self._proof = key, _Proof(self.pieces, key)
+            self._proof = key, _Proof(self._plain, key)
+        self._pull()
         return self._proof[1].digests()
 
     def digests_beside(self, groups: Sequence[int]) -> Sums:
         with self._beside():
             return self.digests(groups)
+
+
+class _Shadow:
+    """A copy, in the checkpoint's order, of weights that a kernel keeps in another one: meant for what is small, like
+    the scales of fp8 blocks. It is read again from the live memory before each use, and written there whole."""
+
+    def __init__(self, piece: Piece, places: Places) -> None:
+        shape, live = (piece.region.rows, piece.region.columns), piece.view
+        self.view = torch.empty(shape, dtype=live.dtype, device=live.device)
+        self._copy, self._live = units(self.view), units(live)
+        self._at = torch.from_numpy((places.rows[:, None] + places.columns).reshape(-1)).to(live.device)
+
+    def pull(self) -> None:
+        torch.index_select(self._live, 0, self._at, out=self._copy)
+
+    def push(self) -> None:
+        self._live.index_copy_(0, self._at, self._copy)
 
 
 class _Slot:

@@ -7,7 +7,8 @@ out is read:
     1. Every traced rectangle (placement.py) has a number on each unit of its first row and first column, and zeros
        elsewhere. A weight of 8 or 16 bits cannot hold the number, so it is passed digit by digit, one run per digit.
     2. Where the numbers come out gives two small tables: unit [r, c] lies at rows[r] + columns[c].
-    3. Two runs with random bits confirm it for every unit, and show that nothing else depends on the weights.
+    3. Two runs with random bits, one of them of finite numbers alone, confirm it for every unit, and show that nothing
+       else depends on the weights.
 
 A hook that computes instead of moving fails in one of these steps, and the tensor is named.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,7 +119,8 @@ def copy_of(module: nn.Module) -> Any:
 def learn(layer: Layer, pieces: Sequence[tuple[str, Piece]]) -> list[_Table]:
     """Where each piece lies once the hook has run. Raises Computes."""
     tables = _tables(layer, pieces)
-    rest = [_confirm(layer, pieces, tables, seed) for seed in (1, 2)]
+    # of numbers that are not finite, one result of a computation looks like another
+    rest = [_confirm(layer, pieces, tables, finite) for finite in (True, False)]
     for name in rest[0].keys() | rest[1].keys():
         a, b = (found.get(name) for found in rest)
         if a is None or b is None or not all(np.array_equal(x, y) for x, y in zip(a, b, strict=True)):
@@ -174,26 +177,45 @@ def _read(
     return result
 
 
-def _confirm(layer: Layer, pieces: Sequence[tuple[str, Piece]], tables: Sequence[_Table], seed: int) -> Any:
+def _confirm(layer: Layer, pieces: Sequence[tuple[str, Piece]], tables: Sequence[_Table], finite: bool) -> Any:
     """Run the hook on random bits and compare every unit. Returns what is not zero outside of the pieces."""
     inputs = _inputs(layer)
-    random = torch.Generator().manual_seed(seed)
+    random = np.random.default_rng(int(finite))
     sent = []
     for name, piece in pieces:
         flat = _units(inputs[name])
         size = flat.dtype.itemsize
-        bits = torch.randint(0, 256, (piece.region.units * size,), dtype=torch.uint8, generator=random).view(flat.dtype)
-        sent.append(bits.reshape(piece.region.rows, piece.region.columns))
+        drawn = np.frombuffer(bytearray(random.bytes(piece.region.units * size)), f"u{size}")
+        if finite:
+            drawn &= np.array(~(1 << (8 * size - 2)) & ((1 << 8 * size) - 1), drawn.dtype)
+        sent.append(torch.from_numpy(drawn.view(np.uint8)).view(flat.dtype).reshape(piece.view.shape))
         _matrix(flat, piece).copy_(sent[-1])
     outputs, others = _run(layer, inputs)
     for (name, _, rows, columns), (_, piece), bits in zip(tables, pieces, sent, strict=True):
         flat = _units(outputs[name])
-        at = torch.from_numpy(rows[:, None] + columns).to(flat.device).reshape(-1)
-        same = flat.dtype == bits.dtype and torch.equal(flat[at].cpu(), bits.reshape(-1))
-        if not same:
+        if flat.dtype != bits.dtype or not torch.equal(_taken(flat, rows, columns), bits):
             raise Computes(f"its hook changes the weights of {piece.region.tensor.name!r}, it does not only move them")
-        flat[at] = 0
     return _nonzero(outputs | others)
+
+
+def _taken(flat: Tensor, rows: Any, columns: Any) -> Tensor:
+    """The units of a rectangle, in host memory; zeros are left in their places."""
+    if flat.device.type == "cpu":
+        out = torch.empty((rows.size, columns.size), dtype=flat.dtype)
+        _take(flat.numpy(), rows, columns, out.numpy())
+        return out
+    at = torch.from_numpy(rows[:, None] + columns).to(flat.device)
+    out = flat[at].cpu()
+    flat[at] = 0
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _take(flat: Any, rows: Any, columns: Any, out: Any) -> None:
+    for r in range(rows.size):
+        for c in range(columns.size):
+            out[r, c] = flat[rows[r] + columns[c]]
+            flat[rows[r] + columns[c]] = 0
 
 
 def _inputs(layer: Layer) -> dict[str, Tensor]:

@@ -88,6 +88,8 @@ class Rank:
 
     def _do_layout(self, schema: str, sockets: str) -> Answer:
         """Trace the loader and begin to listen. `schema` is a file, `sockets` a folder."""
+        if not Path(schema).exists():
+            raise RuntimeError("this rank is on another node than the API server: all ranks of a server must be on one")
         self._schema = msgspec.json.decode(Path(schema).read_bytes(), type=Schema)
         problems = self._problems()
         clock = time.perf_counter()
