@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from deltawire.bucket.replay import checkout
@@ -17,7 +18,8 @@ from deltawire.bucket.run import Run
 from deltawire.bucket.trust import LinkSigner, Seen, Trust, delegate, delegation
 from deltawire.bucket.verify import verify
 from deltawire.bucket.watch import watch
-from deltawire.core import keys
+from deltawire.core import full, keys
+from deltawire.core.change import whole
 from deltawire.core.errors import (
     DeltawireError,
     ForeignObject,
@@ -30,13 +32,14 @@ from deltawire.core.errors import (
     SignatureError,
     VersionNotFound,
 )
-from deltawire.core.manifest import Delegated, Head, dump
+from deltawire.core.manifest import Blob, Delegated, Head, Link, dump
 from deltawire.core.signing import LINKS, MANIFEST, Endorsement, SigningKey
+from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import Store, open_store
 from deltawire.testing import CountingStore, FlakyStore
 from deltawire.trainer import Publisher
-from support import blank, copy, held, history, publish, same
+from support import Model, blank, copy, held, history, publish, same
 
 OWN, NEXT, OTHER = (SigningKey.generate() for _ in range(3))
 
@@ -523,3 +526,45 @@ def test_watch_yields_versions_of_trusted_keys(run: Store) -> None:
     assert next(watch(run, trust=OWN.public)) == 4
     with pytest.raises(SignatureError):
         next(watch(run, trust=OTHER.public))
+
+
+# ── a model with the same digest ─────────────────────────────────────────────────────────────────────────────────────
+
+COLLISION = (33, 118, 47, 129, 84, 62, -62, -8, -103, -50, 28, -33, 16, 58, 29, -4)
+"""Added to every seventh unit of `embed.weight`, these leave the state digest as it is: a short vector of a lattice,
+found in seconds. The digest is linear, and proves transport, not origin."""
+
+
+def swapped(weights: Model) -> Model:
+    """Other weights with the same digest."""
+    found = copy(weights)
+    units = found["embed.weight"].reshape(-1)
+    units[: 7 * len(COLLISION) : 7] += np.array(COLLISION).astype(np.uint16)
+    assert not same(found, weights)
+    assert full.digest_of(ModelView(found)) == full.digest_of(ModelView(weights))
+    return found
+
+
+def forged_anchor(store: Store, version: int, weights: Model) -> Link:
+    """Put an anchor of other weights into the bucket, with everything right that a stranger can make right."""
+    view, run = ModelView(weights), Run.open(store)
+    metadata = {"run": run.info.run, "model_version": str(version), "total_params": str(run.schema.elements)}
+    file = full.anchor(map(whole, view.schema.tensors), view.region, metadata)
+    key = keys.anchor(version, "f0f0f0f0")
+    store.put(key, b"".join(file.chunks()))
+    return Link("anchor", None, (Blob(key, file.size, file.hash, file.head_size, file.head_hash),))
+
+
+def test_weights_with_the_same_digest_fool_readers_without_a_key_only(store: Store, sign: Path) -> None:
+    weights = {**VERSIONS[0], "embed.weight": np.full((64, 16), 1 << 15, np.uint16)}
+    publish(store, [weights], sign=sign)
+    other = swapped(weights)
+    link = forged_anchor(store, 0, other)
+    rewrite(store, 0, None, links=[msgspec.to_builtins(link)])
+    fooled = blank(weights)
+    assert Replica(store, heartbeat=0).sync(fooled) == 0
+    assert same(fooled, other)
+    careful = blank(weights)
+    with pytest.raises(SignatureError, match="changed after it was signed"):
+        follower(store).sync(careful)
+    assert same(careful, blank(weights))
