@@ -19,6 +19,7 @@ from deltawire.bucket.trust import LinkSigner, Seen, Trust, delegate, delegation
 from deltawire.bucket.verify import verify
 from deltawire.bucket.watch import watch
 from deltawire.core import full, keys
+from deltawire.core.added import AddedIndex, AddedLink, AddedPage
 from deltawire.core.change import whole
 from deltawire.core.errors import (
     DeltawireError,
@@ -34,12 +35,13 @@ from deltawire.core.errors import (
 )
 from deltawire.core.manifest import Blob, Delegated, Head, Link, dump
 from deltawire.core.signing import LINKS, MANIFEST, Endorsement, SigningKey
+from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import Store, open_store
 from deltawire.testing import CountingStore, FlakyStore
 from deltawire.trainer import Publisher
-from support import Model, blank, copy, held, history, publish, same
+from support import Model, blank, copy, held, history, model, publish, same, trained
 
 OWN, NEXT, OTHER = (SigningKey.generate() for _ in range(3))
 
@@ -568,3 +570,85 @@ def test_weights_with_the_same_digest_fool_readers_without_a_key_only(store: Sto
     with pytest.raises(SignatureError, match="changed after it was signed"):
         follower(store).sync(careful)
     assert same(careful, blank(weights))
+
+
+@pytest.fixture
+def kept(store: Store, sign: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, list[Model]]:
+    """A signed run of 18 versions, whose keeper has added an anchor of version 16 and skip deltas."""
+    monkeypatch.setattr("deltawire.keeper.lease.SETTLE_S", 0.0)
+    first = {**model(rows=256), "embed.weight": np.full((256, 16), 1 << 15, np.uint16)}
+    versions = [first]
+    for seed in range(17):
+        versions.append(trained(versions[-1], seed, changes=2))
+        versions[-1]["embed.weight"].reshape(-1)[:128] = 1 << 15
+    publish(store, versions, sign=sign, anchor_ratio=1e9)
+    delegate(Run.open(store, trust=OWN.public), OWN, OTHER.public)
+    keeper = Keeper(store, KeeperOptions(since=0, anchor_every=16), trust=OWN.public, sign=OTHER)
+    try:
+        assert any(added.link.kind == "anchor" for done in keeper.once() for added in done.added)
+    finally:
+        keeper.close()
+    return store, versions
+
+
+def test_links_of_the_runs_own_keeper_are_used_and_verify_names_it(kept: tuple[Store, list[Model]]) -> None:
+    store, versions = kept
+    result = verify(Run.open(store, trust=OWN.public))
+    assert (result.ok, result.warnings) == (True, [])
+    assert {(signer.signed, signer.key) for signer in result.signers} == {
+        ("manifests", OWN.public),
+        ("links", OTHER.public),
+    }
+    # without the trainer's own anchor, nothing else leads there
+    store.delete(Run.open(store).manifest(0).links[0].objects[0].key)
+    weights = blank(versions[0])
+    assert Replica(store, trust=OWN.public, heartbeat=0).sync(weights) == 17
+    assert same(weights, versions[17])
+
+
+@pytest.mark.parametrize("signer", ["nobody", "a stranger", "the keeper, for something else"])
+def test_a_forged_anchor_of_a_keeper_is_refused(
+    kept: tuple[Store, list[Model]], signer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other weights with the same digest: only the signature shows it."""
+    store, versions = kept
+    other = swapped(versions[16])
+    link = AddedLink(16, forged_anchor(store, 16, other))
+    opened = Run.open(store)
+    real = opened.added.index()
+    assert real is not None
+    page = AddedPage(opened.info.run, (link,))
+    index = AddedIndex(opened.info.run, "keeper", 0.0, 17, (), (), link)
+    for key, record in (("added/000016-000016.f0f0f0f0.json", page), (keys.ADDED, index)):
+        if signer == "nobody":
+            data = dump(record)
+        elif signer == "a stranger":
+            own = NEXT.endorse("keeper", opened.info.run, NEXT.public)
+            data = NEXT.seal(LINKS, dump(msgspec.structs.replace(record, signer=NEXT.public, delegation=own)))
+        else:
+            # the seal of the real index under other content
+            seal = store.get(keys.ADDED).data[-144:] if key != keys.ADDED else data[-144:]
+            signed = msgspec.structs.replace(record, signer=real.signer, delegation=real.delegation)
+            data = dump(signed)[:-1] + seal
+        store.put(key, data)
+    # whoever checks nothing is fooled
+    fooled = blank(versions[0])
+    Replica(store, heartbeat=0).sync(fooled, 16)
+    assert same(fooled, other)
+    # who checks goes another way
+    weights = blank(versions[0])
+    assert Replica(store, trust=OWN.public, heartbeat=0).sync(weights, 16) == 16
+    assert same(weights, versions[16])
+    assert "ignoring the added links" in caplog.text
+    with pytest.raises(SignatureError):
+        Run.open(store, trust=OWN.public).added.page("added/000016-000016.f0f0f0f0.json")
+    # and where the forger has left no other way, stays where it is
+    live = copy(versions[3])
+    for item in list(store.list(keys.DELTAS)):
+        store.delete(item.key)
+    for item in list(store.list(keys.ANCHORS)):
+        if "f0f0f0f0" not in item.key:
+            store.delete(item.key)
+    with pytest.raises(DeltawireError):
+        Replica(store, trust=OWN.public, heartbeat=0).sync(live, 16)
+    assert same(live, versions[3])

@@ -145,7 +145,7 @@ class RunTrust:
         """Raise SignatureError unless added links are signed by a key that the run's present key has delegated to."""
         if not record.signer or record.delegation is None:
             raise SignatureError(f"{what} is not signed by a keeper, and only signed links are accepted here")
-        present = set() if self.newest is None else {self.newest[1]}
+        present = set(self._keys) if self.newest is None else {self.newest[1]}
         if record.signer not in endorsed(KEEPER, self._run, present, [record.delegation]) - present:
             raise SignatureError(
                 f"{what} is signed by {record.signer[:80]}, which the run's key has not made a keeper: see deltawire "

@@ -166,6 +166,8 @@ class _Records:
         """Of every version that is not pruned, ascending."""
         self.summaries: dict[int, Summary] = {}
         self._recent: dict[int, tuple[Summary, ...]] = {}
+        self._signed: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+        """Versions by what was signed and who signed it."""
 
     def check(self) -> None:
         """Raise _Found at the first contradiction."""
@@ -195,11 +197,12 @@ class _Records:
                 self.warnings.append(f"the tag {name} names version {tag.version}, which the run does not have")
 
     def signers(self) -> list[Signer]:
-        signed: dict[str, list[int]] = defaultdict(list)
         for version, manifest in self.manifests.items():
-            if manifest.signer:
-                signed[manifest.signer].append(version)
-        return [Signer(key, "manifests", spans(versions)) for key, versions in signed.items()]
+            self._signed["manifests", manifest.signer].add(version)
+        found = [
+            Signer(key, what, spans(versions)) for (what, key), versions in self._signed.items() if key and versions
+        ]
+        return sorted(found, key=lambda signer: (signer.signed != "manifests", signer.versions))
 
     def _check_gaps(self, listed: list[int]) -> None:
         newest = listed[-1]
@@ -232,9 +235,11 @@ class _Records:
             if any(item.key == keys.ADDED for item in self.run.store.list(keys.ADDED)):
                 self.warnings.append(f"{keys.ADDED} cannot be used: readers go without the links that were added later")
             return []
+        self._signed["links", index.signer].update(added.version for added in index.recent)
         for key in index.pages:
             try:
-                self.run.added.page(key)
+                page = self.run.added.page(key)
+                self._signed["links", page.signer].update(added.version for added in page.links)
             except DAMAGE as error:
                 self.warnings.append(f"{key} cannot be used ({error}): readers go without the links in it")
         return [
