@@ -268,7 +268,7 @@ class Conductor:
 
     def _start_again(self, client: int, dead: int) -> None:
         # it may take a moment until the kernel has let go of it
-        self._wait_for(lambda: self._pids.get(client) != dead, 20, "a killed process to be gone")
+        self._wait_for(lambda: self._pids.get(client) != dead, 120, "a killed process to be gone")
         if client not in self._pids:
             self._start(client)
 
@@ -347,7 +347,7 @@ class Conductor:
         )
         self.outcome.seconds_to_agree = time.monotonic() - began
         (self.folder / "stop-replicas").touch()
-        self._wait_for(lambda: not self._pids and not self._prunes, 90, "all processes to end")
+        self._wait_for(lambda: not self._pids and not self._prunes, 180, "all processes to end")
         self.outcome.bytes_down = self._proxy.set([], "pass")["down"][: self.options.replicas]
         self.outcome.cached = [client for client in clients if self.uses_cache(client)]
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     "minutes, pace, replicas",
     [
-        pytest.param(0.15, 0.45, 3, id="seconds"),
+        pytest.param(0.1, 0.35, 2, id="seconds"),
         pytest.param(0.75, 1.5, 12, marks=pytest.mark.slow, id="a minute"),
     ],
 )

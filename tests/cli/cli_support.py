@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import pytest
 from typer.testing import CliRunner
 
-from deltawire.cli import app
+from deltawire.cli import app, main
 
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "I32": 4}
 
@@ -129,6 +134,34 @@ def invoke(*args: object, code: int = 0, columns: int = 160) -> Any:
 
 def invoke_json(*args: object, code: int = 0) -> Any:
     return json.loads(invoke(*args, "--json", code=code).stdout)
+
+
+def run_until_sigterm(client: Callable[[IO[str], IO[str]], object], *args: object) -> object:
+    """The exit code of a command that runs in this thread. Its client reads what it writes (stdout, stderr) in another
+    thread, and when it returns, SIGTERM ends the command."""
+    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+
+    def use() -> None:
+        try:
+            with open(out) as said, open(err) as complained:
+                client(said, complained)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    # where the command has ended before, the signal means nothing
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+            patch.setattr(sys, "argv", ["deltawire", *map(str, args)])
+            used = pool.submit(use)
+            with open(out_end, "w") as stdout, open(err_end, "w") as stderr, pytest.raises(SystemExit) as left:
+                patch.setattr(sys, "stdout", stdout)
+                patch.setattr(sys, "stderr", stderr)
+                main()
+            used.result()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return left.value.code
 
 
 def spawn(*args: object, **options: Any) -> subprocess.Popen[str]:

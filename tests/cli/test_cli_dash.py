@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import IO
 
-from cli_support import invoke
+import pytest
+from cli_support import invoke, run_until_sigterm
 
 from deltawire.core import keys
 
@@ -45,39 +43,30 @@ def test_what_cannot_be(run: Path, tmp_path: Path) -> None:
     assert "leave out @2" in invoke("dash", f"{run}@2", "--json", code=2).stderr
 
 
-def test_it_serves_until_it_is_ended(run: Path) -> None:
-    command = [sys.executable, "-m", "deltawire", "dash", str(run), "--port", "0"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "DELTAWIRE_TOKEN": ""}
-    ) as child:
-        try:
-            assert child.stdout is not None
-            url = child.stdout.readline().split(" at ")[1].split(";")[0]
-            with urllib.request.urlopen(f"{url}api/run", timeout=60) as answer:
-                assert json.load(answer)["document"]["newest"] == 3
-        finally:
-            child.send_signal(signal.SIGTERM)
-        assert child.wait(60) == 0
+def test_it_serves_until_it_is_ended(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def client(out: IO[str], err: IO[str]) -> None:
+        url = out.readline().split(" at ")[1].split(";")[0]
+        with urllib.request.urlopen(f"{url}api/run", timeout=120) as answer:
+            assert json.load(answer)["document"]["newest"] == 3
+
+    monkeypatch.setenv("DELTAWIRE_TOKEN", "")
+    assert run_until_sigterm(client, "dash", run, "--port", 0) == 0
 
 
 def test_a_page_that_cannot_be_written_is_tried_again(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "site" / "run.html"
     out.parent.mkdir()
-    command = [sys.executable, "-m", "deltawire", "dash", str(run), "--out", str(out), "--every", "0.1"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
-        try:
-            assert child.stderr is not None
-            assert child.stderr.readline() == f"writing {out} every 0.1 s; Ctrl-C ends it\n"
-            # its folder is gone for a while
-            out.parent.rename(tmp_path / "moved")
-            assert "--out: cannot write" in child.stderr.readline()
-            out.parent.mkdir()
-            while not out.exists():
-                assert child.poll() is None
-                time.sleep(0.05)
-        finally:
-            child.send_signal(signal.SIGTERM)
-        assert child.wait(60) == 0
+
+    def client(_: IO[str], err: IO[str]) -> None:
+        assert err.readline() == f"writing {out} every 0.1 s; Ctrl-C ends it\n"
+        # its folder is gone for a while
+        out.parent.rename(tmp_path / "moved")
+        assert "--out: cannot write" in err.readline()
+        out.parent.mkdir()
+        while not out.exists():
+            time.sleep(0.05)
+
+    assert run_until_sigterm(client, "dash", run, "--out", out, "--every", 0.1) == 0
 
 
 def test_what_can_be_read_of_a_damaged_run_is_written_and_the_command_fails(run: Path, tmp_path: Path) -> None:

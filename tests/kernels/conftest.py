@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -22,16 +25,18 @@ LARGER = {
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _patch_the_language_once_per_launch() -> Iterator[None]:
-    """Triton's interpreter patches `triton.language` again at each call of a function within a kernel, which takes a
-    third of its time. Once per launch and module is enough."""
+def _hurry_the_interpreter() -> Iterator[None]:
+    """Triton's interpreter patches `triton.language` again at each call of a function within a kernel: once per launch
+    and module is enough. It computes whether integers overflow for an assertion that is off. It makes its table of
+    dtypes anew for each value."""
     if _CUDA or not importlib.util.find_spec("triton"):
         yield
         return
     from triton.runtime import interpreter
 
     patched: set[int] = set()
-    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    known: dict[str, np.dtype] = {}
+    launch, patch, look_up = interpreter.GridExecutor.__call__, interpreter._patch_lang, interpreter._get_np_dtype
 
     def launched(self: object, *arguments: object, **options: object) -> object:
         patched.clear()
@@ -43,9 +48,16 @@ def _patch_the_language_once_per_launch() -> Iterator[None]:
         patched.add(id(function.__globals__))
         return patch(function)
 
+    def looked_up(dtype: Any) -> np.dtype:
+        # some have no hash
+        return known.get(dtype.name) or known.setdefault(dtype.name, look_up(dtype))
+
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
         monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+        options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+        monkeypatch.setattr(interpreter, "_get_np_dtype", looked_up)
         yield
 
 

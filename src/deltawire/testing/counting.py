@@ -15,7 +15,7 @@ class CountingStore:
 
     requests    calls by method, including failed ones; a listing is one call, however many pages it has
     bytes_in    bytes read from the store
-    bytes_out   bytes written to the store, including repeated attempts
+    bytes_out   bytes sent to the store, including repeated and failed attempts
     """
 
     def __init__(self, inner: Store) -> None:
@@ -57,15 +57,15 @@ class CountingStore:
     def put(self, key: str, data: bytes | Chunks) -> None:
         self._count("put")
         if callable(data):
-            self.inner.put(key, counted(data, self._wrote))
+            self.inner.put(key, counted(data, self._write))
         else:
+            self._write(len(data))
             self.inner.put(key, data)
-            self._wrote(len(data))
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         self._count("put_if_absent")
+        self._write(len(data))
         self.inner.put_if_absent(key, data)
-        self._wrote(len(data))
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         self._count("list")
@@ -89,6 +89,6 @@ class CountingStore:
         with self._lock:
             self.bytes_in += size
 
-    def _wrote(self, size: int) -> None:
+    def _write(self, size: int) -> None:
         with self._lock:
             self.bytes_out += size

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from deltawire.store.base import Chunks, Fetched, ObjectInfo, Store, counted
+from deltawire.store.base import Store
+from deltawire.testing.counting import CountingStore
 
 
-class ThrottledStore:
-    """Wraps a store and lets through `mbit_s` megabits per second in each direction, all threads together.
+class ThrottledStore(CountingStore):
+    """Wraps a store and lets through `mbit_s` megabits per second in each direction, all threads together. Counts too.
 
     Only the bytes of objects are counted: requests without them (heads, listings, an unchanged object) take no time.
     """
@@ -23,45 +24,16 @@ class ThrottledStore:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.inner = inner
-        self.url = inner.url
-        self.creates_exclusively = inner.creates_exclusively
+        super().__init__(inner)
         self._up, self._down = (_Direction(mbit_s * 1e6 / 8, clock, sleep) for _ in range(2))
 
-    def get(self, key: str, *, limit: int | None = None) -> Fetched:
-        fetched = self.inner.get(key, limit=limit)
-        self._down.carry(len(fetched.data))
-        return fetched
+    def _read(self, size: int) -> None:
+        super()._read(size)
+        self._down.carry(size)
 
-    def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
-        fetched = self.inner.get_if_changed(key, etag, limit=limit)
-        self._down.carry(len(fetched.data) if fetched else 0)
-        return fetched
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        data = self.inner.get_range(key, start, length)
-        self._down.carry(len(data))
-        return data
-
-    def head(self, key: str) -> ObjectInfo:
-        return self.inner.head(key)
-
-    def put(self, key: str, data: bytes | Chunks) -> None:
-        if callable(data):
-            self.inner.put(key, counted(data, self._up.carry))
-        else:
-            self._up.carry(len(data))
-            self.inner.put(key, data)
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self._up.carry(len(data))
-        self.inner.put_if_absent(key, data)
-
-    def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
-        return self.inner.list(prefix, after)
-
-    def delete(self, key: str) -> None:
-        self.inner.delete(key)
+    def _write(self, size: int) -> None:
+        super()._write(size)
+        self._up.carry(size)
 
 
 class _Direction:
