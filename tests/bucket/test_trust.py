@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +228,7 @@ def test_following_never_goes_back_also_after_a_restart(run: Store, head: bool) 
     waiting.join()
     with pytest.raises(RolledBack, match="ends with version 2, and version 4 was seen"):
         follower(run).sync(blank(VERSIONS[0]))
+    assert verify(Run.open(run, trust=OWN.public)).failure.error == "RolledBack"
     # all versions gone
     for item in list(run.list(keys.VERSIONS)):
         run.delete(item.key)
@@ -503,21 +503,19 @@ def test_the_private_key_leaves_no_trace(
     caplog.set_level("DEBUG")
     monkeypatch.setenv("DELTAWIRE_SIGN", text)
     said: list[object] = []
-    publisher = Publisher(FlakyStore(store, drop=0.3, seed=4), on_version=said.append)
-    for weights in VERSIONS[:4]:
+    for seed in range(4):
         try:
-            publisher.publish(weights).result(60)
+            with Publisher(FlakyStore(store, drop=0.3, seed=seed), on_version=said.append) as publisher:
+                said += [publisher, publisher._options]
+                publisher.publish(VERSIONS[seed]).result(60)
         except DeltawireError as error:
             said += [error, error.__cause__, error.__context__]
-    said += [publisher, publisher._options, publisher._pipeline._options]
-    with suppress(DeltawireError):
-        publisher.close()
+    publish(store, VERSIONS[4:])
     Replica(store, trust=OWN.public).sync(blank(VERSIONS[0]))
     monkeypatch.setenv("DELTAWIRE_SIGN", text[:-2])
     with pytest.raises(Misconfigured) as wrong:
         Publisher(store)
     said.append(wrong.value)
-    assert Run.open(store).newest() is not None
     seen = caplog.text + repr(said) + "".join(map(str, said))
     for item in store.list():
         assert digits.encode() not in store.get(item.key).data

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from cli_support import invoke, invoke_json
 
 from deltawire.bucket.run import Run
 from deltawire.bucket.trust import delegation
 
 
-def test_the_runs_key_delegates_to_a_keeper(checkpoints: list[Path], tmp_path: Path) -> None:
+def test_the_runs_key_delegates_to_a_keeper(
+    checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, key, keeper = tmp_path / "signed", tmp_path / "a.key", tmp_path / "keeper.key"
     public, keepers = invoke("keygen", key).stdout.strip(), invoke("keygen", keeper).stdout.strip()
     invoke("publish", checkpoints[0], run, "--sign", key)
@@ -21,6 +24,15 @@ def test_the_runs_key_delegates_to_a_keeper(checkpoints: list[Path], tmp_path: P
     statement = delegation(Run.open(str(run)), keepers)
     assert statement is not None
     assert (statement.by, statement.key) == (public, keepers)
+    # the keeper signs what it adds, and readers that trust the run's key use it
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
+    for checkpoint in checkpoints[1:]:
+        invoke("publish", checkpoint, run, "--sign", key)
+    assert "must check what it reads" in invoke("keep", run, "--once", "--sign", keeper, code=2).stderr
+    invoke("keep", run, "--once", "--since", 0, "--sign", keeper, "--trust", public)
+    index = Run.open(str(run), trust=public).added.index()
+    assert index is not None
+    assert index.signer == keepers
 
 
 def test_an_unsigned_run_delegates_nothing(run: Path, tmp_path: Path) -> None:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltawire.bucket.run import Run
+from deltawire.bucket.verify import verify
 from deltawire.core import keys
 from deltawire.core.errors import ObjectNotFound, RunNotFound, StoreUnavailable, Unsupported
+from deltawire.keeper.mirror import Mirror
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, MirroredStore, Retrying, Store, open_store
 from deltawire.testing import CountingStore, FlakyStore
+from deltawire.testing.seaweed import SeaweedFS
 from deltawire.trainer import Publisher
+from soak.proxy import Proxy
 from support import HookedStore, blank, history, publish, same
 
 VERSIONS = history(5)
@@ -152,3 +158,36 @@ def test_addresses_with_commas_are_for_readers(region: tuple[Path, Path]) -> Non
     assert isinstance(plain, Retrying)
     with pytest.raises(RunNotFound):
         Replica(plain, heartbeat=0).sync(blank(VERSIONS[0]))
+
+
+@pytest.mark.slow
+def test_one_region_of_s3_is_cut_off(seaweed: SeaweedFS, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two buckets on a real server, one behind a proxy that resets connections: a keeper's mirror takes its place."""
+    us, eu = (seaweed.store(f"deltawire/{uuid.uuid4()}/{name}") for name in ("us", "eu"))
+    publish(us, VERSIONS[:3], anchor_ratio=1e9)
+    mirror = Mirror(Run.open(us), eu)
+    mirror.update(2)
+    proxy = Proxy(int(seaweed.endpoint.rpartition(":")[2]), 1, tmp_path / "proxy.log")
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in seaweed.environment.items():
+                patch.setenv(name, value)
+            home = f"{us.url.partition('?')[0]}?endpoint=http://127.0.0.1:{proxy.ports[0]}"
+            away = f"{eu.url.partition('?')[0]}?endpoint={seaweed.endpoint}"
+            store, weights = open_store(f"{home},{away}"), blank(VERSIONS[0])
+            replica = Replica(store, heartbeat=0)
+            following = replica.follow(weights, poll=0.05)
+            assert next(following) == 2
+            proxy.set([0], "cut")
+            publish(us, [VERSIONS[3]], anchor_ratio=1e9)
+            mirror.update(3)
+            began = time.monotonic()
+            assert next(following) == 3
+            with capsys.disabled():
+                print(f" switched after {time.monotonic() - began:.1f} s", end="")
+            assert same(weights, VERSIONS[3])
+            replica.close()
+    finally:
+        proxy.close()
+    for each in (us, eu):
+        assert verify(Run.open(each)).ok

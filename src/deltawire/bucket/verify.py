@@ -174,6 +174,9 @@ class _Records:
         with _blame(None, keys.PRUNED):
             self.pruned = self.run.pruned()
         listed = self.run.listed()
+        if self.run.trust is not None:
+            with _blame(None, keys.VERSIONS):
+                self.run.trust.check_newest(max(listed, default=None))
         if not listed:
             self.warnings.append("the run has no version yet")
             return
