@@ -78,7 +78,7 @@ class FollowedView(BlockView):
         for name, parts in touched.items():
             grid = self.blocks.grids.get(name)
             if grid is None:
-                positions = np.unique(np.concatenate(parts))
+                positions = _merged(parts)
                 found[name] = positions, self.source.bits(name)[positions]
                 continue
             first, last = np.searchsorted(blocks, (grid.span.start, grid.span.stop))
@@ -86,7 +86,7 @@ class FollowedView(BlockView):
             if own.size:
                 found[grid.scales.name] = own, self.scales[grid.span].view(np.uint32)[own]
             # a scale moves only with a weight of its block
-            positions = np.unique(np.concatenate([*parts, *(self._moved_in(grid, int(b), before) for b in own)]))
+            positions = _merged([*parts, *(self._moved_in(grid, int(b), before) for b in own)])
             found[name] = positions, self._codes(grid, positions)
         return found
 
@@ -145,6 +145,16 @@ def _flat(change: Change) -> Positions:
     base, width, stride = change.region.geometry
     local = change.positions.astype(np.int64)
     return base + local if width == stride else base + local // width * stride + local % width
+
+
+def _merged(parts: Sequence[Positions]) -> Positions:
+    """Positions that are in any of several ascending lists, ascending."""
+    every = np.concatenate(parts)
+    # as a rule nearly sorted, which a stable sort makes use of
+    every.sort(kind="stable")
+    first = np.ones(every.size, np.bool_)
+    np.not_equal(every[1:], every[:-1], out=first[1:])
+    return every[first]
 
 
 def _block(grid: Grid, block: int) -> Region:

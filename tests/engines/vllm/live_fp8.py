@@ -1,19 +1,26 @@
 """fp8-block against a real vLLM: `make test-vllm`. Not collected by the everyday run, whose environment has none.
 
-The function: vLLM's own `per_block_cast_to_fp8`, as it casts a bf16 checkpoint online. On a GPU (DEVICE=cuda) also a
-server that follows a derived run, dense and with experts.
+The function: vLLM's own `per_block_cast_to_fp8`, as it casts a bf16 checkpoint online. Then a server that follows a run
+derived from a bf16 run, dense and with experts, patched in place, on a GPU (DEVICE=cuda). On a CPU vLLM itself refuses
+such a checkpoint, unless it has AMX and the operator for it.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from vllm_fresh import fresh_checksums
+from vllm_live import ON_GPU, Server, Trainer, make_model
 
+from deltawire.bucket.run import Run
 from deltawire.core.change import whole
 from deltawire.core.schema import Schema, TensorSpec
+from deltawire.derive.deriver import Deriver
+from deltawire.engines.vllm.launch import write_version
 from deltawire.models import ModelView, torch_bits
 from deltawire.views.blocks import Blocks
 from deltawire.views.device import BlockModel
@@ -94,3 +101,46 @@ def test_nan_and_infinity_are_the_same_but_for_the_sign_of_a_nan() -> None:
     nan = np.isnan(scales.view(np.float32))
     assert np.array_equal(nan, np.isnan(our_scales.view(np.float32)))
     assert np.array_equal(scales[~nan], our_scales[~nan])
+
+
+VERSIONS = 5
+SIZES = {"head_dim": 64, "moe_intermediate_size": 128}
+"""vLLM's kernels want whole blocks of each projection."""
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_server_follows_a_derived_run(kind: str, tmp_path: Path) -> None:
+    """A bf16 trainer, `derive` beside it, and vLLM on the derived run: patched in place, equal to fresh loads."""
+    sizes = SIZES if kind == "qwen3_moe" else {"head_dim": 64}
+    trainer = Trainer(make_model(tmp_path / "model", kind, **sizes), tmp_path / "bf16")
+    trainer.publish(0)
+    derived, noted = tmp_path / "fp8", {}
+
+    def checked_out(version: int) -> Path:
+        write_version(str(derived), version, tmp_path / f"v{version}")
+        return tmp_path / f"v{version}"
+
+    with Deriver(Run.open(str(trainer.run)), derived, "fp8-block") as deriver:
+        list(deriver.follow(once=True))
+        server = Server(checked_out(0), tmp_path / "log", run=derived)
+        try:
+            if not ON_GPU and not _computes_in_fp8():
+                assert "AMX" in server.ended()
+                return
+            server.wait().until(version=0, state="healthy")
+            for version in range(1, VERSIONS + 1):
+                trainer.publish(0.002)
+                list(deriver.follow(once=True))
+                assert server.until(version=version, state="healthy")["guard"] == "patch"
+                noted[version] = server.checksums()
+        finally:
+            server.stop()
+            trainer.close()
+    fresh = fresh_checksums([checked_out(version) for version in noted], 1)
+    assert [*noted.values()] == fresh
+
+
+def _computes_in_fp8() -> bool:
+    from vllm import _custom_ops
+
+    return torch.cpu._is_amx_tile_supported() and bool(_custom_ops._supports_cpu_fp8_w8a16)

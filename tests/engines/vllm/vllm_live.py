@@ -50,7 +50,8 @@ def make_model(folder: Path, kind: str, **sizes: int) -> Path:
         "tie_word_embeddings": variant == "tied", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **sizes,
     }  # fmt: skip
     if family == "qwen3_moe":
-        shape |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+        shape = {**experts, **shape}
     if family == "mixtral":
         shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if family == "deepseek_v3":
