@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm_fresh import fresh_checksums
-from vllm_live import ON_GPU, Server, Streams, Trainer, make_model, ranks, serving
+from vllm_live import Server, Streams, Trainer, make_model, ranks, serving
 
 import deltawire as dw
 from deltawire.bucket.run import Run
@@ -33,8 +33,6 @@ CELLS = [
     *(("qwen3_moe", tp) for tp in (1, 2) if tp <= RANKS),
     # a rank holds some experts whole, and not a part of each
     *([("qwen3_moe-ep", 2)] if RANKS > 1 else []),
-    # vLLM's CPU kernels for fp8 need AMX
-    *([("qwen3-fp8", 1), ("qwen3_moe-fp8", 1)] if ON_GPU else []),
     *((kind, tp) for kind in ("llama", "qwen3-tied", "qwen3") for tp in (1, 2) if tp <= RANKS),
 ]
 LAST = CELLS[-1]

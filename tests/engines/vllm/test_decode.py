@@ -17,10 +17,12 @@ from support import diff, encoded, moved_bag, random_bag
 
 @pytest.mark.parametrize("opened", (HostShard, DeviceShard))
 @pytest.mark.parametrize("encoding, density", (("raw", 0.01), ("packed", 0.01), ("context", 0.01), ("context", 0.9)))
-@WORLDS
-def test_a_patched_model_is_a_freshly_loaded_one(world: int, encoding: str, density: float, opened: type) -> None:
+@pytest.mark.parametrize("world, fp8", [(1, False), (2, False), (4, False), (2, True)])
+def test_a_patched_model_is_a_freshly_loaded_one(
+    world: int, fp8: bool, encoding: str, density: float, opened: type
+) -> None:
     """What a GPU does is done here by torch on the CPU: the same code, other kernels below it."""
-    ranks, fresh = Ranks(world, opened), Ranks(world)
+    ranks, fresh = Ranks(world, opened, fp8=fp8), Ranks(world, fp8=fp8)
     old = random_bag(ranks.schema, 3)
     new = moved_bag(old, 4, density)
     ranks.load(old)

@@ -21,8 +21,9 @@ from support import Bag, random_bag  # noqa: E402
 
 
 def as_tensors(bag: Bag) -> list[tuple[str, torch.Tensor]]:
+    dtypes = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
     return [
-        (t.name, torch.from_numpy(bag.bits(t.name).view(np.int16).copy()).view(torch.bfloat16).reshape(t.shape))
+        (t.name, torch.from_numpy(bag.bits(t.name).view(np.uint8).copy()).view(dtypes[t.dtype]).reshape(t.shape))
         for t in bag.schema.tensors
     ]
 
@@ -47,7 +48,7 @@ class Ranks:
             model.load_weights(as_tensors(bag))
 
     def bytes(self) -> list[dict[str, bytes]]:
-        return [{n: p.view(torch.int16).numpy().tobytes() for n, p in m.named_parameters()} for m in self.models]
+        return [{n: p.view(torch.uint8).numpy().tobytes() for n, p in m.named_parameters()} for m in self.models]
 
     def digest(self) -> str:
         sums = [shard.digests(groups) for shard, groups in zip(self.shards, self.layout.groups, strict=True)]

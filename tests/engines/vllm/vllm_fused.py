@@ -15,11 +15,13 @@ Hook = Callable[[nn.Module], object]
 
 
 class Fused(nn.Module):
-    """One rank of `world`: qkv and gate_up fused, rows or columns sharded, a vocabulary padded to a multiple of 64."""
+    """One rank of `world`: qkv and gate_up fused, rows or columns sharded, a vocabulary padded to a multiple of 64.
+    With `fp8`, units of one, two and four bytes."""
 
     def __init__(
         self, hidden: int = 64, heads: int = 4, kv: int = 2, ffn: int = 192, vocab: int = 100, layers: int = 2,
         rank: int = 0, world: int = 1, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", bias: bool = True,
+        fp8: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.hidden, self.ffn, self.vocab, self.layers, self.rank, self.world = hidden, ffn, vocab, layers, rank, world
@@ -29,25 +31,28 @@ class Fused(nn.Module):
         self.heads, self.all_kv = heads // world, kv
         self.padded = -(-vocab // 64) * 64 // world
 
-        def weights(*shape: int) -> nn.Parameter:
+        self.fp8 = fp8
+        narrow = torch.float8_e4m3fn if fp8 else dtype
+
+        def weights(*shape: int, dtype: torch.dtype = dtype) -> nn.Parameter:
             return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
 
         self.embed = weights(self.padded, hidden)
-        self.norm = weights(hidden)
+        self.norm = weights(hidden, dtype=torch.float32 if fp8 else dtype)
         self.qkv = nn.ParameterList(weights((self.heads + 2 * self.kv) * self.size, hidden) for _ in range(layers))
         self.qkv_bias = nn.ParameterList(
             weights((self.heads + 2 * self.kv) * self.size) for _ in range(layers if bias else 0)
         )
         self.out = nn.ParameterList(weights(hidden, hidden // world) for _ in range(layers))
-        self.gate_up = nn.ParameterList(weights(2 * ffn // world, hidden) for _ in range(layers))
-        self.down = nn.ParameterList(weights(hidden, ffn // world) for _ in range(layers))
+        self.gate_up = nn.ParameterList(weights(2 * ffn // world, hidden, dtype=narrow) for _ in range(layers))
+        self.down = nn.ParameterList(weights(hidden, ffn // world, dtype=narrow) for _ in range(layers))
 
     def schema(self) -> Schema:
         """The checkpoint's side: one tensor per projection, whole."""
-        heads, dtype = self.heads * self.world, "BF16"
+        heads, dtype, narrow = self.heads * self.world, "BF16", "F8_E4M3" if self.fp8 else "BF16"
         specs = [
             TensorSpec("embed.weight", dtype, (self.vocab, self.hidden)),
-            TensorSpec("norm.weight", dtype, (self.hidden,)),
+            TensorSpec("norm.weight", "F32" if self.fp8 else dtype, (self.hidden,)),
         ]
         for i in range(self.layers):
             for name, count in (("q", heads), ("k", self.all_kv), ("v", self.all_kv)):
@@ -55,9 +60,9 @@ class Fused(nn.Module):
                 if len(self.qkv_bias):
                     specs.append(TensorSpec(f"{i}.{name}.bias", dtype, (count * self.size,)))
             specs.append(TensorSpec(f"{i}.out.weight", dtype, (self.hidden, heads * self.size)))
-            specs.append(TensorSpec(f"{i}.gate.weight", dtype, (self.ffn, self.hidden)))
-            specs.append(TensorSpec(f"{i}.up.weight", dtype, (self.ffn, self.hidden)))
-            specs.append(TensorSpec(f"{i}.down.weight", dtype, (self.hidden, self.ffn)))
+            specs.append(TensorSpec(f"{i}.gate.weight", narrow, (self.ffn, self.hidden)))
+            specs.append(TensorSpec(f"{i}.up.weight", narrow, (self.ffn, self.hidden)))
+            specs.append(TensorSpec(f"{i}.down.weight", narrow, (self.hidden, self.ffn)))
         return Schema.build(specs)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], hook: Hook | None = None) -> None:

@@ -38,7 +38,7 @@ def ranks() -> int:
 
 
 def make_model(folder: Path, kind: str, **sizes: int) -> Path:
-    """A tiny random model with its tokenizer, as a checkpoint folder: in bf16, or with projections in fp8 (`…-fp8`)."""
+    """A tiny random model with its tokenizer, as a bf16 checkpoint folder."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -63,9 +63,6 @@ def make_model(folder: Path, kind: str, **sizes: int) -> Path:
             "topk_method": "noaux_tc",
         }  # fmt: skip
         del shape["head_dim"]
-    if variant == "fp8":
-        # kernels want whole blocks of each projection
-        shape |= {"head_dim": 64} | ({"moe_intermediate_size": 128} if family == "qwen3_moe" else {})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
     # larger than a usual start, so that greedy tokens differ between versions
@@ -73,8 +70,6 @@ def make_model(folder: Path, kind: str, **sizes: int) -> Path:
         if parameter.ndim > 1:
             parameter.data.normal_(0, 0.08)
     model.to(torch.bfloat16).save_pretrained(folder)
-    if variant == "fp8":
-        _quantize(folder)
     words = {f"t{i}": i for i in range(shape["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t3"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -82,28 +77,6 @@ def make_model(folder: Path, kind: str, **sizes: int) -> Path:
         tokenizer_object=tokenizer, bos_token="t1", eos_token="t2", pad_token="t0", unk_token="t3"
     ).save_pretrained(folder)
     return folder
-
-
-def _quantize(folder: Path) -> None:
-    """Projections in blocks of 128 × 128, each with its scale, as published fp8 checkpoints have them."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    made = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            made[name] = weight
-            continue
-        blocks = weight.float().reshape(weight.shape[0] // 128, 128, weight.shape[1] // 128, 128)
-        scale = blocks.abs().amax((1, 3)) / 448
-        made[name] = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).reshape(weight.shape)
-        made[f"{name}_scale_inv"] = scale
-    save_file(made, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 class Trainer:
@@ -127,10 +100,7 @@ class Trainer:
             flat = bits.reshape(-1)
             where = np.unique(self._rng.integers(0, flat.size, max(1, round(density * flat.size))))
             # a few steps up or down, sometimes far enough to matter
-            steps = self._rng.choice(np.array([1, -1, 40, -40] if flat.itemsize > 1 else [1, -1, 2, -2]), where.size)
-            moved = flat[where] + steps.astype(flat.dtype)
-            # in fp8, next to the largest number there is none
-            flat[where] = np.where((moved & 0x7F) == 0x7F, flat[where], moved) if flat.itemsize == 1 else moved
+            flat[where] += self._rng.choice(np.array([1, 65535, 40, 65496], np.uint16), where.size)
         return self.publisher.publish(self.weights).result(600).version
 
     def close(self) -> None:
