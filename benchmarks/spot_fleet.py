@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -46,6 +45,7 @@ from deltawire.core import full, keys
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import LocalStore
+from deltawire_wordle.processes import free_port
 from soak.ledger import Ledger, entries, hash_of
 
 RESULTS = Path(__file__).parent / "results" / "spot-fleet.json"
@@ -136,12 +136,6 @@ def wait_for(url: str) -> None:
                 return
         except OSError:
             time.sleep(0.5)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────

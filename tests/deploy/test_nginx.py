@@ -15,7 +15,8 @@ import pytest
 
 from deltawire.bucket.fleet import members
 from deltawire.bucket.run import Run
-from servers import Server, free_port
+from deltawire_wordle.processes import free_port
+from servers import Server
 from tests.docs.documents import blocks
 from tests.engines.server.serving import published_run
 

@@ -1,4 +1,4 @@
-"""The table of docs/fleet.md is what the simulation computes, from the measured figures as they are now."""
+"""The tables of docs/fleet.md are what the simulation computes and the benchmarks found."""
 
 from __future__ import annotations
 
@@ -41,3 +41,23 @@ def test_prices_and_sizes_are_options(simulation: Any) -> None:
     world = simulation.World(replicas=10, regions=1, price_between=0.0, price_get=0.0, price_put=0.0)
     ways = simulation.Fleet(simulation.MODELS[0], world).simulate(simulation.WAYS[2])
     assert (ways["usd_per_hour"], ways["between_regions_bytes_per_hour"]) == (0, 0)
+
+
+def test_the_table_of_a_region_that_is_cut_off() -> None:
+    found = json.loads((ROOT / "benchmarks/results/mirrors.json").read_text())
+    page = (ROOT / "docs/fleet.md").read_text()
+    for text, value in (
+        (
+            "states of replicas that were not what was published",
+            f"{len(found['wrong_states'])} of {found['states_checked']}",
+        ),
+        ("full weights fetched after the first sync", f"{found['full_bytes_after_the_first_sync']} bytes"),
+        ("longest time without a new version, among all replicas", f"{found['longest_without_a_version_s']} s"),
+        ("until the mirror had what it had missed", f"{found['mirror_caught_up_s']} s"),
+    ):
+        assert f"| {text} | {value} |" in page
+    assert not found["wrong_states"]
+    assert found["home_verifies"]
+    assert found["mirror_verifies"]
+    assert found["same_objects"]
+    assert f"with the same {found['objects']} objects | yes |" in page

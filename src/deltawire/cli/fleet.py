@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json as json_module
-import logging
 import re
 import shlex
 import subprocess
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..bucket.fleet import Allowed, Member
-    from ..bucket.run import Run
-
-log = logging.getLogger("deltawire")
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
@@ -88,90 +84,77 @@ def command(
       deltawire fleet s3://runs/chat --nginx /etc/nginx/deltawire.conf --watch --exec "nginx -s reload"
       deltawire fleet s3://runs/chat --prometheus-sd targets.json --watch
     """
-    from ..bucket.fleet import Allowed
+    from ..bucket.fleet import Allowed, members
+    from ..core.errors import DeltawireError, ObjectNotFound
 
-    makers: tuple[tuple[Path | None, Callable[[list[str]], str], bool], ...] = (
-        (nginx, lambda found: nginx_upstream(found, name), True),
-        (haproxy, lambda found: haproxy_backend(found, name), True),
-        (prometheus_sd, prometheus_targets, False),
+    outputs = (
+        Output(nginx, lambda found: nginx_upstream(found, name), proxy=True),
+        Output(haproxy, lambda found: haproxy_backend(found, name), proxy=True),
+        Output(prometheus_sd, prometheus_targets, proxy=False),
     )
-    files = [(path, make, serving) for path, make, serving in makers if path is not None]
+    wanted = [output for output in outputs if output.path is not None]
     if not _NAME.fullmatch(name):
         raise typer.BadParameter("letters, digits, '_' and '-', from a letter on", param_hint="--name")
-    if watch and (not files or any(str(path) == "-" for path, _, _ in files)):
+    if watch and (not wanted or any(str(output.path) == "-" for output in wanted)):
         raise typer.BadParameter("needs files to write: --nginx, --haproxy or --prometheus-sd", param_hint="--watch")
     allowed, opened = Allowed(allow or ()), open_run(run)
-    written: dict[Path, str] = {}
     if not watch:
-        newest, found = _look(opened, fresh)
-        if not files:
+        newest, found = members(opened, fresh=fresh)
+        if not wanted:
             value = {"run": opened.store.url, "newest": newest, "replicas": [asdict(member) for member in found]}
             emit(value, lambda out: _render(out, opened.store.url, newest, found, allowed), json)
-        elif _write(found, files, allowed, max_lag, written, required=True):
+        for output in wanted:
+            if not output.write(found, allowed, max_lag):
+                raise ObjectNotFound(f"{_none(found)}: nothing is written")
+        if wanted:
             _run(exec)
         return
     with ended_by_sigterm():
         while True:
-            _watched(opened, fresh, files, allowed, max_lag, written, exec)
+            try:
+                _, found = members(opened, fresh=fresh)
+                before = [output.text for output in wanted]
+                for output in wanted:
+                    if not output.write(found, allowed, max_lag):
+                        complain(f"{_none(found)}: {output.path} stays as it is")
+                if [output.text for output in wanted] != before:
+                    _run(exec)
+            except (DeltawireError, OSError) as error:
+                complain(f"keeping what is written, trying again: {error}")
             time.sleep(every)
 
 
-def _look(run: Run, fresh: float) -> tuple[int | None, list[Member]]:
-    from ..bucket.fleet import members
+@dataclass
+class Output:
+    """A file to write."""
 
-    return members(run, fresh=fresh)
+    path: Path | None
+    make: Callable[[list[str]], str]
+    proxy: bool
+    """Whether clients are sent to the addresses in it."""
+    text: str = ""
+    """What was written last."""
 
+    def write(self, found: list[Member], allowed: Allowed, max_lag: int | None) -> bool:
+        """Write it if it changed. False, and nothing is written, if a proxy would get no server."""
+        from ..bucket.fleet import addresses
+        from ..store import LocalStore
 
-def _watched(
-    run: Run,
-    fresh: float,
-    files: list[tuple[Path, Callable[[list[str]], str], bool]],
-    allowed: Allowed,
-    max_lag: int | None,
-    written: dict[Path, str],
-    exec: str,
-) -> None:
-    from ..core.errors import DeltawireError
-
-    try:
-        _, found = _look(run, fresh)
-        if _write(found, files, allowed, max_lag, written):
-            _run(exec)
-    except (DeltawireError, OSError) as error:
-        complain(f"keeping what is written, trying again: {error}")
-
-
-def _write(
-    found: list[Member],
-    files: list[tuple[Path, Callable[[list[str]], str], bool]],
-    allowed: Allowed,
-    max_lag: int | None,
-    written: dict[Path, str],
-    *,
-    required: bool = False,
-) -> bool:
-    """Write the files that changed; returns whether any did."""
-    from ..bucket.fleet import addresses
-    from ..core.errors import ObjectNotFound
-    from ..store import LocalStore
-
-    changed = False
-    for path, make, serving in files:
-        chosen = addresses((m for m in found if (m.serves(max_lag) if serving else m.health != "silent")), allowed)
-        if serving and not chosen:
-            message = f"of {len(found)} servers none is healthy, recent enough and at an address that --allow covers"
-            if required:
-                raise ObjectNotFound(message)
-            complain(f"{message}: {path} stays as it is")
-            continue
-        text = make(chosen)
-        if str(path) == "-":
+        chosen = addresses((m for m in found if (m.serves(max_lag) if self.proxy else m.health != "silent")), allowed)
+        if self.proxy and not chosen:
+            return False
+        text = self.make(chosen)
+        if str(self.path) == "-":
             typer.echo(text, nl=False)
-        elif written.get(path) != text:
+        elif text != self.text and self.path is not None:
             # as a whole or not at all, as every object in a folder
-            LocalStore(path.absolute().parent).put(path.name, text.encode())
-            written[path], changed = text, True
-    return changed
+            LocalStore(self.path.absolute().parent).put(self.path.name, text.encode())
+        self.text = text
+        return True
+
+
+def _none(found: list[Member]) -> str:
+    return f"of {len(found)} servers none is healthy, recent enough and at an address that --allow covers"
 
 
 def _run(command: str) -> None:
