@@ -230,3 +230,43 @@ def test_prune_keeps_what_an_added_link_leads_to_and_takes_what_leads_from_nowhe
     named = {x.link.objects[0].key for x in run.added.between(-1, LAST) if (x.link.base or 64) >= 64 <= x.version}
     own = {blob.key for v in run.listed() for link in run.manifest(v).links for blob in link.objects}
     assert {key for key in left if key not in own} <= named
+
+
+@pytest.mark.parametrize("lost", ["deleted", "damaged", "stale"])
+def test_prune_leaves_links_that_the_index_has_lost(kept: Kept, lost: str) -> None:
+    rule = Retention(last=4, grace=0)
+    prune(kept.run, rule)
+    # by now the keeper's anchor is the only full weights
+    if lost == "deleted":
+        kept.store.delete(keys.ADDED)
+    else:
+        # stale: a keeper that was suspended while it replaced the index goes on
+        stale = dump(AddedIndex(kept.run.info.run, "suspended", 0.0, 3))
+        kept.store.put(keys.ADDED, stale if lost == "stale" else b"damaged")
+    for _ in range(2):
+        prune(kept.run, rule)
+    synced(kept.store, kept, None)
+    # what is said again in a page of the index goes
+    before = [item.key for item in kept.store.list(keys.ADDED_PAGES)]
+    kept.store.put(keys.ADDED, dump(AddedIndex(kept.run.info.run, "next", 0.0, LAST, tuple(before))))
+    kept.store.put(keys.added_page(2, 64, "0123abcd"), kept.store.get(before[0]).data)
+    prune(kept.run, rule)
+    assert [item.key for item in kept.store.list(keys.ADDED_PAGES)] == before
+
+
+def test_prune_relies_on_no_link_that_only_the_index_names(kept: Kept) -> None:
+    index = kept.run.added.index()
+    assert index is not None
+    assert any(x.way == (68, "delta", 64) for x in index.recent)
+    prune(kept.run, Retention(last=1, grace=0))
+    kept.store.delete(keys.ADDED)
+    synced(kept.store, kept, None)
+
+
+def test_prune_relies_on_no_added_link_without_its_object(kept: Kept) -> None:
+    for item in [*kept.store.list(keys.ANCHORS)]:
+        if keys.data_version(item.key) == 64:
+            kept.store.delete(item.key)
+    prune(kept.run, Retention(last=4, grace=0))
+    assert kept.run.listed()[0] == 32
+    synced(kept.store, kept, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from ..core import keys
@@ -69,10 +70,16 @@ class AddedLinks:
         anchor = () if index.anchor is None else (index.anchor,)
         return self._remember([*index.recent, *anchor, *self._read(index.pages, first, last)], first, last)
 
-    def listed(self, objects: Iterable[ObjectInfo] | None = None) -> list[AddedLink]:
-        """Return the links of all pages that are in the bucket, whatever the index says; `objects` is a listing."""
-        pages = [item.key for item in objects or self._run.store.list(keys.ADDED_PAGES)]
-        return self._remember(self._read(pages, -1, keys.MAX_VERSION), -1, keys.MAX_VERSION)
+    def listed(self) -> list[AddedLink]:
+        """Return the links of all pages that are in the bucket, whatever the index says."""
+        pages = self.pages(self._run.store.list(keys.ADDED_PAGES))
+        # the newest first: one that was merged into a later page says the same
+        return self._remember(chain.from_iterable([*pages.values()][::-1]), -1, keys.MAX_VERSION)
+
+    def pages(self, listing: Iterable[ObjectInfo]) -> dict[str, tuple[AddedLink, ...]]:
+        """Return the links of each page in a listing; none of one that cannot be used."""
+        found = [item.key for item in listing if keys.added_range(item.key) is not None]
+        return dict(zip(found, ordered_map(self._links_of, found, REQUESTS), strict=True))
 
     def find(self, version: int, kind: str, base: int | None) -> Link | None:
         """Return a link that was read before."""
@@ -99,18 +106,17 @@ class AddedLinks:
             covered = keys.added_range(key)
             return covered is not None and covered[1] > first and covered[0] <= last
 
-        def read(key: str) -> tuple[AddedLink, ...]:
-            try:
-                return self.page(key).links
-            except StoreUnavailable:
-                raise
-            except DeltawireError as error:
-                log.warning("%s: ignoring the added links of %s: %s", self._run.store.url, key, error)
-                return ()
-
         wanted = [key for key in pages if covers(key)]
-        # the newest first: one that was merged into a later page says the same
-        return [link for links in ordered_map(read, wanted[::-1], REQUESTS) for link in links]
+        return [link for links in ordered_map(self._links_of, wanted[::-1], REQUESTS) for link in links]
+
+    def _links_of(self, page: str) -> tuple[AddedLink, ...]:
+        try:
+            return self.page(page).links
+        except StoreUnavailable:
+            raise
+        except DeltawireError as error:
+            log.warning("%s: ignoring the added links of %s: %s", self._run.store.url, page, error)
+            return ()
 
     def _remember(self, links: Iterable[AddedLink], first: int, last: int) -> list[AddedLink]:
         found: dict[tuple[int, str, int | None], AddedLink] = {}

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ..core import chain, keys
-from ..core.added import AddedLink
+from ..core.added import AddedIndex, AddedLink
 from ..core.errors import ManifestError, ObjectNotFound, VersionNotFound
 from ..core.manifest import Head, Link, Manifest, Pruned, dump, now
 from ..core.parallel import for_each, ordered_map
@@ -103,15 +103,34 @@ def plan_prune(
     pruned: Container[int] = (),
     reading: Collection[int] = (),
     tagged: Mapping[int, str] = MappingProxyType({}),
-    added: Iterable[AddedLink] = (),
-    pages: Collection[str] = (),
+    pages: Mapping[str, Collection[AddedLink]] = MappingProxyType({}),
+    index: AddedIndex | None = None,
 ) -> PrunePlan:
     """Plan from every manifest that is still there, all objects in the bucket, what replicas read, the tags by version,
-    and the links that were added later with the pages that name them. Pure."""
+    and the links that were added later: by page, and the index. Pure.
+
+    Versions stay or go by links in pages alone: these are written once, and found without the index too. What is only
+    in the index is lost with it, or when two keepers replace it at the same moment.
+    """
+    sizes = {item.key: item.size for item in listing}
+    stated = [*(x for links in pages.values() for x in links), *(index.recent if index else ())]
+    # an object may be gone: with no grace period it was perhaps deleted before its keeper announced it
+    lost = {x.way for x in stated if any(sizes.get(blob.key) != blob.size for blob in x.link.objects)}
+    indexed = set(index.pages if index else ()) & pages.keys()
+    known = {x.way for page in indexed for x in pages[page]} | lost
+
+    def only_here(link: AddedLink) -> bool:
+        """Whether a page that the index does not name has a link that those do not have."""
+        base = link.version if link.link.base is None else link.link.base
+        return link.version in manifests and base in manifests and link.way not in known
+
+    stay = indexed | {page for page, links in pages.items() if any(map(only_here, links))}
     later: dict[int, list[Link]] = defaultdict(list)
-    for link in added:
+    for link in (x for page in stay for x in pages[page] if x.way not in lost):
         later[link.version].append(link.link)
     live = {v: with_added(m, later[v]) for v, m in manifests.items() if v not in pruned}
+    for link in index.recent if index else ():
+        later[link.version].append(link.link)
     if not live:
         raise VersionNotFound("the run has no version yet: there is nothing to prune")
     newest = max(live)
@@ -135,7 +154,7 @@ def plan_prune(
             *(blob.key for link in more for blob in link.objects),
         }
 
-    named = objects([v for v in manifests if v not in going], going) | set(pages)
+    named = objects([v for v in manifests if v not in going], going) | stay
 
     def old(prefix: str) -> Iterable[ObjectInfo]:
         return (x for x in listing if x.key.startswith(prefix) and x.key not in named and x.modified <= before)
@@ -250,11 +269,8 @@ def _plan(run: Run, rule: Retention, listing: list[ObjectInfo], at: float, marke
         tagged[tag.version] = f"{tagged[tag.version]}, {name}" if tag.version in tagged else name
     reading = _reading(run, listing, at - rule.lease, there)
     # all pages, also those that a lost index does not name
-    added = run.added.listed([item for item in listing if item.key.startswith(keys.ADDED_PAGES)])
-    index = run.added.index()
-    pages = index.pages if index else ()
-    recent = index.recent if index else ()
-    return plan_prune(there, listing, rule, at, pruned, reading, tagged, (*added, *recent), pages)
+    pages = run.added.pages(item for item in listing if item.key.startswith(keys.ADDED_PAGES))
+    return plan_prune(there, listing, rule, at, pruned, reading, tagged, pages, run.added.index())
 
 
 def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Collection[int]) -> set[int]:
