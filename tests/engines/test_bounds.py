@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 import uuid
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,6 +15,7 @@ import pytest
 
 from deltawire.engines.bounds import BadBound, Bound
 from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
+from deltawire.engines.server import RolloutServer
 from deltawire.store import ObjectStore
 from deltawire.trainer import Publisher
 from tests.engines.server.serving import checkpoint, nudge, serving, tiny_model
@@ -52,31 +53,48 @@ def test_two_bounds_are_refused() -> None:
 # ── a real server ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Trainer:
-    """Publishes versions of the tiny model into a bucket in memory, which announces nothing."""
+class World:
+    """A server that follows a bucket in memory, which announces nothing, and the trainer that publishes there."""
 
-    def __init__(self, folder: Path) -> None:
-        self.store = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+    def __init__(self, publisher: Publisher, server: RolloutServer, client: httpx.Client) -> None:
+        self.publisher, self.server, self._client = publisher, server, client
         self._model = tiny_model()
-        self._publisher = Publisher(self.store, wire_dtype="bf16", files=checkpoint(folder, self._model))
-        self.publish()
 
     def publish(self) -> int:
-        nudge(self._model, (self._publisher.version or 0) + 1)
-        return self._publisher.publish(self._model).result(60).version
+        nudge(self._model, (self.publisher.version or 0) + 1)
+        return self.publisher.publish(self._model).result(60).version
+
+    def ask(self, kind: str = "", version: int | str = 0, **more: Any) -> httpx.Response:
+        bound = {f"deltawire-{kind}-version": str(version)} if kind else {}
+        return self._client.post("/v1/completions", json={**HELLO, **more}, headers=bound)
+
+    def post(self, route: str, body: Any = None, **more: Any) -> None:
+        self._client.post(route, json=body, **more).raise_for_status()
+
+    def set(self, **options: float) -> None:
+        self.server.options = replace(self.server.options, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    store = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+    folder = checkpoint(tmp_path_factory.mktemp("bounds") / "model", tiny_model())
+    with Publisher(store, wire_dtype="bf16", files=folder) as publisher:
+        publisher.publish(tiny_model()).result(60)
+        # a poll is due every 22 to 30 s: it is the requests that make the server look
+        with serving(store, poll=30.0) as (server, client):
+            yield World(publisher, server, client)
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
-    return Trainer(tmp_path / "model")
-
-
-def least(version: int) -> dict[str, str]:
-    return {MIN_VERSION_HEADER: str(version)}
-
-
-def exactly(version: int) -> dict[str, str]:
-    return {EXACT_VERSION_HEADER: str(version)}
+def world(served: World) -> World:
+    """At its newest version, with an older one in the bucket."""
+    served.set(version_wait=20.0, request_timeout=600.0)
+    if served.publisher.version == 0:
+        served.publish()
+    served.post("/deltawire/pin", {"version": None})
+    served.post("/deltawire/sync", {})
+    return served
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -94,81 +112,69 @@ def refused(answer: httpx.Response, version: int) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_waits_for_its_version(trainer: Trainer, stream: bool) -> None:
-    answers: list[httpx.Response] = []
-    # the next poll is due in more than 22 s: it is the request that makes the server look
-    with serving(trainer.store, poll=30.0, version_wait=20.0) as (server, client):
-        body = {**HELLO, "stream": stream}
-        ask = threading.Thread(
-            target=lambda: answers.append(client.post("/v1/completions", json=body, headers=least(1)))
-        )
-        ask.start()
-        until(lambda: server.follower.listeners)
-        assert trainer.publish() == 1
-        ask.join()
-        (answer,) = answers
-        assert (answer.status_code, answer.headers[VERSION_HEADER]) == (200, "1")
-        assert '"version":1' in answer.text
-        assert not server.follower.listeners
-        # one that is there already is not waited for
-        assert client.post("/v1/completions", json=body, headers=least(0)).headers[VERSION_HEADER] == "1"
+def test_a_request_waits_for_its_version(world: World, stream: bool) -> None:
+    version = (world.publisher.version or 0) + 1
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(world.ask, "min", version, stream=stream)
+        until(lambda: world.server.follower.listeners)
+        assert world.publish() == version
+        answer = waiting.result()
+    assert (answer.status_code, answer.headers[VERSION_HEADER]) == (200, str(version))
+    assert f'"version":{version}' in answer.text
+    assert not world.server.follower.listeners
+    # one that is there already is not waited for
+    assert world.ask("min", 0, stream=stream).headers[VERSION_HEADER] == str(version)
 
 
-def test_a_version_that_does_not_come_is_a_409(trainer: Trainer) -> None:
-    with serving(trainer.store, version_wait=0.05) as (_, client):
-        for more in ({}, {"stream": True}):
-            text = refused(client.post("/v1/completions", json={**HELLO, **more}, headers=least(1)), 0)
-            assert text.startswith("this request accepts version 1 or later, and this server has version 0: ")
-        wrong = client.post("/v1/completions", json=HELLO, headers={MIN_VERSION_HEADER: "latest"})
-        assert wrong.status_code == 400
-        assert "deltawire-min-version is a version such as 41, not 'latest'" in wrong.text
+def test_a_version_that_does_not_come_is_a_409(world: World) -> None:
+    version = world.publisher.version or 0
+    world.set(version_wait=0.05)
+    for stream in (False, True):
+        text = refused(world.ask("min", version + 1, stream=stream), version)
+        assert text.startswith(f"this request accepts version {version + 1} or later, and this server has version")
+    wrong = world.ask("min", "latest")
+    assert wrong.status_code == 400
+    assert "deltawire-min-version is a version such as 41, not 'latest'" in wrong.text
+    # no wait is longer than the request may take
+    world.set(version_wait=1000.0, request_timeout=0.1)
+    refused(world.ask("min", version + 1), version)
 
 
-def test_no_wait_is_longer_than_the_request_may_take(trainer: Trainer) -> None:
-    with serving(trainer.store, version_wait=1000.0, request_timeout=0.1) as (_, client):
-        refused(client.post("/v1/completions", json=HELLO, headers=least(1)), 0)
-
-
-def test_a_version_that_is_past_or_pinned_away_is_refused_at_once(trainer: Trainer) -> None:
-    trainer.publish()
-    with serving(trainer.store, version_wait=1000.0) as (server, client):
-        assert client.post("/v1/completions", json=HELLO, headers=exactly(1)).status_code == 200
-        assert "version 0 only" in refused(client.post("/v1/completions", json=HELLO, headers=exactly(0)), 1)
-        client.post("/deltawire/pin", json={"version": 0})
-        assert client.post("/v1/completions", json=HELLO, headers=exactly(0)).headers[VERSION_HEADER] == "0"
-        refused(client.post("/v1/completions", json=HELLO, headers=least(1)), 0)
-        assert server.follower.version == 0, "a request does not move a pinned server"
+def test_a_version_that_is_past_or_pinned_away_is_refused_at_once(world: World) -> None:
+    version = world.publisher.version or 0
+    world.set(version_wait=1000.0)
+    assert world.ask("exact", version).status_code == 200
+    assert f"version {version - 1} only" in refused(world.ask("exact", version - 1), version)
+    world.post("/deltawire/pin", {"version": version - 1})
+    assert world.ask("exact", version - 1).headers[VERSION_HEADER] == str(version - 1)
+    refused(world.ask("min", version), version - 1)
+    assert world.server.follower.version == version - 1, "a request does not move a pinned server"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_sync_during_an_answer_breaks_an_exact_bound(trainer: Trainer, stream: bool) -> None:
-    answers: list[httpx.Response] = []
-    body = {**HELLO, "max_tokens": 240, "ignore_eos": True, "stream": stream}
-    with serving(trainer.store) as (server, client):
-        for bound in (exactly(0), least(0)):
-            client.post("/deltawire/pin", json={"version": 0})
-            ask = threading.Thread(
-                target=lambda bound=bound: answers.append(client.post("/v1/completions", json=body, headers=bound))
-            )
-            server.scheduler.counts.generated_tokens = 0
-            ask.start()
-            until(lambda: server.scheduler.counts.generated_tokens)
-            client.post("/pause", params={"mode": "keep"})
-            if server.follower.replica.newest == 0:
-                trainer.publish()
-            client.post("/deltawire/pin", json={"version": 1})
-            client.post("/resume")
-            ask.join()
+def test_a_sync_during_an_answer_breaks_an_exact_bound(world: World, stream: bool) -> None:
+    new = world.publisher.version or 0
+    old, answers, counts = new - 1, [], world.server.scheduler.counts
+    for kind in ("exact", "min"):
+        world.post("/deltawire/pin", {"version": old})
+        counts.generated_tokens = 0
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(world.ask, kind, old, max_tokens=240, ignore_eos=True, stream=stream)
+            until(lambda: counts.generated_tokens)
+            world.post("/pause", params={"mode": "keep"})
+            world.post("/deltawire/pin", {"version": new})
+            world.post("/resume")
+            answers.append(asked.result())
     exact, any_later = answers
     assert any_later.status_code == 200
     if not stream:
-        assert any_later.headers[VERSION_HEADER] == "0,1"
-        assert "(its tokens were made by 0,1)" in refused(exact, 1)
+        assert any_later.headers[VERSION_HEADER] == f"{old},{new}"
+        assert f"(its tokens were made by {old},{new})" in refused(exact, new)
         return
     events = [
         json.loads(line.removeprefix("data: ")) for line in exact.text.split("\n\n") if line.startswith("data: {")
     ]
-    assert events[-1]["error"]["version"] == 1
+    assert events[-1]["error"]["version"] == new
     assert not any(choice.get("finish_reason") for event in events[:-1] for choice in event["choices"])
     assert exact.text.endswith("data: [DONE]\n\n")
-    assert '"weight_versions":[{"version":0,' in any_later.text
+    assert f'"weight_versions":[{{"version":{old},' in any_later.text

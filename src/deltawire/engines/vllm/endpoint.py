@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import logging
 import os
@@ -119,6 +120,8 @@ class Plugin:
         )
         if config.run:
             self._follower.start()
+            # a server that ends in order takes its address out of the heartbeat
+            atexit.register(self._follower.stop, 5.0)
         return self._follower
 
     # ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────
