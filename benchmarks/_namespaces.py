@@ -75,10 +75,10 @@ class Namespaces:
         self._in(client, *tcp, "dport", str(port), "to", self.address(server), "table", _TABLE)
         self._in(server, *tcp, "sport", str(port), "to", self.address(client), "table", _TABLE)
 
-    def shape(self, mbit: float | None) -> None:
-        """Every link, both ways; None leaves them as fast as the machine."""
+    def shape(self, mbit: float | None, only: Link | None = None) -> None:
+        """Every link, or only one, both ways; None leaves them as fast as the machine."""
         for number, link in enumerate(self.links):
-            for machine in link:
+            for machine in link if only in (None, link) else ():
                 device = self._device(number, machine)
                 if mbit is None:
                     space = self.command(machine)
