@@ -5,7 +5,7 @@
     trainer ── 20 Mbit/s ── bucket (SeaweedFS) ── keeper, replica-0 … replica-3 (as fast as the machine)
 
 Each is a process in a network namespace of its own. The model has 8 M random bf16 weights (16 MB). A step takes one
-second and moves 3 % of them by an ulp, others each time: after 70 steps deltas have taken as many bytes as an anchor, so
+second and moves 3 % of them by an ulp, others each time: after 70 steps deltas take as many bytes as an anchor, so
 half of what a trainer alone uploads is anchors. Both cases begin when all replicas have version 0. The lag of the first
 five versions is not counted: kernels are compiled then.
 """

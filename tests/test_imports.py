@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "trainer": {*BASE, "kernels", "metrics", "views"},
     "derive": {*BASE, "trainer", "views"},
     "replica": {*BASE, "kernels", "metrics"},
-    "keeper": {"bucket", "core", "store", "trainer", "replica"},
+    "keeper": {"bucket", "core", "store", "trainer", "replica", "derive"},
     "engines": {*BASE, "kernels", "trainer", "replica", "api"},
     # of engines only what checks tokens and addresses
     "dash": {"bucket", "core", "store", "engines"},

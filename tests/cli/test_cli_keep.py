@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
+import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_support import invoke, spawn
 
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import keys
-from keeping import settings, template
+from deltawire.replica import Replica
+from deltawire.trainer import Publisher
+from keeping import large, settings, step, template
+from support import blank, same
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +97,65 @@ def test_it_follows_until_it_is_told_to_end(kept: Path) -> None:
         process.kill()
         process.wait()
     assert not (kept / keys.KEEPER).exists()
+
+
+def test_show_tells_of_added_links(kept: Path) -> None:
+    invoke("keep", kept, "--once", "--since", 32)
+    said = json.loads(invoke("show", f"{kept}@36", "--json").stdout)
+    assert {link["base"] for link in said["added"]} == {32, 33, 34}
+    assert invoke("show", f"{kept}@36").stdout.count("added later") == 3
+
+
+def test_views(tmp_path: Path) -> None:
+    run, derived = tmp_path / "run", tmp_path / "fp8"
+    weights = {"layers.0.mlp.weight": np.random.default_rng(0).standard_normal((256, 256)).astype(np.float16)}
+    with Publisher(str(run)) as publisher:
+        for version in range(4):
+            weights["layers.0.mlp.weight"][version] += np.float16(1)
+            publisher.publish(weights).result(30)
+    invoke("keep", run, "--once", "--since", 0, "--view", f"fp8-block={derived}")
+    assert Run.open(str(derived)).newest() == 3
+    invoke("verify", derived, "--source", run)
+    invoke("keep", run, "--view", "fp8-block", code=2)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_while_the_trainer_goes_on(tmp_path: Path) -> None:
+    """Real processes, SIGKILL. Whatever a keeper leaves, replicas get the trainer's bits, and run and mirror verify."""
+    dice, folder, weights = random.Random(1), tmp_path / "run", large()
+    ended = threading.Event()
+
+    def train() -> None:
+        nonlocal weights
+        with Publisher(str(folder), anchor_ratio=1e9) as publisher:
+            for version in range(300):
+                weights = step(weights, version)
+                publisher.publish(weights).result(60)
+                time.sleep(0.05)
+        ended.set()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    kills = 0
+    while not ended.is_set():
+        options = ("--lease", "0s", "--poll", 0.05, "--anchor-every", 16, "--keep-last", 60, "--grace", "1s")
+        process = spawn("keep", folder, *options, "--mirror", tmp_path / "mirror", "--json")
+        assert process.stdout is not None
+        process.stdout.readline()  # it is at work
+        time.sleep(dice.uniform(0.0, 1.5))
+        process.kill()
+        process.wait()
+        kills += 1
+        live = blank(weights)
+        with Replica(str(folder), heartbeat=0) as replica:
+            replica.sync(live)
+    trainer.join()
+    assert kills >= 3
+    invoke("keep", folder, "--once", "--lease", "0s", "--mirror", tmp_path / "mirror")
+    for place in (folder, tmp_path / "mirror"):
+        live = blank(weights)
+        with Replica(str(place), heartbeat=0) as replica:
+            assert replica.sync(live) == 299
+        assert same(live, weights)
+        found = verify(Run.open(str(place)))
+        assert found.ok, found.failure

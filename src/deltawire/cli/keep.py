@@ -46,6 +46,10 @@ def command(
         list[str] | None,
         typer.Option(metavar="URL", help="Copy the run to this address; repeatable.", show_default=False),
     ] = None,
+    view: Annotated[
+        list[str] | None,
+        typer.Option(metavar="VIEW=RUN2", help="Keep a derived run, as `derive` does; repeatable.", show_default=False),
+    ] = None,
     keep_last: Annotated[
         int | None,
         typer.Option(min=1, help="Delete old versions, except so many newest ones.", show_default=False),
@@ -84,7 +88,8 @@ def command(
 
     Any number of keepers may run: one works, the others take its place when it
     ends. It may be killed at any time. With --keep-last it also prunes, as
-    `deltawire prune --apply` does. A mirror is the same run, byte for byte.
+    `deltawire prune --apply` does. A mirror is the same run, byte for byte. A view
+    is a derived run (see deltawire derive), and needs memory for its weights too.
 
     A keeper of a signed run needs a key of its own (--sign), to which the run's
     key delegates, and the run's public key (--trust): see deltawire delegate.
@@ -107,6 +112,9 @@ def command(
 
     if keep_last is None and keep_every is not None:
         raise typer.BadParameter("--keep-every needs --keep-last: without it no version is deleted")
+    views = [(name, address) for name, mark, address in (one.partition("=") for one in view or ()) if mark and address]
+    if len(views) != len(view or ()):
+        raise typer.BadParameter("name the view and its run: --view fp8-block=s3://runs/chat-fp8")
     levels = sum(3 * 4**level <= longest_skip for level in range(LEVELS))
     options = KeeperOptions(
         anchors=anchors,
@@ -116,6 +124,7 @@ def command(
         since=since,
         retention=None if keep_last is None else Retention(keep_last, keep_every, grace=grace),
         mirrors=tuple(str(address_only(url)) for url in mirror or ()),
+        views=tuple(views),
         lease_s=lease,
     )
     address = address_only(run)

@@ -138,13 +138,8 @@ def _version(text: str, steps: bool, reference: Path | None, trust: str | None) 
         "elements": run.schema.elements,
         "full_bytes": run.schema.nbytes,
         **pick(manifest, "metrics", "timings"),
-        "links": [
-            {
-                **pick(x, "kind", "base", "bytes", "encoding", "why", "source"),
-                "objects": [blob.key for blob in x.objects],
-            }
-            for x in manifest.links
-        ],
+        "links": [*map(_link, manifest.links)],
+        "added": [_link(added.link) for added in run.added.between(version - 1, version)],
         "files": [{"name": file.name, "bytes": file.size} for file in manifest.files],
         "signer": manifest.signer or None,
         "signature_checked": run.trust is not None,
@@ -156,6 +151,13 @@ def _version(text: str, steps: bool, reference: Path | None, trust: str | None) 
         tensors = [{**pick(x, "name", "dtype", "shape"), "bytes": x.nbytes} for x in run.schema.tensors]
         return {**value, "tensors": tensors, "steps": None}
     return {**value, **_objects(run, link, steps, reference)}
+
+
+def _link(link: Link) -> dict[str, Any]:
+    return {
+        **pick(link, "kind", "base", "bytes", "encoding", "why", "source"),
+        "objects": [blob.key for blob in link.objects],
+    }
 
 
 def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[str, Any]:
@@ -227,12 +229,13 @@ def _render_version(out: Console, value: dict[str, Any]) -> None:
     out.print(
         f"{value['run']} v{value['version']}{parent}  {share} changed  {age(value['created'])} old", soft_wrap=True
     )
-    for link in value["links"]:
+    for link in (*value["links"], *value["added"]):
         base = "" if link["base"] is None else f" from v{link['base']}"
         smaller = f", {times(value['full_bytes'], link['bytes'])} smaller than full" if link["kind"] == "delta" else ""
         where = " ".join(link["objects"]) or clean(link["source"])
         coded = f" {clean(link['encoding'])}" if link["encoding"] else ""
-        out.print(f"  {link['kind']}{coded}{base}  {size(link['bytes'])}{smaller}  {where}", soft_wrap=True)
+        later = "  added later" if link in value["added"] else ""
+        out.print(f"  {link['kind']}{coded}{base}  {size(link['bytes'])}{smaller}  {where}{later}", soft_wrap=True)
         if link["why"]:
             out.print(f"    chosen by auto: {clean(link['why'])}", soft_wrap=True)
     out.print(f"  state digest {value['digest']}")

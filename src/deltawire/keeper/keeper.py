@@ -12,10 +12,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..bucket.fetch import Progress
@@ -35,6 +36,7 @@ from ..core.errors import DeltawireError, RunNotFound, RunReplaced, SchemaError,
 from ..core.manifest import Blob, Link, Manifest, main_link
 from ..core.signing import SigningKey
 from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter
+from ..derive.deriver import Deriver
 from ..replica.model import ModelTarget, StagedModel
 from ..replica.replica import TRIES, Replica
 from ..replica.target import Delta
@@ -73,6 +75,9 @@ class KeeperOptions:
     retention: Retention | None = None
     """Which versions stay; None deletes none."""
     mirrors: tuple[str, ...] = ()
+    """Addresses that the run is copied to."""
+    views: tuple[tuple[str, str], ...] = ()
+    """Runs that are derived from it: (view, address)."""
     lease_s: float = LEASE_S
 
 
@@ -142,8 +147,10 @@ class Keeper:
         """Up to this version each is gone through, however far behind."""
         self._pruned_at = -float("inf")
         self._mirrors: dict[str, Mirror] = {}
-        self._copying: dict[str, Future[None]] = {}
-        self._copiers = ThreadPoolExecutor(max(len(options.mirrors), 1), thread_name_prefix="deltawire-mirror")
+        self._derivers: dict[str, Deriver] = {}
+        self._beside: dict[str, Future[None]] = {}
+        """The latest work on each mirror and view."""
+        self._threads = ThreadPoolExecutor(len(options.mirrors) + len(options.views) or 1, "deltawire-keeper")
         self._notes: dict[str, str] = {}
         self.bad: list[str] = []
         """All bad objects that were found."""
@@ -187,13 +194,13 @@ class Keeper:
             while (kept := self.keep(newest)) is not None:
                 yield kept
         self.tend(newest)
-        for copying in self._copying.values():
-            copying.result()
+        for work in self._beside.values():
+            work.result()
 
     def close(self) -> None:
         """Let another keeper begin at once."""
         self.replica.close()
-        self._copiers.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         with suppress(StoreError):
             self._lease.release()
 
@@ -405,25 +412,26 @@ class Keeper:
         self.run.store.put(key, chunks)
         return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
 
-    # ── mirrors, retention ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── mirrors, views, retention ────────────────────────────────────────────────────────────────────────────────────
 
     def tend(self, newest: int) -> None:
-        """Update the mirrors and delete what the retention rule lets go. A mirror that fails is tried again later."""
+        """Update mirrors and views, and delete what the retention rule lets go. What fails is tried again later."""
         if not self.working:
             return
         rule = self.options.retention
         due = rule is not None and time.monotonic() - self._pruned_at > min(PRUNE_EVERY_S, max(rule.grace / 4, 1.0))
+        beside: dict[str, Callable[[], None]] = {}
         for url in self.options.mirrors:
-            # each in a thread of its own: one region that is cut off holds nobody up
-            before = self._copying.get(url)
-            if before is not None and not before.done():
-                continue
-            failed = before.exception() if before is not None else None
-            if failed is not None:
-                # what it holds is looked up again
-                self._mirrors.pop(url, None)
-            self._note("mirror " + url, f"the mirror {open_store(url).url} is behind: {failed}" if failed else "")
-            self._copying[url] = self._copiers.submit(self._copy, url, newest, rule if due else None)
+            beside[f"the mirror {open_store(url).url}"] = partial(self._copy, url, newest, rule if due else None)
+        for view, url in self.options.views:
+            beside[f"the {view} of it at {open_store(url).url}"] = partial(self._derive, view, url, newest)
+        for what, work in beside.items():
+            # each in a thread of its own: a region that is cut off holds nobody up
+            before = self._beside.get(what)
+            if before is None or before.done():
+                failed = before.exception() if before is not None else None
+                self._note(what, f"{what} is behind: {failed}" if failed else "")
+                self._beside[what] = self._threads.submit(work)
         if due and rule is not None:
             plan = prune(self.run, rule)
             self._pruned_at = time.monotonic()
@@ -431,6 +439,14 @@ class Keeper:
                 tidy(self.run, self.id, self._signer)
 
     def _copy(self, url: str, newest: int, rule: Retention | None) -> None:
-        if url not in self._mirrors:
-            self._mirrors[url] = Mirror(self.run, open_store(url))
-        self._mirrors[url].update(newest, rule)
+        # after a failure, what it holds is looked up again
+        mirror = self._mirrors.pop(url, None) or Mirror(self.run, open_store(url))
+        mirror.update(newest, rule)
+        self._mirrors[url] = mirror
+
+    def _derive(self, view: str, url: str, newest: int) -> None:
+        deriver = self._derivers.pop(url, None) or Deriver(self.run, url, view, resolve=self._resolve)
+        since = self.options.since
+        for _ in deriver.follow(newest if since is None else since, once=True):
+            pass
+        self._derivers[url] = deriver
