@@ -60,8 +60,10 @@ class Trust:
     """
 
     def __init__(self, given: KeysLike, *, remember: bool = True) -> None:
-        # missing now, not with every version
+        # a missing package or a folder that cannot be used is an error now, not with every version
         load()
+        if remember:
+            Seen.prepare()
         several = [given] if isinstance(given, (str, os.PathLike)) else given
         self.keys = [key for one in several for key in public_keys(one)]
         self.remember = remember
@@ -83,8 +85,7 @@ class Trust:
             raise RunReplaced(
                 f"{url} holds the run {run[:32]}, and the trusted keys are for another one; check the address"
             )
-        seen = Seen.folder() if self.remember else None
-        return RunTrust(keys, url, run, seen)
+        return RunTrust(keys, url, run, Seen.folder() if self.remember else None)
 
 
 class RunTrust:
@@ -235,6 +236,17 @@ class Seen(msgspec.Struct, frozen=True):
         return Path(os.environ.get("DELTAWIRE_STATE") or f"{state}/deltawire").expanduser()
 
     @classmethod
+    def prepare(cls) -> None:
+        """Make the folder. Raises Misconfigured where nothing can be kept in it, or what is there is damaged."""
+        folder = cls.folder()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (folder / f"{cls.NAME}.lock").touch()
+        except OSError as error:
+            raise _unusable(folder, error) from None
+        cls.read(folder)
+
+    @classmethod
     def read(cls, folder: Path) -> Seen:
         path = folder / cls.NAME
         try:
@@ -250,7 +262,6 @@ class Seen(msgspec.Struct, frozen=True):
     def note(cls, folder: Path, url: str, run: str, newest: tuple[int, str]) -> None:
         """Keep the newest version of a run, unless another process has kept a newer one."""
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with (folder / f"{cls.NAME}.lock").open("wb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 seen = cls.read(folder)
