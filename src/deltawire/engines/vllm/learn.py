@@ -106,7 +106,7 @@ class Learned:
 
 def copy_of(module: nn.Module) -> Any:
     """A copy of a module that a hook may change: dictionaries and buffers of its own, everything else shared."""
-    made = module.__new__(type(module))
+    made: Any = object.__new__(type(module))
     made.__dict__.update(module.__dict__)
     for kind in ("_parameters", "_modules"):
         made.__dict__[kind] = dict(module.__dict__[kind])
