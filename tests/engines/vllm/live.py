@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm_fresh import fresh_checksums
-from vllm_live import ON_GPU, Server, Streams, Trainer, make_model, ranks, serving
+from vllm_live import Server, Streams, Trainer, make_model, ranks, serving
 
 import deltawire as dw
 from deltawire.bucket.run import Run
@@ -532,11 +532,11 @@ def test_two_stages_with_a_tied_embedding_at_both_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
-def test_data_parallel_ranks_follow_as_one(tmp_path: Path) -> None:
-    """Two engines, and as many API servers, of which one follows: all engines switch or none. On GPUs each engine holds
-    half of the experts; on a CPU, vLLM 0.32 cannot pass tokens between engines, and they hold the same dense model."""
-    kind, flags = ("qwen3_moe", ["--enable-expert-parallel"]) if ON_GPU else ("qwen3", [])
-    flags = [*flags, "--data-parallel-size", "2"]
+@pytest.mark.parametrize("kind", ("qwen3", "qwen3_moe"))
+def test_data_parallel_ranks_follow_as_one(tmp_path: Path, kind: str) -> None:
+    """Two engines, and as many API servers, of which one follows: all engines switch or none. Engines hold the same dense
+    model, or each of them half of the experts, in which case they take every step together."""
+    flags = ["--data-parallel-size", "2", *(["--enable-expert-parallel"] if kind == "qwen3_moe" else [])]
     faults = tmp_path / "faults"
     faults.mkdir()
     model = make_model(tmp_path / "model", kind)

@@ -1,4 +1,5 @@
-"""A vLLM plugin for tests, loaded in every process of a server under test: faults on demand, and no AMX.
+"""A vLLM plugin for tests, loaded in every process of a server under test: faults on demand, no AMX, and what vLLM's
+data parallelism lacks on a CPU.
 
 A fault is a file in the folder $VLLM_TEST_FAULTS, removed when it strikes:
     fail-<rank>     the rank fails in the middle of writing new weights
@@ -22,6 +23,7 @@ import torch
 def register() -> None:
     # some virtual machines advertise AMX and then trap on it; vLLM has no switch for that
     torch.cpu._is_amx_tile_supported = lambda: False
+    _exchange_tokens_on_a_cpu()
     if "VLLM_TEST_FAULTS" in os.environ:
         _break_writes(Path(os.environ["VLLM_TEST_FAULTS"]))
     if reason := os.environ.get("VLLM_TEST_REFUSE"):
@@ -29,6 +31,34 @@ def register() -> None:
         from deltawire.engines.vllm import guard
 
         guard.problems_of = lambda model, config: [reason]
+
+
+def _exchange_tokens_on_a_cpu() -> None:
+    """Two collectives that vLLM's CPU communicator lacks, and that engines with experts in common need."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def gather(self: Any, tensors: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+        if not isinstance(tensors, list):
+            return gather(self, [tensors], dim, sizes)[0]
+        found = []
+        for mine in tensors:
+            # the same size from all: they are cut again where they come out
+            rows = sizes or [mine.shape[0]] * self.world_size
+            padded = mine.new_zeros((max(rows), *mine.shape[1:]))
+            padded[: mine.shape[0]] = mine
+            parts = [torch.empty_like(padded) for _ in rows]
+            torch.distributed.all_gather(parts, padded, group=self.device_group)
+            found.append(torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)]))
+        return found
+
+    def reduce_scatter(self: Any, tensor: Any, dim: int = -1, sizes: list[int] | None = None) -> Any:
+        rows = sizes or [tensor.shape[0] // self.world_size] * self.world_size
+        total = tensor.contiguous().clone()
+        torch.distributed.all_reduce(total, group=self.device_group)
+        start = sum(rows[: self.rank_in_group])
+        return total[start : start + rows[self.rank_in_group]]
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather, reduce_scatter  # type: ignore[method-assign]
 
 
 def _break_writes(folder: Path) -> None:
