@@ -534,8 +534,8 @@ def test_two_stages_with_a_tied_embedding_at_both_ends(tmp_path: Path) -> None:
 @pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("kind", ("qwen3", "qwen3_moe"))
 def test_data_parallel_ranks_follow_as_one(tmp_path: Path, kind: str) -> None:
-    """Two engines, and as many API servers, of which one follows: all engines switch or none. Engines hold the same dense
-    model, or each of them half of the experts, in which case they take every step together."""
+    """Two engines, and as many API servers, of which one follows: all engines switch or none. Engines hold the same
+    dense model, or each of them half of the experts, in which case they take every step together."""
     flags = ["--data-parallel-size", "2", *(["--enable-expert-parallel"] if kind == "qwen3_moe" else [])]
     faults = tmp_path / "faults"
     faults.mkdir()
