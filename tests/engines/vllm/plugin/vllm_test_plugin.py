@@ -24,6 +24,7 @@ def register() -> None:
     # some virtual machines advertise AMX and then trap on it; vLLM has no switch for that
     torch.cpu._is_amx_tile_supported = lambda: False
     _exchange_tokens_on_a_cpu()
+    _share_experts_on_a_cpu()
     if "VLLM_TEST_FAULTS" in os.environ:
         _break_writes(Path(os.environ["VLLM_TEST_FAULTS"]))
     if reason := os.environ.get("VLLM_TEST_REFUSE"):
@@ -59,6 +60,23 @@ def _exchange_tokens_on_a_cpu() -> None:
         return total[start : start + rows[self.rank_in_group]]
 
     CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather, reduce_scatter  # type: ignore[method-assign]
+
+
+def _share_experts_on_a_cpu() -> None:
+    """vLLM's CPU kernel takes the number of an expert for its place, also on a rank that holds only some of them, and
+    reads beyond them: with expert parallelism the first request ends the server."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    apply = CPUUnquantizedExperts.apply
+
+    def applied(self: Any, *, topk_weights: Any, topk_ids: Any, expert_map: Any, **more: Any) -> None:
+        if expert_map is not None:
+            here = expert_map[topk_ids.long()]
+            topk_weights = topk_weights.masked_fill(here < 0, 0)
+            topk_ids = here.clamp(min=0).to(topk_ids.dtype)
+        apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **more)
+
+    CPUUnquantizedExperts.apply = applied  # type: ignore[method-assign]
 
 
 def _break_writes(folder: Path) -> None:
