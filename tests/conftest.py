@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import certifi
 import pytest
 import typer.testing
 from hypothesis import HealthCheck, settings
@@ -79,17 +80,26 @@ def pytest_unconfigure() -> None:
 
 
 LONGEST = (
+    "store/test_store_hub.py",
     "trainer/test_shards.py",
     "test_soak.py",
-    "store/test_store_hub.py",
+    "cli/test_cli_follow.py",
+    "docs/test_documents.py",
     "abuse/test_abuse_limits.py",
     "abuse/test_abuse_files.py",
     "trainer/test_publisher_killed.py",
     "kernels/test_kernels_adamw.py",
     "kernels/test_kernels_classes.py",
     "trainer/test_detectors.py",
-    "engines/server/test_scheduler.py",
+    "engines/server/test_app.py",
     "engines/server/test_server_follower.py",
+    "engines/vllm/test_follower.py",
+    "engines/vllm/test_decoder.py",
+    "store/test_run_in_hub.py",
+    "wordle/test_games.py",
+    "fuzz/test_fuzz.py",
+    "cli/test_cli_hostile.py",
+    "test_imports.py",
 )
 """Files that take longest: run first, so that no worker waits for one of them at the end."""
 
@@ -106,6 +116,23 @@ def store() -> Store:
 
 
 @pytest.fixture(scope="session")
+def _certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one certificate."""
+    folder = tmp_path_factory.mktemp("certificates")
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
+    (folder / "one.pem").write_text(first + end + "\n")
+    return folder
+
+
+@pytest.fixture
+def _few_certificates(_certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bucket clients read all certificates of the system whenever they connect, which takes longer than most requests;
+    tests use none of them."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(_certificates / "one.pem"))
+    monkeypatch.setenv("SSL_CERT_DIR", str(_certificates))
+
+
+@pytest.fixture(scope="session")
 def seaweed() -> Iterator[SeaweedFS]:
     """A real S3 server; each worker of a parallel run has its own."""
     with SeaweedFS() as server:
@@ -113,7 +140,7 @@ def seaweed() -> Iterator[SeaweedFS]:
 
 
 @pytest.fixture
-def s3(seaweed: SeaweedFS) -> Store:
+def s3(seaweed: SeaweedFS, _few_certificates: None) -> Store:
     """A fresh place in a real bucket."""
     return seaweed.store(f"deltawire/{uuid.uuid4()}/run")
 
@@ -129,7 +156,7 @@ def hub_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubStandIn]
 
 
 @pytest.fixture
-def hub(hub_server: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> HubStandIn:
+def hub(hub_server: HubStandIn, _few_certificates: None, monkeypatch: pytest.MonkeyPatch) -> HubStandIn:
     """The Hub stand-in, and an environment that leads hf:// addresses there. No faults are left from other tests."""
     monkeypatch.setenv("HF_ENDPOINT", hub_server.endpoint)
     monkeypatch.setenv("HF_TOKEN", hub_server.token)

@@ -167,8 +167,14 @@ class StoreTests:
         store.put("key", refill)
         assert store.get("key").data == b"".join(bytes([number]) * size for number in range(5))
 
-    @pytest.mark.parametrize("error", [RuntimeError, FileNotFoundError, PermissionError, ValueError, KeyError])
-    @pytest.mark.parametrize("size", [0, 100, 20 << 20], ids=["first", "small", "large"])
+    @pytest.mark.parametrize(
+        "error, size",
+        [
+            (RuntimeError, 0),
+            *((error, 100) for error in (RuntimeError, FileNotFoundError, PermissionError, ValueError, KeyError)),
+            (RuntimeError, 20 << 20),
+        ],
+    )
     def test_a_failing_producer_changes_nothing(self, store: Store, error: type[Exception], size: int) -> None:
         def broken() -> Iterator[bytes | memoryview]:
             if size:
