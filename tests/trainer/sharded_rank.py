@@ -190,7 +190,7 @@ class Rank:
     def view_experts(self) -> None:
         from moe_models import make as make_experts
 
-        sizes = {"hidden_size": 136, "moe_intermediate_size": 130, "head_dim": 16}
+        sizes = {"hidden_size": 136, "moe_intermediate_size": 132, "head_dim": 16}
         make = partial(make_experts, "qwen3_moe", vocab_size=301, **sizes)
         model = make()
         for layer in model.model.layers:

@@ -12,8 +12,10 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from safetensors.torch import load_file
 
 import deltawire as dw
+from deltawire.bucket.checkpoint_folder import fill
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
@@ -160,6 +162,30 @@ def test_experts_are_converted_one_by_one_under_the_names_of_the_checkpoint(tmp_
     assert {"lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"} <= set(said)
     assert not any("experts" in name for name in said)
     checkout(run, 0)
+
+
+def test_transformers_loads_a_checkout(tmp_path: Path) -> None:
+    """Without a GPU it multiplies weights and scales, which shows that it reads both as they are meant."""
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=64,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with Publisher(str(tmp_path / "run"), view="fp8-block") as publisher:
+        publisher.publish(model, wait=True)
+    run = Run.open(str(tmp_path / "run"))
+    fill(_folder(tmp_path / "checkout"), run, run.manifest(0), checkout(run, 0))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkout", dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "checkout" / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    scales = stored[f"{name}_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    weight = loaded.model.layers[0].mlp.down_proj.weight.float()
+    if not torch.cuda.is_available():
+        assert torch.equal(weight, (stored[name].float() * scales).bfloat16().float())
+    assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight.bfloat16())
 
 
 def test_detectors_that_do_not_compare_what_is_published_are_refused(tmp_path: Path) -> None:

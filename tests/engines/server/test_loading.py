@@ -37,6 +37,13 @@ def test_a_run_without_a_config_is_refused_and_the_next_step_named(tmp_path: Pat
         load_options(Options(str(tmp_path / "run"), poll=0.01))
 
 
+def test_quantized_weights_are_refused_and_the_next_step_named(tmp_path: Path) -> None:
+    with Publisher(tmp_path / "run", view="fp8-block") as publish:
+        publish.publish(tiny_model()).result(60)
+    with pytest.raises(SchemaMismatch, match="serve the run that these weights are derived from, or use --engine vllm"):
+        load_options(Options(str(tmp_path / "run"), poll=0.01))
+
+
 def test_most_weights_decide() -> None:
     few, many, counts = TensorSpec("a", "F32", (8,)), TensorSpec("b", "F16", (64,)), TensorSpec("c", "I64", (128,))
     assert dtype_of(Schema.build([few, many, counts])) == torch.float16

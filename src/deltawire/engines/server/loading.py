@@ -81,6 +81,12 @@ def load(source: str, *, dtype: torch.dtype, device: str = "cpu", max_model_len:
     """`source` is a checkpoint folder (the weights may be missing: the run has them) or a hub id."""
     disable_progress_bar()
     config = _config(source)
+    if getattr(config, "quantization_config", None) is not None:
+        # transformers would load it as bf16, under other names than the run has
+        raise SchemaMismatch(
+            "config.json has a quantization_config, and the built-in server computes with 16 or 32 bits: serve the run "
+            "that these weights are derived from, or use --engine vllm"
+        )
     place = Path(source)
     if place.is_dir() and not any(place.glob("*.safetensors")):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
