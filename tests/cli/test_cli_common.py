@@ -18,7 +18,7 @@ from deltawire.core import errors
 
 COMMANDS = (
     "demo", "publish", "checkout", "follow", "serve", "env", "log", "show", "diff", "tag", "runs", "verify", "prune",
-    "plan", "doctor",
+    "plan", "doctor", "fleet", "cache",
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from deltawire.core import keys
 from deltawire.core.manifest import Heartbeat, dump
 from deltawire.store import open_store
 from tests.bucket.test_bucket_fleet import HOSTILE
+from tests.docs.documents import blocks
 
 
 def beat(run: Path, name: str, address: str, version: int | None = 3, healthy: bool = True) -> None:
@@ -137,9 +138,11 @@ def test_haproxy_takes_the_configuration(tmp_path: Path) -> None:
     """Debian's HAProxy; installed for the slow tests."""
     haproxy = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/usr/bin")
     assert haproxy, "apt-get install haproxy"
-    found = ["10.0.0.1:8000", "[2001:db8::1]:80", "localhost:8000"]
-    front = "defaults\n    mode http\n    timeout client 600s\n    timeout server 600s\n    timeout connect 5s\n"
-    front += "frontend f\n    bind 127.0.0.1:8080\n    default_backend deltawire\n"
-    (tmp_path / "haproxy.cfg").write_text(front + fleet.haproxy_backend(found, "deltawire"))
-    done = subprocess.run([haproxy, "-c", "-f", str(tmp_path / "haproxy.cfg")], capture_output=True, text=True)
+    (block,) = [block for block in blocks("docs/fleet.md") if block.language == "haproxy"]
+    files = {"haproxy.cfg": block.code}
+    files["backend.cfg"] = fleet.haproxy_backend(["10.0.0.1:8000", "[2001:db8::1]:80", "localhost:8000"], "deltawire")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    command = [haproxy, "-c", *(part for name in files for part in ("-f", str(tmp_path / name)))]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

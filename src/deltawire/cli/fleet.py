@@ -68,20 +68,21 @@ def command(
 ) -> None:
     """List the servers that follow a run: version, lag, health, last pause, address.
 
-    All of it is from heartbeats in the bucket. With --nginx or --haproxy it writes
-    the healthy servers as a configuration, so that clients need only one address;
-    --watch keeps the file current. A configuration without a server is never
-    written: the last one stays.
+    All of it is from heartbeats in the bucket. With --nginx or --haproxy it
+    writes the healthy servers as a configuration, so that clients need only one
+    address; --watch keeps the file current. A configuration without a server is
+    never written: the last one stays.
 
-    Whoever can write the bucket can write a heartbeat. Addresses must be host:port
-    in a strict form. Those of one machine (127.0.0.1), of one link, and names are
-    used only if --allow covers them. Use --allow where the proxy adds a token.
+    Whoever can write the bucket can write a heartbeat. Addresses must be
+    host:port in a strict form. Those of one machine (127.0.0.1), of one link,
+    and names are used only if --allow covers them. Use --allow where the proxy
+    adds a token.
 
     \b
     Examples
       deltawire fleet s3://runs/chat
       deltawire fleet s3://runs/chat --nginx - --max-lag 2 --allow 10.0.0.0/8
-      deltawire fleet s3://runs/chat --nginx /etc/nginx/deltawire.conf --watch --exec "nginx -s reload"
+      deltawire fleet s3://runs/chat --nginx up.conf --watch
       deltawire fleet s3://runs/chat --prometheus-sd targets.json --watch
     """
     from ..bucket.fleet import Allowed, members
