@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -391,6 +393,10 @@ def test_what_was_seen_only_grows_whoever_writes_it(tmp_path: Path) -> None:
     assert Seen.read(folder).runs == {"run": (59, OWN.public)}
 
 
+def _no_space(path: Path, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_folder_that_cannot_keep_what_was_seen_is_an_error(
     run: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +404,14 @@ def test_a_folder_that_cannot_keep_what_was_seen_is_an_error(
     monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "file"))
     with pytest.raises(Misconfigured, match="DELTAWIRE_STATE"):
         follower(run)
+    # a disk that is full later: also the second attempt applies nothing that would be forgotten
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "full"))
+    full, weights = follower(run), blank(VERSIONS[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", _no_space)
+        for _ in range(3):
+            with pytest.raises(Misconfigured, match="No space"):
+                full.sync(weights)
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / Seen.NAME).write_text("{")
     monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from deltawire.bucket.prune import Retention
+from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.run import Run
 from deltawire.bucket.trust import delegate
 from deltawire.bucket.verify import verify
 from deltawire.bucket.walk import Walker
 from deltawire.core import keys
 from deltawire.core.added import spans
-from deltawire.core.errors import NotTheSigner, StoreUnavailable
+from deltawire.core.errors import NotTheSigner, RunReplaced, StoreUnavailable
+from deltawire.core.manifest import dump
 from deltawire.core.signing import SigningKey
 from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import Keeper, KeeperOptions
@@ -211,6 +212,37 @@ def test_a_bad_anchor_beside_a_good_delta_is_reported(kept: Kept) -> None:
     told = kept.keep(KeeperOptions(since=64))
     assert bad in told[-1].bad[0]
     assert all(not x.bad for x in told[:-1])
+
+
+def test_versions_that_are_pruned_while_it_catches_up(kept: Kept) -> None:
+    store = empty()
+    publish(store, kept.weights, anchor_every=16)
+    announce(Run.open(store), "before", (), 20)
+    keeper = Keeper(store, KeeperOptions(anchor_every=8))
+    told = keeper.once()
+    assert [next(told).version for _ in range(3)] == [16, 20, 21]
+    # marked, and still there
+    store.put(keys.PRUNED, dump(Run.open(store).pruned().also(range(48))))
+    assert [one.version for one in told][-1] == LAST
+    keeper.close()
+    assert keeper.bad == []
+    assert verify(Run.open(store)).ok
+
+
+def test_it_writes_nothing_into_a_run_that_took_the_place_of_its_own(kept: Kept) -> None:
+    keeper = Keeper(kept.store, KeeperOptions(since=0))
+    told = keeper.once()
+    next(told)
+    for item in [*kept.store.list()]:
+        kept.store.delete(item.key)
+    publish(kept.store, kept.weights[:1])
+    with pytest.raises(RunReplaced):
+        list(told)
+    rule = Retention(last=1, grace=0)
+    with pytest.raises(RunReplaced):
+        prune(keeper.run, rule)
+    assert kept.run.listed() == [0]
+    assert keys.ADDED not in {item.key for item in kept.store.list()}
 
 
 def test_a_store_that_fails_for_a_while(kept: Kept) -> None:

@@ -70,8 +70,8 @@ def checked_address(text: str) -> str:
 class Allowed:
     """Places where servers may be: networks (`10.0.0.0/8`) and domains (`.example.internal`).
 
-    Without any, all IP addresses that are not of one machine, one link or a group; names need to be listed, since a
-    proxy resolves them, and may refuse its whole configuration if it cannot.
+    Without any, all IP addresses that are not reserved, of one machine, one link or a group; names need to be listed,
+    since a proxy resolves them, and may refuse its whole configuration if it cannot.
     """
 
     def __init__(self, places: Sequence[str] = ()) -> None:
@@ -96,7 +96,9 @@ class Allowed:
             return any(host == domain or (domain[0] == "." and host.endswith(domain)) for domain in self._domains)
         if self._networks or self._domains:
             return any(host in network for network in self._networks)
-        return not (host.is_loopback or host.is_link_local or host.is_multicast or host.is_unspecified)
+        # reserved ones include IPv4 addresses in IPv6 notation, such as ::ffff:127.0.0.1
+        unusable = host.is_loopback or host.is_link_local or host.is_multicast or host.is_unspecified
+        return not (unusable or host.is_reserved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,9 @@ class Neighbour:
         except ValueError:
             parts, self._host, self._port = urlsplit(""), "", None
         if parts.scheme not in ("http", "https") or not self._host or parts.path.strip("/") or parts.username:
-            raise Misconfigured(f"DELTAWIRE_CACHE is {url[:80]!r}: a folder, or a cache as in http://10.0.0.5:8330")
+            # what is before an @ may be a secret
+            shown = f"http://…@{url.rpartition('@')[2]}" if "@" in url else url
+            raise Misconfigured(f"DELTAWIRE_CACHE is {shown[:80]!r}: a folder, or a cache as in http://10.0.0.5:8330")
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._rests_until = 0.0

@@ -231,7 +231,11 @@ def survey(run: Run, rule: Retention, at: float | None = None) -> PrunePlan:
 
 
 def prune(run: Run, rule: Retention) -> PrunePlan:
-    """Mark what can go and delete what was marked long enough ago. Several at once do no harm."""
+    """Mark what can go and delete what was marked long enough ago. Several at once do no harm.
+
+    Raises RunNotFound or RunReplaced if the run was deleted since it was opened: its manifests may still be in memory.
+    """
+    run.check_present()
     if not rule.grace:
         # only replicas that read are waited for, and their heartbeats are read after the mark
         _mark(run, _survey_by_its_clock(run, rule).marked)

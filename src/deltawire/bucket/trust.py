@@ -125,9 +125,11 @@ class RunTrust:
         check_seal(MANIFEST, data, manifest.signer, what)
         with self._lock:
             if self.newest is None or manifest.version > self.newest[0]:
-                self.newest = manifest.version, manifest.signer
+                newest = manifest.version, manifest.signer
                 if self._folder is not None:
-                    Seen.note(self._folder, self._url, self._run, self.newest)
+                    # first: if that fails, the version is not accepted the next time either
+                    Seen.note(self._folder, self._url, self._run, newest)
+                self.newest = newest
 
     def _allowed(self, trusted: Iterable[str], manifest: Manifest) -> set[str]:
         if manifest.signer in (known := set(trusted)):

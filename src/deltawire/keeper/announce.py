@@ -56,7 +56,11 @@ def _version(added: AddedLink) -> int:
 
 
 def _recovered(run: Run, keeper: str) -> AddedIndex:
-    """Make an index of the pages that are there. Without a usable index, all that was announced before is in them."""
+    """Make an index of the pages that are there. Without a usable index, all that was announced before is in them.
+
+    Raises RunReplaced where there is none because another run is there now.
+    """
+    run.check_present()
     links = run.added.listed()
     listed = [item.key for item in run.store.list(keys.ADDED_PAGES) if keys.added_range(item.key) is not None]
     newest = max((x for x in links if x.link.kind == "anchor"), key=_version, default=None)

@@ -244,11 +244,13 @@ class Keeper:
         try:
             changes = self._sync(version)
         except DAMAGE as error:
-            self._report(f"version {version} cannot be reached: {error}")
+            before = len(self.bad)
+            if version not in self.run.pruned():
+                self._report(f"version {version} cannot be reached: {error}")
             self._skips.start(version)
             if working:
                 announce(self.run, self.id, (), version, self._signer)
-            return KeptVersion(version, newest, working, bad=(self.bad[-1],))
+            return KeptVersion(version, newest, working, bad=tuple(self.bad[before:]))
         try:
             bad = self._prove(version) if version > done else []
             there = {x.way for x in self.run.added.between(version - 1, version)} if version <= done else set()
@@ -391,6 +393,8 @@ class Keeper:
         versions = merge(self.run.timeline(version, self._anchored), anchors)
         full_links = [v for v, s in versions.items() if any(link.kind != "delta" for link in s.links)]
         self._anchored = max(full_links, default=self._anchored)
+        if version not in versions:
+            return False  # pruned meanwhile
         size = main_link(versions.pop(version)).bytes
         return self._anchored < version and self._policy.wants_anchor(
             version, size, self.run.schema.nbytes, versions
