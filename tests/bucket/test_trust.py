@@ -663,3 +663,11 @@ def test_a_forged_anchor_of_a_keeper_is_refused(
     with pytest.raises(DeltawireError):
         Replica(store, trust=OWN.public, heartbeat=0).sync(live, 16)
     assert same(live, versions[3])
+
+
+def test_a_signer_is_a_key_and_nothing_that_a_terminal_obeys(run: Store) -> None:
+    rewrite(run, 4, None, signer="\x1b[2J")
+    for trust in (None, OWN.public):
+        with pytest.raises(ManifestError, match="which is no public key") as error:
+            Run.open(run, trust=trust).manifest(4)
+        assert "\x1b" not in str(error.value)

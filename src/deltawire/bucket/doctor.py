@@ -307,7 +307,7 @@ class _Visit:
         if not (signer := run.manifest(newest).signer):
             return said
         checked = "checked" if run.trust else "not checked: set DELTAWIRE_TRUST where the run is read"
-        return f"{said}, signed by {signer[:80]}, {checked}"
+        return f"{said}, signed by {signer}, {checked}"
 
     def _key(self, name: str) -> str:
         key = self._prefix + name

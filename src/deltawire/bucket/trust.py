@@ -37,6 +37,7 @@ from ..core.signing import (
     check_public,
     check_seal,
     endorsed,
+    is_public,
     load,
     public_keys,
 )
@@ -112,14 +113,14 @@ class RunTrust:
             raise SignatureError(f"{what} is not signed, and only signed versions are accepted here")
         if manifest.signer not in self._allowed(self._keys, manifest):
             raise SignatureError(
-                f"{what} is signed by {manifest.signer[:80]}, which is not trusted here; trusted: "
+                f"{what} is signed by {manifest.signer}, which is not trusted here; trusted: "
                 f"{', '.join(sorted(self._keys))}"
             )
         if self.newest is not None and manifest.version > self.newest[0]:
             version, signer = self.newest
             if manifest.signer not in self._allowed({signer}, manifest):
                 raise SignatureError(
-                    f"{what} is signed by {manifest.signer[:80]}; version {version} was signed by {signer}, which "
+                    f"{what} is signed by {manifest.signer}; version {version} was signed by {signer}, which "
                     "has not passed the run on to that key"
                 )
         check_seal(MANIFEST, data, manifest.signer, what)
@@ -146,12 +147,12 @@ class RunTrust:
 
     def check_links(self, record: SignedLinks, data: bytes, what: str) -> None:
         """Raise SignatureError unless added links are signed by a key that the run's present key has delegated to."""
-        if not record.signer or record.delegation is None:
+        if not is_public(record.signer) or record.delegation is None:
             raise SignatureError(f"{what} is not signed by a keeper, and only signed links are accepted here")
         present = set(self._keys) if self.newest is None else {self.newest[1]}
         if record.signer not in endorsed(KEEPER, self._run, present, [record.delegation]) - present:
             raise SignatureError(
-                f"{what} is signed by {record.signer[:80]}, which the run's key has not made a keeper: see deltawire "
+                f"{what} is signed by {record.signer}, which the run's key has not made a keeper: see deltawire "
                 "delegate"
             )
         check_seal(LINKS, data, record.signer, what)

@@ -17,7 +17,7 @@ import msgspec
 from . import keys
 from .errors import ForeignObject, ManifestError, ModelTooLarge, UnknownFormat
 from .schema import Schema, check_file_name
-from .signing import Endorsement
+from .signing import Endorsement, is_public
 from .typed_json import decode
 
 FORMAT = 1
@@ -362,6 +362,8 @@ def parse_manifest(data: bytes, version: int, run: RunInfo) -> Manifest:
         raise ManifestError(f"{what} names an origin, version {origin.version}, that cannot be one")
     if len(manifest.rotations) > MAX_ROTATIONS:
         raise ManifestError(f"{what} has more than {MAX_ROTATIONS} rotations of its key")
+    if manifest.signer and not is_public(manifest.signer):
+        raise ManifestError(f"{what} names {manifest.signer[:80]!r} as its signer, which is no public key")
     for link in manifest.links:
         check_link(link, version, what, run.schema)
     _check_distinct(what, "a link", [(link.kind, link.base) for link in manifest.links])

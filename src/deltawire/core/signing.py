@@ -144,11 +144,9 @@ def check_seal(kind: str, data: bytes, signer: str, what: str) -> None:
     """Raise SignatureError unless a JSON object ends with this key's signature of it."""
     seal = _SEAL.fullmatch(data[-_SEAL_SIZE:])
     if seal is None:
-        raise SignatureError(f"{what} names the key {signer[:80]} and has no signature")
+        raise SignatureError(f"{what} names the key {signer} and has no signature")
     if not _is_signed(kind, data[:-_SEAL_SIZE] + b"}", signer, seal[1].decode()):
-        raise SignatureError(
-            f"{what} does not have a valid signature of {signer[:80]}: it was changed after it was signed"
-        )
+        raise SignatureError(f"{what} does not have a valid signature of {signer}: it was changed after it was signed")
 
 
 def _is_signed(kind: str, message: bytes, signer: str, signature: str) -> bool:

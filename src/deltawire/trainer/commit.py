@@ -93,7 +93,7 @@ class Committer:
         if self._signing is None:
             if newest is not None and newest.signer:
                 raise NotTheSigner(
-                    f"version {newest.version} of {url} is signed by {newest.signer[:80]}: publish with that key "
+                    f"version {newest.version} of {url} is signed by {newest.signer}: publish with that key "
                     "(sign=PATH, or DELTAWIRE_SIGN), or to an address of its own"
                 )
             return ()
@@ -102,7 +102,7 @@ class Committer:
         before = {key.public} if newest is None else {newest.signer}
         if key.public not in endorsed(NEXT_KEY, self.run.info.run, before, found):
             raise NotTheSigner(
-                f"{url} is signed by {newest.signer[:80] if newest else ''}, which has not named {key.public} as the "
+                f"{url} is signed by {newest.signer if newest else ''}, which has not named {key.public} as the "
                 "next key: publish a version with the old key and next_key= first"
             )
         if next_key in ("", key.public) or (found and (found[-1].by, found[-1].key) == (key.public, next_key)):
