@@ -31,7 +31,7 @@ from safetensors import SafetensorError, deserialize
 
 import deltawire as dw
 from deltawire.bucket.run import Run
-from deltawire.bucket.trust import Trust
+from deltawire.bucket.trust import Trust, delegate
 from deltawire.bucket.versions import set_tag
 from deltawire.cli import app
 from deltawire.core import full, keys
@@ -39,6 +39,7 @@ from deltawire.core.codecs import ENCODINGS
 from deltawire.core.describe import Contents
 from deltawire.core.errors import DeltawireError
 from deltawire.core.signing import MANIFEST, SigningKey
+from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
@@ -157,7 +158,8 @@ class Runs:
     """Whole runs with changed objects, by everything that reads one: replica, publisher and the commands."""
 
     kinds = (
-        "run.json", "head", "manifest", "data", "history", "pruned", "heartbeat", "tag", "records", "special files",
+        "run.json", "head", "manifest", "data", "history", "pruned", "heartbeat", "tag", "added", "records",
+        "special files",
     )  # fmt: skip
 
     _KEYS: ClassVar = {
@@ -169,6 +171,7 @@ class Runs:
         "pruned": (keys.PRUNED,),
         "heartbeat": (keys.REPLICAS,),
         "tag": (keys.TAGS,),
+        "added": (keys.ADDED, keys.ADDED_PAGES),
     }
     _COMMANDS: ClassVar = {
         "log": ["log", "RUN"],
@@ -189,6 +192,7 @@ class Runs:
 
     signs: str | None = None
     """Private key of the publisher."""
+    keeper: SigningKey | None = None
     trust: Trust | None = None
 
     def __init__(self) -> None:
@@ -211,6 +215,7 @@ class Runs:
             run = Run.open(store)
             set_tag(run, 12, "best")
             set_tag(run, 8, "first")
+            self._keep(store, run)
         store.put(keys.PRUNED, json.dumps({"run": run.info.run, "versions": [[1, 3], [5, 7]]}).encode())
         made = {info.key: store.get(info.key).data for info in store.list()}
         for key, data in made.items():
@@ -222,6 +227,17 @@ class Runs:
 
     def _sealed(self, key: str, value: dict[str, Any]) -> bytes:
         return json.dumps(value).encode()
+
+    def _keep(self, store: Store, run: Run) -> None:
+        """Add links, as a keeper does."""
+        # few links make a page
+        with mock.patch("deltawire.keeper.lease.SETTLE_S", 0.0), mock.patch("deltawire.keeper.announce.RECENT", 4):
+            options = KeeperOptions(since=0, anchors=False, levels=2)
+            keeper = Keeper(store, options, id="keeper", trust=self.trust, sign=self.keeper)
+            for _ in keeper.once():
+                pass
+            keeper.close()
+        store.delete(keys.replica("keeper"))
 
     def make(self, rng: Random, kind: str) -> Case:
         action = rng.choice((*self._COMMANDS, *self._READS))
@@ -398,13 +414,19 @@ class Runs:
 class SignedRuns(Runs):
     """Signed runs with changed objects, read with the trusted key: no changed manifest may be accepted."""
 
-    kinds = ("signed manifest", "signed data", "signed records")
+    kinds = ("signed manifest", "signed data", "signed records", "signed added")
 
     def __init__(self) -> None:
         self.signs = "ed25519-private:" + 32 * "5e"
         self._key = SigningKey.read(self.signs)
+        self.keeper = SigningKey.read("ed25519-private:" + 32 * "6f")
         self.trust = Trust(self._key.public, remember=False)
         super().__init__()
+
+    def _keep(self, store: Store, run: Run) -> None:
+        assert self.keeper is not None
+        delegate(run, self._key, self.keeper.public)
+        super()._keep(store, run)
 
     def make(self, rng: Random, kind: str) -> Case:
         files = super().make(rng, kind.removeprefix("signed ")).files
