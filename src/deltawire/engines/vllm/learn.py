@@ -69,8 +69,8 @@ class Learned:
         return found
 
     def compose(self, pieces: Sequence[Piece]) -> tuple[tuple[Piece, ...], list[str]]:
-        """Where the hooks put the pieces that were traced without data; those that cannot be found stay as they are.
-        Returns all pieces and why some were not found."""
+        """Where the hooks put the pieces that were traced without data. Returns all pieces, and why one was not found:
+        nothing more is learned after the first such layer, and pieces that are not known stay as they are."""
         by_storage = {storage(t): (layer, name) for layer in self.layers for name, t in layer.loaded.items()}
         wanted: dict[int, list[tuple[int, str]]] = {}
         layers: dict[int, Layer] = {}
@@ -79,7 +79,7 @@ class Learned:
                 layer, name = by_storage[storage(piece.view)]
                 layers[id(layer)] = layer
                 wanted.setdefault(id(layer), []).append((number, name))
-        result, problems = [*pieces], []
+        result = [*pieces]
         for key, numbers in wanted.items():
             layer = layers[key]
             mine = [(name, pieces[number]) for number, name in numbers]
@@ -87,13 +87,13 @@ class Learned:
                 for (number, _), placed in zip(numbers, self._placed(layer, mine), strict=True):
                     result[number] = placed
             except Computes as error:
-                problems.append(f"{layer.name!r}: {error}")
+                return tuple(result), [f"{layer.name!r}: {error}"]
             except Exception as error:
-                problems.append(
-                    f"{layer.name!r}: its hook cannot be run on a copy ({mine[0][1].region.tensor.name!r} and others): "
-                    f"{type(error).__name__}: {error}"
-                )
-        return tuple(result), problems
+                first, reason = mine[0][1].region.tensor.name, f"{type(error).__name__}: {error}"
+                return tuple(result), [
+                    f"{layer.name!r}: its hook cannot be run on a copy ({first!r} and others): {reason}"
+                ]
+        return tuple(result), []
 
     def _placed(self, layer: Layer, pieces: Sequence[tuple[str, Piece]]) -> list[Piece]:
         tables = self._tables.get(_key(layer), {})

@@ -94,7 +94,8 @@ class Rank:
         problems = self._problems()
         clock = time.perf_counter()
         with self._loading():
-            learned = Learned(self._hooks())
+            # a model that cannot be patched anyway is not looked into
+            learned = Learned(() if problems else self._hooks())
             load: Any = self._model.load_weights  # vLLM's models have it, `nn.Module` does not
             placement = trace(self._model, load, self._schema, learned.standing())
             pieces, unknown = learned.compose(placement.pieces)
