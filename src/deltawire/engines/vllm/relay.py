@@ -22,7 +22,7 @@ def _socket() -> str:
 
 def serve(app: Any) -> None:
     """Answer the other API servers, in a thread."""
-    server = uvicorn.Server(uvicorn.Config(app, uds=_socket(), log_level="warning", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, uds=_socket(), log_config=None, access_log=False, lifespan="off"))
     threading.Thread(target=server.run, name="deltawire-relay", daemon=True).start()
 
 
