@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib.util
@@ -72,11 +73,8 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
     # some libraries complain of objects that are left at the end
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 LONGEST = (
