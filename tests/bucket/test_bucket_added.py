@@ -15,6 +15,7 @@ from deltawire.bucket.verify import verify
 from deltawire.bucket.walk import Walker
 from deltawire.core import keys
 from deltawire.core.added import AddedIndex, AddedLink, AddedPage
+from deltawire.core.errors import ObjectTooLarge
 from deltawire.core.manifest import Blob, Link, dump
 from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import KeeperOptions
@@ -174,6 +175,25 @@ def test_a_damaged_page_costs_its_links_alone(kept: Kept, content: bytes | None)
     found = verify(kept.run)
     assert found.ok
     assert any("readers go without" in warning for warning in found.warnings)
+
+
+def test_pages_of_any_size_take_limited_memory_and_time(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = kept.run
+    pages = [keys.added_page(0, 99, f"{n:08x}") for n in range(100)]
+    for page in pages:
+        kept.store.put(page, dump(AddedPage(run.info.run, ())) + b" " * 100_000)
+    kept.store.put(keys.ADDED, forged(run, pages=tuple(pages)))
+    monkeypatch.setattr("deltawire.bucket.added.PAGES", 1_000_000)
+    counting = CountingStore(kept.store)
+    assert Run.open(counting).added.between(-1, LAST) == []
+    assert counting.bytes_in < 2_000_000
+    # where all of them would have to be read, none is, and nothing is taken for garbage
+    monkeypatch.setattr("deltawire.bucket.added.ALL_PAGES", 1_000_000)
+    assert kept.run.added.listed() == []
+    with pytest.raises(ObjectTooLarge):
+        prune(kept.run, Retention(last=4, grace=0))
+    for have in (None, 0, 40):
+        synced(kept.store, kept, have)
 
 
 def test_damaged_objects_are_gone_around(kept: Kept) -> None:

@@ -14,14 +14,14 @@ from deltawire.bucket.verify import verify
 from deltawire.bucket.walk import Walker
 from deltawire.core import keys
 from deltawire.core.added import spans
-from deltawire.core.errors import NotTheSigner, RunReplaced, StoreUnavailable
+from deltawire.core.errors import DeltawireError, NotTheSigner, RunReplaced, StoreUnavailable
 from deltawire.core.manifest import dump
 from deltawire.core.signing import SigningKey
 from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.replica import Replica
 from deltawire.store import Store
-from deltawire.testing import CountingStore
+from deltawire.testing import CountingStore, FlakyStore
 from keeping import Kept, copied, empty, fresh, publish, settings, step
 from support import same
 
@@ -265,6 +265,37 @@ def test_a_store_that_fails_for_a_while(kept: Kept) -> None:
     list(keeper.once())
     keeper.close()
     assert added(kept.run) == EXPECTED
+
+
+def test_a_store_with_faults(kept: Kept) -> None:
+    """Lost answers, truncated transfers, writes that take place twice or show late."""
+    flaky = FlakyStore(
+        kept.store, seed=3, drop=0.03, truncate_read=0.02, truncate_put=0.02, duplicate=0.05, reorder=0.05
+    )
+    while True:
+        try:
+            keeper = Keeper(flaky, OPTIONS, id="keeper")
+            break
+        except DeltawireError:
+            pass
+    for _ in range(400):
+        try:
+            list(keeper.once())
+            if keeper.version == LAST:
+                break
+        except DeltawireError:
+            pass
+    keeper.close()
+    assert flaky.injected.total() > 20
+    assert keeper.version == LAST
+    found = verify(kept.run)
+    assert found.ok, found.failure
+    assert added(kept.run) <= EXPECTED
+    for have in (None, 3):
+        live = kept.blank() if have is None else {name: array.copy() for name, array in kept.weights[have].items()}
+        with Replica(kept.store, heartbeat=0) as replica:
+            replica.sync(live)
+        assert same(live, kept.weights[LAST])
 
 
 # ── retention, mirrors ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..core import keys
 from ..core.added import INDEX_BYTES, PAGE_BYTES, AddedIndex, AddedLink, AddedPage, parse_index, parse_page
-from ..core.errors import DeltawireError, ObjectNotFound, StoreUnavailable
+from ..core.errors import DeltawireError, ObjectNotFound, ObjectTooLarge, StoreUnavailable
 from ..core.manifest import Link
 from ..core.parallel import ordered_map
 from ..store import ObjectInfo
@@ -25,10 +25,16 @@ log = logging.getLogger("deltawire")
 
 R = TypeVar("R", AddedIndex, AddedPage)
 
-REQUESTS = 16
+REQUESTS = 4
 """Pages that are read at a time."""
 
-KEPT_PAGES = 32
+PAGES = 32 << 20
+"""Bytes of the pages that one plan is made from, the newest first; that is 100,000 links."""
+
+ALL_PAGES = 256 << 20
+"""Bytes of all pages of a run, where all are read."""
+
+KEPT_PAGES = 16
 """Pages that stay in memory: they are never rewritten."""
 
 KEPT_LINKS = 1 << 17
@@ -42,7 +48,11 @@ class AddedLinks:
         self._run = run
         self._index: tuple[str | None, AddedIndex | None] = None, None
         """Etag and content of the index, as last read."""
+        self.written: AddedIndex | None = None
+        """The index that this process wrote last."""
         self._pages: dict[str, AddedPage] = {}
+        self._bytes = 0
+        """Bytes of all pages that were read."""
         self._links: dict[tuple[int, str, int | None], Link] = {}
 
     def index(self) -> AddedIndex | None:
@@ -72,13 +82,25 @@ class AddedLinks:
 
     def listed(self) -> list[AddedLink]:
         """Return the links of all pages that are in the bucket, whatever the index says."""
-        pages = self.pages(self._run.store.list(keys.ADDED_PAGES))
+        try:
+            pages = self.pages(self._run.store.list(keys.ADDED_PAGES))
+        except ObjectTooLarge as error:
+            log.warning("ignoring the added links: %s", error)
+            return []
         # the newest first: one that was merged into a later page says the same
         return self._remember(chain.from_iterable([*pages.values()][::-1]), -1, keys.MAX_VERSION)
 
     def pages(self, listing: Iterable[ObjectInfo]) -> dict[str, tuple[AddedLink, ...]]:
-        """Return the links of each page in a listing; none of one that cannot be used."""
-        found = [item.key for item in listing if keys.added_range(item.key) is not None]
+        """Return the links of each page in a listing; none of one that cannot be used.
+
+        Raises ObjectTooLarge beyond ALL_PAGES bytes: what is left out here could be taken for garbage.
+        """
+        found = {item.key: item.size for item in listing if keys.added_range(item.key) is not None}
+        if sum(found.values()) > ALL_PAGES:
+            raise ObjectTooLarge(
+                f"the pages of added links of {self._run.store.url} take more than {ALL_PAGES:,} bytes, all that is "
+                f"read at once: delete those in {keys.ADDED_PAGES} that no keeper wrote"
+            )
         return dict(zip(found, ordered_map(self._links_of, found, REQUESTS), strict=True))
 
     def find(self, version: int, kind: str, base: int | None) -> Link | None:
@@ -89,6 +111,7 @@ class AddedLinks:
         if (kept := self._pages.get(key)) is not None:
             return kept
         data = self._run.store.get(key, limit=PAGE_BYTES).data
+        self._bytes += len(data)
         page = self._checked(parse_page(data, key, self._run.info), data, key)
         self._pages[key] = page
         while len(self._pages) > KEPT_PAGES:
@@ -106,8 +129,14 @@ class AddedLinks:
             covered = keys.added_range(key)
             return covered is not None and covered[1] > first and covered[0] <= last
 
-        wanted = [key for key in pages if covers(key)]
-        return [link for links in ordered_map(self._links_of, wanted[::-1], REQUESTS) for link in links]
+        wanted, before = [key for key in pages if covers(key)], self._bytes
+        found: list[AddedLink] = []
+        for links in ordered_map(self._links_of, wanted[::-1], REQUESTS):
+            found += links
+            if self._bytes - before > PAGES:
+                log.warning("%s: older added links than fit into %d bytes are left out", self._run.store.url, PAGES)
+                break
+        return found
 
     def _links_of(self, page: str) -> tuple[AddedLink, ...]:
         try:

@@ -128,7 +128,7 @@ def command(
         lease_s=lease,
     )
     address = address_only(run)
-    with ended_by_sigterm(), progress() as advance:
+    with ended_by_sigterm() as stop, progress() as advance:
         if not once:
             wait_for_run(address, poll)
 
@@ -141,7 +141,7 @@ def command(
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--id") from None
         try:
-            for kept in keeper.once() if once else keeper.follow(poll=poll):
+            for kept in keeper.once() if once else keeper.follow(poll=poll, stop=stop):
                 _say(kept, json)
             if once and not keeper.working:
                 emit_line({"keeper": keeper.holder}, f"another keeper is at work: {keeper.holder}", json)

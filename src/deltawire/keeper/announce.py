@@ -23,7 +23,10 @@ def announce(
     The index is read again each time, so of two keepers neither undoes what the other one announced before. What two
     announce at the same moment may be lost: then their objects are garbage, and no reader is harmed.
     """
-    index = run.added.index() or _recovered(run, keeper)
+    found, written = run.added.index(), run.added.written
+    if written is not None and (found is None or found.done < written.done):
+        found = written  # the one in the bucket is lost, or not visible yet
+    index = found or _recovered(run, keeper)
     recent = {added.way: added for added in (*index.recent, *links)}
     newest = max((x for x in (index.anchor, *links) if x and x.link.kind == "anchor"), key=_version, default=None)
     pages = index.pages
@@ -32,6 +35,7 @@ def announce(
         pages, recent = _with_page(run, pages, [*recent.values()], signer), {}
     index = AddedIndex(run.info.run, keeper, now(), max(done, index.done), pages, (*recent.values(),), newest)
     _put(run, keys.ADDED, index, signer)
+    run.added.written = index
     return index
 
 
@@ -47,8 +51,8 @@ def tidy(run: Run, keeper: str, signer: LinkSigner | None = None) -> None:
     pages: tuple[str, ...] = ()
     for start in range(0, len(alive), PAGE_LINKS):
         pages = (*pages, _put_page(run, alive[start : start + PAGE_LINKS], signer))
-    index = AddedIndex(run.info.run, keeper, now(), index.done, pages, (), index.anchor)
-    _put(run, keys.ADDED, index, signer)
+    run.added.written = AddedIndex(run.info.run, keeper, now(), index.done, pages, (), index.anchor)
+    _put(run, keys.ADDED, run.added.written, signer)
 
 
 def _version(added: AddedLink) -> int:

@@ -172,6 +172,7 @@ class Keeper:
                         yield kept
                     if newest is not None:
                         self.tend(newest)
+                    self.replica.beat()
                     told = ""
                 except (RunReplaced, SchemaError):
                     raise
@@ -223,6 +224,8 @@ class Keeper:
     def keep(self, newest: int) -> KeptVersion | None:
         """Go to the next version and do what is due for it. None if there is nothing to do up to `newest`."""
         working = self._lease.hold()
+        if working and self._skips.version is not None and self._skips.version >= newest:
+            return None
         index = self.run.added.index()
         done = min(index.done, newest) if index is not None else None
         if self._skips.version is None:

@@ -391,6 +391,10 @@ class Replica:
             self._address = ""
             self._beat(force=True)
 
+    def beat(self) -> None:
+        """Write a heartbeat if one is due, for who syncs without `follow`."""
+        self._beat(error=self._trouble)
+
     def close(self) -> None:
         """End `follow` at its next poll. The weights do not change."""
         self._closed.set()
