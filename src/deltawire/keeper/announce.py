@@ -21,9 +21,12 @@ def announce(
     """Add links to the index, which says that a keeper has dealt with all versions up to `done`.
 
     The index is read again each time, so of two keepers neither undoes what the other one announced before. What two
-    announce at the same moment may be lost: then their objects are garbage, and no reader is harmed.
+    announce at the same moment may be lost: then their objects are garbage, and no reader is harmed. Raises RunReplaced
+    where there is no index because another run is there now.
     """
     found, written = run.added.index(), run.added.written
+    if found is None:
+        run.check_present()
     if written is not None and (found is None or found.done < written.done):
         found = written  # the one in the bucket is lost, or not visible yet
     index = found or _recovered(run, keeper)
@@ -60,11 +63,7 @@ def _version(added: AddedLink) -> int:
 
 
 def _recovered(run: Run, keeper: str) -> AddedIndex:
-    """Make an index of the pages that are there. Without a usable index, all that was announced before is in them.
-
-    Raises RunReplaced where there is none because another run is there now.
-    """
-    run.check_present()
+    """Make an index of the pages that are there. Without a usable index, all that was announced before is in them."""
     links = run.added.listed()
     listed = [item.key for item in run.store.list(keys.ADDED_PAGES) if keys.added_range(item.key) is not None]
     newest = max((x for x in links if x.link.kind == "anchor"), key=_version, default=None)
