@@ -25,6 +25,7 @@ def of_runs() -> None:
     dw.decode(dw.encode(*versions[:2], "raw"), versions[0])
     store = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
     publish(store, versions)
+    publish(f"memory://{uuid.uuid4()}", versions[:2], view="fp8-block")
     assert dw.Replica(store, heartbeat=0).sync(blank(versions[0])) == 2
 
 

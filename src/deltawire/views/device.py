@@ -34,18 +34,24 @@ class BlockModel(ModelView):
         scales = {g.scales.name: g for g in blocks.grids.values()} if scales is None else scales
         self.schema, self.known = view_schema(source.schema, places, scales), None
         self._wire, self._widest, self._kept = None, 0, None
+
+        def cast(name: str) -> Tensor:
+            # one at a time and again where it is needed again: all of them would take twice the memory of the view
+            return source.tensors[name].detach().to(source.wire_dtype(name))  # type: ignore[no-any-return]
+
         with torch.no_grad():
-            self._tensors = {n: t.detach().to(source.wire_dtype(n)) for n, t in source.tensors.items()}
-            device = next(iter(self._tensors.values())).device
+            self._tensors = {name: cast(name) for name in source.tensors if name not in places}
+            device = next(iter(source.tensors.values())).device
             maxima = torch.zeros(blocks.count, dtype=torch.int32, device=device)
             for name, place in places.items():
-                _raise_maxima(self._tensors[name], place, maxima)
+                _raise_maxima(cast(name), place, maxima)
             if reduce is not None:
                 merged = reduce(maxima.cpu().numpy().view("u4"))
                 maxima = torch.from_numpy(merged.view("i4")).to(device)
             found = _scales(maxima)
+            inverse = found.reciprocal()
             for name, place in places.items():
-                self._tensors[name] = _quantize(self._tensors[name], place, found.reciprocal())
+                self._tensors[name] = _quantize(cast(name), place, inverse)
             for name, grid in scales.items():
                 self._tensors[name] = found[grid.span].reshape(grid.scales.shape)
 
