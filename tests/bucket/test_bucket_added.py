@@ -266,6 +266,9 @@ def test_prune_leaves_links_that_the_index_has_lost(kept: Kept, lost: str) -> No
     for _ in range(2):
         prune(kept.run, rule)
     synced(kept.store, kept, None)
+    found = verify(kept.run)
+    assert found.ok
+    assert any("readers list the pages" in warning for warning in found.warnings)
     # what is said again in a page of the index goes
     before = [item.key for item in kept.store.list(keys.ADDED_PAGES)]
     kept.store.put(keys.ADDED, dump(AddedIndex(kept.run.info.run, "next", 0.0, LAST, tuple(before))))

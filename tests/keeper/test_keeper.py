@@ -14,13 +14,20 @@ from deltawire.bucket.verify import verify
 from deltawire.bucket.walk import Walker
 from deltawire.core import keys
 from deltawire.core.added import spans
-from deltawire.core.errors import DeltawireError, NotTheSigner, RunReplaced, StoreUnavailable
+from deltawire.core.errors import (
+    DeltawireError,
+    Misconfigured,
+    NotTheSigner,
+    RunReplaced,
+    StoreUnavailable,
+    Unsupported,
+)
 from deltawire.core.manifest import dump
 from deltawire.core.signing import SigningKey
 from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.replica import Replica
-from deltawire.store import Store
+from deltawire.store import LocalStore, Store
 from deltawire.testing import CountingStore, FlakyStore
 from keeping import Kept, copied, empty, fresh, publish, settings, step
 from support import same
@@ -318,6 +325,18 @@ def test_mirrors(kept: Kept, tmp_path: Any) -> None:
         assert run.newest() == LAST
         assert verify(run).ok
         assert added(run) == added(kept.run)
+
+
+def test_a_run_is_no_mirror_of_itself_and_has_one_address(kept: Kept, tmp_path: Any) -> None:
+    for name in "ab":
+        folder = LocalStore(tmp_path / name)
+        for item in kept.store.list():
+            folder.put(item.key, kept.store.get(item.key).data)
+    with pytest.raises(Misconfigured, match="address of its own"):
+        Keeper(str(tmp_path / "a"), KeeperOptions(mirrors=(f"file://{tmp_path}/a/",)))
+    keeper = Keeper(f"file://{tmp_path}/a,file://{tmp_path}/b")
+    with pytest.raises(Unsupported, match="name one of the addresses"):
+        next(keeper.follow(poll=0.01))
 
 
 # ── signed runs ──────────────────────────────────────────────────────────────────────────────────────────────────────

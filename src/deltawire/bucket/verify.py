@@ -185,6 +185,13 @@ class _Records:
         added = self._read_added(listed[-1])
         ways = merge(self.summaries, added)
         stranded = sorted(self.manifests.keys() - chain.reachable(ways))
+        if stranded and (lost := self._usable(self.run.added.listed())):
+            # a reader that finds no path lists the pages
+            added = [*{link.way: link for link in (*lost, *added)}.values()]
+            ways = merge(self.summaries, added)
+            if later := [v for v in stranded if v in chain.reachable(ways)]:
+                self.warnings.append(f"{keys.ADDED} lacks links that version {later[0]} needs: readers list the pages")
+            stranded = sorted(set(stranded).difference(later))
         if stranded:
             with _blame(stranded[0], keys.manifest(stranded[0]), lambda: _RESTORE_BASE):
                 chain.plan(None, stranded[0], ways)
@@ -245,10 +252,12 @@ class _Records:
                 self._signed["links", page.signer].update(added.version for added in page.links)
             except DAMAGE as error:
                 self.warnings.append(f"{key} cannot be used ({error}): readers go without the links in it")
+        return self._usable(self.run.added.between(-1, newest))
+
+    def _usable(self, links: Iterable[AddedLink]) -> list[AddedLink]:
+        """The links between versions that are there."""
         return [
-            added
-            for added in self.run.added.between(-1, newest)
-            if added.version in self.manifests and (added.link.base is None or added.link.base in self.manifests)
+            x for x in links if x.version in self.manifests and (x.link.base is None or x.link.base in self.manifests)
         ]
 
     def _check_history(self) -> None:

@@ -32,7 +32,16 @@ from ..core.added import LEVELS, AddedLink, merge
 from ..core.chain import Step
 from ..core.change import Change, whole
 from ..core.digest import StateDigest
-from ..core.errors import DeltawireError, RunNotFound, RunReplaced, SchemaError, StoreError, VersionNotFound
+from ..core.errors import (
+    DeltawireError,
+    Misconfigured,
+    RunNotFound,
+    RunReplaced,
+    SchemaError,
+    StoreError,
+    Unsupported,
+    VersionNotFound,
+)
 from ..core.manifest import Blob, Link, Manifest, main_link
 from ..core.signing import SigningKey
 from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter
@@ -133,6 +142,8 @@ class Keeper:
         self._progress = progress
         self.replica = Replica(run, id=self.id, reference=reference, trust=trust)
         self.run = self.replica.opened()
+        if own := [url for url in options.mirrors if open_store(url).url == self.run.store.url]:
+            raise Misconfigured(f"{own[0]} is the run itself: a mirror needs an address of its own")
         self._signer = None if sign is None else LinkSigner(self.run, sign)
         self._resolve = resolver(reference)
         self.state = State(self.run.schema)
@@ -160,7 +171,7 @@ class Keeper:
     def follow(self, *, poll: float = 1.0, stop: threading.Event | None = None) -> Iterator[KeptVersion]:
         """Yield each version that was dealt with, until `stop` is set. A failure of the store is logged and retried.
 
-        Raises RunReplaced if another run is at the address.
+        Raises RunReplaced if another run is at the address, Unsupported if several addresses are given.
         """
         stop = stop or threading.Event()
         newest, told = None, ""
@@ -174,7 +185,7 @@ class Keeper:
                         self.tend(newest)
                     self.replica.beat()
                     told = ""
-                except (RunReplaced, SchemaError):
+                except (RunReplaced, SchemaError, Unsupported):
                     raise
                 except DeltawireError as error:
                     if str(error) != told:
