@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import full, keys
-from deltawire.core.errors import DivergedRun, StoreUnavailable
+from deltawire.core.errors import DivergedRun, RunNotFound, StoreUnavailable
 from deltawire.core.manifest import Origin, Pruned, dump
 from deltawire.derive.deriver import Deriver, recompute
 from deltawire.store import LocalStore
@@ -209,6 +210,24 @@ def test_following_waits_for_versions_and_a_store_that_comes_back(tmp_path: Path
                 stop.set()
     assert reached == [0, 1, 2, 3]
     assert_derived(place, tmp_path / "fp8", [0, 1, 2, 3])
+
+
+def test_following_skips_a_version_that_cannot_be_read_and_ends_with_a_run_that_is_gone(tmp_path: Path) -> None:
+    place, bags, derived = tmp_path / "run", versions(5), tmp_path / "fp8"
+    publish(str(place), bags[:3])
+    [lost] = (place / "deltas").glob("step_000001.*")
+    lost.rename(tmp_path / "lost")
+    reached = []
+    with pytest.raises(RunNotFound), Deriver(Run.open(str(place)), str(derived), "fp8-block") as deriver:
+        for published in deriver.follow(poll=0.02):
+            reached.append(published.version)
+            # version 0, then an anchor: what lies between hangs on the lost delta
+            if len(reached) == 1:
+                publish(str(place), bags[3:4], continues=True, anchor_every=1)
+            else:
+                shutil.rmtree(derived)
+                publish(str(place), bags[4:], continues=True)
+    assert reached == [0, 1]
 
 
 def test_other_manifests_have_no_trace_of_it(source: Path) -> None:

@@ -23,7 +23,15 @@ from ..bucket.run import DAMAGE, Run
 from ..bucket.verify import Problem, Verification
 from ..bucket.watch import watch
 from ..core import full, keys
-from ..core.errors import DivergedRun, PublishFailed, RunNotFound, StoreUnavailable, VersionNotFound
+from ..core.errors import (
+    DivergedRun,
+    PublishFailed,
+    RunNotFound,
+    RunReplaced,
+    SchemaError,
+    StoreUnavailable,
+    VersionNotFound,
+)
 from ..core.manifest import File, Manifest, Origin
 from ..store import Store
 from ..trainer.publisher import Publisher
@@ -80,8 +88,8 @@ class Deriver:
                     log.warning("version %d is not derived yet, trying again: %s", version, error)
                     stop.wait(poll)
                 except DAMAGE as error:
-                    if isinstance(error, RunNotFound | DivergedRun):
-                        raise
+                    if isinstance(error, RunNotFound | RunReplaced | SchemaError):
+                        raise  # later versions would fail in the same way
                     log.warning("version %d cannot be derived and is skipped: %s", version, error)
                     break
 
@@ -109,8 +117,8 @@ class Deriver:
     def __enter__(self) -> Deriver:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._publisher.__exit__(kind)
 
     def _last(self) -> int | None:
         """The version that the newest one of the derived run was computed from."""
