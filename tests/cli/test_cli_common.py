@@ -100,7 +100,7 @@ def test_trouble_with_files_is_one_line_too(tmp_path: Path, run: Path) -> None:
 
 
 def test_an_interrupt_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("deltawire.bucket.run.Run.open", interrupt)

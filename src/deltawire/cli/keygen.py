@@ -31,7 +31,7 @@ def command(
     \b
       # the trainer: Publisher(sign=PATH), publish --sign PATH, or
       export DELTAWIRE_SIGN=~/.ssh/runs.key
-      # replicas, servers and all commands that read: Replica(trust=KEY), --trust KEY, or
+      # whatever reads: Replica(trust=KEY), --trust KEY of commands, or
       export DELTAWIRE_TRUST=ed25519:4c1e…
 
     \b
