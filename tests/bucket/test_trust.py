@@ -16,7 +16,7 @@ import pytest
 
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
-from deltawire.bucket.trust import LinkSigner, Seen, Trust, delegate, delegation
+from deltawire.bucket.trust import LinkSigner, Seen, Trust, delegate, delegation, link_signer
 from deltawire.bucket.verify import verify
 from deltawire.bucket.watch import watch
 from deltawire.core import full, keys
@@ -449,7 +449,7 @@ def read(run: Run, data: bytes) -> None:
     run.trust.check_links(msgspec.json.decode(data, type=Links), data, "a page")
 
 
-def test_a_keeper_signs_links_once_the_runs_key_has_delegated(run: Store) -> None:
+def test_a_keeper_signs_links_once_the_runs_key_has_delegated(run: Store, caplog: pytest.LogCaptureFixture) -> None:
     opened = opened_as_keeper(run)
     signer, record = LinkSigner(opened, OTHER), Links(opened.info.run)
     with pytest.raises(NotTheSigner, match="deltawire delegate"):
@@ -463,6 +463,8 @@ def test_a_keeper_signs_links_once_the_runs_key_has_delegated(run: Store) -> Non
     read(opened_as_keeper(run), LinkSigner(opened, NEXT).seal(record))
     with pytest.raises(Misconfigured, match="must check what it reads"):
         LinkSigner(Run.open(run), OTHER)
+    assert link_signer(Run.open(run), None) is None
+    assert "this keeper has no key" in caplog.text
 
 
 def test_forged_links_are_refused(run: Store, tmp_path: Path, sign: Path) -> None:

@@ -61,3 +61,11 @@ def test_a_wrong_version_ends_verify_with_3(source: Path, tmp_path: Path) -> Non
 
 def test_an_unknown_view_and_a_run_without_matrices_are_refused(source: Path, tmp_path: Path) -> None:
     assert "known: fp8-block" in invoke("derive", source, tmp_path / "x", "--as", "int4", "--once", code=2).stderr
+
+
+def test_a_view_is_signed_by_who_derives_it(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
+    public = invoke("keygen", tmp_path / "keeper.key").stdout.strip()
+    invoke("derive", source, tmp_path / "fp8", "--once", "--from", "latest", "--sign", tmp_path / "keeper.key")
+    found = invoke_json("verify", tmp_path / "fp8", "--trust", public)
+    assert (found["ok"], [signer["key"] for signer in found["signers"]]) == (True, [public])

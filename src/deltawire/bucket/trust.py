@@ -7,15 +7,18 @@ address, and the newest version of each run with the key that signed it. All pro
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from ..core.errors import (
+    DeltawireError,
     ManifestError,
     Misconfigured,
     NotTheSigner,
@@ -45,6 +48,8 @@ from ..core.typed_json import decode
 
 if TYPE_CHECKING:
     from .run import Run
+
+log = logging.getLogger("deltawire")
 
 MAX_DELEGATED = 16 << 10
 """Bytes of delegated.json: some fifty keepers."""
@@ -150,7 +155,7 @@ class RunTrust:
         if not is_public(record.signer) or record.delegation is None:
             raise SignatureError(f"{what} is not signed by a keeper, and only signed links are accepted here")
         present = set(self._keys) if self.newest is None else {self.newest[1]}
-        if record.signer not in endorsed(KEEPER, self._run, present, [record.delegation]) - present:
+        if record.signer not in endorsed(KEEPER, self._run, present, [record.delegation]):
             raise SignatureError(
                 f"{what} is signed by {record.signer}, which the run's key has not made a keeper: see deltawire "
                 "delegate"
@@ -192,6 +197,21 @@ class LinkSigner:
             )
         signed = msgspec.structs.replace(record, signer=self._key.public, delegation=self._delegation)
         return self._key.seal(LINKS, dump(signed))
+
+
+def link_signer(run: Run, key: SigningKey | None) -> LinkSigner | None:
+    """Return what signs the links of a keeper with this key. Without one, warn if the run is signed."""
+    if key is not None:
+        return LinkSigner(run, key)
+    with suppress(DeltawireError):
+        newest = run.newest()
+        if newest is not None and run.manifest(newest).signer:
+            log.warning(
+                "%s is signed, and this keeper has no key: readers with trusted keys will not use the links it adds "
+                "(deltawire keep --sign, deltawire delegate)",
+                run.store.url,
+            )
+    return None
 
 
 def delegate(run: Run, key: SigningKey, keeper: str) -> None:

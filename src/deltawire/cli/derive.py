@@ -10,6 +10,7 @@ from .common import (
     JsonOption,
     ReferenceOption,
     RunArgument,
+    SignOption,
     TrustOption,
     duration,
     emit_line,
@@ -43,6 +44,7 @@ def command(
     ] = 1.0,
     reference: ReferenceOption = None,
     trust: TrustOption = None,
+    sign: SignOption = None,
     json: JsonOption = False,
 ) -> None:
     """Follow a run and publish a view of it as another run.
@@ -76,7 +78,7 @@ def command(
             wait_for_run(address_only(run), poll)
         source = open_run(run, trust)
         start = OLDEST if first is None else resolve(source, first)
-        options = {"encoding": encoding, "anchor_every": anchor_every}
+        options = {"encoding": encoding, "anchor_every": anchor_every, "sign": sign}
         with Deriver(source, derived, view, resolve=resolver(reference), **options) as deriver:
             for published in deriver.follow(start, once=once, poll=poll):
                 _say(published, deriver.reached, json)

@@ -62,8 +62,10 @@ class SigningKey:
         return cls(load().Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text.partition(":")[2])))
 
     @classmethod
-    def find(cls, given: str | os.PathLike[str] | None) -> SigningKey | None:
-        """Read the private key that is given, or else that of DELTAWIRE_SIGN; None if neither names one."""
+    def find(cls, given: SigningKey | str | os.PathLike[str] | None) -> SigningKey | None:
+        """Return the private key that is given, or else that of DELTAWIRE_SIGN; None if neither names one."""
+        if isinstance(given, SigningKey):
+            return given
         given = given or os.environ.get("DELTAWIRE_SIGN", "")
         return cls.read(given) if given else None
 

@@ -24,7 +24,7 @@ from ..bucket.prune import Retention, prune
 from ..bucket.references import resolver
 from ..bucket.replay import State, require_digest
 from ..bucket.run import DAMAGE
-from ..bucket.trust import KeysLike, LinkSigner, Trust
+from ..bucket.trust import KeysLike, Trust, link_signer
 from ..bucket.walk import prefetch
 from ..bucket.watch import Watcher, following
 from ..core import full, keys
@@ -144,7 +144,7 @@ class Keeper:
         self.run = self.replica.opened()
         if own := [url for url in options.mirrors if open_store(url).url == self.run.store.url]:
             raise Misconfigured(f"{own[0]} is the run itself: a mirror needs an address of its own")
-        self._signer = None if sign is None else LinkSigner(self.run, sign)
+        self._sign, self._signer = sign, link_signer(self.run, sign)
         self._resolve = resolver(reference)
         self.state = State(self.run.schema)
         self._weights = KeptWeights(self.state)
@@ -463,7 +463,7 @@ class Keeper:
         self._mirrors[url] = mirror
 
     def _derive(self, view: str, url: str, newest: int) -> None:
-        deriver = self._derivers.pop(url, None) or Deriver(self.run, url, view, resolve=self._resolve)
+        deriver = self._derivers.pop(url, None) or Deriver(self.run, url, view, resolve=self._resolve, sign=self._sign)
         since = self.options.since
         for _ in deriver.follow(newest if since is None else since, once=True):
             pass

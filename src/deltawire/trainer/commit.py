@@ -45,7 +45,7 @@ class Signing:
     """Keys of the versions that it continues from, its own included."""
 
     @classmethod
-    def of(cls, given: str | Path | None, next_key: str, trust: KeysLike) -> Signing | None:
+    def of(cls, given: SigningKey | str | Path | None, next_key: str, trust: KeysLike) -> Signing | None:
         """Return None if neither `given` nor DELTAWIRE_SIGN names a key."""
         key = SigningKey.find(given)
         trust = trust or os.environ.get("DELTAWIRE_TRUST", "")

@@ -16,6 +16,7 @@ from ..bucket.trust import KeysLike
 from ..bucket.versions import address_only
 from ..core.errors import DeltawireError, Misconfigured, OutOfStep
 from ..core.manifest import Origin
+from ..core.signing import SigningKey
 from ..models import AUTO, Model
 from ..store import Store, open_store
 from ..views import check_view
@@ -108,7 +109,7 @@ class Publisher:
         group: ProcessGroup | Literal["auto"] | None = "auto",
         max_pending: int | None = None,
         base: str | Path | None = None,
-        sign: str | Path | None = None,
+        sign: SigningKey | str | Path | None = None,
         next_key: str = "",
         trust: KeysLike = (),
         view: str | None = None,
