@@ -1,6 +1,6 @@
 """A trainer on a slow link, with and without a keeper: what it uploads, what versions wait for, how far replicas lag.
 
-    sudo python benchmarks/keeper.py                     # two runs of four minutes
+    sudo python benchmarks/keeper.py                     # two runs of two and a half minutes
 
     trainer ── 20 Mbit/s ── bucket (SeaweedFS) ── keeper, replica-0 … replica-3 (as fast as the machine)
 
@@ -230,7 +230,7 @@ def measure(given: argparse.Namespace, with_keeper: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--mbit", type=float, default=20.0)
     parser.add_argument("--weights", type=int, default=1 << 23)
     parser.add_argument("--out", type=Path, default=RESULTS)
