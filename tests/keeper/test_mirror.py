@@ -113,6 +113,32 @@ def test_a_mirror_of_a_pruned_run_is_whole_and_is_pruned_itself(kept: Kept) -> N
     assert run.listed() == kept.run.listed()
 
 
+def test_a_mirror_that_is_behind_a_pruned_run_is_readable_all_the_time(kept: Kept) -> None:
+    store = empty()
+    Mirror(kept.run, store).update(10)
+    prune(kept.run, Retention(last=4, grace=0))
+    joined = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> object:
+            found = getattr(store, name)
+            if name not in ("put", "put_if_absent"):
+                return found
+
+            def write(*arguments: object) -> None:
+                found(*arguments)
+                with Replica(store, heartbeat=0) as replica:
+                    joined.append(replica.sync(kept.blank()))
+
+            return write
+
+    Mirror(kept.run, Watched()).update(LAST)  # type: ignore[arg-type]
+    assert joined[0] == 10
+    assert joined[-1] == LAST
+    assert joined == sorted(joined)
+    assert verify(Run.open(store)).ok
+
+
 def test_another_run_is_not_written_over(kept: Kept) -> None:
     other = fresh(2).store
     other.put(keys.RUN, other.get(keys.RUN).data.replace(kept.run.info.run.encode(), b"f" * 16))

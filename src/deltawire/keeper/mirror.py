@@ -11,7 +11,7 @@ from ..bucket.run import DAMAGE, MANIFEST, RUN, SMALL, Run, blobs
 from ..core import history, keys
 from ..core.added import INDEX_BYTES, PAGE_BYTES, AddedIndex
 from ..core.errors import AlreadyExists, ObjectNotFound, RunNotFound, RunReplaced, VersionNotFound
-from ..core.manifest import Blob, File, Head, Pruned, dump
+from ..core.manifest import Blob, File, Head, dump
 from ..store import Store
 
 log = logging.getLogger("deltawire")
@@ -43,19 +43,22 @@ class Mirror:
 
     def update(self, newest: int, rule: Retention | None = None) -> int:
         """Copy what the mirror lacks up to a version. Returns how many versions it got."""
-        pruned, count = self._mark(newest), 0
+        pruned, count = self._run.pruned(), 0
         # before the versions that perhaps nothing else leads to
         self._added()
+        first = self._next
         while self._next <= newest:
             version = self._next
             try:
                 if version not in pruned:
-                    self._version(version)
-                    count += 1
+                    self._version(version, first)
+                    count, first = count + 1, version + 1
             except (ObjectNotFound, VersionNotFound):
-                if version not in (pruned := self._mark(newest)):
+                if version not in (pruned := self._run.pruned()):
                     raise  # else it was pruned meanwhile
             self._next += 1
+        # only now: older versions are all that readers have here until newer ones are copied
+        self._mark((first, last) for first, last in pruned.versions if last < newest)
         if count or self.copy.head_hint() != newest:
             self.store.put(keys.HEAD, dump(Head(self._run.info.run, newest)))
         self._tags()
@@ -63,21 +66,24 @@ class Mirror:
             prune(self.copy, rule)
         return count
 
-    def _mark(self, newest: int) -> Pruned:
-        """Mark what no reader starts to read at the source, and may be gone there: nor is it read here then."""
-        pruned = self._run.pruned()
-        marked = self.copy.pruned() if pruned.versions else pruned
-        every = marked.also_ranges((first, last) for first, last in pruned.versions if last < newest)
-        if every != marked:
-            self.store.put(keys.PRUNED, dump(every))
-        return pruned
+    def _mark(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Mark versions that no reader starts to read at the source: nor are they read here then."""
+        if wanted := [*ranges]:
+            marked = self.copy.pruned()
+            every = marked.also_ranges(wanted)
+            if every != marked:
+                self.store.put(keys.PRUNED, dump(every))
 
-    def _version(self, version: int) -> None:
+    def _version(self, version: int, first: int) -> None:
+        """Copy a version; those from `first` to it are pruned at the source."""
         manifest = self._run.manifest(version)
         for blob in blobs(manifest):
             self._data(blob)
         for end in (version,) if history.needs_page(version) else ():
             self._small(keys.history(end), PAGE)
+        if first < version:
+            # marked before the next one is committed: a version is there or is marked, up to the newest
+            self._mark([(first, version - 1)])
         self._small(keys.manifest(version), MANIFEST, once=True)
 
     def _added(self) -> None:
