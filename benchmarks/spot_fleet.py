@@ -340,6 +340,25 @@ def judge(folder: Path, address: str, ledger: str) -> dict[str, Any]:
     }
 
 
+def table(found: dict[str, Any]) -> list[str]:
+    """The lines of the table in docs/fleet.md."""
+    setup, killed, ready = found["setup"], found["killed"], found["join_to_ready_s"]
+    answers = found["clients"]["answered"] + found["clients"].get("answered with a sync in between", 0)
+    minutes = "a minute" if setup["minutes"] == 1 else f"{setup['minutes']:g} minutes"
+    servers = "a server" if setup["servers"] == 1 else f"{setup['servers']} servers"
+    rows = (
+        (f"one run of {minutes}: {setup['replicas']} replicas, two keepers, {servers}", ""),
+        ("---", "---"),
+        ("killed: replicas, keepers, servers", f"{killed['replicas']}, {killed['keepers']}, {killed['servers']}"),
+        ("versions published", str(found["versions"])),
+        ("wrong states, by a hash and by the digest", f"{len(found['wrong_states'])} of {found['states_checked']:,}"),
+        ("answers with a token outside the bound", f"{len(found['answers_outside_bounds'])} of {answers:,}"),
+        ("data objects beside the anchor that a new replica read, at most", str(found["objects_per_join"]["max"])),
+        ("from join to ready, p50 and p99", f"{ready['p50']} s, {ready['p99']} s"),
+    )
+    return [f"| {text} | {value} |" for text, value in rows]
+
+
 def problems(found: dict[str, Any]) -> list[str]:
     """What must not be."""
     said = []
@@ -370,6 +389,7 @@ def main() -> None:
     print_about(facts)
     found = run(given.minutes, given.processes, given.servers, given.keeper_kills, given.every, given.seed)
     print(json.dumps(found, indent=2))
+    print("\n".join(table(found)))
     write_json(given.out, {"about": facts, **found})
     if said := problems(found):
         raise SystemExit("; ".join(said))

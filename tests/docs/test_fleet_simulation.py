@@ -61,3 +61,11 @@ def test_the_table_of_a_region_that_is_cut_off() -> None:
     assert found["mirror_verifies"]
     assert found["same_objects"]
     assert f"with the same {found['objects']} objects | yes |" in page
+
+
+def test_the_table_of_the_spot_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    found = json.loads((ROOT / "benchmarks/results/spot-fleet.json").read_text())
+    spot_fleet = importlib.import_module("spot_fleet")
+    assert spot_fleet.problems(found) == []
+    assert "\n".join(spot_fleet.table(found)) in (ROOT / "docs/fleet.md").read_text()

@@ -88,8 +88,9 @@ def command(
 
     Any number of keepers may run: one works, the others take its place when it
     ends. It may be killed at any time. With --keep-last it also prunes, as
-    `deltawire prune --apply` does. A mirror is the same run, byte for byte. A view
-    is a derived run (see deltawire derive), and needs memory for its weights too.
+    `deltawire prune --apply` does. A mirror is the same run, byte for byte. A
+    view is a derived run (see deltawire derive), and needs memory for its
+    weights too.
 
     A keeper of a signed run needs a key of its own (--sign), to which the run's
     key delegates, and the run's public key (--trust): see deltawire delegate.
