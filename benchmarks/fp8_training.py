@@ -51,7 +51,7 @@ def sampled(policy: Any, subject: Subject, prompt: list[int], count: int, tokens
     """Completions of a prompt, with the log-probabilities they were drawn with."""
     ids, drawn = torch.tensor([prompt] * count), []
     for _ in range(tokens):
-        logprobs = policy(input_ids=ids, use_cache=False).logits[:, -1].float().log_softmax(-1)
+        logprobs = policy(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1].float().log_softmax(-1)
         token = torch.multinomial(logprobs.exp(), 1)
         drawn.append(logprobs.gather(1, token))
         ids = torch.cat([ids, token], 1)
