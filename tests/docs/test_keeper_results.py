@@ -31,3 +31,21 @@ def test_a_trainer_on_a_slow_link() -> None:
         f"99 of 100 | {alone['lag_s']['p99']} s | {kept['lag_s']['p99']} s |",
     ):
         assert row in PAGE, row
+
+
+def test_catching_up() -> None:
+    found = results("catch-up")
+    assert found["verified"]
+    for row in found["catch_up"]:
+        what = "a server that joins" if row["behind"] is None else f"{row['behind']:,} behind"
+        for name, label in (("without", "deltas and anchors"), ("with", "with skip deltas")):
+            x = row[name]
+            cells = (
+                what,
+                label,
+                x["objects"],
+                f"{x['requests']:,}",
+                f"{x['bytes'] / 1e6:.1f} MB",
+                f"{x['seconds']:.1f} s",
+            )
+            assert f"| {' | '.join(map(str, cells))} |" in PAGE, row
