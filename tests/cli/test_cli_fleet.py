@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
-from cli_support import invoke, invoke_json
+from cli_support import invoke, invoke_json, run_until_sigterm
 
 from deltawire.bucket.run import Run
 from deltawire.cli import fleet
@@ -95,35 +96,22 @@ def test_options_that_do_not_fit(run: Path, options: list[str]) -> None:
 def test_watch_writes_what_changed_and_runs_a_command(run: Path, tmp_path: Path) -> None:
     file, told = tmp_path / "upstream.conf", tmp_path / "told"
     tell = f"{sys.executable} -c \"open('{told}', 'a').write('x')\""
-    command = [
-        sys.executable,
-        "-m",
-        "deltawire.cli",
-        "fleet",
-        str(run),
-        "--nginx",
-        str(file),
-        "--watch",
-        "--every",
-        "0.1",
-    ]
+
+    def client(_: IO[str], err: IO[str]) -> None:
+        wait_for(file, "10.0.0.1:8000")
+        beat(run, "b", "10.0.0.2:8000")
+        wait_for(file, "10.0.0.2:8000")
+        while not told.exists() or len(told.read_text()) < 2:
+            time.sleep(0.05)
+        # without any server the last configuration stays
+        for name, address in (("a", "10.0.0.1:8000"), ("b", "10.0.0.2:8000")):
+            beat(run, name, address, healthy=False)
+        while "of 2 servers none is healthy" not in err.readline():
+            pass
+
     beat(run, "a", "10.0.0.1:8000")
-    with subprocess.Popen([*command, "--exec", tell], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            wait_for(file, "10.0.0.1:8000")
-            beat(run, "b", "10.0.0.2:8000")
-            wait_for(file, "10.0.0.2:8000")
-            while not told.exists() or len(told.read_text()) < 2:
-                time.sleep(0.05)
-            # without any server the last configuration stays
-            for name, address in (("a", "10.0.0.1:8000"), ("b", "10.0.0.2:8000")):
-                beat(run, name, address, healthy=False)
-            assert process.stderr is not None
-            while "of 2 servers none is healthy" not in process.stderr.readline():
-                pass
-        finally:
-            process.terminate()
-    assert process.returncode == 0
+    command = ("fleet", run, "--nginx", file, "--watch", "--every", 0.1, "--exec", tell)
+    assert run_until_sigterm(client, *command) == 0
     assert file.read_text() == fleet.nginx_upstream(["10.0.0.1:8000", "10.0.0.2:8000"], "deltawire")
     assert told.read_text() == "xx"
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
-from cli_support import invoke, spawn
+from cli_support import invoke, run_until_sigterm, spawn
 
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
@@ -84,18 +84,12 @@ def test_wrong_use(kept: Path, tmp_path: Path) -> None:
 
 
 def test_it_follows_until_it_is_told_to_end(kept: Path) -> None:
-    process = spawn("keep", kept, "--since", 36, "--json", "--poll", 0.1)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if json.loads(line)["version"] == 39:
-                break
+    def client(out: IO[str], _: IO[str]) -> None:
+        while json.loads(out.readline())["version"] != 39:
+            pass
         assert (kept / keys.KEEPER).exists()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
+
+    assert run_until_sigterm(client, "keep", kept, "--since", 36, "--json", "--poll", 0.1) == 0
     assert not (kept / keys.KEEPER).exists()
 
 

@@ -73,14 +73,14 @@ def command(
     from .publish import _check_encoding
 
     _check_encoding(encoding)
-    with ended_by_sigterm():
+    with ended_by_sigterm() as stop:
         if not once:
             wait_for_run(address_only(run), poll)
         source = open_run(run, trust)
         start = OLDEST if first is None else resolve(source, first)
         options = {"encoding": encoding, "anchor_every": anchor_every, "sign": sign}
         with Deriver(source, derived, view, resolve=resolver(reference), **options) as deriver:
-            for published in deriver.follow(start, once=once, poll=poll):
+            for published in deriver.follow(start, once=once, poll=poll, stop=stop):
                 _say(published, deriver.reached, json)
 
 

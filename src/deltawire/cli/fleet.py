@@ -6,7 +6,6 @@ import json as json_module
 import re
 import shlex
 import subprocess
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -110,8 +109,8 @@ def command(
         if wanted:
             _run(exec)
         return
-    with ended_by_sigterm():
-        while True:
+    with ended_by_sigterm() as stop:
+        while not stop.is_set():
             try:
                 _, found = members(opened, fresh=fresh)
                 before = [output.text for output in wanted]
@@ -122,7 +121,7 @@ def command(
                     _run(exec)
             except (DeltawireError, OSError) as error:
                 complain(f"keeping what is written, trying again: {error}")
-            time.sleep(every)
+            stop.wait(every)
 
 
 @dataclass
