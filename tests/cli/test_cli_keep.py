@@ -83,6 +83,7 @@ def test_wrong_use(kept: Path, tmp_path: Path) -> None:
     assert "1,000 versions behind" in invoke("keep", "--help").stdout
 
 
+@pytest.mark.slow
 def test_it_follows_until_it_is_told_to_end(kept: Path) -> None:
     def client(out: IO[str], _: IO[str]) -> None:
         while json.loads(out.readline())["version"] != 39:
