@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ import pytest
 from deltawire.engines.bounds import BadBound, Bound
 from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
 from deltawire.engines.server import RolloutServer
+from deltawire.engines.server.app import _stream
 from deltawire.store import ObjectStore
 from deltawire.trainer import Publisher
 from tests.engines.server.serving import checkpoint, nudge, serving, tiny_model
@@ -35,6 +38,24 @@ def test_bounds_by_header() -> None:
     exact = Bound.of(headers(deltawire_exact_version="0"))
     assert exact == Bound(EXACT_VERSION_HEADER, 0)
     assert [version for version in (None, "0", 0, 1) if exact.allows(version)] == [0]
+
+
+@pytest.mark.parametrize("spans", [[(40, 1)], [(41, 1), (40, 1)], [(41, 1), (40, 1), (42, 1)]])
+def test_a_stream_passes_on_no_event_after_a_version_that_is_not_accepted(spans: list[tuple[int, int]]) -> None:
+    sequence = SimpleNamespace(spans=spans)
+    server = SimpleNamespace(follower=SimpleNamespace(version=42), scheduler=SimpleNamespace(cancel=lambda _: None))
+    answer = SimpleNamespace(opening=lambda _: [], chunk=lambda *_: {"text": "x"})
+
+    async def events() -> list[bytes]:
+        queue: Any = asyncio.Queue()
+        queue.put_nowait((sequence, SimpleNamespace(finished=True)))
+        deadline, bound = SimpleNamespace(cancel=lambda: None), Bound(MIN_VERSION_HEADER, 41)
+        found: Any = _stream(server, [sequence], answer, queue, deadline, bound)  # type: ignore[arg-type,list-item]
+        return [event async for event in found]
+
+    said = asyncio.run(events())
+    assert b'"code":409' in said[0]
+    assert said[1:] == [b"data: [DONE]\n\n"]
 
 
 @pytest.mark.parametrize("value", ["", "v41", "-1", "1.0", "latest", "4 1", "1" * 19, "٤"])

@@ -312,7 +312,8 @@ async def _stream(
             yield _event(chunk)
         while left:
             sequence, delta = await events.get()
-            if bound is not None and sequence.spans and not bound.allows(sequence.spans[-1][0]):
+            # all of them: a pin may have led to another version and back since the last event
+            if bound is not None and not all(bound.allows(version) for version, _ in sequence.spans):
                 yield _event(bound.refusal(server.follower.version, made_by(sequences)))
                 break
             left -= delta.finished
