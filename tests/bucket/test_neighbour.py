@@ -119,11 +119,14 @@ def test_an_object_that_takes_long_is_waited_for(store: Store, site: Any, monkey
     assert counting.bytes_in == 0
 
 
-def test_a_token_where_there_is_one(store: Store, site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_where_there_is_one(
+    store: Store, site: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     blob, counting = stored(store, os.urandom(5000)), CountingStore(store)
     with site(store, token="secret"):
         assert content(counting, blob) == store.get(blob.key).data
         assert counting.bytes_in == blob.size, "refused, so from the bucket"
+        assert "it needs its token in DELTAWIRE_CACHE_TOKEN" in caplog.text
         monkeypatch.setenv("DELTAWIRE_CACHE_TOKEN", "secret")
         assert content(counting, blob) == store.get(blob.key).data
         assert counting.bytes_in == blob.size

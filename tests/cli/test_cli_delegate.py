@@ -20,6 +20,7 @@ def test_the_runs_key_delegates_to_a_keeper(
     assert "--sign PATH" in invoke("delegate", run, keepers, code=2).stderr
     assert "not trusted here" in invoke("delegate", run, keepers, "--sign", keeper, code=3).stderr
     assert "64 hex digits" in invoke("delegate", run, "ed25519:12", "--sign", key, code=2).stderr
+    assert "64 hex digits" in invoke("delegate", keepers, run, "--sign", key, code=2).stderr  # in the wrong order
     assert invoke_json("delegate", run, keepers, "--sign", key)["by"] == public
     statement = delegation(Run.open(str(run)), keepers)
     assert statement is not None

@@ -38,6 +38,7 @@ def test_derive_and_compute_again(source: Path, tmp_path: Path) -> None:
     found = invoke_json("verify", tmp_path / "fp8", "--source", source)
     assert (found["ok"], found["recomputed"]) == (True, 3)
     assert "3 versions computed again" in invoke("verify", tmp_path / "fp8", "--source", source).stdout
+    assert "derived from no run" in invoke("verify", source, "--source", tmp_path / "fp8", code=2).stderr
     shown = invoke_json("show", f"{tmp_path / 'fp8'}@2")
     assert shown["origin"]["version"] == 2
     assert "derived from: version 2" in invoke("show", f"{tmp_path / 'fp8'}@2").stdout

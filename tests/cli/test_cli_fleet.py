@@ -82,15 +82,34 @@ def test_hostile_addresses_never_reach_a_file(run: Path, tmp_path: Path) -> None
 def test_a_configuration_without_a_server_is_never_written(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "upstream.conf"
     refused = invoke("fleet", run, "--nginx", file, code=4)
-    assert "of 0 servers none is healthy" in refused.stderr
+    assert "of 0 replicas none is a server that is healthy" in refused.stderr
     assert not file.exists()
 
 
 @pytest.mark.parametrize(
-    "options", [["--watch"], ["--watch", "--nginx", "-"], ["--nginx", "-", "--name", "a b"], ["--allow", "a b"]]
+    "options",
+    [
+        ["--watch"],
+        ["--watch", "--nginx", "-"],
+        ["--nginx", "-", "--name", "a b"],
+        ["--allow", "a b"],
+        ["--exec", "true"],
+    ],
 )
 def test_options_that_do_not_fit(run: Path, options: list[str]) -> None:
     invoke("fleet", run, *options, code=2)
+
+
+def test_a_folder_that_is_not_there_is_not_made(run: Path, tmp_path: Path) -> None:
+    assert "no folder" in invoke("fleet", run, "--prometheus-sd", tmp_path / "typo" / "a.json", code=2).stderr
+    assert not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize("command", ["false", "no-such-command", "'"])
+def test_a_command_that_fails_shows_in_the_exit_code(run: Path, tmp_path: Path, command: str) -> None:
+    file = tmp_path / "a.json"
+    assert "--exec: " in invoke("fleet", run, "--prometheus-sd", file, "--exec", command, code=1).stderr
+    assert file.exists()
 
 
 def test_watch_writes_what_changed_and_runs_a_command(run: Path, tmp_path: Path) -> None:
@@ -106,7 +125,7 @@ def test_watch_writes_what_changed_and_runs_a_command(run: Path, tmp_path: Path)
         # without any server the last configuration stays
         for name, address in (("a", "10.0.0.1:8000"), ("b", "10.0.0.2:8000")):
             beat(run, name, address, healthy=False)
-        while "of 2 servers none is healthy" not in err.readline():
+        while "of 2 replicas none is a server that is healthy" not in err.readline():
             pass
 
     beat(run, "a", "10.0.0.1:8000")

@@ -21,6 +21,7 @@ def test_a_key_is_made_once_and_only_its_public_part_is_printed(tmp_path: Path) 
     assert printed == SigningKey.read(path).public
     assert path.stat().st_mode & 0o777 == 0o600
     assert "never overwritten" in invoke("keygen", path, code=2).stderr
+    assert "cannot be written" in invoke("keygen", tmp_path / "none" / "a.key", code=2).stderr
     assert invoke_json("keygen", tmp_path / "b.key").keys() == {"path", "public"}
 
 

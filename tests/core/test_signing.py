@@ -65,7 +65,7 @@ def test_keys_of_the_wrong_kind_and_none(key_file: Path, tmp_path: Path) -> None
     with pytest.raises(Misconfigured, match="cannot be read: No such file"):
         SigningKey.read(tmp_path / "missing.key")
     (tmp_path / "public").write_text(A.public)
-    (tmp_path / "public").chmod(0o600)
+    (tmp_path / "public").chmod(0o644)
     with pytest.raises(Misconfigured, match="holds a public key: signing needs the private one"):
         SigningKey.read(tmp_path / "public")
     with pytest.raises(Misconfigured, match="private key; give its public key"):

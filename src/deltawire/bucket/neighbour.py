@@ -80,6 +80,8 @@ class Neighbour:
             if answer.status == 404:
                 # it does not have this one: no fault
                 return False
+            if answer.status == 401:
+                raise http.client.HTTPException("it needs its token in DELTAWIRE_CACHE_TOKEN")
             if answer.status != 200 or answer.length != blob.size:
                 raise http.client.HTTPException(f"it answered {answer.status}, {answer.length} bytes")
             start = 0

@@ -180,7 +180,7 @@ class LinkSigner:
         if run.trust is None:
             raise Misconfigured(
                 f"a keeper that signs links to {run.store.url} must check what it reads: name the run's public key "
-                "(DELTAWIRE_TRUST)"
+                "(--trust, DELTAWIRE_TRUST)"
             )
         self._run, self._key, self._trust = run, key, run.trust
         self._delegation: Endorsement | None = None

@@ -28,11 +28,12 @@ def command(
     Examples
       deltawire keygen keeper.key              prints ed25519:77aa…
       deltawire delegate s3://runs/chat ed25519:77aa… --sign runs.key
-      DELTAWIRE_SIGN=keeper.key deltawire keep s3://runs/chat
+      deltawire keep s3://runs/chat --sign keeper.key --trust ed25519:4c1e…
     """
     from ..bucket.trust import Trust, delegate
-    from ..core.signing import SigningKey
+    from ..core.signing import SigningKey, check_public
 
+    check_public(keeper, "the keeper's key")  # first: the arguments may be in the wrong order
     key = SigningKey.find(sign)
     if key is None:
         raise typer.BadParameter("name the run's private key: --sign PATH, or DELTAWIRE_SIGN")

@@ -97,6 +97,11 @@ def command(
         raise typer.BadParameter("letters, digits, '_' and '-', from a letter on", param_hint="--name")
     if watch and (not wanted or any(str(output.path) == "-" for output in wanted)):
         raise typer.BadParameter("needs files to write: --nginx, --haproxy or --prometheus-sd", param_hint="--watch")
+    if exec and not wanted:
+        raise typer.BadParameter("needs files to write: --nginx, --haproxy or --prometheus-sd", param_hint="--exec")
+    for output in wanted:
+        if output.path is not None and not output.path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {output.path.absolute().parent}: make it first")
     allowed, opened = Allowed(allow or ()), open_run(run)
     if not watch:
         newest, found = members(opened, fresh=fresh)
@@ -105,9 +110,9 @@ def command(
             emit(value, lambda out: _render(out, opened.store.url, newest, found, allowed), json)
         for output in wanted:
             if not output.write(found, allowed, max_lag):
-                raise ObjectNotFound(f"{_none(found)}: nothing is written")
-        if wanted:
-            _run(exec)
+                raise ObjectNotFound(f"{_none(found)}: nothing is written; without options, fleet lists each of them")
+        if wanted and not _run(exec):
+            raise typer.Exit(1)
         return
     with ended_by_sigterm() as stop:
         while not stop.is_set():
@@ -154,16 +159,18 @@ class Output:
 
 
 def _none(found: list[Member]) -> str:
-    return f"of {len(found)} servers none is healthy, recent enough and at an address that --allow covers"
+    return f"of {len(found)} replicas none is a server that is healthy, recent and at an address that --allow covers"
 
 
-def _run(command: str) -> None:
-    if not command:
-        return
+def _run(command: str) -> bool:
+    """Run a command, if there is one. False if it failed."""
     try:
-        subprocess.run(shlex.split(command), check=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
+        if command:
+            subprocess.run(shlex.split(command), check=True, timeout=60)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         complain(f"--exec: {error}")
+        return False
+    return True
 
 
 # ── what is written ──────────────────────────────────────────────────────────────────────────────────────────────────

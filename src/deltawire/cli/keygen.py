@@ -46,4 +46,6 @@ def command(
         key.write(path)
     except FileExistsError:
         raise typer.BadParameter(f"{path} exists, and a key is never overwritten", param_hint="PATH") from None
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint="PATH") from None
     emit({"path": str(path), "public": key.public}, lambda out: out.print(key.public, soft_wrap=True), json)

@@ -181,11 +181,11 @@ def _lines(path: Path, *, private: bool = False) -> str:
     try:
         with path.open("rb") as file:
             state = os.fstat(file.fileno())
-            if private and state.st_uid == os.getuid() and state.st_mode & 0o077:
-                raise Misconfigured(f"others may read the private key {_shown(path)}: chmod 600 it")
             data = file.read(MAX_KEY_FILE)
     except OSError as error:
         raise Misconfigured(f"the key file {_shown(path)} cannot be read: {error.strerror}") from None
+    if private and b"private:" in data and state.st_uid == os.getuid() and state.st_mode & 0o077:
+        raise Misconfigured(f"others may read the private key {_shown(path)}: chmod 600 it")
     lines = (line.partition("#")[0].strip() for line in data.decode(errors="replace").splitlines())
     return "\n".join(line for line in lines if line)
 

@@ -25,6 +25,7 @@ from ..bucket.watch import watch
 from ..core import full, keys
 from ..core.errors import (
     DivergedRun,
+    Misconfigured,
     PublishFailed,
     RunNotFound,
     RunReplaced,
@@ -183,9 +184,17 @@ def recompute(
     """Compute every version of a derived run from its source again, and compare the digests.
 
     Needs memory for one copy of the source's weights. `progress` is called with versions since the last call, and all.
+    Raises Misconfigured if the newest version is not derived from that source at all.
     """
     result = Verification()
     versions = [*_present(run, OLDEST)]
+    newest = run.manifest(versions[-1]).origin if versions else None
+    if newest is None or newest.run != source.info.run:
+        what = "derived from no run" if newest is None else f"derived from the run {newest.run}"
+        raise Misconfigured(
+            f"{run.store.url} is {what}, and {source.store.url} is the run {source.info.run}: name the derived run "
+            "first, and after --source the run that it was made of"
+        )
     blocks, state = Blocks(source.schema), None
     for version in versions:
         manifest = run.manifest(version)
