@@ -19,6 +19,9 @@ def problems_of(model: nn.Module, config: Any) -> list[str]:
     quantization = getattr(config.model_config, "quantization", None)
     if quantization and getattr(config.model_config.hf_config, "quantization_config", None) is None:
         problems.append(f"the server quantizes its weights ({quantization})")
+    elif quantization and quantization != "fp8":
+        # hooks of other schemes note things in objects that a copy of the layer shares with the live one
+        problems.append(f"layouts of {quantization} weights are not learned")
     if getattr(config, "lora_config", None):
         problems.append("the server was started with LoRA, which wraps the layers")
     if getattr(config.parallel_config, "enable_eplb", False):

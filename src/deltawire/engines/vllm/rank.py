@@ -69,6 +69,8 @@ class Rank:
     ) -> None:
         self.reload = reload
         self._model, self._number, self._loading = model, number, loading
+        self._counted = number
+        """Number among the ranks of all data-parallel servers; `_number` counts from the first one of this server."""
         self._problems, self._hooks = problems, hooks
         self._schema = Schema.build(())
         self._shard: Shard | None = None
@@ -86,8 +88,10 @@ class Rank:
 
     # ── by the engine ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _do_layout(self, schema: str, sockets: str) -> Answer:
-        """Trace the loader and begin to listen. `schema` is a file, `sockets` a folder."""
+    def _do_layout(self, schema: str, sockets: str, first: int = 0) -> Answer:
+        """Trace the loader and begin to listen. `schema` is a file, `sockets` a folder, `first` this server's first
+        rank."""
+        self._number = self._counted - first
         if not Path(schema).exists():
             raise RuntimeError("this rank is on another node than the API server: all ranks of a server must be on one")
         self._schema = msgspec.json.decode(Path(schema).read_bytes(), type=Schema)

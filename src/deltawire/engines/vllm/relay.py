@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from ..control import MAX_BODY
 from . import SOCKETS
 
 
@@ -78,6 +79,10 @@ class Relay:
         while more:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
+            if len(body) > MAX_BODY:
+                await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
+                await send({"type": "http.response.body", "body": b""})
+                return
         kept = {name: value for name, value in scope["headers"] if name in (b"authorization", b"content-type")}
         try:
             found = await self._http.request(

@@ -77,6 +77,9 @@ class EngineTarget:
         self._client, self._loop, self._policy = client, loop, policy
         self._engines = len(getattr(client.engine_core, "core_engines", "1"))
         """Number of engine cores: one per data-parallel rank."""
+        first = getattr(client.engine_core, "engine_ranks_managed", [0])[0]
+        self._first = first * client.vllm_config.parallel_config.world_size if first else 0
+        """The first rank of this server, where other servers have some of the data-parallel ranks."""
         self._temporary = arrays.folder()
         self._folder = Path(self._temporary.name)
         self._schema = Schema.build(())
@@ -115,7 +118,7 @@ class EngineTarget:
         self._schema = Schema.build(())
         path = self._folder / "schema.json"
         path.write_bytes(msgspec.json.encode(schema))
-        answers = self._all("layout", schema=str(path), sockets=str(self._folder))
+        answers = self._all("layout", schema=str(path), sockets=str(self._folder), first=self._first)
         ranks = msgspec.convert([answer["pieces"] for answer in answers], list[list[Region]])
         problems = [problem for answer in answers for problem in answer["problems"]]
         self._layout = arrange(schema, ranks, list(dict.fromkeys(problems)))
