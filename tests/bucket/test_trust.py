@@ -39,7 +39,7 @@ from deltawire.core.signing import LINKS, MANIFEST, Endorsement, SigningKey
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.models import ModelView
 from deltawire.replica import Replica
-from deltawire.store import Store, open_store
+from deltawire.store import MirroredStore, Store, open_store
 from deltawire.testing import CountingStore, FlakyStore
 from deltawire.trainer import Publisher
 from support import Model, blank, copy, held, history, model, publish, same, trained
@@ -236,6 +236,23 @@ def test_following_never_goes_back_also_after_a_restart(run: Store, head: bool) 
         run.delete(item.key)
     with pytest.raises(RolledBack, match="ends with no version"):
         follower(run).sync(blank(VERSIONS[0]))
+
+
+def test_one_of_several_buckets_that_is_behind_is_no_rollback(run: Store) -> None:
+    behind = open_store("memory://behind")
+    for key, data in copy_of(run).items():
+        if keys.version_of(key) != 4:
+            behind.put(key, data)
+    behind.put(keys.HEAD, dump(Head(Run.open(run).info.run, 3)))
+    for store, refused in ((behind, True), (MirroredStore([behind]), False)):
+        opened = Run.open(run, trust=OWN.public)
+        assert opened.newest() == 4
+        elsewhere = Run(store, opened.info, None, Trust.of(OWN.public))
+        if refused:
+            with pytest.raises(RolledBack):
+                elsewhere.check_kept(4)
+        else:
+            elsewhere.check_kept(4)
 
 
 def test_a_pin_may_go_to_any_signed_version(run: Store) -> None:

@@ -18,6 +18,7 @@ from deltawire.bucket.verify import verify
 from deltawire.core import full, keys
 from deltawire.core.errors import DivergedRun, RunNotFound, StoreUnavailable
 from deltawire.core.manifest import Origin, Pruned, dump
+from deltawire.core.signing import SigningKey
 from deltawire.derive.deriver import Deriver, recompute
 from deltawire.store import LocalStore
 from deltawire.trainer import Publisher
@@ -247,3 +248,16 @@ def test_the_weights_of_a_replica_times_their_scales_are_near_the_trainers(sourc
     exact = numbers(origin.bits(ATTENTION), DTYPES["BF16"]).reshape(shape)
     assert np.abs(codes * spread - exact).max() <= np.abs(exact).max() / 16
     assert (np.abs(codes * spread - exact) <= np.abs(exact) / 16 + spread * 2.0**-10 + 1e-12).all()
+
+
+def test_a_view_with_a_key_of_its_own_goes_on_where_only_the_trainers_key_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
+    trainer, keeper = SigningKey.generate(), SigningKey.generate()
+    bags = versions(2)
+    publish(str(tmp_path / "run"), bags[:1], sign=trainer)
+    monkeypatch.setenv("DELTAWIRE_TRUST", trainer.public)
+    assert derive(tmp_path / "run", str(tmp_path / "fp8"), sign=keeper) == [0]
+    publish(str(tmp_path / "run"), bags[1:], sign=trainer)
+    assert derive(tmp_path / "run", str(tmp_path / "fp8"), sign=keeper) == [1]

@@ -124,7 +124,9 @@ class Deriver:
     def _last(self) -> int | None:
         """The version that the newest one of the derived run was computed from."""
         try:
-            derived = Run.open(self._publisher._store)
+            signing = self._publisher._options.signing
+            # its own key, which need not be one that readers of the source trust
+            derived = Run.open(self._publisher._store, trust=None if signing is None else signing.trust)
         except RunNotFound:
             return None
         newest = derived.newest()

@@ -250,13 +250,15 @@ class Keeper:
         goal = newest if working else done
         if at >= goal:
             return None
-        clock = time.perf_counter()
+        clock, came_from = time.perf_counter(), self.version
         # versions that a keeper has dealt with need no second look at each; nor can all be looked at far behind
         far = newest - TOO_FAR_BEHIND if at >= self._thorough else 0
         settled = min(max(done, far), goal)
         version = self._skips.next(settled) if at < settled else following(self.run, at, goal)
         try:
             changes = self._sync(version)
+            if came_from != at:
+                changes = None  # what led here began with another version
         except DAMAGE as error:
             before = len(self.bad)
             if version not in self.run.pruned():
@@ -451,8 +453,8 @@ class Keeper:
                 self._note(what, f"{what} is behind: {failed}" if failed else "")
                 self._beside[what] = self._threads.submit(work)
         if due and rule is not None:
+            self._pruned_at = time.monotonic()  # also where it fails: not again at once
             plan = prune(self.run, rule)
-            self._pruned_at = time.monotonic()
             if plan.going:
                 tidy(self.run, self.id, self._signer)
 
@@ -465,6 +467,10 @@ class Keeper:
     def _derive(self, view: str, url: str, newest: int) -> None:
         deriver = self._derivers.pop(url, None) or Deriver(self.run, url, view, resolve=self._resolve, sign=self._sign)
         since = self.options.since
-        for _ in deriver.follow(newest if since is None else since, once=True):
-            pass
+        try:
+            for _ in deriver.follow(newest if since is None else since, once=True):
+                pass
+        except BaseException as error:
+            deriver.__exit__(type(error))  # its thread would hold a copy of the weights
+            raise
         self._derivers[url] = deriver

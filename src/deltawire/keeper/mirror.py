@@ -63,7 +63,9 @@ class Mirror:
             self.store.put(keys.HEAD, dump(Head(self._run.info.run, newest)))
         self._tags()
         if rule is not None:
-            prune(self.copy, rule)
+            plan = prune(self.copy, rule)
+            for item in (*plan.data, *plan.files):
+                self._sizes.pop(item.key, None)
         return count
 
     def _mark(self, ranges: Iterable[tuple[int, int]]) -> None:
