@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from hypothesis import strategies as st
 
+from deltawire.bucket.fetch import fetch
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
-from deltawire.core import full
+from deltawire.core import full, keys
 from deltawire.core.change import BLOCK_UNITS, Block, Change, Region, blocks, compare
 from deltawire.core.digest import StateDigest
 from deltawire.core.dtypes import DTYPES, Bits, lookup
+from deltawire.core.manifest import Blob
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.core.sparse import DeltaFile, write_delta
 from deltawire.store import Store
@@ -289,3 +292,18 @@ class HookedStore:
         result = getattr(self.inner, verb)(key, *rest, **options)
         self.hook("after", verb, key)
         return result
+
+
+# ── data objects ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def stored(store: Store, data: bytes, version: int = 1) -> Blob:
+    """Store bytes as an anchor of a version."""
+    blob = Blob(keys.anchor(version, "0" * 8), len(data), blake3(data).hexdigest(length=16))
+    store.put(blob.key, data)
+    return blob
+
+
+def content(store: Store, blob: Blob) -> bytes:
+    with fetch(store, blob) as data:
+        return data.read(0, blob.size)

@@ -15,20 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blake3 import blake3
 
 from deltawire.bucket import cache as caching
 from deltawire.bucket import fetch as fetching
 from deltawire.bucket.fetch import fetch
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
-from deltawire.core import keys
 from deltawire.core.errors import HashMismatch, Misconfigured, StoreUnavailable
 from deltawire.core.manifest import Blob
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, ObjectStore, Store
 from deltawire.testing import CountingStore
-from support import Model, blank, history, publish, same
+from support import Model, blank, content, history, publish, same, stored
 
 
 @pytest.fixture
@@ -39,17 +37,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     caching._said.clear()
     yield folder
     assert not list(folder.glob("*.part")) if folder.is_dir() else True, "nothing is left on its way"
-
-
-def stored(store: Store, data: bytes, version: int = 1) -> Blob:
-    blob = Blob(keys.anchor(version, "0" * 8), len(data), blake3(data).hexdigest(length=16))
-    store.put(blob.key, data)
-    return blob
-
-
-def content(store: Store, blob: Blob) -> bytes:
-    with fetch(store, blob) as data:
-        return data.read(0, blob.size)
 
 
 def test_an_object_is_fetched_once(store: Store, cache: Path) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blake3 import blake3
 
 from deltawire.bucket import neighbour as neighbours
 from deltawire.bucket.cache import Cache
@@ -29,7 +28,7 @@ from deltawire.engines.cache_server import CacheServer
 from deltawire.replica import Replica
 from deltawire.store import Store
 from deltawire.testing import CountingStore
-from support import HookedStore, blank, history, publish, same
+from support import HookedStore, blank, content, history, publish, same, stored
 
 WAIT = 30.0
 
@@ -64,17 +63,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
             yield server
 
     return start
-
-
-def stored(store: Store, data: bytes, version: int = 1) -> Blob:
-    blob = Blob(keys.anchor(version, "0" * 8), len(data), blake3(data).hexdigest(length=16))
-    store.put(blob.key, data)
-    return blob
-
-
-def content(store: Store, blob: Blob) -> bytes:
-    with fetch(store, blob) as data:
-        return data.read(0, blob.size)
 
 
 def test_eight_replicas_of_a_site_fetch_an_object_once(store: Store, site: Any) -> None:

@@ -39,6 +39,13 @@ ReferenceOption = Annotated[
     Path | None,
     typer.Option(metavar="DIR", exists=True, file_okay=False, help="Where the checkpoint is that the run starts from."),
 ]
+PollOption = Annotated[
+    float, typer.Option(metavar="SECONDS", min=0.01, help="Longest time between two looks at the run.")
+]
+NameOption = Annotated[str | None, typer.Option(metavar="NAME", help="Name in `log`; host and process by default.")]
+AnchorEveryOption = Annotated[
+    int | None, typer.Option(min=1, help="Upload the full weights at least every N versions.")
+]
 TrustOption = Annotated[
     str | None,
     typer.Option(

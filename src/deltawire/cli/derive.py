@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common import (
+    AnchorEveryOption,
     JsonOption,
+    PollOption,
     ReferenceOption,
     RunArgument,
     SignOption,
@@ -36,12 +38,8 @@ def command(
         ),
     ] = None,
     encoding: Annotated[str, typer.Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
-    anchor_every: Annotated[
-        int | None, typer.Option(min=1, help="Upload the full weights at least every N versions.")
-    ] = None,
-    poll: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.01, help="Longest time between two looks at the run.")
-    ] = 1.0,
+    anchor_every: AnchorEveryOption = None,
+    poll: PollOption = 1.0,
     reference: ReferenceOption = None,
     trust: TrustOption = None,
     sign: SignOption = None,

@@ -15,6 +15,8 @@ import typer
 
 from .common import (
     JsonOption,
+    NameOption,
+    PollOption,
     ReferenceOption,
     RunArgument,
     TrustOption,
@@ -43,13 +45,11 @@ def command(
         str | None, typer.Option("--exec", metavar="CMD", help="Shell command to run for each version.")
     ] = None,
     every: Annotated[bool, typer.Option("--every", help="Go through every version, also when behind.")] = False,
-    poll: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.01, help="Longest time between two looks at the run.")
-    ] = 1.0,
+    poll: PollOption = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Go to the newest version, then end.")] = False,
     reference: ReferenceOption = None,
     trust: TrustOption = None,
-    id: Annotated[str | None, typer.Option(metavar="NAME", help="Name in `log`; host and process by default.")] = None,
+    id: NameOption = None,
     json: JsonOption = False,
 ) -> None:
     """Follow a run: keep a checkpoint folder current, run a command per version.

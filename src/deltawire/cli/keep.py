@@ -9,6 +9,8 @@ import typer
 
 from .common import (
     JsonOption,
+    NameOption,
+    PollOption,
     ReferenceOption,
     RunArgument,
     SignOption,
@@ -67,13 +69,11 @@ def command(
         float,
         typer.Option(parser=seconds, metavar="TIME", help="Time after which a silent keeper is replaced."),
     ] = "1min",  # type: ignore[assignment]
-    poll: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.01, help="Longest time between two looks at the run.")
-    ] = 1.0,
+    poll: PollOption = 1.0,
     reference: ReferenceOption = None,
     trust: TrustOption = None,
     sign: SignOption = None,
-    id: Annotated[str | None, typer.Option(metavar="NAME", help="Name in `log`; host and process by default.")] = None,
+    id: NameOption = None,
     json: JsonOption = False,
 ) -> None:
     """Keep a run: anchors, skip deltas, mirrors and pruning, without the trainer.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import (
+    AnchorEveryOption,
     JsonOption,
     RunArgument,
     SignOption,
@@ -55,9 +56,7 @@ def command(
         ),
     ] = "packed",
     anchor: Annotated[bool, typer.Option("--anchor", help="Also upload the full weights.")] = False,
-    anchor_every: Annotated[
-        int | None, typer.Option(min=1, help="Upload the full weights at least every N versions.")
-    ] = None,
+    anchor_every: AnchorEveryOption = None,
     step: Annotated[int | None, typer.Option(help="The trainer's own step count, shown by `log`.")] = None,
     metric: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A figure to keep with the version; repeatable.")
