@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from deltawire.core.change import Change, Region, compare, whole
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.core.sparse import DeltaWriter
 from deltawire.keeper import skips as module
-from deltawire.keeper.skips import SkipDelta, Skips, Undo
+from deltawire.keeper.skips import ArrayFile, SkipDelta, Skips, Undo
 from support import Bag, moved_bag, opened, random_bag
 
 SCHEMA = Schema.build([TensorSpec("a", "BF16", (12, 10)), TensorSpec("b", "F32", (7,)), TensorSpec("c", "I64", (3, 2))])
@@ -91,7 +93,17 @@ def test_changes_that_are_not_small_are_kept_on_disk(monkeypatch: pytest.MonkeyP
     for version in range(1, 21):
         assert sorted(version - base for base in followed.go(version)) == spans(version, 4)
     change = compare(whole(SCHEMA.tensors[0]), *(bag.region(whole(SCHEMA.tensors[0])) for bag in followed.bags[:2]))
-    assert isinstance(Undo.of(change).old, np.memmap)
+    assert isinstance(Undo.of(change, ArrayFile()).old, np.memmap)
+
+
+def test_all_arrays_of_a_piece_are_in_one_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IN_MEMORY", 8)
+    followed, before = Followed(23, 0.6), len(os.listdir("/proc/self/fd"))
+    for version in range(1, 24):
+        followed.go(version)
+    pieces = sum(map(len, followed.skips._pieces))
+    assert pieces == 3 + 1 + 1
+    assert len(os.listdir("/proc/self/fd")) - before <= pieces
 
 
 def test_it_begins_anywhere_and_makes_what_it_has_seen_the_start_of() -> None:

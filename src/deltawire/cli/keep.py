@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -137,7 +136,6 @@ def command(
         def fetched(n: int) -> None:
             advance("fetch the version to begin with", n, keeper.run.schema.nbytes)
 
-        _allow_files()
         try:
             key = SigningKey.find(sign)
             keeper = Keeper(address, options, id=id, reference=reference, trust=trust, sign=key, progress=fetched)
@@ -170,12 +168,3 @@ def _say(kept: KeptVersion, json: bool) -> None:
     text += "".join(f"  BAD: {bad}" for bad in kept.bad)
     behind = kept.newest - kept.version
     emit_line(value, text + (f"  ({behind} behind)" if behind else ""), json)
-
-
-def _allow_files() -> None:
-    """Let this process open as many files as it may: a large model has an array of changes for each of its regions."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

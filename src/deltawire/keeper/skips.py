@@ -7,10 +7,12 @@ next length. So one copy of the weights is in memory; pieces that are not small 
 
 from __future__ import annotations
 
+import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,56 +28,88 @@ from ..core.sparse import EncodedBlock, encode_block
 IN_MEMORY = 1 << 20
 """Bytes of an array that stays in memory."""
 
+ALIGNMENT = 64
+"""Of arrays in a file, in bytes."""
+
+
+class ArrayFile:
+    """A file for the arrays of a piece: one open file for all of them. Threads may share it.
+
+    It is made for the first array that is not small, and has no name: nothing is left of it, whatever happens.
+    """
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def add(self, array: npt.NDArray[Any]) -> Callable[[], npt.NDArray[Any]]:
+        """Return a function that returns the same array, mapped from the file while it is used."""
+        if array.nbytes <= IN_MEMORY:
+            kept = array.copy()
+            return lambda: kept
+        dtype, shape = array.dtype, array.shape
+        with self._lock:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="deltawire-")  # noqa: SIM115
+            file = self._file
+            start = -(-file.seek(0, os.SEEK_END) // ALIGNMENT) * ALIGNMENT
+            file.seek(start)
+            file.write(np.ascontiguousarray(array).data)
+            file.flush()
+
+        def mapped() -> npt.NDArray[Any]:
+            # numpy moves the position in the file
+            with self._lock:
+                return np.memmap(file, dtype, "r", start, shape)
+
+        return mapped
+
 
 @dataclass(frozen=True, slots=True)
 class Undo:
     """The bits that a region had before."""
 
     region: Region
-    positions: npt.NDArray[np.uint32] | None
-    """Of the weights that changed; None where `old` has all of them."""
-    old: Bits
+    positions_of: Callable[[], npt.NDArray[np.uint32]] | None
+    old_of: Callable[[], Bits]
 
     @classmethod
-    def of(cls, change: Change, old: Bits | None = None) -> Undo:
+    def of(cls, change: Change, file: ArrayFile, old: Bits | None = None) -> Undo:
         """`old` are the bits of the whole region before: kept instead where most of it changed."""
         if old is not None and change.positions.nbytes + change.old.nbytes > old.nbytes:
-            return cls(change.region, None, _kept(old))
-        return cls(change.region, _kept(change.positions), _kept(change.old))
+            return cls(change.region, None, file.add(old))
+        return cls(change.region, file.add(change.positions), file.add(change.old))
+
+    @property
+    def positions(self) -> npt.NDArray[np.uint32] | None:
+        """Of the weights that changed; None where `old` has all of them."""
+        return self.positions_of() if self.positions_of is not None else None
+
+    @property
+    def old(self) -> Bits:
+        return self.old_of()
 
     def restore(self, bits: Bits, region: Region) -> None:
         """Put the old bits into a copy of a region, as far as the two overlap."""
-        if self.region == region:
-            if self.positions is None:
-                bits[:] = self.old
-            else:
-                bits[self.positions] = self.old
-            return
         common = self.region.meet(region)
         if common is None:
             return
-        if self.positions is None:
-            own = self.old.reshape(self.region.rows, self.region.columns)
+        positions, old = self.positions, self.old
+        if self.region == region:
+            if positions is None:
+                bits[:] = old
+            else:
+                bits[positions] = old
+            return
+        if positions is None:
+            own = old.reshape(self.region.rows, self.region.columns)
             bits.reshape(region.rows, region.columns)[common.within(region)] = own[common.within(self.region)]
             return
         # positions count within another rectangle of the tensor: a sharded trainer's
-        rows, columns = np.divmod(self.positions.astype(np.int64), self.region.columns)
+        rows, columns = np.divmod(positions.astype(np.int64), self.region.columns)
         rows, columns = rows + (self.region.row - region.row), columns + (self.region.column - region.column)
         inside = (rows >= 0) & (rows < region.rows) & (columns >= 0) & (columns < region.columns)
-        bits[rows[inside] * region.columns + columns[inside]] = self.old[inside]
-
-
-def _kept(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same array, on disk if it is not small. The file has no name: nothing is left of it, whatever happens."""
-    kept: npt.NDArray[Any]
-    if array.nbytes <= IN_MEMORY:
-        kept = array.copy()
-        return kept
-    with tempfile.TemporaryFile(prefix="deltawire-") as file:
-        array.tofile(file)
-        file.flush()
-        kept = np.memmap(file, array.dtype, "r", shape=array.shape)
-        return kept
+        bits[rows[inside] * region.columns + columns[inside]] = old[inside]
 
 
 Piece = dict[str, list[Undo]]
@@ -125,7 +159,8 @@ class Skips:
             self.start(version)
             return
         self.version = version
-        due, piece = spans(version, self.levels), _piece(Undo.of(change) for change in changes if change.count)
+        due, file = spans(version, self.levels), ArrayFile()
+        piece = _piece(Undo.of(change, file) for change in changes if change.count)
         while True:
             pieces = self._pieces[level]
             pieces.append(piece)
@@ -152,9 +187,11 @@ class Skips:
         return bits, present
 
     def _merge(self, pieces: Sequence[Piece]) -> Piece:
+        file = ArrayFile()
+
         def one(region: Region) -> Undo:
             old, present = self._before(pieces, region)
-            return Undo.of(compare(region, old, present), old)
+            return Undo.of(compare(region, old, present), file, old)
 
         regions = [region for block in self._plan for region in block]
         return _piece(ordered_map(one, regions, self._threads))
