@@ -99,6 +99,7 @@ def test_members_of_a_fleet(store: Store) -> None:
     beat(store, "endless", syncs=(SyncRecord(2, 1, 0.0, 1.0, 1, {"pause": 1e300}),))
     beat(store, "foreign", run="another")
     beat(store, "somebody", key="somebody-else")
+    beat(store, "keeper-1", role="keeper")
     newest, found = members(Run.open(store))
     assert newest == 2
     by_name = {member.replica: member for member in found}

@@ -230,7 +230,12 @@ def test_a_neighbour_that_is_away(store: Store, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "url", ["http://", "http://:80", "http://a:b", "http://a/b", "http:a", "https://u:secret@a", "http://a:99999"]
+    "url",
+    [
+        *("http://", "http://:80", "http://a:b", "http://a/b", "http:a", "https://u:secret@a", "http://a:99999"),
+        # without http:// it would be the name of a folder
+        *("127.0.0.1:8331", "localhost:8330/", "[::1]:8330", "s3://runs/cache"),
+    ],
 )
 def test_addresses_that_are_none(store: Store, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("DELTAWIRE_CACHE", url)

@@ -410,7 +410,21 @@ def test_what_was_seen_only_grows_whoever_writes_it(tmp_path: Path) -> None:
     assert Seen.read(folder).runs == {"run": (59, OWN.public)}
 
 
-def _no_space(path: Path, data: bytes) -> int:
+def test_what_was_seen_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def noted(module: Any, name: str) -> None:
+        found = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given: (done.append(name), found(*given))[1])
+
+    noted(os, "fsync")
+    noted(os, "replace")
+    Seen.note(tmp_path, "url", "run", (1, OWN.public))
+    # the file, its name, the folder
+    assert done == ["fsync", "replace", "fsync"]
+
+
+def _no_space(file: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -425,7 +439,7 @@ def test_a_folder_that_cannot_keep_what_was_seen_is_an_error(
     monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "full"))
     full, weights = follower(run), blank(VERSIONS[0])
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", _no_space)
+        patch.setattr(os, "fsync", _no_space)
         for _ in range(3):
             with pytest.raises(Misconfigured, match="No space"):
                 full.sync(weights)

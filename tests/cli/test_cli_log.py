@@ -85,6 +85,17 @@ def test_replicas(run: Path) -> None:
     assert "stranger" not in text
 
 
+def test_keepers_that_ended_are_not_listed(run: Path) -> None:
+    store, name = Run.open(str(run)).store, Run.open(str(run)).info.run
+    for number, seconds in ((1, 7200), (2, 3600), (3, 1800)):
+        beat = Heartbeat(name, f"keeper-{number}", 3, 3, True, time.time() - seconds, role="keeper")
+        store.put(keys.replica(beat.replica), dump(beat))
+    # where none is at work, the last one says since when
+    assert [beat["replica"] for beat in invoke_json("log", run)["replicas"]] == ["keeper-3"]
+    store.put(keys.replica("keeper-4"), dump(Heartbeat(name, "keeper-4", 3, 3, True, time.time(), role="keeper")))
+    assert [beat["replica"] for beat in invoke_json("log", run)["replicas"]] == ["keeper-4"]
+
+
 def _arrays(run: Path) -> list[tuple[str, tuple[int, ...], type]]:
     kinds = {"BF16": np.uint16, "F32": np.float32, "I64": np.int64, "F8_E4M3": np.uint8}
     return [(t.name, t.shape, kinds[t.dtype]) for t in Run.open(str(run)).schema.tensors]

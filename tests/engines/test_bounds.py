@@ -43,7 +43,9 @@ def test_bounds_by_header() -> None:
 @pytest.mark.parametrize("spans", [[(40, 1)], [(41, 1), (40, 1)], [(41, 1), (40, 1), (42, 1)]])
 def test_a_stream_passes_on_no_event_after_a_version_that_is_not_accepted(spans: list[tuple[int, int]]) -> None:
     sequence = SimpleNamespace(spans=spans)
-    server = SimpleNamespace(follower=SimpleNamespace(version=42), scheduler=SimpleNamespace(cancel=lambda _: None))
+    server = SimpleNamespace(
+        follower=SimpleNamespace(version=42, pin=None), scheduler=SimpleNamespace(cancel=lambda _: None)
+    )
     answer = SimpleNamespace(opening=lambda _: [], chunk=lambda *_: {"text": "x"})
 
     async def events() -> list[bytes]:
@@ -165,10 +167,16 @@ def test_a_version_that_is_past_or_pinned_away_is_refused_at_once(world: World) 
     version = world.publisher.version or 0
     world.set(version_wait=1000.0)
     assert world.ask("exact", version).status_code == 200
-    assert f"version {version - 1} only" in refused(world.ask("exact", version - 1), version)
+    text = refused(world.ask("exact", version - 1), version)
+    assert f"version {version - 1} only" in text
+    assert "try again" not in text, "it never comes"
+    assert text.endswith(
+        f"it does not go back; ask a server that is pinned to version {version - 1}, or for a later version"
+    )
     world.post("/deltawire/pin", {"version": version - 1})
     assert world.ask("exact", version - 1).headers[VERSION_HEADER] == str(version - 1)
-    refused(world.ask("min", version), version - 1)
+    text = refused(world.ask("min", version), version - 1)
+    assert text.endswith(f"it is pinned to version {version - 1}; ask another server")
     assert world.server.follower.version == version - 1, "a request does not move a pinned server"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deltawire.core import keys
-from deltawire.core.added import AddedLink
+from deltawire.core.added import MAX_PAGES, AddedLink, AddedPage
 from deltawire.core.manifest import Blob, Link, dump
 from deltawire.keeper.announce import announce, tidy
 from keeping import Kept, fresh, settings
@@ -62,3 +62,14 @@ def test_a_lost_index_is_made_again_from_the_pages(kept: Kept) -> None:
     index = announce(kept.run, "one", [link(6, 4)], 6)
     assert {x.version for x in kept.run.added.between(-1, 9)} == {4, 5, 6}
     assert index.anchor == link(5, None)
+
+
+def test_an_index_that_is_made_again_names_no_more_pages_than_it_may(kept: Kept) -> None:
+    run = kept.run
+    for number in range(MAX_PAGES + 1):
+        # pages that were merged into later ones stay until they are pruned
+        page = AddedPage(run.info.run, (link(4 + number % 4, 2),))
+        kept.store.put(keys.added_page(4, 7, f"{number:08x}"), dump(page))
+    announce(run, "one", [link(6, 4)], 6)
+    assert {x.way for x in kept.run.added.between(-1, 9)} == {*((v, "delta", 2) for v in (4, 5, 6, 7)), (6, "delta", 4)}
+    assert len(kept.run.added.index().pages) == 1  # type: ignore[union-attr]

@@ -305,6 +305,23 @@ def test_a_store_with_faults(kept: Kept) -> None:
         assert same(live, kept.weights[LAST])
 
 
+def test_an_index_that_names_a_version_that_is_not_there_does_not_stop_it(kept: Kept) -> None:
+    announce(kept.run, "forger", (), 10**12)
+    kept.keep(OPTIONS)
+    kept.weights += [step(kept.weights[-1], 98), step(kept.weights[-1], 99)]
+    publish(kept.store, kept.weights[-2:])
+    assert [told.version for told in kept.keep(OPTIONS)][-2:] == [LAST + 1, LAST + 2]
+    assert kept.run.added.index().done == LAST + 2  # type: ignore[union-attr]
+
+
+def test_since_is_said_to_be_of_no_use_where_a_keeper_was(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    kept.keep(KeeperOptions(since=64))
+    assert "--since" not in caplog.text
+    publish(kept.store, [step(kept.weights[-1], 99)])
+    kept.keep(KeeperOptions(since=0))
+    assert f"--since 0 is for a run that had no keeper: one has dealt with versions up to {LAST}" in caplog.text
+
+
 # ── retention, mirrors ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -325,6 +342,18 @@ def test_mirrors(kept: Kept, tmp_path: Any) -> None:
         assert run.newest() == LAST
         assert verify(run).ok
         assert added(run) == added(kept.run)
+
+
+def test_a_mirror_without_a_damaged_object_is_reported(kept: Kept, tmp_path: Any) -> None:
+    kept.keep(OPTIONS)
+    bad = kept.run.manifest(30).links[0].objects[0].key
+    kept.store.delete(bad)
+    keeper = Keeper(kept.store, KeeperOptions(mirrors=(str(tmp_path),)))
+    list(keeper.once())
+    keeper.close()
+    assert f"the mirror {tmp_path.as_uri()} lacks what is damaged here" in keeper.replica.note
+    assert bad in keeper.replica.note
+    assert Run.open(str(tmp_path)).newest() == LAST
 
 
 def test_a_run_is_no_mirror_of_itself_and_has_one_address(kept: Kept, tmp_path: Any) -> None:
@@ -368,3 +397,31 @@ def test_a_signed_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with Replica(store, heartbeat=0, trust=key.public) as replica:
         replica.sync(live)
     assert same(live, weights[-1])
+
+
+def test_between_a_rotation_and_the_next_delegation_nothing_is_done(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
+    old, new, own = (SigningKey.generate() for _ in range(3))
+    old.write(tmp_path / "old.key")
+    new.write(tmp_path / "new.key")
+    weights, store = fresh(23).weights, empty()
+    publish(store, weights[:20], sign=tmp_path / "old.key")
+    delegate(Run.open(store, trust=old.public), old, own.public)
+    counting = CountingStore(store)
+    keeper = Keeper(counting, KeeperOptions(since=0), trust=old.public, sign=own)
+    list(keeper.once())
+    assert not [*keeper.once()]  # as of every poll
+    publish(store, weights[20:21], sign=tmp_path / "old.key", next_key=new.public)
+    publish(store, weights[21:22], sign=tmp_path / "new.key", trust=old.public)
+    present = {item.key for item in store.list()}
+    for _ in range(3):
+        counting.reset()
+        with pytest.raises(NotTheSigner, match="deltawire delegate"):
+            list(keeper.once())
+        assert not counting.requests["get_range"], "no object is read"
+    assert {item.key for item in store.list()} == present, "and none is written"
+    delegate(Run.open(store, trust=new.public), new, own.public)
+    assert [told.version for told in keeper.once()] == [20, 21]
+    keeper.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 
 from deltawire.bucket.prune import Retention, prune
@@ -10,10 +13,12 @@ from deltawire.bucket.verify import verify
 from deltawire.bucket.versions import set_tag
 from deltawire.core import keys
 from deltawire.core.errors import RunReplaced, StoreUnavailable
+from deltawire.core.manifest import dump
 from deltawire.keeper.keeper import KeeperOptions
-from deltawire.keeper.mirror import Mirror
+from deltawire.keeper.mirror import Ended, Mirror
 from deltawire.replica import Replica
 from deltawire.store import Store
+from deltawire.testing import CountingStore
 from keeping import Kept, empty, fresh, publish, settings, step
 from support import same
 
@@ -144,3 +149,75 @@ def test_another_run_is_not_written_over(kept: Kept) -> None:
     other.put(keys.RUN, other.get(keys.RUN).data.replace(kept.run.info.run.encode(), b"f" * 16))
     with pytest.raises(RunReplaced):
         Mirror(kept.run, other)
+
+
+# ── damaged objects, an end in between ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_damaged_object_holds_up_nothing_and_is_copied_once_it_is_repaired(kept: Kept) -> None:
+    (delta,) = kept.run.manifest(20).links
+    bad, good = delta.objects[0].key, kept.store.get(delta.objects[0].key).data
+    kept.store.put(bad, good[:-1] + b"\0")
+    store, counting = empty(), CountingStore(kept.store)
+    mirror = Mirror(Run.open(counting), store)
+    assert mirror.update(LAST) == LAST + 1
+    assert [*mirror.damaged] == [bad]
+    assert bad in mirror.damaged[bad].why
+    live = kept.blank()
+    with Replica(store, heartbeat=0) as replica:
+        assert replica.sync(live) == LAST
+    assert same(live, kept.weights[-1])
+    # a keeper that is restarted knows of it, and reads it once
+    mirror = Mirror(Run.open(counting), store)
+    mirror.update(LAST)
+    assert [*mirror.damaged] == [bad]
+    counting.reset()
+    mirror.update(LAST)
+    assert not counting.requests["get_range"]
+    kept.store.put(bad, good)
+    mirror.update(LAST)
+    assert not mirror.damaged
+    assert is_a_copy(store, kept)
+
+
+def test_an_object_that_is_gone_at_the_source_holds_up_nothing(kept: Kept) -> None:
+    key = kept.run.manifest(20).links[0].objects[0].key
+    kept.store.delete(key)
+    mirror = Mirror(kept.run, empty())
+    assert mirror.update(LAST) == LAST + 1
+    assert [*mirror.damaged] == [key]
+    # until its version goes
+    kept.store.put(keys.PRUNED, dump(kept.run.pruned().also([20])))
+    mirror.update(LAST)
+    assert not mirror.damaged
+
+
+@pytest.mark.parametrize("while_it", ["fetches", "writes"])
+def test_an_end_breaks_off_the_copy_of_an_object(kept: Kept, while_it: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("keeper.mirror", "bucket.fetch"):
+        monkeypatch.setattr(f"deltawire.{module}.PART", 100_000)
+    stop, store, whole = threading.Event(), empty(), []
+
+    class Source(CountingStore):
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            if while_it == "fetches":
+                stop.set()
+            return super().get_range(key, start, length)
+
+    class Target(CountingStore):
+        def put(self, key: str, data: Any) -> None:
+            if callable(data) and key.startswith(keys.ANCHORS):
+                chunks = iter(data())
+                next(chunks)
+                if while_it == "writes":
+                    stop.set()
+                whole.append([*chunks])
+            super().put(key, data)
+
+    mirror = Mirror(Run.open(Source(kept.store)), Target(store), stop)
+    with pytest.raises(Ended):
+        mirror.update(LAST)
+    assert not whole
+    # and another process goes on
+    Mirror(kept.run, store).update(LAST)
+    assert is_a_copy(store, kept)

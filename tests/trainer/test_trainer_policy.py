@@ -135,6 +135,8 @@ def test_an_anchor_is_left_to_a_keeper_that_is_alive_but_not_for_ever() -> None:
     assert leaves(100, keeper_index(60, 93))
     # an anchor that is said to be of a version to come
     assert not leaves(16, keeper_index(10**17, 10**17))
+    # no keeper is ahead of the trainer
+    assert not leaves(15, keeper_index(10**17, None))
     # by bytes, and where nothing but anchors is wanted
     assert leaves(12, keeper_index(11, None), AnchorPolicy())
     assert not leaves(22, keeper_index(21, None), AnchorPolicy())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..core import keys
 from ..core.errors import Misconfigured
-from ..core.manifest import Heartbeat
+from ..core.manifest import KEEPER, Heartbeat
 from ..core.parallel import ordered_map
 from .run import HEARTBEATS, Run
 
@@ -130,7 +130,7 @@ class Member:
 
 
 def members(run: Run, *, fresh: float = FRESH_S) -> tuple[int | None, list[Member]]:
-    """Return the newest version and the replicas with a heartbeat, by name."""
+    """Return the newest version and the replicas with a heartbeat, by name. Keepers serve nobody, and are left out."""
     newest = run.newest()
     items = sorted(run.store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)[:HEARTBEATS]
     beats = ordered_map(lambda item: run.heartbeat(item.key), items, REQUESTS)
@@ -138,7 +138,9 @@ def members(run: Run, *, fresh: float = FRESH_S) -> tuple[int | None, list[Membe
     found = [
         _member(beat, newest, clock - item.modified, fresh)
         for item, beat in zip(items, beats, strict=True)
-        if beat is not None and beat.run == run.info.run and item.key == keys.REPLICAS + beat.replica + ".json"
+        if beat is not None
+        and (beat.run, item.key) == (run.info.run, keys.REPLICAS + beat.replica + ".json")
+        and beat.role != KEEPER
     ]
     return newest, sorted(found, key=lambda member: member.replica)
 

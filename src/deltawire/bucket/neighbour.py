@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -47,7 +48,10 @@ class Neighbour:
         if parts.scheme not in ("http", "https") or not self._host or parts.path.strip("/") or parts.username:
             # what is before an @ may be a secret
             shown = f"http://…@{url.rpartition('@')[2]}" if "@" in url else url
-            raise Misconfigured(f"DELTAWIRE_CACHE is {shown[:80]!r}: a folder, or a cache as in http://10.0.0.5:8330")
+            raise Misconfigured(
+                f"DELTAWIRE_CACHE is {shown[:80]!r}: name a folder, or a cache with http:// and no path, such as "
+                "http://10.0.0.5:8330"
+            )
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._rests_until = 0.0
@@ -105,8 +109,8 @@ class Neighbour:
 
 
 def is_address(cache: str) -> bool:
-    """Whether DELTAWIRE_CACHE names a cache on another host, not a folder."""
-    return cache.startswith(("http:", "https:"))
+    """Whether DELTAWIRE_CACHE names a cache on another host, not a folder; perhaps in a form that cannot be used."""
+    return bool(re.match(r"https?:|[a-z0-9+.-]+://|[^/]+:[0-9]+/?\Z", cache, re.I))
 
 
 @lru_cache(maxsize=8)

@@ -45,6 +45,7 @@ from ..core.signing import (
     public_keys,
 )
 from ..core.typed_json import decode
+from ..store.local import sync_folder
 
 if TYPE_CHECKING:
     from .run import Run
@@ -185,8 +186,8 @@ class LinkSigner:
         self._run, self._key, self._trust = run, key, run.trust
         self._delegation: Endorsement | None = None
 
-    def seal(self, record: msgspec.Struct) -> bytes:
-        """Return the bytes of a record with its signature. Raises NotTheSigner if the run's key has not delegated."""
+    def delegation(self) -> Endorsement:
+        """Return the statement of the run's present key that this one is a keeper's. Raises NotTheSigner."""
         present = self._trust.newest[1] if self._trust.newest else ""
         if self._delegation is None or self._delegation.by != present:
             self._delegation = delegation(self._run, self._key.public)
@@ -195,7 +196,11 @@ class LinkSigner:
                 f"the key of {self._run.store.url} has not made {self._key.public} a keeper: deltawire delegate "
                 f"RUN {self._key.public} --sign KEY, with the key that signs its versions"
             )
-        signed = msgspec.structs.replace(record, signer=self._key.public, delegation=self._delegation)
+        return self._delegation
+
+    def seal(self, record: msgspec.Struct) -> bytes:
+        """Return the bytes of a record with its signature. Raises NotTheSigner if the run's key has not delegated."""
+        signed = msgspec.structs.replace(record, signer=self._key.public, delegation=self.delegation())
         return self._key.seal(LINKS, dump(signed))
 
 
@@ -291,8 +296,13 @@ class Seen(msgspec.Struct, frozen=True):
                 addresses = {**seen.addresses, url: run}
                 runs = {**seen.runs, run: max(newest, seen.runs.get(run, newest))}
                 made = folder / f"{cls.NAME}.new"
-                made.write_bytes(msgspec.json.encode(cls(addresses, runs)))
+                with made.open("wb") as file:
+                    file.write(msgspec.json.encode(cls(addresses, runs)))
+                    file.flush()
+                    # else a power cut may leave an empty file, or forget the version
+                    os.fsync(file.fileno())
                 made.replace(folder / cls.NAME)
+                sync_folder(folder)
         except OSError as error:
             raise _unusable(folder, error) from None
 

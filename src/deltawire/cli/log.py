@@ -76,7 +76,7 @@ def command(
         "elements": opened.schema.elements,
         "full_bytes": opened.schema.nbytes,
         "versions": [_version(summary, opened, named) for summary in versions],
-        "replicas": [_replica(beat, newest) for beat in beats],
+        "replicas": _without_ended_keepers([_replica(beat, newest) for beat in beats]),
     }
     emit(value, lambda out: _render(out, value), json)
 
@@ -104,11 +104,21 @@ def _version(summary: Summary, run: Run, named: dict[str, Tag]) -> dict[str, Any
 def _replica(beat: Heartbeat, newest: int) -> dict[str, Any]:
     silent = time.time() - beat.at > SILENT
     return {
-        **pick(beat, "replica", "version"),
+        **pick(beat, "replica", "role", "version"),
         "lag": newest - beat.version if beat.version is not None else None,
         "health": "silent" if silent else "ok" if beat.healthy else "failing",
         **pick(beat, "at", "error", "timings"),
     }
+
+
+def _without_ended_keepers(replicas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out keepers that ended, each of which had a name of its own; where none is at work, all but the latest."""
+    from ..core.manifest import KEEPER
+
+    keepers = [replica for replica in replicas if replica["role"] == KEEPER]
+    alive = [keeper for keeper in keepers if keeper["health"] != "silent"]
+    shown = alive or sorted(keepers, key=lambda keeper: float(keeper["at"]))[-1:]
+    return [replica for replica in replicas if replica["role"] != KEEPER or replica in shown]
 
 
 def _render(out: Console, value: dict[str, Any]) -> None:

@@ -280,6 +280,10 @@ class SyncRecord(msgspec.Struct, frozen=True, array_like=True):
     """How often in a row it failed in this way."""
 
 
+KEEPER = "keeper"
+"""Role of a keeper in its heartbeats."""
+
+
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """replicas/<id>.json: the state that a replica reports."""
 
@@ -298,6 +302,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """The latest syncs, oldest first."""
     address: str = ""
     """Where clients reach its server, host:port; empty where there is none. Untrusted: see `bucket/fleet.py`."""
+    role: str = ""
+    """KEEPER of a keeper, which serves nobody; empty of all others."""
 
 
 @overload

@@ -60,12 +60,24 @@ class Bound:
             return False
         return version >= self.version if self.header == MIN_VERSION_HEADER else version == self.version
 
-    def refusal(self, version: int | None, made_by: str = "") -> dict[str, Any]:
+    def may_come(self, version: int | None, pin: int | None) -> bool:
+        """Whether a server that has a version and follows the run, or stays at `pin`, may get one that is allowed."""
+        if pin is not None:
+            return self.allows(pin)
+        return version is None or version < self.version
+
+    def refusal(self, version: int | None, made_by: str = "", pin: int | None = None) -> dict[str, Any]:
         """The body of the 409: the version the server has, and the versions that made the answer if one was made."""
         wanted = f"version {self.version}" + (" or later" if self.header == MIN_VERSION_HEADER else " only")
         has = f"has version {version}" if version is not None else "has no version"
         during = f" (its tokens were made by {made_by})" if made_by else ""
-        message = f"this request accepts {wanted}{during}, and this server {has}: try again, or another server"
+        if self.allows(version) or self.may_come(version, pin):
+            step = "try again, or another server"
+        elif pin is not None:
+            step = f"it is pinned to version {pin}; ask another server"
+        else:
+            step = f"it does not go back; ask a server that is pinned to version {self.version}, or for a later version"
+        message = f"this request accepts {wanted}{during}, and this server {has}: {step}"
         error = {"message": message, "type": "version_error", "param": self.header, "code": 409, "version": version}
         return {"error": error}
 
@@ -99,7 +111,7 @@ async def reached(bound: Bound, follower: Following, present: Callable[[], int |
     try:
         while not bound.allows(present()):
             left = deadline - loop.time()
-            if left <= 0 or not _may_come(bound, follower, present()):
+            if left <= 0 or not bound.may_come(present(), follower.pin):
                 return False
             follower.hurry(2 * _ASK_S)
             with suppress(asyncio.TimeoutError):
@@ -108,10 +120,3 @@ async def reached(bound: Bound, follower: Following, present: Callable[[], int |
         return True
     finally:
         follower.listeners.discard(tell)
-
-
-def _may_come(bound: Bound, follower: Following, version: int | None) -> bool:
-    """Whether following the run can lead to a version that is allowed."""
-    if follower.pin is not None:
-        return bound.allows(follower.pin)
-    return version is None or version < bound.version

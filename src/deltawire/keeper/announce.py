@@ -16,9 +16,17 @@ log = logging.getLogger("deltawire")
 
 
 def announce(
-    run: Run, keeper: str, links: Sequence[AddedLink], done: int, signer: LinkSigner | None = None
+    run: Run,
+    keeper: str,
+    links: Sequence[AddedLink],
+    done: int,
+    signer: LinkSigner | None = None,
+    *,
+    at_most: int = keys.MAX_VERSION,
 ) -> AddedIndex:
     """Add links to the index, which says that a keeper has dealt with all versions up to `done`.
+
+    at_most   the newest version: an index that says more is wrong, and would keep all keepers from work
 
     The index is read again each time, so of two keepers neither undoes what the other one announced before. What two
     announce at the same moment may be lost: then their objects are garbage, and no reader is harmed. Raises RunReplaced
@@ -29,14 +37,15 @@ def announce(
         run.check_present()
     if written is not None and (found is None or found.done < written.done):
         found = written  # the one in the bucket is lost, or not visible yet
-    index = found or _recovered(run, keeper)
+    index = found or _recovered(run, keeper, signer)
     recent = {added.way: added for added in (*index.recent, *links)}
     newest = max((x for x in (index.anchor, *links) if x and x.link.kind == "anchor"), key=_version, default=None)
     pages = index.pages
     # an anchor may be all that leads to a version: it is in a page at once, which is found without the index too
     if len(recent) >= RECENT or any(added.link.kind == "anchor" for added in links):
         pages, recent = _with_page(run, pages, [*recent.values()], signer), {}
-    index = AddedIndex(run.info.run, keeper, now(), max(done, index.done), pages, (*recent.values(),), newest)
+    done = max(done, min(index.done, at_most))
+    index = AddedIndex(run.info.run, keeper, now(), done, pages, (*recent.values(),), newest)
     _put(run, keys.ADDED, index, signer)
     run.added.written = index
     return index
@@ -51,9 +60,7 @@ def tidy(run: Run, keeper: str, signer: LinkSigner | None = None) -> None:
     alive = _alive(run, links)
     if 2 * len(alive) >= len(links):
         return
-    pages: tuple[str, ...] = ()
-    for start in range(0, len(alive), PAGE_LINKS):
-        pages = (*pages, _put_page(run, alive[start : start + PAGE_LINKS], signer))
+    pages = _put_pages(run, alive, signer)
     run.added.written = AddedIndex(run.info.run, keeper, now(), index.done, pages, (), index.anchor)
     _put(run, keys.ADDED, run.added.written, signer)
 
@@ -62,12 +69,16 @@ def _version(added: AddedLink) -> int:
     return added.version
 
 
-def _recovered(run: Run, keeper: str) -> AddedIndex:
-    """Make an index of the pages that are there. Without a usable index, all that was announced before is in them."""
-    links = run.added.listed()
-    listed = [item.key for item in run.store.list(keys.ADDED_PAGES) if keys.added_range(item.key) is not None]
+def _recovered(run: Run, keeper: str, signer: LinkSigner | None) -> AddedIndex:
+    """Make an index of the pages that are there. Without a usable index, all that was announced before is in them.
+
+    They are written again as few pages: most of those that are there were merged into others, and after 10,000 versions
+    they are more than an index may name.
+    """
+    links = _alive(run, run.added.listed())
     newest = max((x for x in links if x.link.kind == "anchor"), key=_version, default=None)
-    return AddedIndex(run.info.run, keeper, now(), max(map(_version, links), default=0), tuple(listed), (), newest)
+    pages = _put_pages(run, links, signer)
+    return AddedIndex(run.info.run, keeper, now(), max(map(_version, links), default=0), pages, (), newest)
 
 
 def _with_page(run: Run, pages: tuple[str, ...], links: list[AddedLink], signer: LinkSigner | None) -> tuple[str, ...]:
@@ -95,6 +106,12 @@ def _alive(run: Run, links: Sequence[AddedLink]) -> list[AddedLink]:
     pruned = run.pruned()
     found = [x for x in links if x.version not in pruned and (x.link.base is None or x.link.base not in pruned)]
     return sorted(found, key=_version)
+
+
+def _put_pages(run: Run, links: list[AddedLink], signer: LinkSigner | None) -> tuple[str, ...]:
+    """Write links, in order of their versions, as the fewest pages."""
+    starts = range(0, len(links), PAGE_LINKS)
+    return tuple(_put_page(run, links[start : start + PAGE_LINKS], signer) for start in starts)
 
 
 def _put_page(run: Run, links: list[AddedLink], signer: LinkSigner | None) -> str:

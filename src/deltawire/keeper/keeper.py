@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from ..bucket.trust import KeysLike, Trust, link_signer
 from ..bucket.walk import prefetch
 from ..bucket.watch import Watcher, following
 from ..core import full, keys
-from ..core.added import LEVELS, AddedLink, merge
+from ..core.added import LEVELS, AddedIndex, AddedLink, merge
 from ..core.chain import Step
 from ..core.change import Change, whole
 from ..core.digest import StateDigest
@@ -42,7 +42,7 @@ from ..core.errors import (
     Unsupported,
     VersionNotFound,
 )
-from ..core.manifest import Blob, Link, Manifest, main_link
+from ..core.manifest import KEEPER, Blob, Link, Manifest, main_link
 from ..core.signing import SigningKey
 from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter
 from ..derive.deriver import Deriver
@@ -141,6 +141,7 @@ class Keeper:
         self.options = options = options or KeeperOptions()
         self._progress = progress
         self.replica = Replica(run, id=self.id, reference=reference, trust=trust)
+        self.replica.role = KEEPER
         self.run = self.replica.opened()
         if own := [url for url in options.mirrors if open_store(url).url == self.run.store.url]:
             raise Misconfigured(f"{own[0]} is the run itself: a mirror needs an address of its own")
@@ -159,8 +160,9 @@ class Keeper:
         self._pruned_at = -float("inf")
         self._mirrors: dict[str, Mirror] = {}
         self._derivers: dict[str, Deriver] = {}
-        self._beside: dict[str, Future[None]] = {}
-        """The latest work on each mirror and view."""
+        self._beside: dict[str, Future[str]] = {}
+        """The latest work on each mirror and view, and what it could not do."""
+        self._ending = threading.Event()
         self._threads = ThreadPoolExecutor(len(options.mirrors) + len(options.views) or 1, "deltawire-keeper")
         self._notes: dict[str, str] = {}
         self.bad: list[str] = []
@@ -174,7 +176,7 @@ class Keeper:
         Raises RunReplaced if another run is at the address, Unsupported if several addresses are given.
         """
         stop = stop or threading.Event()
-        newest, told = None, ""
+        newest = None
         with Watcher(self.run.store, poll=poll, stop=stop) as watcher:
             while not stop.is_set():
                 try:
@@ -183,15 +185,13 @@ class Keeper:
                         yield kept
                     if newest is not None:
                         self.tend(newest)
-                    self.replica.beat()
-                    told = ""
+                    self._note("loop", "")
                 except (RunReplaced, SchemaError, Unsupported):
                     raise
                 except DeltawireError as error:
-                    if str(error) != told:
-                        log.warning("%s: retrying: %s", self.id, error)
-                    told = str(error)
+                    self._note("loop", f"retrying: {error}")
                     watcher.forget()
+                self.replica.beat()
                 watcher.wait()
 
     def once(self) -> Iterator[KeptVersion]:
@@ -200,17 +200,18 @@ class Keeper:
         if newest is None:
             raise RunNotFound(f"the run at {self.run.store.url} has no version yet")
         index = self.run.added.index()
-        if index is not None and index.done >= newest:
+        if index is not None and index.done == newest:
             self._lease.hold()  # for mirrors and retention: there is nothing to add
         else:
             while (kept := self.keep(newest)) is not None:
                 yield kept
         self.tend(newest)
-        for work in self._beside.values():
-            work.result()
+        for what, work in self._beside.items():
+            self._note(what, work.result())
 
     def close(self) -> None:
-        """Let another keeper begin at once."""
+        """Let another keeper begin at once. The copy of an object to a mirror is broken off."""
+        self._ending.set()
         self.replica.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         with suppress(StoreError):
@@ -237,7 +238,14 @@ class Keeper:
         working = self._lease.hold()
         if working and self._skips.version is not None and self._skips.version >= newest:
             return None
+        if working and self._signer is not None:
+            with suppress(*DAMAGE):
+                self.run.manifest(newest)  # its key may be another than that of the last version
+            self._signer.delegation()  # before work that could not be announced
         index = self.run.added.index()
+        if working and index is not None and index.done > newest and index.done > (self.run.newest() or 0):
+            log.warning("%s: no version %d is there that %s says is dealt with", self.id, index.done, keys.ADDED)
+            index = self._announce((), newest, newest)
         done = min(index.done, newest) if index is not None else None
         if self._skips.version is None:
             self._begin(newest, done)
@@ -246,7 +254,7 @@ class Keeper:
             done = at
             if working:
                 # a trainer sees from now on that there is a keeper
-                announce(self.run, self.id, (), at, self._signer)
+                self._announce((), at, newest)
         goal = newest if working else done
         if at >= goal:
             return None
@@ -265,7 +273,7 @@ class Keeper:
                 self._report(f"version {version} cannot be reached: {error}")
             self._skips.start(version)
             if working:
-                announce(self.run, self.id, (), version, self._signer)
+                self._announce((), version, newest)
             return KeptVersion(version, newest, working, bad=tuple(self.bad[before:]))
         try:
             bad = self._prove(version) if version > done else []
@@ -274,7 +282,7 @@ class Keeper:
             if working and version > done and self._wants_anchor(version):
                 added.append(self._put_anchor(version))
             if working and (added or version > done):
-                announce(self.run, self.id, added, version, self._signer)
+                self._announce(added, version, newest)
         except BaseException:
             # the next attempt begins with what was announced
             self._skips.start(None)
@@ -284,6 +292,9 @@ class Keeper:
             version, newest, working, tuple(added), tuple(bad), time.perf_counter() - clock, size
         )  # fmt: skip
 
+    def _announce(self, links: Sequence[AddedLink], done: int, newest: int) -> AddedIndex:
+        return announce(self.run, self.id, links, done, self._signer, at_most=max(done, newest))
+
     def _begin(self, newest: int, done: int | None) -> None:
         """Bring the weights to where the changes of the longest skip deltas begin, as far back as versions are left."""
         since = self.options.since
@@ -291,6 +302,11 @@ class Keeper:
             starts = [min(newest - newest % ALIGNED if since is None else since, newest)]
         else:
             starts = [done - done % 4**level for level in range(self._skips.levels - 1, -1, -1)]
+            if since is not None and self.version is None:
+                log.warning(
+                    "%s: --since %d is for a run that had no keeper: one has dealt with versions up to %d, continuing",
+                    self.id, since, done,
+                )  # fmt: skip
         self._thorough = newest if done is None or since is not None else done
         pruned = self.run.pruned()
         for start in (*starts, newest):
@@ -440,7 +456,7 @@ class Keeper:
             return
         rule = self.options.retention
         due = rule is not None and time.monotonic() - self._pruned_at > min(PRUNE_EVERY_S, max(rule.grace / 4, 1.0))
-        beside: dict[str, Callable[[], None]] = {}
+        beside: dict[str, Callable[[], str]] = {}
         for url in self.options.mirrors:
             beside[f"the mirror {open_store(url).url}"] = partial(self._copy, url, newest, rule if due else None)
         for view, url in self.options.views:
@@ -450,7 +466,7 @@ class Keeper:
             before = self._beside.get(what)
             if before is None or before.done():
                 failed = before.exception() if before is not None else None
-                self._note(what, f"{what} is behind: {failed}" if failed else "")
+                self._note(what, f"{what} is behind: {failed}" if failed else before.result() if before else "")
                 self._beside[what] = self._threads.submit(work)
         if due and rule is not None:
             self._pruned_at = time.monotonic()  # also where it fails: not again at once
@@ -458,19 +474,23 @@ class Keeper:
             if plan.going:
                 tidy(self.run, self.id, self._signer)
 
-    def _copy(self, url: str, newest: int, rule: Retention | None) -> None:
+    def _copy(self, url: str, newest: int, rule: Retention | None) -> str:
         # after a failure, what it holds is looked up again
-        mirror = self._mirrors.pop(url, None) or Mirror(self.run, open_store(url))
+        mirror = self._mirrors.pop(url, None) or Mirror(self.run, open_store(url), self._ending)
         mirror.update(newest, rule)
         self._mirrors[url] = mirror
+        why = "; ".join(one.why for one in mirror.damaged.values())
+        return f"the mirror {mirror.store.url} lacks what is damaged here, until it is repaired: {why}" if why else ""
 
-    def _derive(self, view: str, url: str, newest: int) -> None:
+    def _derive(self, view: str, url: str, newest: int) -> str:
         deriver = self._derivers.pop(url, None) or Deriver(self.run, url, view, resolve=self._resolve, sign=self._sign)
         since = self.options.since
         try:
             for _ in deriver.follow(newest if since is None else since, once=True):
-                pass
+                if self._ending.is_set():
+                    break
         except BaseException as error:
             deriver.__exit__(type(error))  # its thread would hold a copy of the weights
             raise
         self._derivers[url] = deriver
+        return ""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from ..bucket.fetch import PART, fetch
 from ..bucket.prune import Retention, prune
 from ..bucket.run import DAMAGE, MANIFEST, RUN, SMALL, Run, blobs
 from ..core import history, keys
 from ..core.added import INDEX_BYTES, PAGE_BYTES, AddedIndex
-from ..core.errors import AlreadyExists, ObjectNotFound, RunNotFound, RunReplaced, VersionNotFound
+from ..core.errors import AlreadyExists, ObjectNotFound, RunNotFound, RunReplaced
 from ..core.manifest import Blob, File, Head, dump
 from ..store import Store
 
@@ -19,12 +22,30 @@ log = logging.getLogger("deltawire")
 PAGE = 32 << 20
 
 
-class Mirror:
-    """A copy of a run in another bucket. It goes on where it was interrupted, whatever is there already."""
+class Ended(Exception):
+    """The keeper ends, and does not wait until an object is copied."""
 
-    def __init__(self, run: Run, store: Store) -> None:
-        """Raises RunReplaced if another run is at the address."""
-        self._run, self.store = run, store
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """An object that is not what a manifest says, at the source."""
+
+    version: int
+    etag: str | None
+    """Of what is there; None where nothing is."""
+    why: str
+
+
+class Mirror:
+    """A copy of a run in another bucket. It goes on where it was interrupted, whatever is there already.
+
+    A damaged object of the source is not copied, and holds nothing up: the version is there without it, and readers go
+    another way, as they do at the source. It is copied as soon as it is repaired.
+    """
+
+    def __init__(self, run: Run, store: Store, stop: threading.Event | None = None) -> None:
+        """Once `stop` is set, `update` raises Ended. Raises RunReplaced if another run is at the address."""
+        self._run, self.store, self._stop = run, store, stop or threading.Event()
         try:
             there = Run.open(store).info.run
         except RunNotFound:
@@ -37,6 +58,9 @@ class Mirror:
         self._sizes = {item.key: item.size for item in store.list()}
         """What is there, as far as known: objects are never changed."""
         self._next = self._missing()
+        self._incomplete = {*self._without_objects()}
+        self.damaged: dict[str, Damaged] = {}
+        """Objects that the mirror lacks, by key."""
         self._index: AddedIndex | None = None
         self.bytes = 0
         """Bytes copied by this process."""
@@ -46,6 +70,11 @@ class Mirror:
         pruned, count = self._run.pruned(), 0
         # before the versions that perhaps nothing else leads to
         self._added()
+        self.damaged = {key: one for key, one in self.damaged.items() if one.version not in pruned}
+        for version in sorted(self._incomplete.union(one.version for one in self.damaged.values())):
+            if version not in pruned:
+                self._objects(version)
+            self._incomplete.discard(version)
         first = self._next
         while self._next <= newest:
             version = self._next
@@ -53,7 +82,7 @@ class Mirror:
                 if version not in pruned:
                     self._version(version, first)
                     count, first = count + 1, version + 1
-            except (ObjectNotFound, VersionNotFound):
+            except DAMAGE:
                 if version not in (pruned := self._run.pruned()):
                     raise  # else it was pruned meanwhile
             self._next += 1
@@ -78,15 +107,33 @@ class Mirror:
 
     def _version(self, version: int, first: int) -> None:
         """Copy a version; those from `first` to it are pruned at the source."""
-        manifest = self._run.manifest(version)
-        for blob in blobs(manifest):
-            self._data(blob)
+        self._objects(version)
         for end in (version,) if history.needs_page(version) else ():
             self._small(keys.history(end), PAGE)
         if first < version:
             # marked before the next one is committed: a version is there or is marked, up to the newest
             self._mark([(first, version - 1)])
         self._small(keys.manifest(version), MANIFEST, once=True)
+
+    def _objects(self, version: int) -> None:
+        """Copy what the manifest of a version names, without what is damaged."""
+        for blob in blobs(self._run.manifest(version)):
+            known = self.damaged.get(blob.key)
+            if known is not None and known.etag == self._etag(blob.key):
+                continue
+            try:
+                self._data(blob)
+                self.damaged.pop(blob.key, None)
+            except DAMAGE as error:
+                if version in self._run.pruned():
+                    raise
+                self.damaged[blob.key] = Damaged(version, self._etag(blob.key), str(error))
+
+    def _etag(self, key: str) -> str | None:
+        try:
+            return self._run.store.head(key).etag
+        except ObjectNotFound:
+            return None
 
     def _added(self) -> None:
         """Links that were added later: their objects, the pages that name them, the index. All of it only helps."""
@@ -122,10 +169,11 @@ class Mirror:
     def _data(self, blob: Blob | File) -> None:
         if self._sizes.get(blob.key) == blob.size:
             return
-        with fetch(self._run.store, Blob(blob.key, blob.size, blob.hash)) as data:
+        with fetch(self._run.store, Blob(blob.key, blob.size, blob.hash), self._go_on) as data:
 
             def chunks() -> Iterator[bytes]:
                 for start in range(0, blob.size, PART):
+                    self._go_on()
                     yield data.read(start, min(PART, blob.size - start))
 
             self.store.put(blob.key, chunks)
@@ -136,6 +184,7 @@ class Mirror:
         """Copy a small object. `once`: it commits a version and is created, never overwritten."""
         if key in self._sizes and not again:
             return
+        self._go_on()
         data = self._run.store.get(key, limit=limit).data
         if not once:
             self.store.put(key, data)
@@ -146,6 +195,23 @@ class Mirror:
                 log.debug("%s is in %s already", key, self.store.url)
         self._sizes[key] = len(data)
         self.bytes += len(data)
+
+    def _go_on(self, _: int = 0) -> None:
+        if self._stop.is_set():
+            raise Ended
+
+    def _without_objects(self) -> Iterator[int]:
+        """Versions that were copied without some of their objects, by an earlier process."""
+        newest, gone = self._run.newest(), self.copy.pruned()
+        if newest is None or not self._next:
+            return
+        there = Counter(key.partition(".")[0] for key in self._sizes)
+        for version, summary in self._run.timeline(newest).items():
+            for link in summary.links if version < self._next and version not in gone else ():
+                key = keys.anchor(version, "") if link.base is None else keys.delta(link.base, version, "")
+                if there[key.partition(".")[0]] < link.objects:
+                    yield version
+                    break
 
     def _missing(self) -> int:
         """The first version that was not copied yet: manifests are copied in order."""

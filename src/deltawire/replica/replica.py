@@ -201,6 +201,8 @@ class Replica:
         """Links that the last sync could not use, and why; it found another way around them, or failed."""
         self.note = ""
         """Trouble that heartbeats report besides that of the last sync."""
+        self.role = ""
+        """Of the process, for its heartbeats (core/manifest.py)."""
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -597,6 +599,7 @@ class Replica:
             beat = Heartbeat(
                 self._run.info.run, self._id, self._version, self._newest, not error, self._beat_at,
                 _as_text(error)[:500], timings, self._reading, tuple(self._syncs), self._address,
+                self.role,
             )  # fmt: skip
             while len(data := dump(beat)) > SMALL and beat.syncs:
                 beat = msgspec.structs.replace(beat, syncs=beat.syncs[len(beat.syncs) // 2 + 1 :])

@@ -85,7 +85,7 @@ class AnchorPolicy:
         if not self.wants_anchor(version, delta_bytes, full_bytes, versions):
             return True
         patient = AnchorPolicy(None if self.every is None else 2 * self.every, 2 * self.ratio)
-        alive = version - index.done <= KEEPER_BEHIND
+        alive = 0 <= version - index.done <= KEEPER_BEHIND  # none is ahead of the trainer
         return alive and not patient.wants_anchor(version, delta_bytes, full_bytes, versions)
 
 

@@ -210,7 +210,7 @@ def _conflict(server: RolloutServer, bound: Bound, made: str = "") -> Response:
     """The 409 for a request that accepts other versions than this server has, or than made its answer."""
     version = server.follower.version
     headers = {names.VERSION_HEADER: str(version)} if version is not None else {}
-    return _json(bound.refusal(version, made), 409, headers)
+    return _json(bound.refusal(version, made, server.follower.pin), 409, headers)
 
 
 async def _read(
@@ -314,7 +314,7 @@ async def _stream(
             sequence, delta = await events.get()
             # all of them: a pin may have led to another version and back since the last event
             if bound is not None and not all(bound.allows(version) for version, _ in sequence.spans):
-                yield _event(bound.refusal(server.follower.version, made_by(sequences)))
+                yield _event(bound.refusal(server.follower.version, made_by(sequences), server.follower.pin))
                 break
             left -= delta.finished
             yield _event(answer.chunk(sequence, delta))
