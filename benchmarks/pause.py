@@ -36,7 +36,7 @@ from _report import about, print_about, write_json
 from deltawire.cli.common import ended_by_sigterm
 from deltawire.engines.vllm.launch import write_version
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "vllm"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "engines" / name) for name in ("vllm", "live")]
 # a real server, tiny models and streaming clients are what the tests have too
 
 SHAPES = {
@@ -238,11 +238,11 @@ def on_a_device(options: argparse.Namespace) -> dict[str, Any]:
 
 def _one_rank(world: int, options: argparse.Namespace) -> dict[str, Any]:
     import torch
-    from vllm_fused import Fused
+    from fused import Fused
 
     from deltawire.core.change import Change
-    from deltawire.engines.vllm.placement import trace
-    from deltawire.engines.vllm.shard import PieceChange, open_shard
+    from deltawire.engines.live.placement import trace
+    from deltawire.engines.live.shard import PieceChange, open_shard
 
     sizes = {"hidden": 1024, "heads": 16, "kv": 8, "ffn": 3072, "vocab": 151936, "layers": 28}
     model = Fused(**sizes, world=world, device=options.device, bias=False)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from deltawire.core.change import Region, whole
 from deltawire.core.schema import TensorSpec
-from deltawire.engines.vllm.learn import Layer, Learned
-from deltawire.engines.vllm.placement import Piece
+from deltawire.engines.live.learn import Layer, Learned
+from deltawire.engines.live.placement import Piece
 
 Convert = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Both projections of experts, [experts, 2 · inner, hidden] and [experts, hidden, inner]."""

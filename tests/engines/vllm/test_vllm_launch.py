@@ -76,5 +76,5 @@ def test_what_cannot_be_written_says_why(run: str, tmp_path: Path) -> None:
 
 def test_what_every_process_of_a_server_imports_is_light() -> None:
     """vLLM looks through all modules when a worker starts, and fails at some of what numba brings."""
-    code = "import sys, deltawire.engines.vllm.settings; print([m for m in ('numba', 'torch') if m in sys.modules])"
+    code = "import sys, deltawire.engines.live.settings; print([m for m in ('numba', 'torch') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

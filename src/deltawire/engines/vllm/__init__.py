@@ -1,20 +1,12 @@
-"""A vLLM server that follows a run. vLLM is imported by what runs inside it, never here.
+"""A vLLM server that follows a run: the adapter of ../live. vLLM is imported by what runs inside it, never here.
 
-placement   checkpoint coordinates → views of runtime storage, traced through the model's own loader
-learn       what post-load hooks rearrange, learned by running them on copies (hooks: how, in vLLM)
-shard       one rank's weights through that map: read, write, take back, prove (device, _rows: on a GPU)
-decode      a delta as seen from one rank in host memory
-decoder     the process that decodes a delta once, for ranks on GPUs; moves: what it cuts for each of them
-layout      all ranks together
-guard       what makes patching wrong although bytes look right
-rank        what one rank does, when told to
+hooks       layers that process their weights after loading
+guard       what makes patching wrong in vLLM
 worker      the weight-transfer back end: a rank in each worker
 core        the swap of all ranks, between two steps of the engine; salts of its cache
-target      all ranks as one target of a replica: stage, swap, or reload
-channel     calls between these processes; arrays: files in memory that they share
-follower    a replica and that target, in the API server: pin, state, naming the version
+engine      vLLM as a target sees it
 relay       several API servers: one follows, the others pass on what concerns it
-endpoint    routes; metrics; samples: versions on completions; settings: the environment
+endpoint    the endpoint plugin; samples: versions of tokens
 launch      `deltawire serve --engine vllm`
 """
 
@@ -67,7 +59,8 @@ def _prepare_core() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    from . import core, settings
+    from ..live import settings
+    from . import core
 
     core.attach(EngineCore, Scheduler, salts=settings.read().policy.kv == "version")
 
@@ -107,8 +100,15 @@ def _call(worker: Any, operation: str, **arguments: Any) -> dict[str, Any]:
     rank = getattr(worker.weight_transfer_engine, "rank", None)
     if rank is None:
         return {"error": f"start the server with {BACKEND_FLAG}"}
-    rank.reload = lambda folder: worker.reload_weights(weights_path=folder)
+    rank.reload = lambda folder: _reload(worker, folder)
     return rank.call(operation, **arguments)  # type: ignore[no-any-return]
+
+
+def _reload(worker: Any, folder: str) -> None:
+    from .guard import pack_again
+
+    pack_again(worker.weight_transfer_engine.model)
+    worker.reload_weights(weights_path=folder)
 
 
 def _keep_weights_plain() -> None:

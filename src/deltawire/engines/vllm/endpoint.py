@@ -1,69 +1,38 @@
-"""The endpoint plugin: the follower's thread, its routes and metrics, and versions on samples."""
+"""The endpoint plugin of vLLM: routes and metrics of the API server, and its follower."""
 
 from __future__ import annotations
 
-import asyncio
-import atexit
-import json
 import logging
-import os
-import signal
-from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request, Response
-from prometheus_client import REGISTRY
+from fastapi import FastAPI, Response
 
-from ...bucket.run import Run
-from ...bucket.versions import number, resolve
-from ...core.errors import DeltawireError, Misconfigured
-from .. import control, names
-from ..access import is_bearer, is_loopback, public_address
-from . import BACKEND_FLAG, NAME, settings
-from .follower import EngineFollower
+from ...core.errors import Misconfigured
+from ..bounds import Following
+from ..live.endpoint import Endpoint
+from . import BACKEND_FLAG, NAME
+from .engine import VllmEngine
 from .relay import Relay, RelayMiddleware, serve
-from .samples import VersionMiddleware, observe
-from .target import EngineTarget
+from .samples import observe
 
 log = logging.getLogger("deltawire")
 
 
-class Plugin:
+class Plugin(Endpoint):
+    """What vLLM calls: `attach_router`, then `init_state`."""
+
+    engine = "vllm"
     name = NAME
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._settings = settings.read()
-        self._follower: EngineFollower | None = None
-        self._target: EngineTarget | None = None
+        super().__init__()
         self._relay: Relay | None = None
         """Where another API server follows the run."""
-        self._host: str | None = None
-        self._address = ""
-        """Where clients reach this server."""
-        self._model = ""
-        """What clients call the model."""
-        self._metrics = control.FollowerMetrics(lambda: self._follower)
-        # beside vLLM's own on /metrics
-        REGISTRY.register(self._metrics)
-
-    # ── what vLLM calls ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def attach_router(self, app: Any) -> None:
-        self._attach(app)
-        app.add_middleware(
-            VersionMiddleware,
-            present=self._version,
-            follower=lambda: self._follower or self._relay,
-            wait_s=self._settings.version_wait,
-        )
+        self.attach(app)
         app.add_middleware(RelayMiddleware, relay=lambda: self._relay)
-
-    def _attach(self, app: Any) -> None:
-        router = control.routes(self._followed, self._status, self._authorize)
-        router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
-        app.include_router(router)
-        app.add_middleware(HealthMiddleware, health=lambda: control.health(self._follower))
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         if engine_client is None:
@@ -78,164 +47,35 @@ class Plugin:
             raise Misconfigured(f"this server cannot follow {self._settings.run}: start it with {BACKEND_FLAG}")
         if backend != NAME:
             log.warning("this server can follow no run: start it with %s", BACKEND_FLAG)
-        elif not self._settings.run:
-            log.info("no run to follow yet: set DELTAWIRE_RUN, or name one to POST /update_weights")
-        self._host = getattr(args, "host", None)
-        self._address = self._settings.address or public_address(self._host, getattr(args, "port", None) or 8000)
-        self._model = (args.served_model_name or [args.model])[0]
-        if not self._settings.token and not is_loopback(self._host):
-            log.warning("this server refuses pin and sync: set DELTAWIRE_TOKEN, or start it with --host 127.0.0.1")
+        model = (args.served_model_name or [args.model])[0]
+        self._listens(getattr(args, "host", None), getattr(args, "port", None) or 8000, model)
         observe(engine_client, self._version)
         several = (getattr(args, "api_server_count", None) or 1) > 1
         if several and engine_client.engine_core.client_index:
             self._relay = Relay()
             await self._relay.connect()
             return
-        self._target = EngineTarget(engine_client, asyncio.get_running_loop(), self._settings.policy)
-        if self._settings.run:
-            await self._target.hold()
-            self._begin(self._settings.run, self._target)
+        await self.open(VllmEngine(engine_client, self._settings.policy))
         if several:
             self._serve_others()
 
     def _serve_others(self) -> None:
         app = FastAPI()
         app.add_api_route("/health", lambda: Response(status_code=200), methods=["GET"])
-        self._attach(app)
+        self._attach_routes(app)
         serve(app)
 
-    def _begin(self, run: str, target: EngineTarget) -> EngineFollower:
-        config = self._settings
-        self._follower = EngineFollower(
-            run,
-            target,
-            pin=_pinned(run, config.pin),
-            # a run named by a trainer is a trainer's to drive
-            following=config.follow and bool(config.run),
-            reference=config.reference,
-            heartbeat=config.heartbeat,
-            address=self._address,
-            poll=config.poll,
-            on_failure=_end,
-        )
-        if config.run:
-            self._follower.start()
-            # a server that ends in order takes its address out of the heartbeat
-            atexit.register(self._follower.stop, 5.0)
-        return self._follower
-
-    # ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def update_weights(self, request: Request) -> dict[str, Any]:
-        """Go to a version on request of a trainer: {"run": …, "version": …}, plain or as vLLM's `update_info`."""
-        self._authorize(request)
-        info = await control.read(request, {"run", "version"})
-        run, version = info.get("run"), info.get("version")
-        if self._follower is None:
-            if not isinstance(run, str) or not run:
-                raise HTTPException(400, "this server follows no run yet: name one")
-            if self._target is None:
-                raise HTTPException(503, "the engine is not ready")
-            return await self._first(run, version, self._target)
-        if run is not None and run.rstrip("/") not in (
-            self._settings.run.rstrip("/"),
-            self._follower.replica.url.rstrip("/"),
-        ):
-            raise HTTPException(
-                409, f"this server follows {self._follower.replica.url}; another run needs another server"
-            )
-        await control.command(self._followed(), version)
-        return self._status()
-
-    # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _followed(self) -> EngineFollower:
-        if self._follower is None:
-            raise HTTPException(409, "this server follows no run: set DELTAWIRE_RUN, or name one to /update_weights")
-        return self._follower
-
-    async def _first(self, run: str, version: Any, target: EngineTarget) -> dict[str, Any]:
-        """Follow a run that a trainer named. A run that cannot be followed leaves the server free for another."""
-        try:
-            follower = self._begin(run, target)
-        except DeltawireError as error:
-            raise control.refusal(error) from error
-        try:
-            await control.command(follower, version)
-            return self._status()
-        except HTTPException:
-            if follower.state == "starting":
-                self._follower = None
-            raise
-
-    def _status(self) -> dict[str, Any]:
-        more = {} if self._follower is None else {"guard": self._follower.target.guard}
-        return control.status("vllm", self._model, self._follower, **more)
-
-    def _authorize(self, request: Request) -> None:
-        """Control routes change what is served. Without a token only processes of this machine may use them."""
-        if not self._settings.token:
-            if not is_loopback(self._host):
-                raise HTTPException(403, "set DELTAWIRE_TOKEN to control a server that listens beyond this machine")
-            return
-        if not is_bearer(request.headers.get("authorization", ""), self._settings.token):
-            raise HTTPException(401, "this route needs the header 'Authorization: Bearer <DELTAWIRE_TOKEN>'")
+    def _leader(self) -> Following | None:
+        return self._follower or self._relay
 
     def _version(self) -> int | None:
-        """The version that tokens are labelled with. In host memory it is proven only after the pause."""
-        if self._relay is not None:
-            return self._relay.version
-        return self._follower.target.named if self._follower is not None else None
-
-
-class HealthMiddleware:
-    """Answers GET /health with 503 while the weights are no known version; otherwise vLLM answers."""
-
-    def __init__(self, app: Any, health: Callable[[], tuple[str, str]]) -> None:
-        self._app, self._health = app, health
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] != "/health":
-            await self._app(scope, receive, send)
-            return
-        answer: list[Any] = []
-        state, reason = self._health()
-        if state in (*names.SERVING, "idle"):
-
-            async def keep(message: Any) -> None:
-                answer.append(message)
-
-            await self._app(scope, receive, keep)
-        if answer and answer[0]["status"] != 200:
-            for message in answer:
-                await send(message)
-            return
-        body = json.dumps(names.health(state, reason)).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200 if answer else 503, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        return self._relay.version if self._relay is not None else super()._version()
 
 
 def _knows_some_engines(config: Any) -> bool:
     """Whether other servers run engines that take every step together with those of this one."""
     parallel = getattr(config, "parallel_config", None)
     return bool(getattr(parallel, "local_engines_only", False) and config.model_config.is_moe)
-
-
-def _pinned(run: str, text: str) -> int | None:
-    """The version that DELTAWIRE_PIN names. Only what is not a number needs the run to be there already."""
-    exact = number(text)
-    if not text or (exact is not None and exact >= 0):
-        return exact
-    try:
-        return resolve(Run.open(run), text)
-    except DeltawireError as error:
-        raise Misconfigured(f"DELTAWIRE_PIN is {text[:80]!r}: {error}") from error
-
-
-def _end() -> None:
-    """End the server: it cannot load the run that it should follow, and its clients would wait forever."""
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def make() -> Plugin:

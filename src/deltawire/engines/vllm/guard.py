@@ -1,16 +1,12 @@
-"""Find reasons not to patch a running model, and check that a reload changed nothing else."""
+"""Find reasons not to patch a model that vLLM runs."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-DERIVED = ("W_UK", "W_UV", "W_UK_T", "W_K", "W_V")
-"""What attention layers compute from weights when they are loaded, and use in their place."""
+from ..live.guard import derived_problem
 
 
 def problems_of(model: nn.Module, config: Any) -> list[str]:
@@ -30,11 +26,8 @@ def problems_of(model: nn.Module, config: Any) -> list[str]:
         if (linear := getattr(module, "cpu_linear", None)) is not None and _closes_over(linear):
             problems.append(f"{name!r} computes with a repacked copy of its weight; start with VLLM_PLUGINS=deltawire")
             break
-    for name, module in model.named_modules():
-        derived = [key for key in DERIVED if isinstance(getattr(module, key, None), Tensor)]
-        if derived:
-            problems.append(f"{name!r} computes with {derived[0]}, which is made from its weights when they are loaded")
-            break
+    if derived := derived_problem(model):
+        problems.append(derived)
     return problems
 
 
@@ -61,25 +54,3 @@ def forget_kernel(method: Any) -> None:
     would put plain ones in the place of packed ones."""
     if type(method).__name__ == "UnquantizedFusedMoEMethod" and method.unquantized_backend.name == "CPU":
         method.moe_kernel = None
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A hash of every parameter, persistent buffer and tensor that layers keep for their kernels."""
-    whole = hashlib.sha256()
-    for name, tensor in _tensors(model):
-        whole.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        whole.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-    return whole.hexdigest()
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    for name, module in model.named_modules():
-        for key in DERIVED:
-            if isinstance(value := getattr(module, key, None), Tensor):
-                yield f"{name}.{key}", value
-        closure = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
-        for number, cell in enumerate(closure):
-            if isinstance(cell.cell_contents, Tensor):
-                yield f"{name}.cpu_linear.{number}", cell.cell_contents

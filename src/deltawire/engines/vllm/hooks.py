@@ -6,12 +6,11 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
+from ..live.learn import Layer, copy_of, without_data
 from .guard import forget_kernel
-from .learn import Layer, copy_of
 
 
 def hooked_layers(model: nn.Module) -> list[Layer]:
@@ -39,11 +38,8 @@ def _as_loaded(module: nn.Module) -> Mapping[str, Tensor]:
     noted, _ = get_layerwise_info(module).restore_metadata
     made = {}
     for name, tensor in noted.items():
-        mine: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        mine.__class__ = tensor.__class__
-        mine.__dict__ = dict(tensor.__dict__)
         # loaders that are methods of the layer are noted without it
-        made[name] = restore_layer_refs(mine, module)
+        made[name] = restore_layer_refs(without_data(tensor), module)
     return made
 
 

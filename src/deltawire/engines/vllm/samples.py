@@ -1,51 +1,12 @@
-"""Label every completion with the versions that made it.
-
-vLLM's engine marks each step's tokens with the version it was made with (since 0.32). The spans are picked up where
-outputs pass from the engine to the server, and written into the response: a header, and `weight_versions` in every
-choice.
-"""
+"""Pick up the versions of tokens from the outputs of vLLM's engine, which marks each step's tokens (since 0.32)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
-from contextvars import ContextVar
 from typing import Any
 
-from ..bounds import WAIT_S, BadBound, Bound, Following, reached
-from ..names import VERSION_HEADER, VERSIONS_FIELD
-
-PATHS = ("/v1/completions", "/v1/chat/completions")
-
-Spans = dict[int, list[dict[str, Any]]]
-"""By number of the choice: from which token to which other, which version."""
-
-
-class Record:
-    """The versions of the choices of one HTTP request."""
-
-    def __init__(self, bound: Bound | None = None) -> None:
-        self.bound = bound
-        self.spans: Spans = {}
-        self.prompts = 0
-
-    def breaks_bound(self, spans: list[dict[str, Any]]) -> bool:
-        """Whether a choice has tokens that the request does not accept."""
-        return self.bound is not None and not all(self.bound.allows(span["version"]) for span in spans)
-
-    @property
-    def header(self) -> str:
-        """All versions, in order: `41`, or `41,42` for a completion that a sync went through."""
-        versions = [span["version"] for number in sorted(self.spans) for span in self.spans[number]]
-        return ",".join(str(version) for version in sorted(set(versions), key=str if _mixed(versions) else int))
-
-
-_current: ContextVar[Record | None] = ContextVar("deltawire_record", default=None)
-
-
-def _mixed(versions: list[Any]) -> bool:
-    return not all(isinstance(version, int) for version in versions)
+from ..live.samples import Record, current, number
 
 
 def observe(client: Any, present: Callable[[], Any]) -> None:
@@ -53,7 +14,7 @@ def observe(client: Any, present: Callable[[], Any]) -> None:
     generate = client.generate
 
     def observed(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        record = _current.get()
+        record = current.get()
         if record is None:
             return generate(*args, **kwargs)  # type: ignore[no-any-return]
         prompt, record.prompts = record.prompts, record.prompts + 1
@@ -69,7 +30,7 @@ async def _noted(outputs: Any, record: Record, prompt: int, present: Callable[[]
             for choice in output.outputs:
                 spans = getattr(choice, "weight_versions", None)
                 if spans is not None:
-                    found = [{"version": _number(s.version), "start": s.start, "end": s.end} for s in spans]
+                    found = [{"version": number(s.version), "start": s.start, "end": s.end} for s in spans]
                 elif choice.finish_reason is not None:
                     # no more is known than what it began and ended with
                     found = [{"version": version} for version in dict.fromkeys((first, present()))]
@@ -77,131 +38,3 @@ async def _noted(outputs: Any, record: Record, prompt: int, present: Callable[[]
                     continue
                 record.spans[prompt * len(output.outputs) + choice.index] = found
             yield output
-
-
-def _number(version: str) -> int | str:
-    return int(version) if version.isdecimal() else version
-
-
-class VersionMiddleware:
-    """Middleware that adds versions to responses, and answers 409 where they are not those that a request accepts.
-
-    Plain ASGI: streams are not delayed. `follower` returns None while there is no run to follow.
-    """
-
-    def __init__(
-        self,
-        app: Any,
-        present: Callable[[], Any],
-        follower: Callable[[], Following | None] = lambda: None,
-        wait_s: float = WAIT_S,
-    ) -> None:
-        self._app, self._present, self._follower, self._wait_s = app, present, follower, wait_s
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] not in PATHS or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        try:
-            bound = Bound.of(scope.get("headers", ()))
-        except BadBound as error:
-            said = {"message": str(error), "type": "invalid_request_error", "param": None, "code": 400}
-            await _send_json(send, 400, {"error": said}, self._present())
-            return
-        if bound is not None and not await self._has(bound):
-            await _send_json(send, 409, bound.refusal(self._present()), self._present())
-            return
-        record = Record(bound)
-        token = _current.set(record)
-        try:
-            await self._app(scope, receive, _Marked(send, record, self._present))
-        finally:
-            _current.reset(token)
-
-    async def _has(self, bound: Bound) -> bool:
-        follower = self._follower()
-        return follower is not None and await reached(bound, follower, self._present, self._wait_s)
-
-
-async def _send_json(send: Any, status: int, content: Any, version: Any) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if version is not None:
-        headers.append((VERSION_HEADER.encode(), str(version).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-class _Marked:
-    """Writes versions into a response on its way out."""
-
-    def __init__(self, send: Any, record: Record, present: Callable[[], Any]) -> None:
-        self._send, self._record, self._present = send, record, present
-        self._start: Any = None
-        self._streams = False
-        self._body = b""
-
-    async def __call__(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            headers = {name.lower(): value for name, value in message["headers"]}
-            self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-            self._start = message
-            if self._streams:
-                await self._begin(str(self._present()), None)
-        elif message["type"] != "http.response.body":
-            await self._send(message)
-        elif self._streams:
-            await self._events(message)
-        else:
-            self._body += message.get("body", b"")
-            if not message.get("more_body"):
-                bound, made = self._record.bound, self._record.spans.values()
-                if bound and self._start["status"] == 200 and any(map(self._record.breaks_bound, made)):
-                    present = self._present()
-                    await _send_json(self._send, 409, bound.refusal(present, self._record.header), present)
-                    return
-                body = self._with_versions(self._body)
-                await self._begin(self._record.header or str(self._present()), len(body))
-                await self._send({"type": "http.response.body", "body": body})
-
-    async def _begin(self, version: str, length: int | None) -> None:
-        headers = [(n, v) for n, v in self._start["headers"] if length is None or n.lower() != b"content-length"]
-        headers.append((VERSION_HEADER.encode(), version.encode()))
-        if length is not None:
-            headers.append((b"content-length", str(length).encode()))
-        await self._send({**self._start, "headers": headers})
-
-    async def _events(self, message: Any) -> None:
-        """The last event of a choice gets the choice's versions. Events are passed on as soon as they are whole."""
-        self._body += message.get("body", b"")
-        more = message.get("more_body", False)
-        whole, gap, rest = self._body.rpartition(b"\n\n")
-        self._body = rest if more else b""
-        ready = whole + gap + (b"" if more else rest)
-        if b'"finish_reason":"' in ready:
-            ready = b"\n\n".join(self._event(event) for event in ready.split(b"\n\n"))
-        if ready or not more:
-            await self._send({"type": "http.response.body", "body": ready, "more_body": more})
-
-    def _event(self, event: bytes) -> bytes:
-        if not event.startswith(b"data: {"):
-            return event
-        return b"data: " + self._with_versions(event.removeprefix(b"data: "), finished=True)
-
-    def _with_versions(self, body: bytes, finished: bool = False) -> bytes:
-        try:
-            content = json.loads(body)
-        except ValueError:
-            return body
-        choices = content.get("choices") if isinstance(content, dict) else None
-        if not isinstance(choices, list) or not self._record.spans:
-            return body
-        for choice in choices:
-            spans = self._record.spans.get(choice.get("index", 0))
-            if spans is None or (finished and not choice.get("finish_reason")):
-                continue
-            if finished and self._record.bound and self._record.breaks_bound(spans):
-                content = self._record.bound.refusal(self._present(), self._record.header)
-                break
-            choice[VERSIONS_FIELD] = spans
-        return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

@@ -13,10 +13,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from ...core.errors import Misconfigured
+from ..live.rank import Rank
 from . import NEXT_STEP, named
 from .guard import problems_of
 from .hooks import hooked_layers
-from .rank import Rank
 
 
 @dataclass

@@ -96,8 +96,8 @@ def _break_writes(folder: Path) -> None:
 
 
 def _break_shards(folder: Path) -> None:
-    from deltawire.engines.vllm.device import DeviceShard
-    from deltawire.engines.vllm.shard import HostShard
+    from deltawire.engines.live.device import DeviceShard
+    from deltawire.engines.live.shard import HostShard
 
     for shard in (HostShard, DeviceShard):
         if shard.write.__name__ != "broken":
@@ -159,8 +159,8 @@ class Probe:
     def note_staging(self, on: bool) -> dict[str, Any]:
         """Note when the model computes and when staging does what, or stop that. Returns [name, begin, end] of each
         call and the begin of each step, by the clock of `time.monotonic`, since it was switched on."""
-        from deltawire.engines.vllm.device import DeviceShard
-        from deltawire.engines.vllm.rank import Rank
+        from deltawire.engines.live.device import DeviceShard
+        from deltawire.engines.live.rank import Rank
         from deltawire.kernels import triton_ops
 
         if not on:

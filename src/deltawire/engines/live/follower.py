@@ -1,6 +1,6 @@
-"""The follower of a vLLM server: stops generation while the weights are no version, and warns of stale draft models.
+"""The follower of an engine: stops generation while the weights are no version, and warns of stale draft models.
 
-Runs in the API server, in a thread of its own, so that fetching never holds up a request.
+Runs in the HTTP server, in a thread of its own, so that fetching never holds up a request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger("deltawire")
 
 
 class EngineFollower(Follower):
-    """Keeps the weights of a vLLM server at a version of a run, and reports its state."""
+    """Keeps the weights of an engine at a version of a run, and reports its state."""
 
     fatal = (SchemaError,)
 
@@ -43,13 +43,15 @@ class EngineFollower(Follower):
     @property
     def _stale_draft(self) -> str:
         """Says that the draft model is stale, if so: results stay correct, but fewer proposed tokens are accepted."""
-        if not self.target.has_draft or self.version == self._drafted:
+        if not self.target.engine.has_draft or self.version == self._drafted:
             return ""
         return f"draft model is at version {self._drafted}: the run carries no weights for it"
 
     def live(self) -> tuple[int | None, StateDigest]:
         if self.target.refused:
-            raise SchemaMismatch(f"vLLM's weights cannot be read as a checkpoint here: {self.target.refused}")
+            raise SchemaMismatch(
+                f"{self.target.engine.name}'s weights cannot be read as a checkpoint here: {self.target.refused}"
+            )
         with self.replica.lock:
             return self.version, self.target.live_digest()
 
@@ -67,5 +69,5 @@ class EngineFollower(Follower):
         if not self.caught_up.is_set():
             self._drafted = version
             self.caught_up.set()
-            if self.target.has_draft:
+            if self.target.engine.has_draft:
                 log.warning("the draft model stays at version %d: the run carries no weights for it", version)

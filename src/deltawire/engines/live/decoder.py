@@ -1,4 +1,4 @@
-"""Decodes deltas in a process of its own, once per node: `python -m deltawire.engines.vllm.decoder SOCKET`.
+"""Decodes deltas in a process of its own, once per node: `python -m deltawire.engines.live.decoder SOCKET`.
 
 It has no weights and no torch. A delta's `packed`, `raw` and `planes` blocks become moves of each rank's pieces. For
 `context` it needs to know how many old weights of each class a tile has: ranks count them on their device and get

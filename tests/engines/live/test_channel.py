@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deltawire.engines.vllm.channel import Caller, ChannelClosed, call_all, listen
+from deltawire.engines.live.channel import Caller, ChannelClosed, call_all, listen
 
 
 def test_calls_are_answered_in_order_and_by_all(tmp_path: Path) -> None:

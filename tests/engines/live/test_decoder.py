@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 from test_placement import Ranks  # noqa: E402
 
 from deltawire import kernels  # noqa: E402
-from deltawire.engines.vllm import device  # noqa: E402
-from deltawire.engines.vllm.decoder import Decoder, DecoderError, _Process  # noqa: E402
-from deltawire.engines.vllm.device import DeviceShard  # noqa: E402
+from deltawire.engines.live import device  # noqa: E402
+from deltawire.engines.live.decoder import Decoder, DecoderError, _Process  # noqa: E402
+from deltawire.engines.live.device import DeviceShard  # noqa: E402
 from support import diff, encoded, moved_bag, random_bag  # noqa: E402
 
 SIZES = {"hidden": 512, "ffn": 1024, "heads": 8, "kv": 4, "vocab": 512, "layers": 1}

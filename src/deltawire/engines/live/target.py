@@ -1,6 +1,6 @@
-"""The ranks of a vLLM server as one target: staged beside the model, swapped by one call to the engine, or undone.
+"""The ranks of a server as one target: staged beside the model, swapped by one call to the engine, or undone.
 
-Where memory cannot be patched, versions come as full weights and go through vLLM's own loader, in the same swap.
+Where memory cannot be patched, versions come as full weights and go through the engine's own loader, in the same swap.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from ...replica.target import Delta, Staged, Update
 from . import arrays
 from .channel import Caller, ChannelClosed, call_all
 from .decoder import Decoder
-from .guard import has_draft
+from .engine import Engine
 from .layout import Layout, arrange, sums_of
-from .settings import Policy
 
 log = logging.getLogger("deltawire")
 
@@ -53,7 +52,7 @@ class StagedRanks(Staged):
     folder: tempfile.TemporaryDirectory[str]
     """Files that ranks read from, until the swap is over."""
     reloads: bool = False
-    """Whether the weights go through vLLM's own loader."""
+    """Whether the weights go through the engine's own loader."""
 
 
 class EngineTarget:
@@ -63,23 +62,16 @@ class EngineTarget:
     `name` lets it go on.
     """
 
-    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop, policy: Policy) -> None:
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         self.refused = ""
         """Why deltas cannot be applied here; empty where they can."""
         self.named: int | None = None
-        """The version that vLLM puts on samples; None before the first."""
+        """The version that the engine puts on samples; None before the first."""
         self.held = False
         """Whether generation was stopped because the weights have no name."""
         self.spoiled = False
         """Whether a swap failed and could not be undone."""
-        self.has_draft = has_draft(client.vllm_config)
-        """Whether a draft model proposes tokens, whose weights stay what they are."""
-        self._client, self._loop, self._policy = client, loop, policy
-        self._engines = len(getattr(client.engine_core, "core_engines", "1"))
-        """Number of engine cores: one per data-parallel rank."""
-        first = getattr(client.engine_core, "engine_ranks_managed", [0])[0]
-        self._first = first * client.vllm_config.parallel_config.world_size if first else 0
-        """The first rank of this server, where other servers have some of the data-parallel ranks."""
+        self.engine, self._loop = engine, loop
         self._temporary = arrays.folder()
         self._folder = Path(self._temporary.name)
         self._schema = Schema.build(())
@@ -88,12 +80,12 @@ class EngineTarget:
         self._decoder: Decoder | None = None
         """Decodes for ranks whose weights are on devices; None where they are in host memory."""
         self._loaded = OF_NO_VERSION
-        """Digest of the checkpoint that vLLM's own loader was given last."""
-        self._from = str(client.vllm_config.model_config.model)
-        """Where the server started from; a reload makes vLLM forget it."""
+        """Digest of the checkpoint that the engine's own loader was given last."""
+        self._from = engine.source
+        """Where the server started from; a reload may make the engine forget it."""
         self._source_unknown = False
         self._reload_is_safe = False
-        """Whether vLLM's own reload was seen to do no harm here."""
+        """Whether the engine's own reload was seen to do no harm here."""
         self._harm = ""
         """What a reload was seen to do."""
 
@@ -118,7 +110,7 @@ class EngineTarget:
         self._schema = Schema.build(())
         path = self._folder / "schema.json"
         path.write_bytes(msgspec.json.encode(schema))
-        answers = self._all("layout", schema=str(path), sockets=str(self._folder), first=self._first)
+        answers = self._all("layout", schema=str(path), sockets=str(self._folder), first=self.engine.first_rank)
         ranks = msgspec.convert([answer["pieces"] for answer in answers], list[list[Region]])
         problems = [problem for answer in answers for problem in answer["problems"]]
         self._layout = arrange(schema, ranks, list(dict.fromkeys(problems)))
@@ -281,45 +273,21 @@ class EngineTarget:
         self.spoiled = False
 
     async def _swap(self, staged: StagedRanks, name: bool = True) -> None:
-        """One call to the engine, which does it between two steps (core.py). Requests that are not to be kept are
-        stopped before, and so are all if there are several engines."""
-        keep, version = self._policy.mode == "keep" and self._engines == 1, staged.update.version
-        stay = keep or await self._client.is_paused()
-        clock = time.perf_counter()
+        """One call to the engine, which does it between two steps."""
+        version = staged.update.version
         try:
-            if not keep:
-                # of several engines, none computes a step once this returns
-                await self._client.sleep(level=0, mode=self._policy.mode)
-            answer = await self._swap_engines(str(version) if name else "")
+            answer = await self.engine.swap(str(version) if name else "")
         except Exception as error:
             self.held = True
             raise NotRestored(f"the state of the weights is unknown: {type(error).__name__}: {error}") from error
         if "lost" in answer:
             self.held = True
             raise NotRestored(f"{answer['failure']}; and the old weights could not be put back: {answer['lost']}")
-        if not stay:
-            await self._client.wake_up(["scheduling"])
-            answer["pause"] = time.perf_counter() - clock
         staged.timings |= {phase: answer[phase] for phase in ("stop", "apply", "prove", "pause") if phase in answer}
         if "failure" in answer:
             log.warning("version %d was taken back on all ranks: %s", version, answer["failure"])
             raise WorkerError(answer["failure"])
         self.named = version if name else self.named
-
-    async def _swap_engines(self, name: str) -> dict[str, Any]:
-        """Swap on all engines, or on none; they get the name when all of them have the weights."""
-        clear = self._policy.kv == "clear"
-        if self._engines == 1:
-            return (await self._engine_call("deltawire_swap", name, clear))[0]  # type: ignore[no-any-return]
-        answers = await self._engine_call("deltawire_swap", "", clear)
-        failed = [f"engine {n}: {answer['failure']}" for n, answer in enumerate(answers) if "failure" in answer]
-        if failed:
-            undone = await self._engine_call("deltawire_undo")
-            lost = [answer["lost"] for answer in undone if "lost" in answer]
-            return {"failure": failed[0]} | ({"lost": lost[0]} if lost else {})
-        if name:
-            await self._engine_call("set_weight_version", name)
-        return {phase: max(answer[phase] for answer in answers) for phase in ("stop", "apply", "prove")}
 
     def _audit(self, staged: StagedRanks) -> None:
         """Read all weights after the pause, while the model generates: in host memory that takes too long for a pause,
@@ -335,7 +303,7 @@ class EngineTarget:
             raise NotRestored(f"other weights than those of the update have changed: {mismatch}")
 
     def _reload(self, staged: StagedRanks) -> None:
-        """Full weights through vLLM's own loader, for layouts that cannot be patched."""
+        """Full weights through the engine's own loader, for layouts that cannot be patched."""
         before, self._loaded = self._loaded, OF_NO_VERSION
         if not self._source_unknown and not self._reload_is_safe:
             self._prove_reload(staged)
@@ -363,48 +331,29 @@ class EngineTarget:
                 # for good: what a harmful reload left behind, a second one may well leave as it is
                 self._harm = str(error)
         raise NotRestored(
-            f"this server can follow no run: its layout cannot be patched ({self.refused}), and vLLM's own reload of "
-            f"the same weights failed ({self._harm}); restart it"
+            f"this server can follow no run: its layout cannot be patched ({self.refused}), and {self.engine.name}'s "
+            f"own reload of the same weights failed ({self._harm}); restart it"
         )
 
-    # ── what vLLM is told ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what the engine is told ──────────────────────────────────────────────────────────────────────────────────────
 
     async def hold(self) -> None:
         """Hold generation until the weights are a known version; requests wait."""
-        await self._client.pause_generation(mode="keep", clear_cache=False)
+        await self.engine.hold()
         self.held = True
 
     def name(self, version: int) -> None:
         """Set the version of the weights, and resume generation."""
-        self.run(self._name(version))
+        self.run(self.engine.set_version(str(version), resume=self.held))
         self.named, self.held, self.spoiled = version, False, False
-
-    async def _name(self, version: int) -> None:
-        await self._client.update_weight_version(str(version))
-        if self.held:
-            await self._client.wake_up(["scheduling"])
 
     def pause(self) -> None:
         """Stop generation because the weights are no known version, and drop what was computed with them."""
-        self.run(self._stand_still())
-        self.held = True
-
-    async def _stand_still(self) -> None:
-        """What `pause_generation` does, without the 20 ms that it sleeps so that callers see outputs in a nicer order.
-        Level 0 stops the scheduler and leaves all memory as it is."""
-        client = self._client
         try:
-            await client.sleep(level=0, mode="keep")
-            if self._policy.kv != "keep":
-                dropped, *_ = await asyncio.gather(
-                    client.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
-                    client.reset_mm_cache(),
-                    client.reset_encoder_cache(),
-                )
-                if not dropped:
-                    raise RuntimeError("keys and values of the old weights could not be dropped")
+            self.run(self.engine.stop())
         except Exception as error:
-            raise WorkerError(f"vLLM does not pause: {type(error).__name__}: {error}") from error
+            raise WorkerError(f"{self.engine.name} does not pause: {type(error).__name__}: {error}") from error
+        self.held = True
 
     # ── reaching the ranks ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -412,22 +361,8 @@ class EngineTarget:
         """Run a coroutine in the event loop of the engine client, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _engine_call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every engine core: one, or one per data-parallel rank."""
-        core = self._client.engine_core
-        if self._engines == 1:
-            return [await core.call_utility_async(method, *args)]
-        return await core.call_utility_all_async(method, *args)  # type: ignore[no-any-return]
-
-    async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Call all ranks of all engines, between two steps of their engine."""
-        if self._engines == 1:
-            return await self._client.collective_rpc("deltawire", args=(operation,), kwargs=arguments)  # type: ignore[no-any-return]
-        found = await self._engine_call("collective_rpc", "deltawire", None, (operation,), arguments)
-        return [answer for ranks in found for answer in ranks]
-
     def _all(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
-        answers = self.run(self._call(operation, **arguments))
+        answers = self.run(self.engine.call(operation, **arguments))
         if (error := _first_error(answers)) is not None:
             raise error
         return answers  # type: ignore[no-any-return]

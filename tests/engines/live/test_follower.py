@@ -17,18 +17,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_fused import Fused, Hook  # noqa: E402
+from fused import Fused, Hook  # noqa: E402
 
 from deltawire.core.errors import NotRestored, SchemaMismatch, VersionNotFound  # noqa: E402
 from deltawire.core.full import write_checkpoint  # noqa: E402
-from deltawire.engines.vllm import rank as rank_module  # noqa: E402
-from deltawire.engines.vllm import shard  # noqa: E402
+from deltawire.engines.live import rank as rank_module  # noqa: E402
+from deltawire.engines.live import shard  # noqa: E402
+from deltawire.engines.live.device import DeviceShard  # noqa: E402
+from deltawire.engines.live.engine import Engine  # noqa: E402
+from deltawire.engines.live.follower import EngineFollower  # noqa: E402
+from deltawire.engines.live.rank import Rank  # noqa: E402
+from deltawire.engines.live.settings import Policy  # noqa: E402
+from deltawire.engines.live.target import EngineTarget, WorkerError  # noqa: E402
 from deltawire.engines.vllm.core import swap, undo  # noqa: E402
-from deltawire.engines.vllm.device import DeviceShard  # noqa: E402
-from deltawire.engines.vllm.follower import EngineFollower  # noqa: E402
-from deltawire.engines.vllm.rank import Rank  # noqa: E402
-from deltawire.engines.vllm.settings import Policy  # noqa: E402
-from deltawire.engines.vllm.target import EngineTarget, WorkerError  # noqa: E402
+from deltawire.engines.vllm.engine import VllmEngine  # noqa: E402
 from deltawire.store import ObjectStore, Store  # noqa: E402
 from deltawire.trainer import Publisher  # noqa: E402
 from support import Bag, moved_bag, random_bag  # noqa: E402
@@ -81,7 +83,7 @@ class Core:
         self._client.weight_version = version
 
 
-class Engine(Core):
+class EngineCore(Core):
     """One of several engines: its ranks are those of a data-parallel rank."""
 
     def __init__(self, client: Client, number: int) -> None:
@@ -109,7 +111,7 @@ class Client:
 
     def __init__(self, folder: Path, world: int, hook: Hook | None = None, engines: int = 1) -> None:
         self.models = [Fused(rank=n % world, world=world, **SIZES) for n in range(world * engines)]
-        self.engines = [Engine(self, number) for number in range(engines)]
+        self.engines = [EngineCore(self, number) for number in range(engines)]
         self.hook = hook
         layers = [model.hooked(hook) for model in self.models]
         self.ranks = [
@@ -130,6 +132,9 @@ class Client:
         """Done once, in the next pause, after new weights were written."""
         self.engine_core = Core(self)
         self.engine_core.core_engines = self.engines  # type: ignore[attr-defined]
+
+    def engine(self) -> Engine:
+        return VllmEngine(self, Policy(kv="clear"))
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None) -> list[Any]:
         return self.everywhere(method, args, kwargs)
@@ -205,17 +210,17 @@ class World:
 
     def __init__(
         self, folder: Path, store: Store, loop: asyncio.AbstractEventLoop, world: int, hook: Hook | None = None,
-        engines: int = 1,
+        engines: int = 1, kind: type[Client] = Client,
     ) -> None:  # fmt: skip
         self.store = store
         self.publisher = Publisher(store, encoding="context", anchor_ratio=100.0)
         self.bags = [random_bag(Fused(world=1, **SIZES).schema(), 1)]
         self.publisher.publish(as_model(self.bags[0])).result()
         write_checkpoint(folder, self.bags[0])
-        self.client = Client(folder, world, hook, engines)
+        self.client = kind(folder, world, hook, engines)
         for model in self.client.models:
             model.load(tensors(self.bags[0]), hook)
-        self.target = EngineTarget(self.client, loop, Policy(kv="clear"))
+        self.target = EngineTarget(self.client.engine(), loop)
         self.target.run(self.target.hold())
         self.follower = EngineFollower(store, self.target, heartbeat=0, poll=0.01)
 

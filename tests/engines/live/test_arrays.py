@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltawire.engines.vllm import arrays
+from deltawire.engines.live import arrays
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ FILL = """
 import sys
 from pathlib import Path
 import numpy as np
-from deltawire.engines.vllm import arrays
+from deltawire.engines.live import arrays
 
 small = Path(sys.argv[1])
 try:

@@ -1,4 +1,4 @@
-"""Settings of the plugin from the environment, since vLLM does not accept further flags.
+"""Settings of a plugin from the environment, since engines do not accept further flags.
 
 Read in every process of a server, some of which must not import numba before vLLM has set itself up: imports nothing
 heavy.

@@ -13,17 +13,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from fused import Fused, Hook  # noqa: E402
 from test_follower import World, loop  # noqa: E402
 from test_placement import as_tensors  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from vllm_fused import Fused, Hook  # noqa: E402
 
 from deltawire.core.schema import Schema, TensorSpec  # noqa: E402
-from deltawire.engines.vllm import device, rank  # noqa: E402
-from deltawire.engines.vllm.learn import Layer, Learned  # noqa: E402
-from deltawire.engines.vllm.placement import trace  # noqa: E402
-from deltawire.engines.vllm.shard import open_shard  # noqa: E402
-from deltawire.engines.vllm.target import WorkerError  # noqa: E402
+from deltawire.engines.live import device, rank  # noqa: E402
+from deltawire.engines.live.learn import Layer, Learned  # noqa: E402
+from deltawire.engines.live.placement import trace  # noqa: E402
+from deltawire.engines.live.shard import open_shard  # noqa: E402
+from deltawire.engines.live.target import WorkerError  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
 from support import random_bag  # noqa: E402
 

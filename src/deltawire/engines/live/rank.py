@@ -31,7 +31,7 @@ from ...core.sparse import DeltaClaim, open_delta
 from . import arrays
 from .channel import Answer, listen
 from .decode import Decoder, Lent, Wanted, compile_decoders
-from .guard import fingerprint, pack_again
+from .guard import fingerprint
 from .layout import Sums, sums_to_send
 from .learn import Layer, Learned
 from .placement import trace
@@ -52,9 +52,9 @@ class Rank:
 
     number     the rank, counted over all workers
     problems   reasons to refuse deltas that the placement map cannot show (guard.py)
-    hooks      layers that may rearrange their weights after loading (hooks.py)
+    hooks      layers that may rearrange their weights after loading (hooks.py of an engine)
     loading    entered around the model's own loader
-    reload     has vLLM load a checkpoint folder into the model
+    reload     has the engine load a checkpoint folder into the model
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Rank:
         with self._loading():
             # a model that cannot be patched anyway is not looked into
             learned = Learned(() if problems else self._hooks())
-            load: Any = self._model.load_weights  # vLLM's models have it, `nn.Module` does not
+            load: Any = self._model.load_weights  # models of engines have it, `nn.Module` does not
             placement = trace(self._model, load, self._schema, learned.standing())
             pieces, unknown = learned.compose(placement.pieces)
         problems += [*placement.problems, *unknown]
@@ -191,12 +191,12 @@ class Rank:
         return _answer(present, predicted, overwrites=True)
 
     def _do_stage_reload(self, folder: str, unchanged: bool, prove: bool) -> Answer:
-        """Have vLLM load a checkpoint folder in the swap. It must be of the present weights if `unchanged`, and leave
-        everything that the model computes with as it is. With `prove`, memory must be laid out like a checkpoint."""
+        """Have the engine load a checkpoint folder in the swap. It must be of the present weights if `unchanged`, and
+        leave everything that the model computes with as it is. With `prove`, memory must be laid out like a
+        checkpoint."""
 
         def write() -> None:
             before = fingerprint(self._model) if unchanged else ""
-            pack_again(self._model)
             self.reload(folder)
             if unchanged and fingerprint(self._model) != before:
                 raise RuntimeError("the same weights, loaded again, gave other ones")

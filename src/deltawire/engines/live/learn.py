@@ -115,6 +115,14 @@ def copy_of(module: nn.Module) -> Any:
     return made
 
 
+def without_data(tensor: Tensor) -> Any:
+    """A tensor of the same form, class and attributes, such as its loader."""
+    made: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    made.__class__ = tensor.__class__
+    made.__dict__ = dict(tensor.__dict__)
+    return made
+
+
 @torch.no_grad()
 def learn(layer: Layer, pieces: Sequence[tuple[str, Piece]]) -> list[_Table]:
     """Where each piece lies once the hook has run. Raises Computes."""

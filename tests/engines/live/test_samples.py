@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from deltawire.engines.live.samples import VersionMiddleware
 from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
-from deltawire.engines.vllm.samples import VersionMiddleware, observe
+from deltawire.engines.vllm.samples import observe
 
 
 def span(version: str, start: int, end: int) -> SimpleNamespace:

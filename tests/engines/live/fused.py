@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deltawire.core.schema import Schema, TensorSpec
-from deltawire.engines.vllm.learn import Layer
+from deltawire.engines.live.learn import Layer
 
 Hook = Callable[[nn.Module], object]
 """Processes the parameters of a module after they are loaded."""

@@ -9,9 +9,9 @@ from deltawire.core.change import whole
 from deltawire.core.codecs import context
 from deltawire.core.full import FullFile, anchor
 from deltawire.core.sparse import DeltaFile
-from deltawire.engines.vllm.decode import Wanted
-from deltawire.engines.vllm.device import DeviceShard
-from deltawire.engines.vllm.shard import HostShard
+from deltawire.engines.live.decode import Wanted
+from deltawire.engines.live.device import DeviceShard
+from deltawire.engines.live.shard import HostShard
 from support import diff, encoded, moved_bag, random_bag
 
 

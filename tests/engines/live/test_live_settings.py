@@ -7,7 +7,7 @@ import json
 import pytest
 
 from deltawire.core.errors import Misconfigured
-from deltawire.engines.vllm import settings
+from deltawire.engines.live import settings
 from deltawire.engines.vllm.launch import prepare
 
 

@@ -9,14 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_fused import Fused  # noqa: E402
+from fused import Fused  # noqa: E402
 
 from deltawire.core.schema import Schema  # noqa: E402
 from deltawire.core.sparse import DeltaFile  # noqa: E402
-from deltawire.engines.vllm.decode import Decoder, Wanted  # noqa: E402
-from deltawire.engines.vllm.layout import Layout, arrange  # noqa: E402
-from deltawire.engines.vllm.placement import Piece, trace  # noqa: E402
-from deltawire.engines.vllm.shard import Shard, open_shard  # noqa: E402
+from deltawire.engines.live.decode import Decoder, Wanted  # noqa: E402
+from deltawire.engines.live.layout import Layout, arrange  # noqa: E402
+from deltawire.engines.live.placement import Piece, trace  # noqa: E402
+from deltawire.engines.live.shard import Shard, open_shard  # noqa: E402
 from support import Bag, random_bag  # noqa: E402
 
 

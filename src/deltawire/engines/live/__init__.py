@@ -1,0 +1,16 @@
+"""What engines with ranks share that follow a run: each adds a thin adapter (`Engine` in engine.py).
+
+placement   checkpoint coordinates → views of runtime storage, traced through the model's own loader
+learn       what post-load hooks rearrange, learned by running them on copies
+shard       one rank's weights through that map: read, write, take back, prove (device, _rows: on a GPU)
+decode      a delta as seen from one rank in host memory
+decoder     the process that decodes a delta once, for ranks on GPUs; moves: what it cuts for each of them
+layout      all ranks together
+guard       what makes patching wrong although bytes look right
+rank        what one rank does, when told to
+target      all ranks as one target of a replica: stage, swap, or reload
+engine      what a target needs of the engine: calls to ranks, the swap between two steps, a pause, a name
+channel     calls between these processes; arrays: files in memory that they share
+follower    a replica and that target, in the HTTP server: pin, state, naming the version
+endpoint    routes, metrics and the follower's thread; samples: versions on completions; settings: the environment
+"""

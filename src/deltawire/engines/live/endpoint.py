@@ -1,0 +1,209 @@
+"""A server that follows a run: the follower's thread, its routes and metrics, and versions on samples."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from fastapi import HTTPException, Request
+from prometheus_client import REGISTRY
+
+from ...bucket.run import Run
+from ...bucket.versions import number, resolve
+from ...core.errors import DeltawireError, Misconfigured
+from .. import control, names
+from ..access import is_bearer, is_loopback, public_address
+from ..bounds import Following
+from . import settings
+from .engine import Engine
+from .follower import EngineFollower
+from .samples import PATHS, VersionMiddleware
+from .target import EngineTarget
+
+log = logging.getLogger("deltawire")
+
+
+class Endpoint:
+    """What a server with a follower answers. Each engine extends it: `attach` before the app starts, `open` in it."""
+
+    engine: ClassVar[str]
+    """The engine's name in /deltawire/status."""
+    paths: ClassVar[tuple[str, ...]] = PATHS
+    """Routes whose answers are labelled with versions."""
+
+    def __init__(self) -> None:
+        self._settings = settings.read()
+        self._follower: EngineFollower | None = None
+        self._target: EngineTarget | None = None
+        self._host: str | None = None
+        self._address = ""
+        """Where clients reach this server."""
+        self._model = ""
+        """What clients call the model."""
+        self._metrics = control.FollowerMetrics(lambda: self._follower)
+        # beside the engine's own on /metrics
+        REGISTRY.register(self._metrics)
+
+    def attach(self, app: Any) -> None:
+        """Add routes, and versions on completions."""
+        self._attach_routes(app)
+        app.add_middleware(
+            VersionMiddleware, present=self._version, follower=self._leader, wait_s=self._settings.version_wait,
+            paths=self.paths,
+        )  # fmt: skip
+
+    def _attach_routes(self, app: Any) -> None:
+        router = control.routes(self._followed, self._status, self._authorize)
+        router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
+        app.include_router(router)
+        app.add_middleware(HealthMiddleware, health=lambda: control.health(self._follower))
+
+    def _listens(self, host: str | None, port: int, model: str) -> None:
+        """Note where the server listens and what clients call the model."""
+        self._host, self._model = host, model
+        self._address = self._settings.address or public_address(host, port)
+        if not self._settings.run:
+            log.info("no run to follow yet: set DELTAWIRE_RUN, or name one to POST /update_weights")
+        if not self._settings.token and not is_loopback(host):
+            log.warning("this server refuses pin and sync: set DELTAWIRE_TOKEN, or start it with --host 127.0.0.1")
+
+    async def open(self, engine: Engine) -> None:
+        """Begin to follow, in the event loop of the engine's server. Generation is held until the weights are known."""
+        self._target = EngineTarget(engine, asyncio.get_running_loop())
+        if self._settings.run:
+            await self._target.hold()
+            self._begin(self._settings.run, self._target)
+
+    def _begin(self, run: str, target: EngineTarget) -> EngineFollower:
+        config = self._settings
+        self._follower = EngineFollower(
+            run,
+            target,
+            pin=_pinned(run, config.pin),
+            # a run named by a trainer is a trainer's to drive
+            following=config.follow and bool(config.run),
+            reference=config.reference,
+            heartbeat=config.heartbeat,
+            address=self._address,
+            poll=config.poll,
+            on_failure=self._end,
+        )
+        if config.run:
+            self._follower.start()
+            # a server that ends in order takes its address out of the heartbeat
+            atexit.register(self._follower.stop, 5.0)
+        return self._follower
+
+    # ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def update_weights(self, request: Request) -> dict[str, Any]:
+        """Go to a version on request of a trainer: {"run": …, "version": …}, plain or as vLLM's `update_info`."""
+        self._authorize(request)
+        info = await control.read(request, {"run", "version"})
+        run, version = info.get("run"), info.get("version")
+        if self._follower is None:
+            if not isinstance(run, str) or not run:
+                raise HTTPException(400, "this server follows no run yet: name one")
+            if self._target is None:
+                raise HTTPException(503, "the engine is not ready")
+            return await self._first(run, version, self._target)
+        if run is not None and run.rstrip("/") not in (
+            self._settings.run.rstrip("/"),
+            self._follower.replica.url.rstrip("/"),
+        ):
+            raise HTTPException(
+                409, f"this server follows {self._follower.replica.url}; another run needs another server"
+            )
+        await control.command(self._followed(), version)
+        return self._status()
+
+    # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _followed(self) -> EngineFollower:
+        if self._follower is None:
+            raise HTTPException(409, "this server follows no run: set DELTAWIRE_RUN, or name one to /update_weights")
+        return self._follower
+
+    async def _first(self, run: str, version: Any, target: EngineTarget) -> dict[str, Any]:
+        """Follow a run that a trainer named. A run that cannot be followed leaves the server free for another."""
+        try:
+            follower = self._begin(run, target)
+        except DeltawireError as error:
+            raise control.refusal(error) from error
+        try:
+            await control.command(follower, version)
+            return self._status()
+        except HTTPException:
+            if follower.state == "starting":
+                self._follower = None
+            raise
+
+    def _status(self) -> dict[str, Any]:
+        more = {} if self._follower is None else {"guard": self._follower.target.guard}
+        return control.status(self.engine, self._model, self._follower, **more)
+
+    def _authorize(self, request: Request) -> None:
+        """Control routes change what is served. Without a token only processes of this machine may use them."""
+        if not self._settings.token:
+            if not is_loopback(self._host):
+                raise HTTPException(403, "set DELTAWIRE_TOKEN to control a server that listens beyond this machine")
+            return
+        if not is_bearer(request.headers.get("authorization", ""), self._settings.token):
+            raise HTTPException(401, "this route needs the header 'Authorization: Bearer <DELTAWIRE_TOKEN>'")
+
+    def _end(self) -> None:
+        """End the server: it cannot load the run that it should follow, and its clients would wait forever."""
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _leader(self) -> Following | None:
+        """What leads this server from version to version."""
+        return self._follower
+
+    def _version(self) -> int | None:
+        """The version that tokens are labelled with. In host memory it is proven only after the pause."""
+        return self._follower.target.named if self._follower is not None else None
+
+
+class HealthMiddleware:
+    """Answers GET /health with 503 while the weights are no known version; otherwise the engine answers."""
+
+    def __init__(self, app: Any, health: Callable[[], tuple[str, str]]) -> None:
+        self._app, self._health = app, health
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] != "/health":
+            await self._app(scope, receive, send)
+            return
+        answer: list[Any] = []
+        state, reason = self._health()
+        if state in (*names.SERVING, "idle"):
+
+            async def keep(message: Any) -> None:
+                answer.append(message)
+
+            await self._app(scope, receive, keep)
+        if answer and answer[0]["status"] != 200:
+            for message in answer:
+                await send(message)
+            return
+        body = json.dumps(names.health(state, reason)).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200 if answer else 503, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _pinned(run: str, text: str) -> int | None:
+    """The version that DELTAWIRE_PIN names. Only what is not a number needs the run to be there already."""
+    exact = number(text)
+    if not text or (exact is not None and exact >= 0):
+        return exact
+    try:
+        return resolve(Run.open(run), text)
+    except DeltawireError as error:
+        raise Misconfigured(f"DELTAWIRE_PIN is {text[:80]!r}: {error}") from error

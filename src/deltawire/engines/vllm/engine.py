@@ -1,0 +1,92 @@
+"""vLLM as a target sees it: its engine client, in the API server (`Engine` in ../live/engine.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from ..live.channel import Answer
+from ..live.settings import Policy
+from .guard import has_draft
+
+
+class VllmEngine:
+    """One or more engine cores, each with its ranks."""
+
+    name = "vLLM"
+
+    def __init__(self, client: Any, policy: Policy) -> None:
+        self._client, self._policy = client, policy
+        config = client.vllm_config
+        self.source = str(config.model_config.model)
+        self.has_draft = has_draft(config)
+        self._engines = len(getattr(client.engine_core, "core_engines", "1"))
+        """Number of engine cores: one per data-parallel rank."""
+        first = getattr(client.engine_core, "engine_ranks_managed", [0])[0]
+        self.first_rank = first * config.parallel_config.world_size if first else 0
+
+    async def call(self, operation: str, **arguments: object) -> list[Answer]:
+        if self._engines == 1:
+            return await self._client.collective_rpc("deltawire", args=(operation,), kwargs=arguments)  # type: ignore[no-any-return]
+        found = await self._core_call("collective_rpc", "deltawire", None, (operation,), arguments)
+        return [answer for ranks in found for answer in ranks]
+
+    async def swap(self, version: str) -> Answer:
+        """One call to the engine core (core.py). Requests that are not to be kept are stopped before, and so are all
+        if there are several engines."""
+        keep = self._policy.mode == "keep" and self._engines == 1
+        stay = keep or await self._client.is_paused()
+        clock = time.perf_counter()
+        if not keep:
+            # of several engines, none computes a step once this returns
+            await self._client.sleep(level=0, mode=self._policy.mode)
+        answer = await self._swap_cores(version)
+        if not stay and "lost" not in answer:
+            await self._client.wake_up(["scheduling"])
+            answer["pause"] = time.perf_counter() - clock
+        return answer
+
+    async def _swap_cores(self, version: str) -> Answer:
+        """Swap on all engines, or on none; they get the name when all of them have the weights."""
+        clear = self._policy.kv == "clear"
+        if self._engines == 1:
+            return (await self._core_call("deltawire_swap", version, clear))[0]  # type: ignore[no-any-return]
+        answers = await self._core_call("deltawire_swap", "", clear)
+        failed = [f"engine {n}: {answer['failure']}" for n, answer in enumerate(answers) if "failure" in answer]
+        if failed:
+            undone = await self._core_call("deltawire_undo")
+            lost = [answer["lost"] for answer in undone if "lost" in answer]
+            return {"failure": failed[0]} | ({"lost": lost[0]} if lost else {})
+        if version:
+            await self._core_call("set_weight_version", version)
+        return {phase: max(answer[phase] for answer in answers) for phase in ("stop", "apply", "prove")}
+
+    async def hold(self) -> None:
+        await self._client.pause_generation(mode="keep", clear_cache=False)
+
+    async def stop(self) -> None:
+        """What `pause_generation` does, without the 20 ms that it sleeps so that callers see outputs in a nicer order.
+        Level 0 stops the scheduler and leaves all memory as it is."""
+        client = self._client
+        await client.sleep(level=0, mode="keep")
+        if self._policy.kv != "keep":
+            dropped, *_ = await asyncio.gather(
+                client.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+                client.reset_mm_cache(),
+                client.reset_encoder_cache(),
+            )
+            if not dropped:
+                raise RuntimeError("keys and values of the old weights could not be dropped")
+
+    async def set_version(self, version: str, resume: bool) -> None:
+        await self._client.update_weight_version(version)
+        if resume:
+            await self._client.wake_up(["scheduling"])
+
+    async def _core_call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every engine core: one, or one per data-parallel rank."""
+        core = self._client.engine_core
+        if self._engines == 1:
+            return [await core.call_utility_async(method, *args)]
+        return await core.call_utility_all_async(method, *args)  # type: ignore[no-any-return]
