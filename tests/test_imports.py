@@ -42,7 +42,18 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 CORE_MAY_USE = {"blake3", "cryptography", "llvmlite", "msgspec", "numba", "numpy", "safetensors", "zstandard"}
-EXTRAS = {"cryptography", "huggingface_hub", "peft", "torch", "transformers", "triton", "trl", "vllm", "ml_dtypes"}
+EXTRAS = {
+    "cryptography",
+    "huggingface_hub",
+    "peft",
+    "sglang",
+    "torch",
+    "transformers",
+    "triton",
+    "trl",
+    "vllm",
+    "ml_dtypes",
+}
 # rooms that exist for an extra may import it at their top
 OPTIONAL_ROOMS = {"kernels", "engines"}
 # and so may modules that are loaded only for models that are torch's

@@ -56,6 +56,11 @@ ELSEWHERE = {
     "deltawire/engines/vllm/guard.py": "engines/live/test_endpoint.py",
     "deltawire/engines/vllm/relay.py": "engines/live/test_endpoint.py",
     "deltawire/engines/vllm/samples.py": "engines/live/test_samples.py",
+    "deltawire/engines/sglang/core.py": "engines/live/test_sglang.py",
+    "deltawire/engines/sglang/endpoint.py": "engines/live/test_sglang.py",
+    "deltawire/engines/sglang/engine.py": "engines/live/test_sglang.py",
+    "deltawire/engines/sglang/guard.py": "engines/live/test_sglang.py",
+    "deltawire/engines/sglang/hooks.py": "engines/live/test_sglang.py",
     # nothing of it runs without vLLM
     "deltawire/engines/vllm/hooks.py": "engines/vllm/live.py",
     "deltawire/engines/vllm/worker.py": "engines/vllm/live.py",

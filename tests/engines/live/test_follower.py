@@ -582,7 +582,7 @@ def test_a_rank_whose_loader_drops_tensors_is_not_patched(world: World) -> None:
 
 
 def test_a_draft_model_that_cannot_follow_is_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    world.target.has_draft = True
+    world.target.engine.has_draft = True
     world.sync()
     assert (world.follower.state, world.follower.reason) == ("healthy", "")
     assert "draft model stays at version 0" in caplog.text

@@ -1,4 +1,4 @@
-"""What engines with ranks share that follow a run: each adds a thin adapter (`Engine` in engine.py).
+"""What engines with ranks share that follow a run: vLLM and SGLang each add a thin adapter (`Engine` in engine.py).
 
 placement   checkpoint coordinates → views of runtime storage, traced through the model's own loader
 learn       what post-load hooks rearrange, learned by running them on copies

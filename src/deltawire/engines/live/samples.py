@@ -102,6 +102,16 @@ async def _send_json(send: Any, status: int, content: Any, version: Any) -> None
     await send({"type": "http.response.body", "body": body})
 
 
+def _choices(content: Any) -> list[Any]:
+    """The choices of a completion; SGLang's own outputs are choices too."""
+    if isinstance(content, list):
+        return [item for item in content if isinstance(item, dict) and "meta_info" in item]
+    if not isinstance(content, dict):
+        return []
+    found = [content] if "meta_info" in content else content.get("choices")
+    return found if isinstance(found, list) else []
+
+
 class _Marked:
     """Writes versions into a response on its way out."""
 
@@ -148,7 +158,7 @@ class _Marked:
         whole, gap, rest = self._body.rpartition(b"\n\n")
         self._body = rest if more else b""
         ready = whole + gap + (b"" if more else rest)
-        if b'"finish_reason":"' in ready:
+        if b'"finish_reason":"' in ready or b'"finish_reason":{' in ready:
             ready = b"\n\n".join(self._event(event) for event in ready.split(b"\n\n"))
         if ready or not more:
             await self._send({"type": "http.response.body", "body": ready, "more_body": more})
@@ -163,12 +173,12 @@ class _Marked:
             content = json.loads(body)
         except ValueError:
             return body
-        choices = content.get("choices") if isinstance(content, dict) else None
-        if not isinstance(choices, list) or not self._record.spans:
+        choices = _choices(content)
+        if not choices or not self._record.spans:
             return body
-        for choice in choices:
-            spans = self._record.spans.get(choice.get("index", 0))
-            if spans is None or (finished and not choice.get("finish_reason")):
+        for position, choice in enumerate(choices):
+            spans = self._record.spans.get(choice.get("index", position))
+            if spans is None or (finished and not choice.get("meta_info", choice).get("finish_reason")):
                 continue
             if finished and self._record.bound and self._record.breaks_bound(spans):
                 content = self._record.bound.refusal(self._present(), self._record.header)

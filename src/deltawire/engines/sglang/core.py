@@ -1,0 +1,180 @@
+"""Runs in SGLang's scheduler, one per rank, between two steps of the model: the swap, and salts of the prefix cache.
+
+Calls come as control requests, which the first rank receives and sends on to the others: all of them handle a call
+before the same step. SGLang has no request of its own for plugins; these are its `DumperControlReqInput`, whose body is
+free, with a method of our own. All ranks gather the answers of all, so that each knows whether one has failed.
+
+With salts (DELTAWIRE_KV=version) cached keys and values are found again only by requests that began under the same
+weights: see ../vllm/core.py. SGLang's name for a salt is `extra_key`; a client keeps its entries across versions with a
+`cache_salt` or an `extra_key` that begins with `keep:`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+from ..live.channel import Answer
+from . import NAME
+
+log = logging.getLogger("deltawire")
+
+KEEP = "keep:"
+"""How a client's salt begins that stays the same across versions."""
+
+_OWN = "deltawire_own_key"
+"""Attribute of a request: the `extra_key` its client gave it."""
+
+_PROCESSED: Any = SimpleNamespace(reqs=[], has_grammar=False), SimpleNamespace(grammar_advanced=True)
+"""Takes the place of a batch and its result in SGLang's queue, once the result was processed ahead of its turn."""
+
+
+def handle(original: Callable[[Any, Any], Any], scheduler: Any, request: Any) -> Any:
+    """Answer our calls; pass SGLang's own on."""
+    if request.method != NAME:
+        return original(scheduler, request)
+    from sglang.srt.managers.io_struct import DumperControlReqOutput
+
+    if not hasattr(scheduler, "deltawire"):
+        scheduler.deltawire = Core(scheduler)
+    answers = scheduler.deltawire.call(**request.body)
+    scheduler.ipc_channels.send_to_tokenizer.send_output(
+        DumperControlReqOutput(success=True, response=answers), request
+    )
+    return None
+
+
+def process(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
+    """Process the result of a batch, unless `Core.drain` has done so."""
+    return None if batch is _PROCESSED[0] else original(scheduler, batch, result)
+
+
+def salt(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Set the present salt on a request that is put into the queue; again when it was retracted, and starts anew."""
+    if not hasattr(request, _OWN):
+        setattr(request, _OWN, request.extra_key)
+    own = getattr(request, _OWN)
+    if not any(key and key.startswith(KEEP) for key in (own, request.cache_salt)):
+        request.extra_key = f"{own or ''}@deltawire:{getattr(scheduler, 'deltawire_salt', '0')}"
+
+
+class Core:
+    """One rank of a scheduler, and the swap of all of them."""
+
+    def __init__(self, scheduler: Any) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
+        from ..live.rank import Rank
+        from .guard import problems_of
+        from .hooks import hooked_layers
+
+        self._scheduler, self._parallel = scheduler, get_parallel()
+        runner = scheduler.tp_worker.model_runner
+        self._rank = Rank(
+            runner.model,
+            self._parallel.tp_rank,
+            problems=lambda: problems_of(runner.model, scheduler.server_args, scheduler.model_config),
+            hooks=lambda: hooked_layers(runner.model),
+            reload=self._reload,
+        )
+        self._swaps = count(1)
+
+    def call(self, operation: str, arguments: dict[str, Any]) -> list[Answer]:
+        """Call an operation on all ranks; every one of them runs this. Returns their answers in order, or one of all
+        together."""
+        together: dict[str, Callable[..., Answer]] = {"swap": self._swap, "name": self._name, "drop": self._drop}
+        own = together.get(operation)
+        return [own(**arguments)] if own is not None else self._everywhere(operation, **arguments)
+
+    # ── what all ranks do together ───────────────────────────────────────────────────────────────────────────────────
+
+    def _swap(self, version: str, clear: bool) -> Answer:
+        """Write what is staged, as `Engine.swap` says. `clear` drops all cached keys and values, those of running
+        requests too."""
+        scheduler, began = self._scheduler, time.perf_counter()
+        paused = scheduler._engine_paused
+        self._drain()
+        stopped = time.perf_counter()
+        answer: Answer = self._drop(stop=True) if clear else {}
+        if "failure" not in answer:
+            answer = self._apply()
+        if "failure" not in answer and version:
+            self._name(version)
+        if "lost" in answer:
+            scheduler._engine_paused = True
+        elif clear and not paused:
+            self._continue()
+        return answer | {"stop": stopped - began, "pause": time.perf_counter() - began}
+
+    def _apply(self) -> Answer:
+        answers = self._everywhere("apply")
+        if failed := _errors(answers):
+            undone = _errors(self._everywhere("undo"))
+            return {"failure": failed[0]} | ({"lost": undone[0]} if undone else {})
+        return {phase: max(answer[phase] for answer in answers) for phase in ("apply", "prove")}
+
+    def _name(self, version: str) -> Answer:
+        scheduler = self._scheduler
+        scheduler.record_weight_version_change(new_version=version)
+        scheduler.deltawire_salt = f"{version}.{next(self._swaps)}"
+        for request in scheduler.waiting_queue:
+            if hasattr(request, _OWN):
+                salt(scheduler, request)
+        return {}
+
+    def _drop(self, stop: bool) -> Answer:
+        """Drop all cached keys and values; with `stop`, send running requests back to the queue before."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        try:
+            if stop:
+                self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+            dropped = self._scheduler.flush_cache(empty_cache=False)
+        except Exception as error:
+            log.exception("cached keys and values could not be dropped")
+            return {"failure": f"{type(error).__name__}: {error}"}
+        return {} if dropped else {"failure": "keys and values of the old weights could not be dropped"}
+
+    def _continue(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    def _drain(self) -> None:
+        """Finish the batch in flight. With SGLang's overlap its result waits for the next step to begin: its tokens
+        were made with the old weights, and are labelled so only if they are processed now."""
+        queue = self._scheduler.result_queue
+        for _ in range(len(queue)):
+            batch, result = queue.popleft()
+            self._scheduler.process_batch_result(batch, result)
+            # the loop takes one entry for each batch that it has launched
+            queue.append(_PROCESSED)
+
+    # ── each rank by itself ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _everywhere(self, operation: str, **arguments: Any) -> list[Answer]:
+        mine = self._rank.call(operation, **arguments)
+        return [mine] if self._parallel.tp_size == 1 else self._gather(mine)
+
+    def _gather(self, mine: Answer) -> list[Answer]:
+        from torch import distributed
+
+        answers: list[Any] = [None] * self._parallel.tp_size
+        distributed.all_gather_object(answers, mine, group=self._parallel.tp_group.cpu_group)
+        return answers
+
+    def _reload(self, folder: str) -> None:
+        """Have SGLang load a checkpoint folder. It tries to load the old one if that fails, and says no more than that:
+        the weights are no known version then."""
+        updater = self._scheduler.tp_worker.model_runner.weight_updater
+        done, message = updater.update_weights_from_disk(folder, "auto")
+        if not done:
+            raise RuntimeError(message)
+
+
+def _errors(answers: list[Answer]) -> list[str]:
+    return [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]

@@ -1,0 +1,77 @@
+"""SGLang as a target sees it: its tokenizer manager, in the HTTP server (`Engine` in ../live/engine.py)."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    DumperControlReqInput,
+    PauseGenerationReqInput,
+)
+
+from ..live.channel import Answer
+from ..live.settings import Policy
+from . import NAME
+
+
+class SglangEngine:
+    """One scheduler per rank, all of which take every step together."""
+
+    name = "SGLang"
+    first_rank = 0
+
+    def __init__(self, manager: Any, policy: Policy) -> None:
+        self._manager, self._policy = manager, policy
+        self.source = str(manager.model_path)
+        self.has_draft = bool(manager.server_args.resolved_dict().get("speculative_draft_model_path"))
+
+    async def call(self, operation: str, **arguments: object) -> list[Answer]:
+        body = {"operation": operation, "arguments": arguments}
+        (found,) = await self._manager.dumper_control(DumperControlReqInput(method=NAME, body=body))
+        if not found.success:
+            raise RuntimeError(f"the scheduler does not answer {operation!r}: {found.error}")
+        return found.response  # type: ignore[no-any-return]
+
+    async def swap(self, version: str) -> Answer:
+        """One call to the schedulers (core.py). Requests that are not to be kept are waited for or stopped before."""
+        manager, clock = self._manager, time.perf_counter()
+        if self._policy.mode == "keep" or manager.is_pause:
+            return await self._swap(version)
+        if self._policy.mode == "wait":
+            # as SGLang's own updates do: requests that come now wait, those before them end
+            async with manager.model_update_lock.writer_lock:
+                answer = await self._swap(version)
+        else:
+            await manager.pause_generation(PauseGenerationReqInput(mode="abort"))
+            answer = await self._swap(version)
+            if "lost" not in answer:
+                await self._resume()
+        return answer | {"pause": time.perf_counter() - clock}
+
+    async def _swap(self, version: str) -> Answer:
+        (answer,) = await self.call("swap", version=version, clear=self._policy.kv == "clear")
+        if version and "failure" not in answer:
+            self._manager._update_weight_version_if_provided(version)
+        return answer
+
+    async def hold(self) -> None:
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
+
+    async def stop(self) -> None:
+        keep = self._policy.kv == "keep"
+        await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place" if keep else "retract"))
+        if not keep:
+            (answer,) = await self.call("drop", stop=False)
+            if "failure" in answer:
+                raise RuntimeError(answer["failure"])
+
+    async def set_version(self, version: str, resume: bool) -> None:
+        await self.call("name", version=version)
+        self._manager._update_weight_version_if_provided(version)
+        if resume:
+            await self._resume()
+
+    async def _resume(self) -> None:
+        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))

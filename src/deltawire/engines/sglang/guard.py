@@ -1,0 +1,55 @@
+"""Find what an SGLang server cannot follow a run with, and reasons not to patch its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.errors import Misconfigured
+from ..live import settings
+
+_NEEDED = {
+    "dp_size": (1, "data-parallel ranks do not switch together yet"),
+    "pp_size": (1, "pipeline stages do not switch together yet"),
+    "nnodes": (1, "all ranks of a server must be on one node"),
+    "tokenizer_worker_num": (1, "one HTTP server follows for all ranks"),
+    "disaggregation_mode": ("null", "prefill and decode servers share keys and values, and would switch one by one"),
+    "enable_pdmux": (False, "prefill and decode run at the same time, and no step is the last"),
+    "weight_cache_mode": ("off", "its weights are shared with other servers"),
+}
+"""Settings of SGLang that a server needs that follows a run, and why."""
+
+
+def check_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise Misconfigured for settings that cannot work, before a model is loaded."""
+    settings.read()
+    chosen = server_args.resolved_dict()
+    for name, (needed, reason) in _NEEDED.items():
+        if chosen.get(name, needed) != needed:
+            flag = f"--{name.replace('_', '-')}"
+            raise Misconfigured(f"this server can follow no run with {flag} {chosen[name]}: {reason}")
+
+
+def problems_of(model: Any, server_args: Any, model_config: Any) -> list[str]:
+    """Reasons to refuse deltas that the placement map cannot show: weights that are not the ones computed with."""
+    from ..live.guard import derived_problem
+
+    problems = []
+    chosen = server_args.resolved_dict()
+    quantization = model_config.quantization
+    if quantization and getattr(model_config.hf_config, "quantization_config", None) is None:
+        problems.append(f"the server quantizes its weights ({quantization})")
+    elif quantization and quantization != "fp8":
+        # hooks of other schemes note things in objects that a copy of the layer shares with the live one
+        problems.append(f"layouts of {quantization} weights are not learned")
+    for name, reason in {
+        "enable_lora": "the server was started with LoRA, which wraps the layers",
+        "lora_paths": "the server was started with LoRA, which wraps the layers",
+        "enable_eplb": "the server moves experts between ranks (EPLB)",
+        "torchao_config": "the server quantizes its weights (torchao)",
+        "cpu_offload_gb": "the server keeps some of its weights in host memory",
+    }.items():
+        if chosen.get(name):
+            problems.append(reason)
+    if derived := derived_problem(model):
+        problems.append(derived)
+    return problems
