@@ -2,16 +2,19 @@
 
     python benchmarks/lora.py                # a few minutes on one core
 
-The same small Qwen3 (random weights) learns to repeat a sequence, once as a whole and once by LoRA adapters of rank 16
-on all of its linear layers, and is published after every step. Figures are means over the steps after a warm-up.
+The same small Qwen3 (random weights) learns to repeat a sequence, once as a whole and once by LoRA adapters on all of
+its linear layers, and is published after every step. Then the versions of adapters of several ranks are published
+again as `packed` and `context` deltas and as full weights, and followed: bytes, and the time that both sides work. Full
+weights arrive sooner where the link is faster than `break_even_mbit`. Means over the steps after a warm-up.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +24,21 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from _report import about, print_about, write_json
-from deltawire import Publisher
+from deltawire import Publisher, Replica
 from deltawire.bucket.run import Run
-from deltawire.store import ObjectStore
-from deltawire.trainer import adapter, merged
+from deltawire.store import ObjectStore, Store
+from deltawire.trainer import Published, adapter, merged
 
 VOCABULARY = 2048
 RANK = 16
+RANKS = (4, 16, 64)
+RATES = (1e-5, 1e-4, 1e-3)
+WIRES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WAYS: dict[str, dict[str, Any]] = {
+    "packed": {"encoding": "packed", "anchor_ratio": 1e9},
+    "context": {"encoding": "context", "anchor_ratio": 1e9},
+    "full": {"anchor_every": 0},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +46,27 @@ class Row:
     what: str
     lr: float
     elements: int
-    # that a version has
+    """Number of weights that a version has."""
     changed_percent: float
     delta_kb: float
-    # where a delta would be larger than the weights an anchor goes out instead, and is counted
+    """Where a delta would be larger than the weights, an anchor goes out instead, and is counted."""
     full_kb: float
     held_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRow:
+    rank: int
+    lr: float
+    wire: str
+    elements: int
+    changed_percent: float
+    kb: dict[str, float]
+    """Bytes of a version, by the way it is published."""
+    work_ms: dict[str, float]
+    """Time to encode and to follow it, both without a network."""
+    break_even_mbit: float | None
+    """Speed of the link above which full weights arrive sooner than the best delta; None if they never do."""
 
 
 def base() -> Any:
@@ -52,29 +78,34 @@ def base() -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def with_adapter() -> Any:
-    config = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+def with_adapter(rank: int = RANK) -> Any:
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return peft.get_peft_model(base(), config)
+
+
+def train(model: Any, lr: float, steps: int, after_step: Callable[[], None]) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for _ in range(steps):
+        ids = torch.randint(0, VOCABULARY, (4, 16))
+        ids = torch.cat([ids, ids], 1)
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+
+
+def memory() -> Store:
+    return ObjectStore.from_url(f"memory://{uuid.uuid4()}")
 
 
 def measure(
     what: str, model: Any, lr: float, weights: Callable[[Any], Any], steps: int, wire_dtype: str | None = "bf16"
 ) -> Row:
-    store = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    published = []
+    store, published = memory(), list[Published]()
     with Publisher(store, wire_dtype=wire_dtype, encoding="context", anchor_ratio=1e9) as publisher:
-        for _ in range(2 * steps):
-            ids = torch.randint(0, VOCABULARY, (4, 16))
-            ids = torch.cat([ids, ids], 1)
-            model(input_ids=ids, labels=ids).loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            published.append(publisher.publish(weights(model)).result())
-    schema = Run.open(store).schema
-    kept = published[steps:]
-    mean = statistics.fmean
+        train(model, lr, 2 * steps, lambda: published.append(publisher.publish(weights(model)).result()))
+    schema, kept, mean = Run.open(store).schema, published[steps:], statistics.fmean
     row = Row(
         what,
         lr,
@@ -92,6 +123,55 @@ def measure(
     return row
 
 
+def measure_adapters(rank: int, lr: float, steps: int) -> list[AdapterRow]:
+    model, states = with_adapter(rank), list[dict[str, Any]]()
+    train(model, lr, 2 * steps, lambda: states.append({n: t.clone() for n, t in adapter(model).state_dict().items()}))
+    rows = []
+    for wire, dtype in WIRES.items():
+        versions = [{name: tensor.to(dtype) for name, tensor in state.items()} for state in states]
+        found = {way: _followed(versions, options)[steps:] for way, options in WAYS.items()}
+        kb = {way: statistics.fmean(p.bytes for p, _ in kept) / 1e3 for way, kept in found.items()}
+        work = {way: 1e3 * statistics.median(s for _, s in kept) for way, kept in found.items()}
+        elements = sum(tensor.numel() for tensor in versions[0].values())
+        changed = statistics.fmean(100 * p.changed / elements for p, _ in found["packed"])
+        row = AdapterRow(rank, lr, wire, elements, changed, kb, work, _break_even(kb, work))
+        above = "never" if row.break_even_mbit is None else f"above {row.break_even_mbit:.0f} Mbit/s"
+        print(
+            f"  rank {rank:<3} lr {lr:<7g} {wire} {changed:6.2f} % changed  "
+            + "  ".join(f"{way} {kb[way]:7.1f} KB {work[way]:5.1f} ms" for way in WAYS)
+            + f"  full sooner {above}",
+            flush=True,
+        )
+        rows.append(row)
+    return rows
+
+
+def _followed(versions: Sequence[dict[str, Any]], options: dict[str, Any]) -> list[tuple[Published, float]]:
+    """Publish versions one after the other and follow them: each with the seconds that both sides worked."""
+    store, found = memory(), []
+    live = {name: torch.zeros_like(tensor) for name, tensor in versions[0].items()}
+    with Publisher(store, wire_dtype=None, **options) as publisher:
+        replica = Replica(store, heartbeat=0)
+        for version in versions:
+            published = publisher.publish(version).result()
+            began = time.perf_counter()
+            replica.sync(live)
+            seconds = time.perf_counter() - began
+            found.append((published, seconds + published.timings["encode"] + published.timings["put"]))
+    return found
+
+
+def _break_even(kb: dict[str, float], work: dict[str, float]) -> float | None:
+    """Megabits per second at which the best delta and full weights arrive at the same time; bytes travel twice."""
+    at = []
+    for way in ("packed", "context"):
+        saved, longer = kb["full"] - kb[way], work[way] - work["full"]
+        if longer <= 0 and saved > 0:
+            return None
+        at.append(0.0 if saved <= 0 else 2 * 8 * saved / longer)
+    return max(at)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=16, help="steps that are measured, after as many to warm up")
@@ -104,7 +184,11 @@ def main() -> None:
         rows.append(measure("LoRA, merged", with_adapter(), lr, merged, options.steps))
         rows.append(measure("LoRA, the adapter", with_adapter(), lr, adapter, options.steps))
         rows.append(measure("LoRA, the adapter in fp32", with_adapter(), lr, adapter, options.steps, None))
-    write_json(options.out / "lora.json", {"about": facts, "rows": [asdict(row) for row in rows]})
+    adapters = [row for rank in RANKS for lr in RATES for row in measure_adapters(rank, lr, options.steps)]
+    write_json(
+        options.out / "lora.json",
+        {"about": facts, "rows": [asdict(row) for row in rows], "adapters": [asdict(row) for row in adapters]},
+    )
 
 
 if __name__ == "__main__":

@@ -425,6 +425,9 @@ SCHEMAS: dict[str, tuple[Callable[[Json], Any], type[DeltawireError]]] = {
     "a_tie_to_nothing": (lambda i: i["schema"].update(ties={"x": "nowhere"}), SchemaMismatch),
     "a_tie_that_leads_up": (lambda i: i["schema"].update(ties={"../x": "scale"}), UnsafeName),
     "a_format_of_the_future": (lambda i: i.update(format=2), UnknownFormat),
+    "a_base_without_a_name": (lambda i: i.update(base={"digests": []}), ManifestError),
+    "a_base_with_a_digest_that_is_none": (lambda i: i.update(base={"model": "", "digests": ["0" * 31]}), ManifestError),
+    "a_base_with_nine_digests": (lambda i: i.update(base={"model": "", "digests": ["0" * 32] * 9}), ManifestError),
 }
 
 

@@ -13,6 +13,7 @@ from deltawire.core import keys
 from deltawire.core.errors import DeltawireError, ForeignObject, ManifestError, ModelTooLarge, UnknownFormat
 from deltawire.core.manifest import (
     SUMMARY_METRICS,
+    Base,
     Blob,
     File,
     Link,
@@ -37,6 +38,8 @@ GOOD = Manifest("r", 5, 4, SCHEMA.hash, "0" * 32, (Link("delta", 4, (BLOB,)),), 
 def test_a_manifest_survives_its_json() -> None:
     assert parse_manifest(dump(GOOD), 5, RUN) == GOOD
     assert parse_run(dump(RUN)) == RUN
+    adapters = msgspec.structs.replace(RUN, base=Base("org/model", ("0" * 32,)))
+    assert parse_run(dump(adapters)) == adapters
     with pytest.raises(ManifestError):
         GOOD.link("anchor", None)
     assert GOOD.link("delta", 4) is GOOD.links[0]

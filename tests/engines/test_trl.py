@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 import deltawire as dw
 from deltawire.bucket.run import Run
 from deltawire.core.errors import PublishFailed, SchemaMismatch, StoreUnavailable, WriterConflict
+from deltawire.core.full import digest_of
 from deltawire.engines.trl import BucketTransfer, DeltaSyncCallback, Sent, Syncs, versions_in
+from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
-from deltawire.trainer import Published, PublishHandle
+from deltawire.trainer import Published, PublishHandle, adapter
 from support import HookedStore
 
 
@@ -111,8 +114,31 @@ def test_of_a_peft_model_the_merged_weights_or_the_adapter_are_published(
     trained(tmp_path, [DeltaSyncCallback(store, peft=what)], model=model)
     expected = peft.get_peft_model_state_dict(model) if what == "adapter" else None
     assert newest(store) == (tensor_bits(expected) if expected is not None else bits(model.merge_and_unload()))
-    with pytest.raises(ValueError, match="'merged' or 'adapter'"):
-        DeltaSyncCallback(store, peft="both")
+    for sync in (DeltaSyncCallback, BucketTransfer):
+        with pytest.raises(ValueError, match="'adapter' or 'merged'"):
+            sync(store, peft="both")
+
+
+def test_a_sync_of_an_adapter_leaves_the_base_model_alone(store: Store) -> None:
+    """What `attach` puts in place of TRL's sync, which merges the adapter into the base model and takes it out."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(Regression(), peft.LoraConfig(r=2, target_modules=["linear"]))
+    base = {name: tensor.clone() for name, tensor in model.state_dict().items() if "lora" not in name}
+    transfer, versions = BucketTransfer(store), list[int]()
+    transfer._adapter = adapter(model)
+    trainer = SimpleNamespace(model_version=0, rollout_worker=SimpleNamespace(update_model_version=versions.append))
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * parameter.requires_grad
+        transfer._sync_adapter(trainer, 0.0)
+    transfer.destroy()
+    assert versions == [1, 2, 3]
+    assert newest(store) == tensor_bits(peft.get_peft_model_state_dict(model))
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in base.items())
+    found = Run.open(store).info.base
+    assert found is not None
+    assert found.fits(str(digest_of(ModelView(Regression()))))
 
 
 def flushed(transfer: BucketTransfer) -> None:

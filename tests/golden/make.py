@@ -25,7 +25,7 @@ from deltawire.core.change import Region, blocks, compare, whole
 from deltawire.core.codecs import ENCODINGS
 from deltawire.core.digest import StateDigest
 from deltawire.core.dtypes import Bits, lookup
-from deltawire.core.manifest import Blob, Link, Manifest, Origin, RunInfo, dump
+from deltawire.core.manifest import Base, Blob, Link, Manifest, Origin, RunInfo, dump
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.core.sparse import BASE_DIGEST, DIGEST, DataFile, write_delta
 
@@ -154,6 +154,10 @@ def run_info() -> RunInfo:
     return RunInfo(RUN, 1_700_000_000.0, SCHEMA, SCHEMA.hash, model="golden")
 
 
+def adapter_run() -> RunInfo:
+    return msgspec.structs.replace(run_info(), base=Base("org/model", ("0123456789abcdef" * 2, "f" * 32)))
+
+
 def manifests() -> tuple[Manifest, Manifest]:
     def blob(key: str, file: DataFile) -> Blob:
         return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
@@ -192,6 +196,7 @@ def files() -> dict[str, bytes]:
         "tiles.context.safetensors": delta("context", tiled())[0],
         **{f"bytes.{encoding}.safetensors": delta(encoding, single_bytes())[0] for encoding in ("packed", "context")},
         "version-1-derived.json": dump(derived()),
+        "run-adapter.json": dump(adapter_run()),
     }
 
 

@@ -111,6 +111,10 @@ def test_this_build_still_reads_the_manifests() -> None:
     )
 
 
+def test_this_build_still_reads_which_base_model_adapters_need() -> None:
+    assert parse_run(read("run-adapter.json")) == make.adapter_run()
+
+
 def test_this_build_still_reads_what_a_version_was_derived_from() -> None:
     assert parse_manifest(read("version-1-derived.json"), 1, make.run_info()) == make.derived()
 

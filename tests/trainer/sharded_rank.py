@@ -29,6 +29,8 @@ from torch.distributed.tensor.placement_types import Partial
 
 from deltawire import Publisher
 from deltawire.core.errors import DeltawireError, StoreError
+from deltawire.core.full import digest_of
+from deltawire.models import ModelView
 from deltawire.store import open_store
 from deltawire.testing import CountingStore
 from deltawire.trainer import DeltaAdamW, FusedDetector, SnapshotDetector, adapter, merged
@@ -265,6 +267,7 @@ class Rank:
         training = Training(model)
         views = {"adapter": adapter(model), "merged": merged(model)}
         publishers = {name: Publisher(self.run(f"lora-{name}")) for name in views}
+        self.report["base"] = str(digest_of(ModelView(seeded(Wide))))
         for version in range(3):
             training.step()
             for name, view in views.items():

@@ -20,8 +20,11 @@ from deltawire import Publisher, Replica  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.cli import app  # noqa: E402
 from deltawire.core.errors import SchemaMismatch, UnsupportedTensor  # noqa: E402
+from deltawire.core.full import Checkpoint, digest_of  # noqa: E402
+from deltawire.core.manifest import Base  # noqa: E402
 from deltawire.store import Store  # noqa: E402
 from deltawire.trainer import DeltaAdamW, adapter, merged  # noqa: E402
+from deltawire.trainer.adapters import BaseWeights  # noqa: E402
 
 WAIT = 60
 KINDS = {
@@ -201,3 +204,130 @@ def test_what_cannot_be_published_is_refused_with_the_next_step(store: Store) ->
     with pytest.raises(SchemaMismatch, match="only"):
         publisher.publish(adapter(model))
     publisher.close()
+
+
+# ── the base model of an adapter ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def loaded(folder: Path, saved: Any = torch.float32, dtype: Any = None, kind: str = "lora") -> Any:
+    """An adapter on a base model that was saved to a folder and loaded from there."""
+    base_model(tied=kind != "on the embedding").to(saved).save_pretrained(folder)
+    base = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype or saved)
+    return peft.get_peft_model(base, copy.deepcopy(KINDS[kind]))
+
+
+def base_of(where: Store | Path) -> Base:
+    found = Run.open(where if isinstance(where, Store) else str(where)).info.base
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_adapters_names_its_base_by_the_digest_of_the_checkpoint(
+    kind: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(tmp_path / "base", kind=kind)
+    optimizer = optimizer_of(model)
+    read: list[BaseWeights] = []
+    plain = BaseWeights.state_dict
+    monkeypatch.setattr(BaseWeights, "state_dict", lambda self: (read.append(self), plain(self))[1])
+    with Publisher(store) as publisher:
+        publisher.publish(adapter(model)).result(WAIT)
+        first = len(read)
+        for _ in range(2):
+            train(model, optimizer)
+            publisher.publish(adapter(model)).result(WAIT)
+    assert len(read) == first > 0, "only the first publish reads the base model"
+    base = base_of(store)
+    assert base.model == str(tmp_path / "base")
+    assert base.digests[0] == str(digest_of(Checkpoint(tmp_path / "base")))
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, None], ids=["loaded as fp32", "loaded as it is"])
+def test_a_base_that_was_loaded_in_a_wider_dtype_is_recognised(
+    saved: Any, dtype: Any, store: Store, tmp_path: Path
+) -> None:
+    model = loaded(tmp_path / "base", saved, dtype)
+    with Publisher(store) as publisher:
+        publisher.publish(adapter(model))
+    base = base_of(store)
+    assert base.fits(str(digest_of(Checkpoint(tmp_path / "base"))))
+    assert len(base.digests) == (3 if model.dtype == torch.float32 else 1)
+    # a run of the base model, as a server may follow it
+    with Publisher(tmp_path / "run") as publisher:
+        version = publisher.publish(model.get_base_model().__class__.from_pretrained(tmp_path / "base")).result(WAIT)
+    assert base.fits(version.digest)
+
+
+def test_an_adapter_of_another_base_is_refused(store: Store, tmp_path: Path) -> None:
+    model = loaded(tmp_path / "base")
+    with Publisher(store) as publisher:
+        publisher.publish(adapter(model))
+    other = loaded(tmp_path / "base")
+    with torch.no_grad():
+        # one bit, in a layer without an adapter
+        other.get_base_model().model.layers[0].mlp.up_proj.weight.view(torch.int32)[3, 5] ^= 1
+    for attempt in ("publish", "resume"):
+        with Publisher(store) as publisher, pytest.raises(SchemaMismatch, match=r"has adapters of .* of its own"):
+            getattr(publisher, attempt)(adapter(other))
+    assert Run.open(store).newest() == 0
+    with Publisher(store) as publisher:
+        publisher.publish(adapter(loaded(tmp_path / "base", dtype=torch.bfloat16)), wait=True)
+
+
+def quantised(model: Any) -> None:
+    model.get_base_model().is_quantized = True
+
+
+def quantised_layer(model: Any) -> None:
+    layer = model.get_base_model().model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(torch.zeros(layer.weight.shape, dtype=torch.int8), requires_grad=False)
+
+
+def merge(model: Any) -> None:
+    model.merge_adapter()
+
+
+def train_a_norm(model: Any) -> None:
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    "how, why",
+    [
+        (quantised, "it is quantised"),
+        (quantised_layer, "it is quantised"),
+        (merge, "an adapter is merged into"),
+        (train_a_norm, "are trained: 'model.norm.weight'"),
+    ],
+)
+def test_a_base_whose_checkpoint_is_not_in_memory_has_no_digest(
+    how: Any, why: str, store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = loaded(tmp_path / "base")
+    with Publisher(store) as publisher:
+        how(model)
+        publisher.publish(adapter(model)).result(WAIT)
+    base = base_of(store)
+    assert base == Base(str(tmp_path / "base"))
+    assert base.fits("0" * 32) is None
+    assert [why in message for message in caplog.messages if "cannot check" in message] == [True]
+
+
+def test_the_commands_name_the_base_and_publish_an_adapter_folder(tmp_path: Path) -> None:
+    model = loaded(tmp_path / "base")
+    run, digest = tmp_path / "run", str(digest_of(Checkpoint(tmp_path / "base")))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    cli = CliRunner()
+    assert cli.invoke(app, ["publish", str(tmp_path / "adapter"), str(run)]).exit_code == 0
+    assert base_of(run) == Base(str(tmp_path / "base"), (digest,))
+    for command in ("show", "log", "verify"):
+        said = cli.invoke(app, [command, str(run)])
+        assert said.exit_code == 0, said.output
+        assert f"{tmp_path / 'base'} ({digest})" in said.output, command
+        found = json.loads(cli.invoke(app, [command, str(run), "--json"]).output)
+        assert found["base_model"] == {"model": str(tmp_path / "base"), "digests": [digest]}
+    # the base model may be gone by now
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    assert cli.invoke(app, ["publish", str(tmp_path / "adapter"), str(run)]).exit_code == 0

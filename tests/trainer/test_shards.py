@@ -286,6 +286,9 @@ def test_two_dimensional_meshes_and_adapters(tmp_path: Path) -> None:
             for tensor, value in expected.items():
                 assert np.array_equal(state.bits(tensor), torch_bits(value.to(wire))), (name, version, tensor)
     assert {"up.weight", "down.weight"} <= expected.keys(), "names of the base checkpoint"
+    base = Run.open(str(tmp_path / "lora-adapter")).info.base
+    assert base is not None
+    assert base.digests[0] == four.reports[0]["base"], "as that of the model in one piece"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

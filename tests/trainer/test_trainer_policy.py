@@ -13,9 +13,10 @@ from deltawire.bucket.verify import verify
 from deltawire.core import keys
 from deltawire.core.added import AddedIndex, AddedLink
 from deltawire.core.errors import UnknownFormat
-from deltawire.core.manifest import Blob, Link, Summary, SummaryLink
+from deltawire.core.manifest import Base, Blob, Link, Summary, SummaryLink
 from deltawire.core.sparse import DataFile
 from deltawire.keeper.keeper import Keeper, KeeperOptions
+from deltawire.store import Store
 from deltawire.trainer import Publisher
 from deltawire.trainer.commit import Committer
 from deltawire.trainer.policy import AnchorPolicy, EncodingChooser
@@ -69,6 +70,22 @@ def test_small_uploads_say_nothing_about_the_link() -> None:
     assert not chooser.measured
 
 
+def test_a_dense_change_of_an_adapter_goes_out_as_full_weights_where_that_is_sooner() -> None:
+    """310,000 weights of an adapter in bf16, half of which changed."""
+    adapter = (310_000, 155_000, 620_000)
+    slow, fast = EncodingChooser("auto"), EncodingChooser("auto")
+    slow.learn_link(620_000, 6.2)
+    fast.learn_link(620_000, 0.0001)
+    assert not slow.choose(*adapter).full
+    choice = fast.choose(*adapter)
+    assert choice.full
+    assert choice.encoding in ("packed", "context"), "for a skip delta beside it"
+    assert "packed" in choice.why
+    assert not fast.choose(310_000, None, 620_000).full, "what is compared while it is encoded must be encoded"
+    assert not fast.choose(310_000, 155_000).full, "a model is patched, not replaced"
+    assert not EncodingChooser("packed").choose(*adapter).full
+
+
 def test_a_fixed_encoding_needs_no_reason() -> None:
     choice = EncodingChooser("raw").choose(WEIGHTS, CHANGED)
     assert (choice.encoding, choice.why) == ("raw", "")
@@ -95,6 +112,34 @@ def test_the_choice_is_in_the_manifest_and_the_replica_follows() -> None:
     dw.Replica("memory://auto").sync(live)
     assert np.array_equal(live["w"], weights["w"])
     assert "Mbit/s" in run.timeline(3)[2].links[0].why
+
+
+class Instant(EncodingChooser):
+    """Finds the link so fast that every encoding takes longer."""
+
+    def learn_link(self, size: int, seconds: float) -> None:
+        super().learn_link(1 << 30, 1e-6)
+
+
+def test_full_weights_in_place_of_deltas(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltawire.trainer.publisher.EncodingChooser", Instant)
+    weights = {"w": np.arange(200_000, dtype=np.uint16)}
+    config = {"adapter_config.json": b'{"base_model_name_or_path": "org/model"}'}
+    published = []
+    with Publisher(store, encoding="auto", files=config) as publisher:
+        for _ in range(3):
+            published.append(publisher.publish(weights).result(30))
+            weights["w"][:150_000] += 1
+    run = Run.open(store)
+    assert run.info.base == Base("org/model")
+    assert [version.kinds for version in published] == [("anchor",)] * 3
+    assert [version.changed for version in published] == [200_000, 150_000, 150_000]
+    assert [bool(run.manifest(version).links[0].why) for version in range(3)] == [False, True, True]
+    assert verify(run).ok
+    live = {"w": np.zeros_like(weights["w"])}
+    dw.Replica(store, heartbeat=0).sync(live)
+    weights["w"][:150_000] -= 1
+    assert np.array_equal(live["w"], weights["w"])
 
 
 # ── beside a keeper ──────────────────────────────────────────────────────────────────────────────────────────────────

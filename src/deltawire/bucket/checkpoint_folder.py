@@ -59,6 +59,11 @@ def fill(
 def fill_for_engine(folder: Path, run: Run, version: int, resolve: Resolve) -> None:
     """Check out a version into an empty folder. SchemaMismatch if no config.json was published with it."""
     manifest = run.manifest(version)
+    if run.info.base is not None:
+        raise SchemaMismatch(
+            f"{run.store.url} has adapters of {run.info.base.model or 'a model'}, not a model: serve that one, with "
+            f"DELTAWIRE_ADAPTERS=policy={run.store.url}"
+        )
     if not any(file.name == "config.json" for file in manifest.files):
         raise SchemaMismatch(
             f"version {version} of {run.store.url} carries no config.json, so it cannot say which model it is: publish "

@@ -27,6 +27,7 @@ from ..core.errors import (
     VersionNotFound,
 )
 from ..core.manifest import (
+    Base,
     Blob,
     File,
     Head,
@@ -133,8 +134,16 @@ class Run:
             raise RunNotFound(f"there is no run at {store.url}: publish to it first, or check the address") from None
 
     @classmethod
-    def create(cls, where: str | Store, schema: Schema, model: str = "", trust: Trust | None = None) -> Run:
-        """Create a run. Of two creators exactly one wins, and the other opens what is there.
+    def create(
+        cls,
+        where: str | Store,
+        schema: Schema,
+        model: str = "",
+        trust: Trust | None = None,
+        base: Base | None = None,
+    ) -> Run:
+        """Create a run, with `base` one of adapters. Of two creators exactly one wins, and the other opens what is
+        there.
 
         Raises ForeignObject where there are versions of a run without run.json: two runs must not be mixed.
         """
@@ -147,7 +156,7 @@ class Run:
                     f"{store.url} holds versions of a run whose {keys.RUN} is gone; "
                     "remove what is left of it, or publish to another address"
                 ) from None
-        info = RunInfo(secrets.token_hex(8), now(), schema, schema.hash, model=model)
+        info = RunInfo(secrets.token_hex(8), now(), schema, schema.hash, model=model, base=base)
         try:
             store.put_if_absent(keys.RUN, dump(info))
         except AlreadyExists:

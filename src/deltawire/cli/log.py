@@ -71,6 +71,7 @@ def command(
     value = {
         "run": opened.store.url,
         "model": opened.info.model,
+        "base_model": opened.info.base,
         "newest": newest,
         "tensors": len(opened.schema.tensors),
         "elements": opened.schema.elements,
@@ -125,6 +126,8 @@ def _render(out: Console, value: dict[str, Any]) -> None:
     full, elements = value["full_bytes"], value["elements"]
     model = f"{clean(value['model'])}  " if value["model"] else ""
     out.print(f"{value['run']}  {model}{elements:,} weights, {size(full)} in full", soft_wrap=True)
+    if value["base_model"]:
+        out.print(f"adapters of {clean(str(value['base_model']), 2000)}", soft_wrap=True)
     names = list(dict.fromkeys(name for version in value["versions"] for name in version["metrics"]))[:_METRICS]
     columns = ["version", "kind", "changed", "bytes", "smaller", "encoding", "step", "age", *map(clean, names)]
     print_table(
@@ -138,7 +141,7 @@ def _render(out: Console, value: dict[str, Any]) -> None:
     )
     for version in value["versions"][:1]:
         if version["why"]:
-            text = f"auto chose {version['encoding']} for v{version['version']}: {version['why']}"
+            text = f"auto chose {version['encoding'] or 'full weights'} for v{version['version']}: {version['why']}"
             out.print(clean(text), soft_wrap=True)
     _render_sizes(out, value["versions"], full)
     if value["replicas"]:

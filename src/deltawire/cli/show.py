@@ -144,6 +144,7 @@ def _version(text: str, steps: bool, reference: Path | None, trust: str | None) 
         "signer": manifest.signer or None,
         "signature_checked": run.trust is not None,
         "origin": manifest.origin,
+        "base_model": run.info.base,
         "kind": link.kind,
         "encoding": link.encoding,
     }
@@ -243,6 +244,7 @@ def _render_version(out: Console, value: dict[str, Any]) -> None:
         checked = "checked" if value["signature_checked"] else "not checked: no trusted key was given (--trust)"
         out.print(f"  signed by {clean(value['signer'])}, {checked}", soft_wrap=True)
     for name, shown in (
+        ("adapter of", value["base_model"]),
         ("derived from", _origin(value["origin"])),
         ("step", value["step"]),
         ("metrics", "  ".join(f"{k} {v:g}" for k, v in value["metrics"].items())),

@@ -80,8 +80,8 @@ def command(
         result.warnings += [f"{count:,} versions not computed again: {why}" for why, count in again.not_proven.items()]
     url = opened.store.url
     emit(
-        {"run": url, "ok": result.ok, **asdict(result), "recomputed": recomputed},
-        lambda out: _render(out, url, result, recomputed),
+        {"run": url, "ok": result.ok, "base_model": opened.info.base, **asdict(result), "recomputed": recomputed},
+        lambda out: _render(out, opened, result, recomputed),
         json,
     )
     if not result.ok:
@@ -98,12 +98,14 @@ def _bound(run: Run, version: str | None) -> int | None:
     return exact if exact is not None and exact >= 0 else resolve(run, version)
 
 
-def _render(out: Console, url: str, result: Verification, recomputed: int) -> None:
+def _render(out: Console, run: Run, result: Verification, recomputed: int) -> None:
     def line(word: str, style: str, text: str) -> None:
         from rich.text import Text
 
         out.print(Text.assemble((f"{word:<6}", style), text), soft_wrap=True)
 
+    if run.info.base is not None:
+        line("note", "yellow", f"adapters of {clean(str(run.info.base), 2000)}")
     for warning in result.warnings:
         line("note", "yellow", warning)
     for reason, count in result.not_proven.items():
@@ -119,7 +121,7 @@ def _render(out: Console, url: str, result: Verification, recomputed: int) -> No
     problem = result.failure
     if problem is None:
         again = f", {recomputed:,} versions computed again" if recomputed else ""
-        line("good", "green", f"{url}: {read} read, {result.proven:,} anchors and deltas proven{again}")
+        line("good", "green", f"{run.store.url}: {read} read, {result.proven:,} anchors and deltas proven{again}")
         return
     line("bad", "red", problem.object if problem.version is None else f"version {problem.version}: {problem.object}")
     line("", "", f"{problem.message} ({problem.error})")

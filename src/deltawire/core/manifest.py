@@ -37,6 +37,9 @@ MAX_METRICS = 1000
 MAX_ROTATIONS = 64
 """Keys that a run may have had before its present one."""
 
+MAX_BASE_DIGESTS = 8
+"""State digests of one base model, in different dtypes."""
+
 MAX_FILES = 1000
 MAX_FILE = 64 << 20
 """Bytes of one companion file: a config, a tokenizer."""
@@ -179,6 +182,23 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         raise ManifestError(f"version {self.version} has no {kind} link from {base}")
 
 
+class Base(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The model that a run's adapters are trained on."""
+
+    model: str
+    """Name or path of it, as the adapter's config has it; only for people."""
+    digests: tuple[str, ...] = ()
+    """State digests of its checkpoint: in the trainer's dtype and, where that is wider, in those of 16 bits. Empty if
+    the weights of the checkpoint were not in the trainer's memory, as those of a quantised model."""
+
+    def fits(self, digest: str) -> bool | None:
+        """Whether a checkpoint with this state digest is the base model; None if that is unknown."""
+        return digest in self.digests if self.digests else None
+
+    def __str__(self) -> str:
+        return f"{self.model or 'a model without a name'} ({', '.join(self.digests) or 'its digest is unknown'})"
+
+
 class RunInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     """run.json: created once, with the run."""
 
@@ -190,6 +210,8 @@ class RunInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     format: int = FORMAT
     model: str = ""
     """What the user calls it."""
+    base: Base | None = None
+    """Of a run of adapters."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -339,6 +361,10 @@ def parse_run(data: bytes, max_model: int | None = None) -> RunInfo:
         )
     if info.schema.hash != info.schema_hash:
         raise ManifestError(f"the schema in {keys.RUN} does not have the hash it states")
+    if info.base is not None and not (
+        len(info.base.digests) <= MAX_BASE_DIGESTS and all(map(_HEX128.fullmatch, info.base.digests))
+    ):
+        raise ManifestError(f"{keys.RUN} names a base model by what cannot be its state digests")
     return info
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -27,6 +28,7 @@ from ..core.errors import BadURL, MissingExtra, ObjectNotFound, PublishFailed, S
 from ..core.extras import install_command
 from ..models import is_peft, unwrapped
 from ..trainer import Published, Publisher, PublishHandle, adapter, merged
+from ..trainer.adapters import Adapter
 from .names import versions_of
 
 if TYPE_CHECKING:
@@ -42,7 +44,14 @@ log = logging.getLogger("deltawire")
 KEPT_SYNCS = 1024
 """Syncs whose versions are remembered: many more than a staleness limit lets a sample be old."""
 
-_OF_PEFT: dict[str, Callable[[Any], Any]] = {"merged": merged, "adapter": adapter}
+_OF_PEFT: dict[str, Callable[[Any], Any]] = {"adapter": adapter, "merged": merged}
+
+
+def _check_peft(peft: str) -> Callable[[Any], Any]:
+    """What makes the weights to publish from a PEFT model."""
+    if peft not in _OF_PEFT:
+        raise ValueError(f"of a PEFT model either {' or '.join(map(repr, _OF_PEFT))} is published, not {peft!r}")
+    return _OF_PEFT[peft]
 
 
 class BucketTransfer:
@@ -52,13 +61,19 @@ class BucketTransfer:
 
     Call `attach(trainer)` before `train`: it publishes the first version, with the model's config and tokenizer, so
     that a server can start from the run.
+
+    With TRL's `peft_config` it publishes only the adapter, which the server calls `adapter_name`
+    (`DELTAWIRE_ADAPTERS="policy=RUN"`), or with `peft="merged"` the whole model with the adapter merged.
     """
 
-    def __init__(self, run: str, **options: Any) -> None:
+    def __init__(self, run: str, *, peft: str = "adapter", adapter_name: str = "policy", **options: Any) -> None:
         self._run, self._options = run, options
+        self._of_peft, self._adapter_name = _check_peft(peft), adapter_name
         self._publisher: Publisher | None = None
         self._model: Any = None
         """The trainer's model, once it is attached."""
+        self._adapter: Adapter | None = None
+        """What is published instead of what the trainer sends."""
         self._syncs = Syncs()
 
     # ── called by the trainer ────────────────────────────────────────────────────────────────────────────────────────
@@ -96,33 +111,51 @@ class BucketTransfer:
         publishes the first version: the trainer waits for its servers before its first sync, and they wait for one.
         Call it on every process, before `train`.
         """
-        from .trl_worker import TrueVersions, wait_for_server
+        from .trl_worker import TrueVersions, require_servable, wait_for_server
 
+        self._options.setdefault("tokenizer", trainer.processing_class)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        name = None
+        if is_peft(model) and self._of_peft is adapter:
+            require_servable(model)
+            self._adapter, name = adapter(model), self._adapter_name
+            # TRL's own would merge the adapter and take it out again, which leaves other bits in the base model
+            trainer._sync_weight_merged = partial(self._sync_adapter, trainer)
+            self._publish((), step=0)
         if trainer.rollout_worker is not None:  # on the main process alone
-            model = trainer.accelerator.unwrap_model(trainer.model)
-            self._model = model.get_base_model() if is_peft(model) else model
-            self._options.setdefault("tokenizer", trainer.processing_class)
             trainer.rollout_queue = TrueVersions.over(
-                trainer.rollout_worker, self._syncs, getattr(trainer.args, "max_staleness", None)
+                trainer.rollout_worker, self._syncs, getattr(trainer.args, "max_staleness", None), name
             )
-            self._publish(trainer._streaming_iter(), step=0)
-            trainer.vllm_client.wait_for_server_ready = partial(
-                wait_for_server, trainer.vllm_client.server_url, trainer.vllm_client.server_timeout, self._open()
+            if self._adapter is None:
+                self._model = model.get_base_model() if is_peft(model) else model
+                self._publish(trainer._streaming_iter(), step=0)
+            client = trainer.vllm_client
+            client.wait_for_server_ready = partial(
+                wait_for_server, client.server_url, client.server_timeout, self._open(), adapter_name=name
             )
-        trainer.callback_handler.callbacks.insert(0, MetricsCallback(self.metrics))
+        trainer.callback_handler.callbacks.insert(0, MetricsCallback(self.metrics, self.destroy))
+
+    def _sync_adapter(self, trainer: Any, began: float) -> tuple[float, float, float]:
+        """Publish the adapter: a sync of TRL's trainer, on every process. Returns when its phases ended."""
+        self.send_weights(())
+        if trainer.rollout_worker is not None:
+            trainer.model_version += 1
+            trainer.rollout_worker.update_model_version(trainer.model_version)
+        return began, began, time.time()
 
     def metrics(self) -> dict[str, float]:
         """Return the figures of the newest sync that is in the bucket."""
         return self._syncs.metrics()
 
     def _publish(self, named: Iterable[tuple[str, torch.Tensor]], step: int) -> PublishHandle | None:
-        sent = Sent({name: tensor.detach() for name, tensor in named}, self._model)
+        sent = self._adapter or Sent({name: tensor.detach() for name, tensor in named}, self._model)
         return publish(self._open(), sent, step)
 
     def _open(self) -> Publisher:
         if self._publisher is None:
-            # one process sends full tensors, whatever the others hold
-            self._publisher = Publisher(self._run, **{"group": None, **self._options})
+            # full tensors are sent by one process, whatever the others hold; all publish their part of an adapter
+            group = None if self._adapter is None else "auto"
+            self._publisher = Publisher(self._run, **{"group": group, **self._options})
         return self._publisher
 
 
@@ -158,20 +191,18 @@ def _unsent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 class DeltaSyncCallback(TrainerCallback):
     """Publishes the model of any transformers or TRL trainer: at the start, then after every `every` optimizer steps.
 
-    For a PEFT model it publishes the merged weights, which every server can load, or with `peft="adapter"` only the
-    adapter. The model's config and the trainer's tokenizer (`processing_class`) are published too. `options` are those
-    of `Publisher`.
+    For a PEFT model it publishes only the adapter, or with `peft="merged"` the merged weights, which every server can
+    load. The model's config and the trainer's tokenizer (`processing_class`) are published too. `options` are those of
+    `Publisher`.
 
     Use `attach(trainer)` rather than `callbacks=[…]`, so that the trainer's reporters include our metrics.
     """
 
-    def __init__(self, run: str, *, every: int = 1, peft: str = "merged", **options: Any) -> None:
+    def __init__(self, run: str, *, every: int = 1, peft: str = "adapter", **options: Any) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
-        if peft not in _OF_PEFT:
-            raise ValueError(f"of a PEFT model either {' or '.join(map(repr, _OF_PEFT))} is published, not {peft!r}")
         self._open = lambda tokenizer: Publisher(run, **{"tokenizer": tokenizer, **options})
-        self._every, self._of_peft = every, _OF_PEFT[peft]
+        self._every, self._of_peft = every, _check_peft(peft)
         self._publisher: Publisher | None = None
         self._syncs = Syncs()
 
@@ -209,8 +240,13 @@ class DeltaSyncCallback(TrainerCallback):
 
 
 class MetricsCallback(TrainerCallback):
-    def __init__(self, metrics: Any) -> None:
-        self._metrics = metrics
+    """Adds metrics to the trainer's log, and closes what publishes at the end, on every process."""
+
+    def __init__(self, metrics: Callable[[], dict[str, float]], close: Callable[[], None]) -> None:
+        self._metrics, self._close = metrics, close
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._close()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         add_metrics(self._metrics(), state, logs)

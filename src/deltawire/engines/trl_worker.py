@@ -17,6 +17,7 @@ from typing import Any
 import requests
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
+from ..core.errors import Misconfigured
 from ..trainer import Publisher
 from .names import MIN_VERSION_HEADER
 from .trl import Syncs, versions_in
@@ -74,6 +75,13 @@ class VersionedLoop(_AsyncRolloutLoop):
         return await super()._score_group(group)
 
 
+class AdapterLoop(VersionedLoop):
+    """Requests an adapter by its name, and never the base model in its place."""
+
+    async def _served_name(self, name: str) -> str:
+        return name
+
+
 class TrueVersions:
     """The worker's queue, with versions of the run translated to the trainer's count."""
 
@@ -81,8 +89,13 @@ class TrueVersions:
         self._queue, self._syncs = queue, syncs
 
     @classmethod
-    def over(cls, worker: AsyncRolloutWorker, syncs: Syncs, max_staleness: int | None) -> TrueVersions:
-        """Let a worker mark samples with versions of the run and, with a limit, ask servers for versions within it."""
+    def over(
+        cls, worker: AsyncRolloutWorker, syncs: Syncs, max_staleness: int | None, adapter_name: str | None = None
+    ) -> TrueVersions:
+        """Let a worker mark samples with versions of the run and, with a limit, ask servers for versions within it.
+
+        With a name, the samples are those of this adapter.
+        """
         if not isinstance(worker, AsyncRolloutWorker):
             raise TypeError(
                 f"attach() knows TRL's own AsyncRolloutWorker, not {type(worker).__name__}: "
@@ -90,6 +103,9 @@ class TrueVersions:
             )
         # before start(): the child is told which loop to run
         worker._loop_cls = VersionedLoop
+        if adapter_name is not None:
+            worker._loop_cls = AdapterLoop
+            worker._loop_kwargs["model_name"] = adapter_name
 
         def update(sync: int) -> None:
             # the loop needs no count of syncs, only the oldest version that the trainer would accept
@@ -109,11 +125,23 @@ class TrueVersions:
         return getattr(self._queue, name)
 
 
-def wait_for_server(url: str, timeout: float, publisher: Publisher, poll_interval_s: float = 2.0) -> None:
+def require_servable(model: Any) -> None:
+    """Raise Misconfigured if vLLM cannot serve the adapter of a PEFT model beside its base model."""
+    from trl.experimental.async_grpo.async_grpo_trainer import validate_lora_for_vllm_sync
+
+    try:
+        validate_lora_for_vllm_sync(model)
+    except ValueError as error:
+        raise Misconfigured(f'servers cannot take this adapter alone, pass peft="merged": {error}') from None
+
+
+def wait_for_server(
+    url: str, timeout: float, publisher: Publisher, poll_interval_s: float = 2.0, adapter_name: str | None = None
+) -> None:
     """Wait until a server is ready, as TRL's client does, and log what it is waiting for."""
     began, said = time.monotonic(), -SAY_EVERY
     while True:
-        missing = _missing(url)
+        missing = _missing(url, adapter_name)
         waited = time.monotonic() - began
         if missing is None:
             if said >= 0:
@@ -121,9 +149,12 @@ def wait_for_server(url: str, timeout: float, publisher: Publisher, poll_interva
             return
         state = f"it {missing}; {publisher.url} is at version {publisher.version}"
         if waited >= timeout:
+            start = f"`deltawire serve {publisher.url}`"
+            if adapter_name is not None:
+                start = f'vLLM and DELTAWIRE_ADAPTERS="{adapter_name}={publisher.url}"'
             raise TimeoutError(
-                f"no server at {url} within {timeout:.0f} s: {state}. Start one with "
-                f"`deltawire serve {publisher.url}`, or give it longer by vllm_server_timeout"
+                f"no server at {url} within {timeout:.0f} s: {state}. Start one with {start}, or give it longer by "
+                "vllm_server_timeout"
             )
         if waited - said >= SAY_EVERY:
             log.warning("waiting for the server at %s, %.0f s of %.0f: %s", url, waited, timeout, state)
@@ -131,10 +162,13 @@ def wait_for_server(url: str, timeout: float, publisher: Publisher, poll_interva
         time.sleep(poll_interval_s)
 
 
-def _missing(url: str) -> str | None:
+def _missing(url: str, adapter_name: str | None = None) -> str | None:
     """Return why a server is not ready; None if it is."""
     try:
         answer = requests.get(f"{url}/health", timeout=5)
+        if answer.ok and adapter_name is not None:
+            names = [model["id"] for model in requests.get(f"{url}/v1/models", timeout=5).json()["data"]]
+            return None if adapter_name in names else f"serves no {adapter_name!r}, only {', '.join(names)[:300]}"
     except requests.RequestException as error:
         return f"does not answer ({type(error).__name__})"
     return None if answer.ok else f"answers {answer.status_code} to /health: {answer.text[:300]}"

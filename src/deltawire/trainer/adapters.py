@@ -17,6 +17,7 @@ from typing import Any
 
 from ..core.errors import SchemaMismatch
 from ..core.full import ADAPTER_CONFIG
+from ..core.schema import listed
 from ..models import is_peft, unwrapped
 
 
@@ -117,6 +118,38 @@ class Adapter(_View):
             config.save_pretrained(folder)
             return {ADAPTER_CONFIG: (Path(folder) / ADAPTER_CONFIG).read_bytes()}
 
+    @property
+    def base(self) -> BaseWeights:
+        """The weights that the adapter is trained on."""
+        return BaseWeights(self._model)
+
+
+class BaseWeights(_View):
+    """The base model's own tensors, live, under the names of its checkpoint."""
+
+    @property
+    def checkpoint_of(self) -> Any:
+        return self._model.get_base_model()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises SchemaMismatch where the weights of the base model's checkpoint are not in memory."""
+        base = self.checkpoint_of
+        tensors: dict[str, Any] = base.state_dict(keep_vars=True)
+        for path, layer in _tuned(base):
+            for name in [name for name in tensors if name.startswith(f"{path}.")]:
+                del tensors[name]
+            for name, tensor in _base_layer(path, layer).state_dict(keep_vars=True).items():
+                tensors[f"{path}.{name}"] = tensor
+        # a matrix of a quantised model may also look like numbers of 16 bits
+        if getattr(base, "is_quantized", False) or any(_is_quantised(tensor) for tensor in tensors.values()):
+            raise SchemaMismatch("it is quantised")
+        if trained := [name for name, tensor in tensors.items() if tensor.requires_grad]:
+            raise SchemaMismatch(f"some of its own weights are trained: {listed(trained)}")
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        return _named_buffers(self.checkpoint_of)
+
 
 class Merged(_View):
     """The base model's tensors: live where no adapter touches them, else merged in a copy."""
@@ -148,8 +181,12 @@ class Merged(_View):
         return tensors
 
     def named_buffers(self) -> Iterator[tuple[str, Any]]:
-        for name, buffer in self._model.get_base_model().named_buffers():
-            yield name.replace(".base_layer.", "."), buffer
+        return _named_buffers(self.checkpoint_of)
+
+
+def _named_buffers(base: Any) -> Iterator[tuple[str, Any]]:
+    for name, buffer in base.named_buffers():
+        yield name.replace(".base_layer.", "."), buffer
 
 
 def _tuned(base: Any) -> Iterator[tuple[str, Any]]:
@@ -164,6 +201,19 @@ def _tuned(base: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             within = f"{path}."
             yield path, module
+
+
+def _base_layer(path: str, layer: Any) -> Any:
+    """The model's own layer below what PEFT has put in its place."""
+    if getattr(layer, "merged", False):
+        raise SchemaMismatch(f"an adapter is merged into {path!r}; unmerge_adapter() takes it out again")
+    return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer.original_module
+
+
+def _is_quantised(tensor: Any) -> bool:
+    import torch
+
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.is_floating_point()
 
 
 def _merged_layer(layer: Any) -> Any:

@@ -67,6 +67,11 @@ class Capture:
         """Number of changed units."""
         return self.found.result().count
 
+    @property
+    def elements(self) -> int:
+        """Number of changed weights."""
+        return sum(change.elements for block in self.blocks for change in block)
+
     def encode(self, encoding: str, since: Capture | None = None) -> Iterator[EncodedBlock]:
         """The coded blocks of this capture, or of `since`, which spans several captures and ends with this one."""
         changes = since or self

@@ -29,6 +29,12 @@ class _Config(msgspec.Struct):
     architectures: tuple[str, ...] = ()
 
 
+class _AdapterConfig(msgspec.Struct):
+    """What is read of an adapter's adapter_config.json."""
+
+    base_model_name_or_path: str | None = None
+
+
 class Companions:
     """Files that are published with the weights: those that the user gave, those of the model and its tokenizer."""
 
@@ -65,6 +71,17 @@ class Companions:
             return msgspec.json.decode(config, type=_Config).architectures[0]
         except (msgspec.MsgspecError, IndexError):
             return self._class
+
+    @property
+    def base_name(self) -> str | None:
+        """Name of the model that an adapter belongs to, by its adapter_config.json; None if there is none."""
+        config = self._all().get(full.ADAPTER_CONFIG)
+        if config is None:
+            return None
+        try:
+            return msgspec.json.decode(config, type=_AdapterConfig).base_model_name_or_path or ""
+        except msgspec.MsgspecError:
+            return ""
 
     def put(self, store: Store, before: tuple[File, ...], schema: Schema) -> tuple[File, ...]:
         """Upload what the version before does not have. Returns all files of the next version, whose weights have this

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..core import full
@@ -11,9 +14,10 @@ from ..core.digest import StateDigest
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.schema import Schema
-from ..models import Known, ModelView
+from ..models import AUTO, Known, ModelView
 from ..views.blocks import Blocks
 from ..views.host import BlockView, is_view
+from .adapters import Adapter
 from .collective import Group
 from .detectors import Detector, HostDetector, default_detector
 from .resume import OTHER_MODEL
@@ -66,6 +70,28 @@ class LocalModel:
                 source.schema, ours=f"the run {self._url}", theirs="this model", advice=OTHER_MODEL
             )
         return source
+
+    def base_digests(self, model: Any, name: str, group: Group) -> tuple[str, ...]:
+        """State digests of the base model of an adapter, which is called `name`: as it is in memory and, if that is
+        wider, in the dtypes of 16 bits that it may have been loaded from.
+
+        All ranks call it. Raises SchemaMismatch where the weights are not here.
+        """
+        if not isinstance(model, Adapter):
+            if not Path(name).is_dir() or not name:
+                raise SchemaMismatch("it is not a folder here")
+            return (str(full.digest_of(full.Checkpoint(name))),)
+        if self.streams and any(hasattr(tensor, "to_local") for tensor in model.base.state_dict().values()):
+            raise SchemaMismatch("it is spread over several processes, and one alone publishes")
+        found: dict[str, str] = {}
+        for wire in (None, AUTO, "fp16"):
+            local = type(self)(replace(self._options, wire_dtype=wire, buffers=True, view=None), self._url)
+            schema, source = local.open(model.base, group)
+            if schema.hash in found:
+                break
+            parts = group.together(partial(local.digest, source, default_detector(source)))
+            found[schema.hash] = str(sum(parts, StateDigest()))
+        return tuple(found.values())
 
     def detector(self, source: Source) -> Detector:
         """A detector that is bound to these weights."""

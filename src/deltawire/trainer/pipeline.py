@@ -28,19 +28,20 @@ from ..bucket.run import Run
 from ..bucket.trust import Trust
 from ..core import full
 from ..core.digest import StateDigest
-from ..core.errors import DivergedRun, RunNotFound, SchemaMismatch
+from ..core.errors import DivergedRun, RunNotFound, SchemaError, SchemaMismatch
 from ..core.full import Source
-from ..core.manifest import Link, Manifest, Origin
+from ..core.manifest import Base, Link, Manifest, Origin
 from ..core.schema import Schema
 from ..models import Model
 from ..store import Store
+from .adapters import Adapter
 from .background import Background, Captured
 from .captures import Capture, Captures
 from .collective import LAST_WAIT, Group, Lockstep, Ranks
 from .commit import Committer
 from .detectors import Detector, HostDetector, SnapshotLost, TooLarge, default_detector
 from .local import LocalModel
-from .resume import OTHER_MODEL, rebuild
+from .resume import OTHER_MODEL, check_base, rebuild
 from .stream import Stream, Watched
 from .writer import PendingVersion, Progress, Published, PublishHandle, PublishOptions, VersionWriter
 
@@ -174,7 +175,8 @@ class Pipeline:
             self._drop()
         group, options = self._group, self._options
         schema, source = self._local.open(model, group)
-        newest = group.first(lambda: self._newest(schema, must_match))
+        base = self._base(model)
+        newest = group.first(lambda: self._newest(schema, base, must_match))
         run = group.each(lambda: self._committer.run if self._committer else self._open_run())
         detector = group.each(lambda: self._local.detector(source))
         state, start_over, watched = None, False, source
@@ -211,7 +213,28 @@ class Pipeline:
             captures.follow(state)
         return captures
 
-    def _newest(self, schema: Schema, must_match: bool) -> Manifest | None:
+    def _base(self, model: Model) -> Base | None:
+        """The base model of an adapter, as run.json names it; None for all other weights.
+
+        One that is not in memory is read only for a new run.
+        """
+        name = self._options.files.base_name
+        if name is None or (self._committer and not isinstance(model, Adapter)):
+            return None
+        try:
+            return Base(name, self._local.base_digests(model, name, self._group))
+        except SchemaError as error:
+            if self._group.rank == 0:
+                log.warning(
+                    "servers cannot check that their base model is the one that the adapters in %s need: the digest of "
+                    "%r is unknown, %s",
+                    self._store.url,
+                    name,
+                    error,
+                )
+            return Base(name)
+
+    def _newest(self, schema: Schema, base: Base | None, must_match: bool) -> Manifest | None:
         """On rank 0: the run's newest version, made from the reference where there is none yet."""
         options, url = self._options, self._store.url
         self.look()
@@ -220,10 +243,11 @@ class Pipeline:
             raise DivergedRun(f"{url} has no version to resume from")
         if committer is None:
             name = options.model_name or options.files.model_name
-            committer = self._commit_to(Run.create(self._store, schema, name, self._trust))
+            committer = self._commit_to(Run.create(self._store, schema, name, self._trust, base))
         committer.check_run()
         committer.catch_up()
         committer.run.schema.require_equal(schema, ours=f"the run {url}", theirs="this model", advice=OTHER_MODEL)
+        check_base(committer.run, base)
         if committer.newest is None and options.reference is not None:
             # a checkpoint that everybody can get: its name and digest are published, its weights are not
             link = Link("reference", source=options.reference, nbytes=schema.nbytes)

@@ -28,6 +28,9 @@ _MEMORY = 0.3
 _SMALL = 64 << 10
 """Bytes of an upload below which its time is mostly latency, so that it does not measure the link."""
 
+FULL = "full weights"
+"""Name of what is published in place of a delta, in the reason for a choice."""
+
 _FEW = 1000
 """Changed weights below which a delta does not measure its encoding."""
 
@@ -122,6 +125,8 @@ class Choice:
     encoding: str
     why: str = ""
     """Empty where the user chose."""
+    full: bool = False
+    """Whether full weights go out in place of the delta."""
 
 
 class EncodingChooser:
@@ -132,6 +137,9 @@ class EncodingChooser:
     The link is measured by the publisher's own uploads; what an encoding costs and saves is measured by its own use,
     starting from what `deltawire plan` goes by (core/costs.py). A replica is taken to have a link and a processor like
     the trainer's.
+
+    An adapter is small and changes almost everywhere, and servers replace it as a whole. So where it is one, its full
+    weights may be what arrives soonest.
     """
 
     def __init__(self, encoding: str) -> None:
@@ -143,25 +151,30 @@ class EncodingChooser:
         self.estimates = {name: Estimate.of(name) for name in ("packed", "context")} if encoding == AUTO else {}
         self._density = USUAL_DENSITY
 
-    def choose(self, weights: int, changed: int | None = None) -> Choice:
-        """For a delta of this size, or one as dense as the last where the size is not known yet."""
+    def choose(self, weights: int, changed: int | None = None, full_bytes: int | None = None) -> Choice:
+        """For a delta of this size, or one as dense as the last where the size is not known yet.
+
+        `full_bytes` are those of the full weights, where they may go out in its place.
+        """
         if self._fixed is not None:
             return self._fixed
-        changed = round(weights * self._density) if changed is None else changed
-        times = {name: estimate.time(weights, changed, self.link) for name, estimate in self.estimates.items()}
-        best, other = sorted(times, key=lambda name: times[name])[:2]
+        count = round(weights * self._density) if changed is None else changed
+        times = {name: estimate.time(weights, count, self.link) for name, estimate in self.estimates.items()}
+        encoding = min(times, key=lambda name: times[name])
+        # how dense a change is must be known: what is compared while it is encoded has to be encoded
+        if full_bytes is not None and changed is not None:
+            times[FULL] = 2 * full_bytes / self.link
+        best, *others = sorted(times, key=lambda name: times[name])
         speed = f"{self.link * 8 / 1e6:.3g} Mbit/s {'measured' if self.measured else 'assumed'}"
-        return Choice(best, f"{times[best]:.2g} s, {other} {times[other]:.2g} s, at {speed}")
+        rest = ", ".join(f"{name} {times[name]:.2g} s" for name in others)
+        return Choice(encoding, f"{times[best]:.2g} s, {rest}, at {speed}", full=best == FULL)
 
     def learn(self, choice: Choice, file: DataFile, weights: int, encode: float, put: float) -> None:
         """Learn from a delta that was encoded in `encode` seconds and uploaded in `put`. Decoding counts the same."""
         if self._fixed is not None:
             return
         self._density = file.changed / max(weights, 1)
-        if file.size >= _SMALL and put > 0:
-            speed = file.size / put
-            self.link = (1 - _MEMORY) * self.link + _MEMORY * speed if self.measured else speed
-            self.measured = True
+        self.learn_link(file.size, put)
         estimate = self.estimates.get(choice.encoding)
         if estimate is None or file.changed < _FEW:
             return
@@ -171,3 +184,10 @@ class EncodingChooser:
         ratio = (1 - _MEMORY) + _MEMORY * min(max(ratio, 0.25), 4.0)
         estimate.seconds_per_weight *= ratio
         estimate.seconds_per_change *= ratio
+
+    def learn_link(self, size: int, seconds: float) -> None:
+        """Learn from an upload how fast the link is."""
+        if size >= _SMALL and seconds > 0:
+            speed = size / seconds
+            self.link = (1 - _MEMORY) * self.link + _MEMORY * speed if self.measured else speed
+            self.measured = True

@@ -188,6 +188,7 @@ class Publisher:
     def resume(self, model: Model) -> int:
         """Check that these weights are the run's newest version, and return its number. DivergedRun if they are not."""
         with self._in_turn():
+            self._options.files.find(model)
             return self._pipeline_for(model).resume(model)
 
     def flush(self, timeout: float | None = None) -> None:

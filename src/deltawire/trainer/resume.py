@@ -10,12 +10,34 @@ from ..bucket.references import Resolve
 from ..bucket.replay import State, checkout, load_folder
 from ..bucket.run import Run
 from ..bucket.walk import Walker
-from ..core.errors import ChainError, DeltawireError, FormatError, ObjectNotFound, ReferenceUnavailable
+from ..core.errors import (
+    ChainError,
+    DeltawireError,
+    FormatError,
+    ObjectNotFound,
+    ReferenceUnavailable,
+    SchemaMismatch,
+)
+from ..core.manifest import Base
 
 log = logging.getLogger("deltawire")
 
 OTHER_MODEL = "; another model, or the same in another dtype, needs an address of its own"
 """What to do when a model does not fit the run it is published to."""
+
+
+def check_base(run: Run, base: Base | None) -> None:
+    """Raise SchemaMismatch where a run has adapters of another base model. Where a digest is unknown, nothing is.
+
+    The dtype may be another one, but two models that differ in it are not equal because both round to the same.
+    """
+    before = run.info.base
+    if not (before and base and before.digests and base.digests):
+        return
+    if not (before.fits(base.digests[0]) or base.fits(before.digests[0])):
+        raise SchemaMismatch(
+            f"the run {run.store.url} has adapters of {before}, and this one is trained on {base}{OTHER_MODEL}"
+        )
 
 
 def rebuild(

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..core import digest
-from ..core.change import Block, Region, tile, whole
+from ..core.change import Block, Region, blocks, tile, whole
 from ..core.digest import StateDigest
 from ..core.dtypes import lookup
 from ..core.errors import SchemaMismatch
@@ -128,17 +128,21 @@ class Shards(LocalModel):
         return detector
 
     def plan(self, detector: Detector) -> list[Block]:
+        return self._placed(detector.plan)
+
+    def _placed(self, plan: list[Block]) -> list[Block]:
+        """Where regions of what this rank holds are in the checkpoint."""
         place = {part.name: part.region for part in self._written}
 
         def shifted(here: Region) -> Region:
             there = place[here.tensor.name]
             return Region(there.tensor, there.row + here.row, here.rows, there.column + here.column, here.columns)
 
-        return [tuple(map(shifted, block)) for block in detector.plan]
+        return [tuple(map(shifted, block)) for block in plan]
 
     def digest(self, source: Source, detector: Detector) -> StateDigest:
-        total = StateDigest()
-        for here, there in zip(chain(*detector.plan), chain(*self.plan(detector)), strict=True):
+        total, plan = StateDigest(), blocks(source.schema)
+        for here, there in zip(chain(*plan), chain(*self._placed(plan)), strict=True):
             bits = source.region(here).reshape(there.rows, there.columns)
             total += digest.of_rows(there.tensor.name, bits, there.base, there.tensor.columns)
         return total

@@ -27,7 +27,7 @@ from ..core.dtypes import lookup
 from ..core.manifest import Blob, Link, Manifest, Origin
 from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter, EncodedBlock
 from ..metrics import VersionFigures
-from .captures import Changes
+from .captures import Capture, Changes
 from .collective import Group
 from .commit import Committer, Signing
 from .companions import Companions
@@ -204,7 +204,8 @@ class VersionWriter:
             committer = self._rank_0()
             caught_up = committer.catch_up()
             version = committer.next_version
-            choice = self._options.chooser.choose(committer.run.schema.elements, changed)
+            schema, is_adapter = committer.run.schema, committer.run.info.base is not None
+            choice = self._options.chooser.choose(schema.elements, changed, schema.nbytes if is_adapter else None)
             bases = {v: committer.versions[v].digest for v in (version - 1, skip_base) if v in committer.versions}
             return Terms(version, committer.writer, choice, caught_up.version if caught_up else None, bases)
 
@@ -213,8 +214,9 @@ class VersionWriter:
     def write(self, terms: Terms, pending: PendingVersion[C], skip: SkipDelta | None = None) -> Published:
         """Encode, put and commit. Raises on all ranks if it fails on one."""
         group, changes, began = self._group, pending.changes, time.perf_counter()
-        # the first version has full weights alone, and so has one that starts over
-        alone = not terms.version or self._start_over
+        # the first version has full weights alone, and so has one that starts over or arrives sooner so
+        start = not terms.version or self._start_over
+        alone = start or terms.choice.full
 
         def encode() -> StateDigest:
             for block in () if alone else changes.encode(terms.choice.encoding):
@@ -238,7 +240,7 @@ class VersionWriter:
             size = sum(group.exchange(file.size))
             kinds = group.first(lambda: wanted(size))
             put = group.together(lambda: self._put(terms, pending, kinds, file, digest, skip))
-        manifest = group.first(lambda: self._commit(terms, pending, digest, put, alone))
+        manifest = group.first(lambda: self._commit(terms, pending, digest, put, start))
         self._start_over = False
         return Published(
             manifest.version,
@@ -309,8 +311,10 @@ class VersionWriter:
             metadata = {"run": self._run.info.run, "model_version": str(version)}
             metadata["total_params"] = str(self._run.schema.elements)
             whole = full.anchor(self._regions, pending.changes.weights, metadata)
+            began = time.perf_counter()
             blob = upload(keys.anchor(version, terms.writer, self._shard), whole)
-            links.append(Link("anchor", None, (blob,)))
+            self._options.chooser.learn_link(whole.size, time.perf_counter() - began)
+            links.append(Link("anchor", None, (blob,), why=choice.why if choice.full else ""))
         if skip is not None:
             base, encode = skip
             with DeltaWriter(choice.encoding) as delta:
@@ -318,12 +322,15 @@ class VersionWriter:
                     delta.add(block)
                 put_delta(base, self._finish(terms, base, digest, delta))
         pending.timings["put"] = time.perf_counter() - clock
-        return _Put(links, file.changed, pending.timings)
+        # a delta that was not encoded has not counted them
+        changes = pending.changes
+        changed = changes.elements if choice.full and isinstance(changes, Capture) else file.changed
+        return _Put(links, changed, pending.timings)
 
     def _commit(
-        self, terms: Terms, pending: PendingVersion[C], digest: StateDigest, put: Sequence[_Put], alone: bool
+        self, terms: Terms, pending: PendingVersion[C], digest: StateDigest, put: Sequence[_Put], start: bool
     ) -> Manifest:
-        """On rank 0: commit what all ranks have put."""
+        """On rank 0: commit what all ranks have put. `start`: nothing is known of the version before."""
         links: dict[tuple[str, int | None], Link] = {}
         for link in (link for each in put for link in each.links):
             same = links.get((link.kind, link.base))
@@ -334,7 +341,7 @@ class VersionWriter:
         return self._rank_0().commit(
             tuple(links.values()),
             digest=str(digest),
-            changed=self._run.schema.elements if alone else sum(each.changed for each in put),
+            changed=self._run.schema.elements if start else sum(each.changed for each in put),
             step=pending.step,
             metrics=pending.metrics,
             # of the slowest rank

@@ -83,7 +83,7 @@ def trainer_loop(folder: Path, name: str, model: torch.nn.Module) -> dict[int, d
     )  # fmt: skip
     watch = Watch()
     trainer = Trainer(model=model, args=arguments, train_dataset=data(), callbacks=[watch])
-    DeltaSyncCallback(str(folder / name)).attach(trainer)
+    DeltaSyncCallback(str(folder / name), peft="merged").attach(trainer)
     trainer.train()
     return watch.seen
 
