@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deltawire.core.errors import Misconfigured
-from deltawire.engines.access import check_guarded, is_bearer, is_loopback, read_token
+from deltawire.engines.access import check_guarded, is_bearer, is_loopback, public_address, read_token
 
 
 def test_only_this_machine_is_reached_without_a_token() -> None:
@@ -19,6 +19,17 @@ def test_only_this_machine_is_reached_without_a_token() -> None:
     with pytest.raises(Misconfigured, match="DELTAWIRE_TOKEN"):
         check_guarded("0.0.0.0", None)
     check_guarded("0.0.0.0", "secret")
+
+
+def test_where_clients_reach_a_server_is_said_only_if_they_could_use_it(caplog: pytest.LogCaptureFixture) -> None:
+    assert public_address("10.0.0.5", 8000) == "10.0.0.5:8000"
+    assert public_address("::1", 8000) == "[::1]:8000"
+    assert public_address("gpu-1.example.org", 8000) == "gpu-1.example.org:8000"
+    assert not caplog.text
+    for host in ("fe80::1%eth0", "gpu_1", "0x7f.1"):
+        assert public_address(host, 8000) == ""
+        assert "set DELTAWIRE_ADDRESS" in caplog.text
+        caplog.clear()
 
 
 def test_the_token_is_compared_whole() -> None:

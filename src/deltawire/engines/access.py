@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import hmac
 import ipaddress
+import logging
 import os
 import socket
 from pathlib import Path
 
 from ..core.errors import Misconfigured
+
+log = logging.getLogger("deltawire")
 
 
 def check_guarded(host: str, token: str | None, risk: str = "reach /pause and /resume") -> None:
@@ -30,7 +33,10 @@ def is_loopback(host: str | None) -> bool:
 
 
 def public_address(host: str | None, port: int) -> str:
-    """Return host:port for clients of a server that listens there, as far as this machine can know it."""
+    """Return host:port for clients of a server that listens there, as far as this machine can know it; empty, with a
+    warning, where that is no address that a heartbeat may have (bucket/fleet.py)."""
+    from ..bucket.fleet import split_address
+
     if host in (None, "", "0.0.0.0", "::"):
         # all addresses of this machine: the one that packets to other networks leave from; nothing is sent
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -39,7 +45,11 @@ def public_address(host: str | None, port: int) -> str:
                 host = str(probe.getsockname()[0])
             except OSError:
                 host = "127.0.0.1"
-    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+    found = f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+    if split_address(found) is None:
+        log.warning("no proxy can be sent to %s: set DELTAWIRE_ADDRESS to host:port for clients", found)
+        return ""
+    return found
 
 
 def is_bearer(header: str, token: str) -> bool:
