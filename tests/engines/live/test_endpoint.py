@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
+import os
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +31,8 @@ from deltawire.bucket.run import Run
 from deltawire.bucket.versions import set_tag
 from deltawire.core.errors import Misconfigured
 from deltawire.engines import vllm as plugin
+from deltawire.engines.live import endpoint
+from deltawire.engines.live.follower import EngineFollower
 from deltawire.engines.vllm.endpoint import Plugin
 from deltawire.engines.vllm.guard import problems_of
 from deltawire.store import open_store
@@ -199,6 +205,73 @@ def test_one_of_several_api_servers_follows_and_the_others_pass_on(
         until(lambda: second.plugin._version() == 1)
         first.plugin._follower.failure = RuntimeError("the run has a different model")
         assert second.request("GET", "/health").status_code == 503
+
+
+def test_requests_that_name_the_first_run_at_once_begin_one_follower(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, made, both, answers = make().start(), [], threading.Event(), []
+    # what other API servers pass on is answered by an app in a thread of its own
+    others = FastAPI()
+    server.plugin._attach_routes(others)
+    named = {"json": {"run": f"{tmp_path}/run"}}
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(others), base_url="http://server") as http:
+            return await http.post("/update_weights", **named)
+
+    with ThreadPoolExecutor() as pool:
+
+        def follower(*args: Any, **options: Any) -> Any:
+            made.append(None)
+            if len(made) == 1:
+                answers.append(pool.submit(lambda: asyncio.run(ask())))
+                both.wait(0.3)
+            both.set()
+            return EngineFollower(*args, **options)
+
+        monkeypatch.setattr(endpoint, "EngineFollower", follower)
+        assert server.request("POST", "/update_weights", **named).json()["version"] == 0
+        assert answers[0].result(60).json()["version"] == 0
+    assert len(made) == 1
+
+
+def test_one_of_several_api_servers_ends_all_of_them(world: World, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=4711))
+    world.client.engine_core.client_index = 0  # type: ignore[attr-defined]
+    monkeypatch.setattr("deltawire.engines.vllm.endpoint.serve", lambda app: None)
+    make(args={"api_server_count": 2}).start().plugin._end()
+    # a single one may be the child of anything
+    make().start().plugin._end()
+    assert killed == [(4711, signal.SIGTERM), (os.getpid(), signal.SIGTERM)]
+
+
+def test_where_no_client_can_be_sent_no_address_is_said(make: Any, tmp_path: Path) -> None:
+    odd = make(f"{tmp_path}/run", {"host": "gpu_1"}, DELTAWIRE_TOKEN="secret").start()
+    until(lambda: odd.get("/deltawire/status")["state"] == "healthy")
+    local = make(f"{tmp_path}/run", {"host": None, "uds": "/run/vllm.sock"}, DELTAWIRE_TOKEN="").start()
+    until(lambda: local.get("/deltawire/status")["state"] == "healthy")
+    assert [server.plugin._address for server in (odd, local)] == ["", ""]
+    # only this machine has a Unix socket
+    assert local.request("POST", "/deltawire/sync", json={}).status_code == 200
+
+
+def test_a_server_makes_its_own_folder_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugin.SOCKETS, "/of/another/server")
+    plugin._make_folder.cache_clear()
+    plugin._make_folder()
+    mine = os.environ[plugin.SOCKETS]
+    assert Path(mine).is_dir()
+    plugin._make_folder()
+    assert os.environ[plugin.SOCKETS] == mine
+    # the processes that it starts use the same
+    plugin._make_folder.cache_clear()
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=4711))
+    plugin._make_folder()
+    assert os.environ[plugin.SOCKETS] == mine
+    Path(mine).rmdir()
 
 
 def test_a_server_that_cannot_follow_its_run_does_not_start(make: Any, caplog: pytest.LogCaptureFixture) -> None:

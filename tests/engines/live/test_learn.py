@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from test_placement import as_tensors  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from deltawire.core.schema import Schema, TensorSpec  # noqa: E402
-from deltawire.engines.live import device, rank  # noqa: E402
+from deltawire.engines.live import device, learn, rank  # noqa: E402
 from deltawire.engines.live.learn import Layer, Learned  # noqa: E402
 from deltawire.engines.live.placement import trace  # noqa: E402
 from deltawire.engines.live.shard import open_shard  # noqa: E402
@@ -126,6 +128,45 @@ def test_a_hook_that_leaves_weights_alone_is_not_run_on_copies() -> None:
     learned = Learned(model.hooked(lambda module: runs.append(module)))
     assert learned.standing() == []
     assert len(runs) == 2
+
+
+def test_hooks_run_on_the_device_of_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+    outside = []
+
+    @contextmanager
+    def noted(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        try:
+            yield
+        finally:
+            entered.pop()
+
+    def hook(module: nn.Module) -> None:
+        if entered != [torch.device("cpu")]:
+            outside.append(module)
+        each(swap)(module)
+
+    monkeypatch.setattr(learn, "on_device", noted)
+    learned = Learned((model := Fused()).hooked(hook))
+    placement = trace(model, model.load_weights, model.schema(), learned.standing())
+    learned.compose(placement.pieces)
+    assert not outside
+
+
+def test_a_device_is_made_the_current_one_and_gets_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+    fake = SimpleNamespace(
+        device=lambda device: (done.append(device), nullcontext())[1], empty_cache=lambda: done.append("empty")
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    with learn.on_device(torch.device("cuda", 1)), learn.on_device(torch.device("cpu")):
+        assert done == [torch.device("cuda", 1)]
+    done.clear()
+    rank.Rank(nn.Linear(2, 2), 0)._free_copies()
+    assert done == []
+    rank.Rank(nn.Linear(2, 2, device="meta"), 0)._free_copies()
+    assert done == ["empty"]
 
 
 class Stack(nn.Module):

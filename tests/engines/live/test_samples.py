@@ -111,6 +111,40 @@ def test_other_routes_are_left_alone() -> None:
     assert "weight_versions" not in body.decode()
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/inference/v1/generate", "/tokenize"]
+)
+def test_a_bound_that_would_not_hold_is_refused(path: str) -> None:
+    engine = Engine([output(0, [span("3", 0, 1)])])
+    headers, body = call(engine, plain(engine), path=path, bound=(EXACT_VERSION_HEADER, "7"))
+    assert headers[b"status"] == 400
+    said = json.loads(body)["error"]["message"]
+    assert said.startswith(
+        f"deltawire-exact-version does not hold for {path}: leave it out, or use POST /v1/completions,"
+    )
+    assert not engine.closed, "nothing was generated"
+    # without one they are answered, and so is a command whatever else its client sends
+    assert call(engine, plain(engine), path=path)[0][b"status"] == 200
+    assert call(engine, plain(engine), path="/deltawire/pin", bound=(MIN_VERSION_HEADER, "7"))[0][b"status"] == 200
+
+
+def test_a_bound_on_a_websocket_is_refused() -> None:
+    sent: list[dict[str, Any]] = []
+    opened: list[Any] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        opened.append(scope["path"])
+
+    for asked in ([(b"deltawire-min-version", b"7")], []):
+        scope = {"type": "websocket", "path": "/v1/realtime", "headers": asked}
+        asyncio.run(VersionMiddleware(app, lambda: 7)(scope, None, send))
+    assert [message["type"] for message in sent] == ["websocket.close"]
+    assert opened == ["/v1/realtime"]
+
+
 @pytest.mark.parametrize("cut", (1, 7, 1000))
 def test_the_last_event_of_a_stream_has_the_versions(cut: int) -> None:
     """Wherever the server cuts its chunks."""

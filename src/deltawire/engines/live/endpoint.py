@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -41,11 +42,15 @@ class Endpoint:
         self._settings = settings.read()
         self._follower: EngineFollower | None = None
         self._target: EngineTarget | None = None
+        self._run = ""
+        """Address of the run that is followed, as it was written."""
         self._host: str | None = None
         self._address = ""
         """Where clients reach this server."""
         self._model = ""
         """What clients call the model."""
+        self._beginning = threading.Lock()
+        """Held while the first run is chosen: requests come in several threads, each with an event loop."""
         self._metrics = control.FollowerMetrics(lambda: self._follower)
         # beside the engine's own on /metrics
         REGISTRY.register(self._metrics)
@@ -64,10 +69,10 @@ class Endpoint:
         app.include_router(router)
         app.add_middleware(HealthMiddleware, health=lambda: control.health(self._follower))
 
-    def _listens(self, host: str | None, port: int, model: str) -> None:
-        """Note where the server listens and what clients call the model."""
+    def _listens(self, host: str | None, port: int | None, model: str) -> None:
+        """Note where the server listens, without a port where that is no address, and what clients call the model."""
         self._host, self._model = host, model
-        self._address = self._settings.address or public_address(host, port)
+        self._address = self._settings.address or (public_address(host, port) if port else "")
         if not self._settings.run:
             log.info("no run to follow yet: set DELTAWIRE_RUN, or name one to POST /update_weights")
         if not self._settings.token and not is_loopback(host):
@@ -81,7 +86,7 @@ class Endpoint:
             self._begin(self._settings.run, self._target)
 
     def _begin(self, run: str, target: EngineTarget) -> EngineFollower:
-        config = self._settings
+        config, self._run = self._settings, run
         self._follower = EngineFollower(
             run,
             target,
@@ -112,15 +117,16 @@ class Endpoint:
                 raise HTTPException(400, "this server follows no run yet: name one")
             if self._target is None:
                 raise HTTPException(503, "the engine is not ready")
-            return await self._first(run, version, self._target)
+            first = self._first(run, self._target)
+            if first is not None:
+                return await self._command_first(first, version)
+        follower = self._followed()
         if run is not None and run.rstrip("/") not in (
-            self._settings.run.rstrip("/"),
-            self._follower.replica.url.rstrip("/"),
+            self._run.rstrip("/"),
+            follower.replica.url.rstrip("/"),
         ):
-            raise HTTPException(
-                409, f"this server follows {self._follower.replica.url}; another run needs another server"
-            )
-        await control.command(self._followed(), version)
+            raise HTTPException(409, f"this server follows {follower.replica.url}; another run needs another server")
+        await control.command(follower, version)
         return self._status()
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,12 +136,16 @@ class Endpoint:
             raise HTTPException(409, "this server follows no run: set DELTAWIRE_RUN, or name one to /update_weights")
         return self._follower
 
-    async def _first(self, run: str, version: Any, target: EngineTarget) -> dict[str, Any]:
-        """Follow a run that a trainer named. A run that cannot be followed leaves the server free for another."""
-        try:
-            follower = self._begin(run, target)
-        except DeltawireError as error:
-            raise control.refusal(error) from error
+    def _first(self, run: str, target: EngineTarget) -> EngineFollower | None:
+        """Choose the run that a trainer named; None if another request was first."""
+        with self._beginning:
+            try:
+                return self._begin(run, target) if self._follower is None else None
+            except DeltawireError as error:
+                raise control.refusal(error) from error
+
+    async def _command_first(self, follower: EngineFollower, version: Any) -> dict[str, Any]:
+        """Go to the first version. A run that cannot be followed leaves the server free for another."""
         try:
             await control.command(follower, version)
             return self._status()

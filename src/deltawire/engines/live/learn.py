@@ -16,6 +16,7 @@ A hook that computes instead of moving fails in one of these steps, and the tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -226,10 +227,20 @@ def _take(flat: Any, rows: Any, columns: Any, out: Any) -> None:
             flat[rows[r] + columns[c]] = 0
 
 
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Launch kernels on this device, as an engine does when it loads: hooks do not always name one."""
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+
+def _device(layer: Layer) -> torch.device:
+    """Where a layer's weights are; its hook may have put buffers in the place of all parameters."""
+    tensors = (*layer.module.parameters(recurse=False), *layer.module.buffers(recurse=False))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
 def _inputs(layer: Layer) -> dict[str, Tensor]:
     """Parameters of a copy: zeros where weights are loaded to."""
-    device = next((p.device for p in layer.module.parameters(recurse=False)), torch.device("cpu"))
-    made = {}
+    device, made = _device(layer), {}
     for name, meta in layer.loaded.items():
         made[name] = tensor = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
         tensor.zero_()
@@ -247,7 +258,8 @@ def _run(layer: Layer, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tens
             made._parameters[name] = nn.Parameter(live.detach().clone(), requires_grad=False)
     made._parameters.update(parameters)
     before = {storage(t) for t in _attributes(layer.module).values()}
-    layer.hook(made)
+    with on_device(_device(layer)):
+        layer.hook(made)
     found = {name: t.detach() for name, t in (*made._parameters.items(), *made._buffers.items()) if t is not None}
     return found, {name: t for name, t in _attributes(made).items() if storage(t) not in before}
 
@@ -290,7 +302,7 @@ def _touches(layer: Layer) -> bool:
     made = copy_of(layer.module)
     made._parameters.update(layer.loaded)
     try:
-        with _Watch({storage(t) for t in layer.loaded.values()}):
+        with on_device(_device(layer)), _Watch({storage(t) for t in layer.loaded.values()}):
             layer.hook(made)
     except Exception:
         return True

@@ -8,6 +8,7 @@ elsewhere (target.py).
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 from torch import nn
 
 from ... import kernels
@@ -103,6 +105,7 @@ class Rank:
             load: Any = self._model.load_weights  # models of engines have it, `nn.Module` does not
             placement = trace(self._model, load, self._schema, learned.standing())
             pieces, unknown = learned.compose(placement.pieces)
+        self._free_copies()
         problems += [*placement.problems, *unknown]
         placed = sum(piece.places is not None for piece in pieces)
         log.info("rank %d: located %d tensors, %d in a kernel's layout, in %.1f s", self._number, len(pieces), placed,
@@ -123,6 +126,13 @@ class Rank:
             "device": bool(self._shard is not None and not self._shard.audited),
             "socket": path,
         }
+
+    def _free_copies(self) -> None:
+        """Give back the memory of the layers' copies: on a device, torch would keep it from the engine."""
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        if device.type != "cpu":
+            gc.collect()
+            torch.get_device_module(device).empty_cache()
 
     def _do_group(self, groups: list[list[int]]) -> Answer:
         """Every rank is sent the groups of all ranks: one call, one argument."""

@@ -16,6 +16,9 @@ from ..names import VERSION_HEADER, VERSIONS_FIELD
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
+CONTROL = ("/deltawire/", "/update_weights")
+"""Routes that concern the follower, whatever headers a client sends with all its requests."""
+
 Spans = dict[int, list[dict[str, Any]]]
 """By number of the choice: from which token to which other, which version."""
 
@@ -69,17 +72,31 @@ class VersionMiddleware:
         self._app, self._present, self._follower, self._wait_s, self._paths = app, present, follower, wait_s, paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] not in self._paths or scope["method"] != "POST":
+        asks = scope["type"] == "websocket" or (scope["type"] == "http" and scope["method"] == "POST")
+        if not asks or scope["path"].startswith(CONTROL):
             await self._app(scope, receive, send)
             return
+        labelled = scope["type"] == "http" and scope["path"] in self._paths
         try:
             bound = Bound.of(scope.get("headers", ()))
+            if bound is not None and not labelled:
+                # whatever the route does: a bound that does not hold must not seem to
+                routes = ", ".join(f"POST {path}" for path in self._paths)
+                raise BadBound(f"{bound.header} does not hold for {scope['path'][:80]}: leave it out, or use {routes}")
         except BadBound as error:
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})
+                return
             said = {"message": str(error), "type": "invalid_request_error", "param": None, "code": 400}
             await _send_json(send, 400, {"error": said}, self._present())
             return
+        if not labelled:
+            await self._app(scope, receive, send)
+            return
         if bound is not None and not await self._has(bound):
-            await _send_json(send, 409, bound.refusal(self._present()), self._present())
+            follower = self._follower()
+            pin = None if follower is None else follower.pin
+            await _send_json(send, 409, bound.refusal(self._present(), pin=pin), self._present())
             return
         record = Record(bound)
         token = current.set(record)

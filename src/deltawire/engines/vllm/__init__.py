@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+from functools import cache
 from typing import Any
 
 NAME = "deltawire"
@@ -47,9 +48,11 @@ def register() -> None:
         _keep_weights_plain()
 
 
+@cache
 def _make_folder() -> None:
-    """Make a folder for sockets, in the process that starts the others: they find it in their environment."""
-    if SOCKETS not in os.environ:
+    """Make a folder for sockets, in the process that starts the others: they find it in their environment. What this
+    process itself found there is of another server."""
+    if multiprocessing.parent_process() is None or SOCKETS not in os.environ:
         os.environ[SOCKETS] = folder = tempfile.mkdtemp(prefix="deltawire-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
+import signal
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -29,6 +32,8 @@ class Plugin(Endpoint):
         super().__init__()
         self._relay: Relay | None = None
         """Where another API server follows the run."""
+        self._several = False
+        """Whether there are several API servers, which another process started."""
 
     def attach_router(self, app: Any) -> None:
         self.attach(app)
@@ -48,9 +53,13 @@ class Plugin(Endpoint):
         if backend != NAME:
             log.warning("this server can follow no run: start it with %s", BACKEND_FLAG)
         model = (args.served_model_name or [args.model])[0]
-        self._listens(getattr(args, "host", None), getattr(args, "port", None) or 8000, model)
+        if getattr(args, "uds", None):
+            # a Unix socket: for clients of this machine, and no address for others
+            self._listens("127.0.0.1", None, model)
+        else:
+            self._listens(getattr(args, "host", None), getattr(args, "port", None) or 8000, model)
         observe(engine_client, self._version)
-        several = (getattr(args, "api_server_count", None) or 1) > 1
+        self._several = several = (getattr(args, "api_server_count", None) or 1) > 1
         if several and engine_client.engine_core.client_index:
             self._relay = Relay()
             await self._relay.connect()
@@ -64,6 +73,14 @@ class Plugin(Endpoint):
         app.add_api_route("/health", lambda: Response(status_code=200), methods=["GET"])
         self._attach_routes(app)
         serve(app)
+
+    def _end(self) -> None:
+        parent = multiprocessing.parent_process()
+        if self._several and parent is not None:
+            # it ends all of them, and the engines; if this one ended alone, the others would go on
+            os.kill(parent.pid or os.getpid(), signal.SIGTERM)
+        else:
+            super()._end()
 
     def _leader(self) -> Following | None:
         return self._follower or self._relay

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ...core.errors import Misconfigured
 from ..live.rank import Rank
@@ -48,8 +51,15 @@ class DeltawireEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             parallel.data_parallel_index * parallel.world_size + parallel.rank,
             problems=lambda: problems_of(self.model, self.vllm_config),
             hooks=lambda: hooked_layers(self.model),
-            loading=lambda: set_current_vllm_config(self.vllm_config),
+            loading=self._loading,
         )
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """What vLLM sets while it loads weights and processes them."""
+        config = self.vllm_config
+        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
+            yield
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
