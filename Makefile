@@ -27,7 +27,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.deltawire-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm test-browser release-check walk soak fuzz hub-proof bench figures docs lint format clean
+.PHONY: help setup demo netns-demo test test-slow test-all test-gpu test-stores setup-vllm test-vllm setup-sglang test-sglang test-browser release-check walk soak fuzz hub-proof bench figures docs lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -79,6 +79,14 @@ else
 	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
 		$(if $(VLLM),tests/engines/vllm/older.py,$(addprefix tests/,engines/vllm/conversions.py engines/vllm/live.py engines/vllm/live_fp8.py docs/live_documents.py)) $(ARGS)
 endif
+
+setup-sglang:  ## make the environment of test-sglang (once, outside the clone)
+	@tests/engines/sglang/environment.sh $(PYTHON)
+
+test-sglang:  ## run the tests against a real SGLang on the CPU, in an environment made for it
+	@place=$$(tests/engines/sglang/environment.sh $(PYTHON)) && \
+	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
+	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 tests/engines/sglang/live.py $(ARGS)
 
 # these files are not named test_…: the everyday tests need no browser
 test-browser: $(READY)  ## open every page in a real Chromium (Debian's package chromium) and use its controls

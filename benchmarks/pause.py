@@ -34,9 +34,10 @@ import numpy as np
 
 from _report import about, print_about, write_json
 from deltawire.cli.common import ended_by_sigterm
-from deltawire.engines.vllm.launch import write_version
+from deltawire.engines.live.launch import write_version
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / "engines" / name) for name in ("vllm", "live")]
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / "engines" / name) for name in ("vllm", "live"))]
 # a real server, tiny models and streaming clients are what the tests have too
 
 SHAPES = {

@@ -53,7 +53,7 @@ from deltawire_wordle.processes import ChildProcess, free_port
 from deltawire_wordle.train import PATIENCE_S, wait_for
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests" / "engines" / "vllm"))
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests" / "engines" / "vllm")]
 RESULTS = HERE / "results"
 ENCODINGS = ("raw", "packed", "context")
 

@@ -146,7 +146,7 @@ def test_it_can_be_ended_while_it_waits_for_a_run(tmp_path: Path) -> None:
     assert it.returncode == 0
 
 
-@pytest.mark.parametrize("engine", ["builtin", "vllm"])
+@pytest.mark.parametrize("engine", ["builtin", "vllm", "sglang"])
 def test_a_port_that_is_taken(engine: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -159,13 +159,13 @@ def test_what_it_refuses() -> None:
     assert "203.0.113.7 is no address of this machine" in refused("run", "--host", "203.0.113.7", DELTAWIRE_TOKEN="x")
     assert "name a run" in refused()
     assert "DELTAWIRE_TOKEN" in refused("run", "--host", "0.0.0.0", DELTAWIRE_TOKEN="")
-    assert "--engine vllm" in refused("run", "--", "--max-model-len", "9")
+    assert "--engine vllm or sglang" in refused("run", "--", "--max-model-len", "9")
     assert "--engine vllm" in refused("run", "--folder", "weights")
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here")
-def test_without_vllm_it_says_what_to_install() -> None:
-    assert "[vllm]'" in refused("--engine", "vllm", "run", PATH="")
+@pytest.mark.parametrize("engine", [name for name in ("vllm", "sglang") if find_spec(name) is None])
+def test_without_the_engine_it_says_what_to_install(engine: str) -> None:
+    assert f"[{engine}]'" in refused("--engine", engine, "run", PATH="")
 
 
 def test_it_serves_only_versions_of_trusted_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

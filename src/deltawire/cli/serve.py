@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Engine(str, Enum):
     builtin = "builtin"
     vllm = "vllm"
+    sglang = "sglang"
 
 
 class Dtype(str, Enum):
@@ -53,7 +54,7 @@ def command(
     run: Annotated[
         str | None, typer.Option("--run", metavar="RUN[@VERSION]", help="The run to follow, or a version to stay at.")
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="Who computes.")] = Engine.builtin,
+    engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.builtin,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     name: Annotated[
@@ -68,7 +69,7 @@ def command(
         Kv | None,
         typer.Option(
             "--kv",
-            help="Keys and values of the old weights: clear by default, with vLLM version.",
+            help="Keys and values of the old weights: clear by default, with vLLM and SGLang version.",
             rich_help_panel=_FLOW,
         ),
     ] = None,
@@ -85,8 +86,8 @@ def command(
         Path | None,
         typer.Option(
             file_okay=False,
-            help="With --engine vllm RUN: where the version to start from is written, and used again while it is the "
-            "one wanted; else a temporary folder, which stays.",
+            help="With --engine vllm or sglang: where the version to start from is written, and used again while it is "
+            "the one wanted; else a temporary folder, which stays.",
         ),
     ] = None,
     logprobs_mode: Annotated[Logprobs, typer.Option(help="Before or after temperature and top_p.")] = Logprobs.raw,
@@ -165,49 +166,55 @@ def command(
       deltawire serve s3://runs/chat              all of it from the run
       deltawire serve Qwen/Qwen3-0.6B --run s3://runs/chat
       deltawire serve --run s3://runs/chat@41     stay at version 41
-      deltawire serve --engine vllm s3://runs/chat -- --max-model-len 4096
+      deltawire serve --engine vllm s3://runs/chat -- --max-num-seqs 64
+      deltawire serve --engine sglang s3://runs/chat -- --tp-size 2
     """
     if run is None:
         model, run = None, model
     if run is None:
         raise typer.BadParameter("name a run: deltawire serve RUN, or deltawire serve MODEL --run RUN")
-    if folder and (engine is not Engine.vllm or model):
-        raise typer.BadParameter("--folder is for --engine vllm RUN")
-    if kv is Kv.version and engine is not Engine.vllm:
-        raise typer.BadParameter("--kv version is for --engine vllm; this server keeps no prefixes: clear or keep")
-    if ctx.args and engine is not Engine.vllm:
-        raise typer.BadParameter(f"{ctx.args[0]!r} is for vLLM, and needs --engine vllm")
+    builtin = engine is Engine.builtin
+    if folder and (builtin or model):
+        raise typer.BadParameter("--folder is for --engine vllm RUN and --engine sglang RUN")
+    if kv is Kv.version and builtin:
+        raise typer.BadParameter(
+            "--kv version is for --engine vllm or sglang; this server keeps no prefixes: clear or keep"
+        )
+    if ctx.args and builtin:
+        raise typer.BadParameter(f"{ctx.args[0]!r} is a flag of another server, and needs --engine vllm or sglang")
 
     from ..engines.access import check_guarded, listen, read_token
 
     if trust:
-        # read wherever the run is opened, also in the processes of vLLM
+        # read wherever the run is opened, also in the processes of an engine
         os.environ["DELTAWIRE_TRUST"] = trust
     token = read_token(token_file)
     check_guarded(host, token)
     where, pin = _pin(run)
-    if engine is Engine.vllm:
-        from ..engines.vllm.launch import launch
+    if not builtin:
+        from ..engines.live import launch as live
+        from ..engines.sglang import launch as sglang
+        from ..engines.vllm import launch as vllm
 
-        # vLLM says so only after minutes
+        # the engine says so only after minutes
         listen(host, port).close()
-        length = ["--max-model-len", str(max_model_len)] if max_model_len else []
-        launch(
-            where,
+        following = live.Options(
+            run=where,
             host=host,
             port=port,
             version=pin,
-            model=model,
             name=name,
-            folder_for_weights=folder,
             reference=str(reference) if reference else None,
             poll=poll,
             kv=kv.value if kv else None,
             token=token,
             address=address,
             version_wait=version_wait,
-            extra=[*length, "--logprobs-mode", logprobs_mode.value, *ctx.args],
+            max_model_len=max_model_len,
+            logprobs_mode=logprobs_mode.value,
+            extra=ctx.args,
         )
+        live.launch(vllm if engine is Engine.vllm else sglang, following, model, folder)
     from ..engines.server import Connections, Limits, Options, RolloutServer
 
     options = Options(

@@ -20,7 +20,7 @@ from deltawire.bucket.run import Run
 from deltawire.core.change import whole
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.derive.deriver import Deriver
-from deltawire.engines.vllm.launch import write_version
+from deltawire.engines.live.launch import write_version
 from deltawire.models import ModelView, torch_bits
 from deltawire.views.blocks import Blocks
 from deltawire.views.device import BlockModel

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm_live import Server, Streams, Trainer, make_model, serving
 
-from deltawire.engines.vllm.launch import write_version
+from deltawire.engines.live.launch import write_version
 
 VERSIONS = 5
 

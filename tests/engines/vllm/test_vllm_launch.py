@@ -1,77 +1,38 @@
-"""What `deltawire serve --engine vllm` prepares before it becomes vLLM, and how a server reads its settings."""
+"""How a vLLM server that follows a run is started."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-import threading
-import time
-from pathlib import Path
 
-import pytest
+from deltawire.engines.live import settings
+from deltawire.engines.live.launch import Options
+from deltawire.engines.vllm.launch import prepare
 
-from deltawire.core.errors import RunNotFound, SchemaMismatch
-from deltawire.core.full import Checkpoint, digest_of
-from deltawire.engines.vllm import launch
-from deltawire.engines.vllm.launch import write_version
-from deltawire.trainer import Publisher
-from support import model
+VLLM = ["vllm", "serve"]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> str:
-    with Publisher(tmp_path / "run", files={"config.json": b"{}"}) as publisher:
-        for seed in range(3):
-            publisher.publish(model(seed)).result(60)
-    return str(tmp_path / "run")
+def test_the_server_is_told_what_to_follow() -> None:
+    options = Options(run="s3://runs/chat", port=9, version=41, kv="keep", token="t", extra=["--max-model-len", "64"])
+    command, environment = prepare(options, "/models/chat", VLLM, {"VLLM_PLUGINS": "mine,deltawire", "HOME": "/root"})
+    assert command[:3] == ["vllm", "serve", "/models/chat"]
+    assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "deltawire"}
+    assert command[-2:] == ["--max-model-len", "64"]
+    assert command[command.index("--served-model-name") + 1] == "chat"
+    # the token is not on the command line, where every process could read it
+    assert "t" not in command
+    assert environment["VLLM_PLUGINS"] == "mine,deltawire"
+    assert environment["HOME"] == "/root"
+    read = settings.read(environment)
+    assert (read.run, read.pin, read.follow, read.token) == ("s3://runs/chat", "41", True, "t")
+    assert (read.policy.mode, read.policy.kv) == ("keep", "keep")
 
 
-def test_the_newest_version_is_written_once(run: str, tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    assert write_version(run, None, place) == 2
-    assert (place / "config.json").read_bytes() == b"{}"
-    written = (place / "model.safetensors").stat().st_mtime_ns
-    assert write_version(run, 2, place) == 2
-    assert (place / "model.safetensors").stat().st_mtime_ns == written
-    second = digest_of(Checkpoint(place))
-    assert write_version(run, 0, place) == 0
-    assert digest_of(Checkpoint(place)) != second
-
-
-def test_a_run_that_is_not_there_yet_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """TRL waits for its server before it trains, so the server is often the first of the two."""
-    started: list[str] = []
-    monkeypatch.setattr(launch, "find_vllm", lambda: "vllm")
-    monkeypatch.setattr(launch.os, "execve", lambda program, command, environment: started.extend(command))
-    place = tmp_path / "place"
-    options = {"poll": 0.01, "folder_for_weights": place}
-    thread = threading.Thread(target=launch.launch, args=(str(tmp_path / "run"),), kwargs=options, daemon=True)
-    thread.start()
-    while "waiting for it" not in caplog.text:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    with Publisher(tmp_path / "run", files={"config.json": b"{}"}) as publisher:
-        publisher.publish(model(0))
-    thread.join(60)
-    assert started[:3] == ["vllm", "serve", str(place)]
-    assert (place / "model.safetensors").exists()
-
-
-def test_what_cannot_be_written_says_why(run: str, tmp_path: Path) -> None:
-    with Publisher(tmp_path / "bare") as publisher:
-        publisher.publish(model(0)).result(60)
-    with pytest.raises(SchemaMismatch, match=r"no config\.json"):
-        write_version(str(tmp_path / "bare"), None, tmp_path / "place")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "letter.txt").touch()
-    with pytest.raises(SchemaMismatch, match="not a checkpoint folder"):
-        write_version(run, None, tmp_path / "other")
-    with pytest.raises(RunNotFound):
-        write_version(str(tmp_path / "nothing"), None, tmp_path / "place")
-    assert (tmp_path / "other" / "letter.txt").exists()
-    assert not (tmp_path / "place").exists()
+def test_without_a_choice_keys_and_values_are_kept_apart_by_version() -> None:
+    options = Options(run="s3://runs/chat")
+    assert settings.read(prepare(options, "m", VLLM, {})[1]).policy.kv == "version"
+    assert settings.read(prepare(options, "m", VLLM, {"DELTAWIRE_KV": "clear"})[1]).policy.kv == "clear"
 
 
 def test_what_every_process_of_a_server_imports_is_light() -> None:

@@ -13,4 +13,5 @@ engine      what a target needs of the engine: calls to ranks, the swap between 
 channel     calls between these processes; arrays: files in memory that they share
 follower    a replica and that target, in the HTTP server: pin, state, naming the version
 endpoint    routes, metrics and the follower's thread; samples: versions on completions; settings: the environment
+launch      `deltawire serve --engine …`: write a version to a folder, then become the engine's server
 """

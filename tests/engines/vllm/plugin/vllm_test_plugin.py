@@ -1,10 +1,6 @@
-"""A vLLM plugin for tests, loaded in every process of a server under test: faults on demand, no AMX, and what vLLM's
-data parallelism lacks on a CPU.
+"""A vLLM plugin for tests, loaded in every process of a server under test: faults on demand (live_faults.py), no AMX,
+and what vLLM's data parallelism lacks on a CPU.
 
-A fault is a file in the folder $VLLM_TEST_FAULTS, removed when it strikes:
-    fail-<rank>     the rank fails in the middle of writing new weights
-    stray-<rank>    the rank changes a weight that was to stay as it is
-    stall-<rank>    the rank stops for ever in the middle of writing new weights, and `stalled-<rank>` says so
 $VLLM_TEST_REFUSE is a reason to refuse deltas: every version is then reloaded in full.
 """
 
@@ -25,8 +21,8 @@ def register() -> None:
     torch.cpu._is_amx_tile_supported = lambda: False
     _exchange_tokens_on_a_cpu()
     _share_experts_on_a_cpu()
-    if "VLLM_TEST_FAULTS" in os.environ:
-        _break_writes(Path(os.environ["VLLM_TEST_FAULTS"]))
+    if "LIVE_TEST_FAULTS" in os.environ:
+        _break_writes()
     if reason := os.environ.get("VLLM_TEST_REFUSE"):
         # before the back end is imported: deltas are refused, and every version is reloaded by vLLM
         from deltawire.engines.vllm import guard
@@ -79,7 +75,8 @@ def _share_experts_on_a_cpu() -> None:
     CPUUnquantizedExperts.apply = applied  # type: ignore[method-assign]
 
 
-def _break_writes(folder: Path) -> None:
+def _break_writes() -> None:
+    from live_faults import break_writes
     from vllm.v1.worker.worker_base import WorkerBase
 
     import deltawire.engines.vllm as engine
@@ -88,50 +85,11 @@ def _break_writes(folder: Path) -> None:
 
     def faulty(worker: Any, operation: str, **arguments: Any) -> dict[str, Any]:
         # not at once: vLLM's start-up trips over modules of llvmlite that are already there
-        _break_shards(folder)
+        break_writes()
         return call(worker, operation, **arguments)
 
     # whoever is registered first
     engine._call = WorkerBase.deltawire = faulty
-
-
-def _break_shards(folder: Path) -> None:
-    from deltawire.engines.live.device import DeviceShard
-    from deltawire.engines.live.shard import HostShard
-
-    for shard in (HostShard, DeviceShard):
-        if shard.write.__name__ != "broken":
-            shard.write = _broken(shard.write, folder)  # type: ignore[method-assign]
-
-
-def _broken(write: Any, folder: Path) -> Any:
-    def broken(self: Any, patch: Any) -> None:
-        rank = torch.distributed.get_rank()
-        struck = [kind for kind in ("fail", "stall", "stray") if (folder / f"{kind}-{rank}").exists()]
-        for kind in struck:
-            (folder / f"{kind}-{rank}").unlink()
-        # on a GPU all of it is one launch: it is written, and not said to be
-        write(self, patch[: len(patch) // 2] if self.audited and struck and struck != ["stray"] else patch)
-        if struck == ["stray"]:
-            _stray(self, patch)
-        elif struck:
-            if struck == ["stall"]:
-                (folder / f"stalled-{rank}").touch()
-                time.sleep(3600)
-            raise OSError("a fault that a test asked for")
-
-    return broken
-
-
-def _stray(shard: Any, patch: Any) -> None:
-    """Flip a bit of a weight: in host memory of the first that the patch leaves alone, on a device of any."""
-    if not shard.audited:
-        shard.pieces[0].view.view(torch.int16)[0, 0] ^= 1
-        return
-    written = set(patch[0].change.positions.tolist())
-    bits = shard.read(patch[0].piece)
-    position = next(p for p in range(bits.size) if p not in written)
-    bits[divmod(position, bits.shape[1])] ^= 1
 
 
 class Probe:

@@ -1,0 +1,65 @@
+"""How an SGLang server that follows a run is started (live/launch.py)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ...core.errors import MissingExtra
+from ...core.extras import install_command
+from ..live.launch import Options
+
+ON_A_CPU = (
+    ("--device", "cpu"),
+    ("--attention-backend", "torch_native"),
+    ("--disable-overlap-schedule",),
+    ("--disable-cuda-graph",),
+)
+"""Flags without which SGLang does not start, or not in plain PyTorch, where there is no accelerator."""
+
+
+def find() -> list[str]:
+    """SGLang's server in this Python."""
+    if find_spec("sglang") is None:
+        raise MissingExtra(
+            f"SGLang is not installed here: {install_command('sglang')}, or serve without --engine sglang"
+        )
+    return [sys.executable, "-m", "sglang.launch_server"]
+
+
+def prepare(
+    options: Options,
+    model: str | Path,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    accelerated: bool | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and environment of an SGLang server that follows a run. Without an accelerator it is started on
+    the CPU; flags in `options.extra` come last, and replace those that are chosen here."""
+    if accelerated is None:
+        accelerated = _accelerated()
+    variables = {**options.variables()}
+    if plugins := [name for name in environment.get("SGLANG_PLUGINS", "").split(",") if name]:
+        # a list of plugins allows no others
+        variables["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*plugins, "deltawire"]))
+    if options.logprobs_mode:
+        variables["SGLANG_RETURN_ORIGINAL_LOGPROB"] = str(options.logprobs_mode == "raw_logprobs").lower()
+    chosen = []
+    if not accelerated:
+        variables["SGLANG_USE_CPU_ENGINE"] = "1"
+        given = {flag.partition("=")[0] for flag in options.extra}
+        chosen = [part for flag in ON_A_CPU if flag[0] not in given for part in flag]
+    length = ["--context-length", str(options.max_model_len)] if options.max_model_len else []
+    return (
+        [*command, "--model-path", str(model), *options.listen, *length, *chosen, *options.extra],
+        {**environment, **variables},
+    )
+
+
+def _accelerated() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()

@@ -1,0 +1,83 @@
+"""What `deltawire serve` prepares before it becomes the server of another engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from deltawire.core.errors import RunNotFound, SchemaMismatch
+from deltawire.core.full import Checkpoint, digest_of
+from deltawire.engines.live import launch
+from deltawire.engines.live.launch import write_version
+from deltawire.trainer import Publisher
+from support import model
+
+
+class Echo:
+    """An engine."""
+
+    def find(self) -> list[str]:
+        return ["echo"]
+
+    def prepare(
+        self, options: launch.Options, model: str | Path, command: Sequence[str], environment: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        return [*command, str(model)], {**environment, **options.variables()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    with Publisher(tmp_path / "run", files={"config.json": b"{}"}) as publisher:
+        for seed in range(3):
+            publisher.publish(model(seed)).result(60)
+    return str(tmp_path / "run")
+
+
+def test_the_newest_version_is_written_once(run: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    assert write_version(run, None, place) == 2
+    assert (place / "config.json").read_bytes() == b"{}"
+    written = (place / "model.safetensors").stat().st_mtime_ns
+    assert write_version(run, 2, place) == 2
+    assert (place / "model.safetensors").stat().st_mtime_ns == written
+    second = digest_of(Checkpoint(place))
+    assert write_version(run, 0, place) == 0
+    assert digest_of(Checkpoint(place)) != second
+
+
+def test_a_run_that_is_not_there_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL waits for its server before it trains, so the server is often the first of the two."""
+    started: list[str] = []
+    monkeypatch.setattr(launch.os, "execve", lambda program, command, environment: started.extend(command))
+    place, options = tmp_path / "place", launch.Options(run=str(tmp_path / "run"), poll=0.01)
+    thread = threading.Thread(target=launch.launch, args=(Echo(), options, None, place), daemon=True)
+    thread.start()
+    while "waiting for it" not in caplog.text:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    with Publisher(tmp_path / "run", files={"config.json": b"{}"}) as publisher:
+        publisher.publish(model(0))
+    thread.join(60)
+    assert started == ["echo", str(place)]
+    assert (place / "model.safetensors").exists()
+
+
+def test_what_cannot_be_written_says_why(run: str, tmp_path: Path) -> None:
+    with Publisher(tmp_path / "bare") as publisher:
+        publisher.publish(model(0)).result(60)
+    with pytest.raises(SchemaMismatch, match=r"no config\.json"):
+        write_version(str(tmp_path / "bare"), None, tmp_path / "place")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").touch()
+    with pytest.raises(SchemaMismatch, match="not a checkpoint folder"):
+        write_version(run, None, tmp_path / "other")
+    with pytest.raises(RunNotFound):
+        write_version(str(tmp_path / "nothing"), None, tmp_path / "place")
+    assert (tmp_path / "other" / "letter.txt").exists()
+    assert not (tmp_path / "place").exists()

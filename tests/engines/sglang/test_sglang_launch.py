@@ -1,0 +1,43 @@
+"""How an SGLang server that follows a run is started."""
+
+from __future__ import annotations
+
+from deltawire.engines.live import settings
+from deltawire.engines.live.launch import Options
+from deltawire.engines.sglang.launch import prepare
+
+SGLANG = ["python", "-m", "sglang.launch_server"]
+
+
+def test_the_server_is_told_what_to_follow() -> None:
+    options = Options(
+        run="s3://runs/chat", port=9, version=41, token="t", max_model_len=64, logprobs_mode="raw_logprobs",
+        extra=["--tp-size", "2"],
+    )  # fmt: skip
+    command, environment = prepare(options, "/models/chat", SGLANG, {"HOME": "/root"}, accelerated=True)
+    assert command == [
+        *SGLANG, "--model-path", "/models/chat", "--host", "127.0.0.1", "--port", "9", "--served-model-name", "chat",
+        "--context-length", "64", "--tp-size", "2",
+    ]  # fmt: skip
+    assert environment["HOME"] == "/root"
+    assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "true"
+    assert not {"SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE"} & environment.keys()
+    read = settings.read(environment)
+    assert (read.run, read.pin, read.follow, read.token) == ("s3://runs/chat", "41", True, "t")
+
+
+def test_a_list_of_plugins_gets_ours() -> None:
+    options = Options(run="run")
+    for given, expected in (("mine", "mine,deltawire"), ("deltawire,mine", "deltawire,mine")):
+        assert (
+            prepare(options, "m", SGLANG, {"SGLANG_PLUGINS": given}, accelerated=True)[1]["SGLANG_PLUGINS"] == expected
+        )
+
+
+def test_without_an_accelerator_it_computes_on_the_cpu() -> None:
+    options = Options(run="run", extra=["--attention-backend=intel_amx"])
+    command, environment = prepare(options, "m", SGLANG, {}, accelerated=False)
+    assert command[command.index("--device") + 1] == "cpu"
+    assert "torch_native" not in command
+    assert command[-1] == "--attention-backend=intel_amx"
+    assert environment["SGLANG_USE_CPU_ENGINE"] == "1"
