@@ -27,8 +27,8 @@ from deltawire.core import keys
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 
 RESULTS = Path(__file__).parent / "results" / "catch-up.json"
 LATENCY_S, BYTES_S = 0.020, 125e6

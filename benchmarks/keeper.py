@@ -44,7 +44,7 @@ def say(**value: Any) -> None:
 
 
 def be_bucket(given: argparse.Namespace) -> None:
-    from deltawire.testing.seaweed import SeaweedFS
+    from deltawire_wordle.seaweed import SeaweedFS
 
     with SeaweedFS(given.folder, host="0.0.0.0", access_key=KEY, secret_key=SECRET) as server:
         say(port=urlsplit(server.endpoint).port)

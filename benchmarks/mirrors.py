@@ -36,9 +36,9 @@ from deltawire.bucket.verify import verify
 from deltawire.core import keys
 from deltawire.replica import Replica
 from deltawire.store import MirroredStore, ObjectStore, Retrying
-from deltawire.testing import CountingStore
-from deltawire.testing.seaweed import SeaweedFS
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
+from deltawire_wordle.seaweed import SeaweedFS
 from soak.ledger import Weights, hash_of
 from soak.proxy import Proxy
 

@@ -65,7 +65,7 @@ DIED_S = 400.0
 
 
 def be_bucket(folder: str) -> None:
-    from deltawire.testing.seaweed import SeaweedFS
+    from deltawire_wordle.seaweed import SeaweedFS
 
     with SeaweedFS(folder, host="0.0.0.0", secret_key=os.environ["AWS_SECRET_ACCESS_KEY"]) as server:
         say(event="ready", port=urlsplit(server.endpoint).port)

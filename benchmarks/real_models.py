@@ -490,7 +490,7 @@ def main() -> None:
 
 @contextmanager
 def seaweed(folder: Path) -> Iterator[str]:
-    from deltawire.testing.seaweed import BUCKET, SeaweedFS
+    from deltawire_wordle.seaweed import BUCKET, SeaweedFS
 
     with SeaweedFS(folder / "s3") as server:
         os.environ.update(server.environment)

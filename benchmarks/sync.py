@@ -116,7 +116,7 @@ def orders() -> Iterator[dict[str, Any]]:
 def be_bucket(store: str, folder: str) -> None:
     """Serve until standard input ends."""
     if store == "s3":
-        from deltawire.testing.seaweed import SeaweedFS
+        from deltawire_wordle.seaweed import SeaweedFS
 
         server: Any = SeaweedFS(folder, host="0.0.0.0", access_key=KEY, secret_key=SECRET)
     else:

@@ -17,7 +17,7 @@ from typing import Any
 
 from deltawire.core.errors import DeltawireError
 from deltawire.store import ObjectStore
-from deltawire.testing.seaweed import SeaweedFS
+from deltawire_wordle.seaweed import SeaweedFS
 
 from .adversary import Fault, faults
 from .damage import Undo, Vandal, damage_cache, try_to

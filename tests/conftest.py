@@ -18,7 +18,7 @@ import typer.testing
 from hypothesis import HealthCheck, settings
 
 from deltawire.store import ObjectStore, Store
-from deltawire.testing.seaweed import SeaweedFS
+from deltawire_wordle.seaweed import SeaweedFS
 from precompile import precompile
 from tests.hub_stand_in import HubStandIn
 

@@ -17,8 +17,8 @@ from deltawire.core.full import write_checkpoint
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 from support import blank, copy, held, history, publish, same, trained
 
 COUNT = 12

@@ -201,7 +201,6 @@ def test_everything_in_the_base_install_works_without_torch() -> None:
         "deltawire.store",
         "deltawire.trainer",
         "deltawire.replica",
-        "deltawire.testing",
     ]
     out = run_without(
         EXTRAS,

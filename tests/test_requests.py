@@ -16,8 +16,8 @@ from deltawire.core import chain, keys
 from deltawire.core.manifest import Head, dump
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 from support import Model, blank, copy, model, same, trained
 
 COUNT = 600

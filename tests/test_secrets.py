@@ -20,7 +20,7 @@ from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.run import Run
 from deltawire.core.errors import DeltawireError, PublishFailed
 from deltawire.store import ObjectStore, Store, open_store
-from deltawire.testing.seaweed import SeaweedFS
+from deltawire_wordle.seaweed import SeaweedFS
 from support import blank, history, publish
 
 KEY = "AKIAPLANTEDKEYID"

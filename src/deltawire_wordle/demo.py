@@ -233,7 +233,7 @@ class Demo:
     def _bucket(self) -> Iterator[Bucket]:
         where = self._plan.run
         if where == OWN_S3:
-            from deltawire.testing.seaweed import BUCKET, SeaweedFS
+            from deltawire_wordle.seaweed import BUCKET, SeaweedFS
 
             with SeaweedFS(self._plan.folder / "s3") as server:
                 yield Bucket(f"s3://{BUCKET}/wordle", server.store(f"{BUCKET}/wordle"), server.environment, near=True)

@@ -29,7 +29,7 @@ import deltawire
 from deltawire.engines.fingerprint import fingerprint
 from deltawire.replica import Synced
 from deltawire.store import open_store
-from deltawire.testing import ThrottledStore
+from deltawire_wordle.throttled import ThrottledStore
 
 from .processes import plain_errors, say
 

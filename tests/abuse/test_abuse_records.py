@@ -32,8 +32,8 @@ from deltawire.core.errors import (
 )
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Store, open_store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 from support import blank, copy, history, publish, same, trained
 
 pytestmark = pytest.mark.timeout(120)

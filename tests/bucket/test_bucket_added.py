@@ -21,7 +21,7 @@ from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import KeeperOptions
 from deltawire.replica import Replica
 from deltawire.store import Store
-from deltawire.testing import CountingStore
+from deltawire_wordle.counting import CountingStore
 from keeping import Kept, copied, fresh, settings
 from support import same
 

@@ -13,7 +13,7 @@ from deltawire.bucket.doctor import Report, examine
 from deltawire.core.errors import PermissionDenied, StoreUnavailable
 from deltawire.store import Store
 from deltawire.store.base import Chunks, Fetched, ObjectInfo
-from deltawire.testing import CountingStore
+from deltawire_wordle.counting import CountingStore
 
 
 def verdicts(report: Report) -> dict[str, str]:

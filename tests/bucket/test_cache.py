@@ -25,7 +25,7 @@ from deltawire.core.errors import HashMismatch, Misconfigured, StoreUnavailable
 from deltawire.core.manifest import Blob
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, ObjectStore, Store
-from deltawire.testing import CountingStore
+from deltawire_wordle.counting import CountingStore
 from support import Model, blank, content, history, publish, same, stored
 
 

@@ -9,7 +9,7 @@ from deltawire.bucket.run import Run
 from deltawire.core.errors import HashMismatch
 from deltawire.core.manifest import main_link
 from deltawire.store import Store
-from deltawire.testing import CountingStore
+from deltawire_wordle.counting import CountingStore
 from support import history, publish
 
 

@@ -12,7 +12,7 @@ from deltawire.bucket.fetch import FetchedObject, fetch
 from deltawire.core.errors import HashMismatch, ObjectNotFound
 from deltawire.core.manifest import Blob
 from deltawire.store import Store
-from deltawire.testing import CountingStore
+from deltawire_wordle.counting import CountingStore
 
 DATA = bytes(range(256)) * 40
 

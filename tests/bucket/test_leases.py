@@ -22,7 +22,7 @@ from deltawire.core.errors import ManifestError, VersionNotFound
 from deltawire.core.manifest import Heartbeat, Pruned, dump
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, ObjectStore, Retrying, Store
-from deltawire.testing import CountingStore
+from deltawire_wordle.counting import CountingStore
 from support import HookedStore, Model, copy, history, publish, same
 
 COUNT = 24

@@ -27,7 +27,7 @@ from deltawire.core.manifest import Blob
 from deltawire.engines.cache_server import CacheServer
 from deltawire.replica import Replica
 from deltawire.store import Store
-from deltawire.testing import CountingStore
+from deltawire_wordle.counting import CountingStore
 from support import HookedStore, blank, content, history, publish, same, stored
 
 WAIT = 30.0

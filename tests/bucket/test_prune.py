@@ -24,8 +24,8 @@ from deltawire.core.manifest import Blob, Head, Heartbeat, Link, Manifest, Prune
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, ObjectInfo, ObjectStore, Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 from support import Model, blank, copy, held, history, publish, same, trained
 
 COUNT = 40

@@ -40,8 +40,9 @@ from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import MirroredStore, Store, open_store
-from deltawire.testing import CountingStore, FlakyStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
+from flaky_store import FlakyStore
 from support import Model, blank, copy, held, history, model, publish, same, trained
 
 OWN, NEXT, OTHER = (SigningKey.generate() for _ in range(3))

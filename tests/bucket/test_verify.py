@@ -20,7 +20,8 @@ from deltawire.core.errors import StoreUnavailable, VersionNotFound
 from deltawire.core.manifest import Pruned, dump
 from deltawire.models import ModelView
 from deltawire.store import LocalStore, Store
-from deltawire.testing import CountingStore, FlakyStore
+from deltawire_wordle.counting import CountingStore
+from flaky_store import FlakyStore
 from support import Bag, Model, diff, encoded, history, publish, trained
 
 COUNT = 41

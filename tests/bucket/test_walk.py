@@ -20,8 +20,8 @@ from deltawire.core.chain import Step
 from deltawire.core.errors import DeltawireError, HashMismatch, MissingBase, ObjectNotFound, StoreUnavailable
 from deltawire.core.manifest import Blob, Link
 from deltawire.store import Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 from support import history, publish
 
 

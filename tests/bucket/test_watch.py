@@ -21,8 +21,8 @@ from deltawire.core.manifest import Head, dump
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Retrying, Store
 from deltawire.store.base import Fetched
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 from support import blank, copy, history, publish, same
 
 FOREVER = 10_000.0

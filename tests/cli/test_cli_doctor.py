@@ -9,7 +9,7 @@ import pytest
 from cli_support import invoke, invoke_json
 
 from deltawire.store import ObjectStore
-from deltawire.testing.seaweed import SeaweedFS
+from deltawire_wordle.seaweed import SeaweedFS
 
 CHECKS = {
     "extras", "cache", "create", "read back", "create again", "overwrite", "conditional get", "ranged read", "list",

@@ -16,8 +16,8 @@ from deltawire.core import keys
 from deltawire.core.manifest import Heartbeat, dump
 from deltawire.replica import Replica
 from deltawire.store import Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 from support import history, publish
 
 

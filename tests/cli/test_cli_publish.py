@@ -20,8 +20,8 @@ from cli_support import (
 
 from deltawire.bucket.run import Run
 from deltawire.store import Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 
 
 def test_publish_says_what_it_did(tmp_path: Path, checkpoints: list[Path]) -> None:

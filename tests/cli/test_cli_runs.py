@@ -11,8 +11,8 @@ from cli_support import invoke, invoke_json
 from deltawire.bucket.browse import below, find, look_at_all
 from deltawire.bucket.run import Run
 from deltawire.store import LocalStore, ObjectStore, Store, open_store
-from deltawire.testing import CountingStore
-from deltawire.testing.seaweed import SeaweedFS
+from deltawire_wordle.counting import CountingStore
+from deltawire_wordle.seaweed import SeaweedFS
 from support import history, publish
 from tests.hub_stand_in import HubStandIn
 

@@ -206,7 +206,7 @@ def test_a_packed_file_with_a_flipped_bit(tmp_path: Path) -> None:
 
 def test_what_a_version_costs_to_look_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the header of an anchor is fetched, whatever its size."""
-    from deltawire.testing import CountingStore
+    from deltawire_wordle.counting import CountingStore
 
     counting = CountingStore(Run.open(str(run)).store)
     monkeypatch.setattr("deltawire.bucket.run.open_store", lambda _: counting)

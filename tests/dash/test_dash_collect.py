@@ -23,8 +23,8 @@ from deltawire.dash.thin import POINTS, groups
 from deltawire.dash.trace import trace
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 from support import blank, history, model, publish, trained
 
 

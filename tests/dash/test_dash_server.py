@@ -19,8 +19,8 @@ from deltawire.core.errors import Misconfigured
 from deltawire.dash import Server, serve
 from deltawire.dash.server import CONNECTIONS, LOOK_EVERY
 from deltawire.store import ObjectStore, Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 from support import HookedStore, history, publish, trained
 
 TOKEN = "correct horse"

@@ -20,10 +20,10 @@ from test_deploy_files import DEPLOY, ROOT
 import environments
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
-from deltawire.testing.seaweed import SeaweedFS
 from deltawire.trainer import Publisher
 from deltawire_wordle import small_policy
 from deltawire_wordle.processes import free_port
+from deltawire_wordle.seaweed import SeaweedFS
 from servers import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]

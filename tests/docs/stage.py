@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 from documents import ROOT, Block
 
-from deltawire.testing.seaweed import SeaweedFS, _free_ports
 from deltawire_wordle.processes import free_port
+from deltawire_wordle.seaweed import SeaweedFS, _free_ports
 
 PATIENCE_S = {"everyday": 240, "slow": 600, "vllm": 600}
 """How long a block of a suite may take before it is ended and fails."""

@@ -13,7 +13,7 @@ from pip_check import main as pip
 from scenes import SCENES
 from stage import Stage
 
-from deltawire.testing.seaweed import SeaweedFS
+from deltawire_wordle.seaweed import SeaweedFS
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Store
-from deltawire.testing import CountingStore, FlakyStore
+from deltawire_wordle.counting import CountingStore
+from flaky_store import FlakyStore
 from keeping import Kept, copied, empty, fresh, publish, settings, step
 from support import same
 

@@ -36,8 +36,8 @@ from deltawire.replica import Replica
 from deltawire.replica.host import HostMemory
 from deltawire.replica.replica import SYNCS
 from deltawire.store import Retrying, Store, open_store
-from deltawire.testing import FlakyStore
 from deltawire.trainer import Publisher
+from flaky_store import FlakyStore
 from support import HookedStore, Model, blank, copy, history, model, publish, same, trained
 
 WAIT = 120

@@ -18,9 +18,10 @@ from deltawire.core.errors import ObjectNotFound, RunNotFound, StoreUnavailable,
 from deltawire.keeper.mirror import Mirror
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, MirroredStore, Retrying, Store, open_store
-from deltawire.testing import CountingStore, FlakyStore
-from deltawire.testing.seaweed import SeaweedFS
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
+from deltawire_wordle.seaweed import SeaweedFS
+from flaky_store import FlakyStore
 from soak.proxy import Proxy
 from support import HookedStore, blank, history, publish, same
 

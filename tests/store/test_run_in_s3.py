@@ -10,8 +10,8 @@ import deltawire as dw
 from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.run import Run
 from deltawire.store import Retrying, Store
-from deltawire.testing.seaweed import SeaweedFS
 from deltawire.trainer import Publisher
+from deltawire_wordle.seaweed import SeaweedFS
 from support import Model, blank, history, same
 
 

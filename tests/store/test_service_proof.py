@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from deltawire.store import open_store
-from deltawire.testing.seaweed import SeaweedFS
+from deltawire_wordle.seaweed import SeaweedFS
 from tests.hub_stand_in import HubStandIn
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "service_proof.py"

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from deltawire.store import LocalStore, ObjectStore, Retrying, Store
-from deltawire.testing import CountingStore, FlakyStore, StoreTests, ThrottledStore
+from deltawire.testing import StoreTests
+from deltawire_wordle.counting import CountingStore
+from deltawire_wordle.throttled import ThrottledStore
+from flaky_store import FlakyStore
 
 
 class TestLocalStore(StoreTests):

@@ -18,7 +18,7 @@ from deltawire.core.errors import BadURL, DeltawireError, PermissionDenied
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store, open_store
 from deltawire.testing import StoreTests
-from deltawire.testing.seaweed import SeaweedFS
+from deltawire_wordle.seaweed import SeaweedFS
 from support import blank, history, publish, same
 
 

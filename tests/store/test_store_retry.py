@@ -10,7 +10,8 @@ import pytest
 
 from deltawire.core.errors import AlreadyExists, ObjectNotFound, StoreUnavailable, TruncatedFile
 from deltawire.store import LocalStore, ObjectStore, Retrying, Store
-from deltawire.testing import CountingStore, FlakyStore
+from deltawire_wordle.counting import CountingStore
+from flaky_store import FlakyStore
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ from deltawire.core.errors import DeltawireError, StoreError
 from deltawire.core.full import digest_of
 from deltawire.models import ModelView
 from deltawire.store import open_store
-from deltawire.testing import CountingStore
 from deltawire.trainer import DeltaAdamW, FusedDetector, SnapshotDetector, adapter, merged
+from deltawire_wordle.counting import CountingStore
 
 STEPS = 5
 PACE = 0.03

@@ -15,8 +15,8 @@ from deltawire.core import keys
 from deltawire.core.errors import AlreadyExists, ObjectNotFound, PublishFailed, StoreUnavailable, WriterConflict
 from deltawire.core.manifest import Writer, dump, parse
 from deltawire.store import ObjectStore, Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher, claim
+from deltawire_wordle.counting import CountingStore
 from support import history, verified
 
 

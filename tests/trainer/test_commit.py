@@ -9,8 +9,8 @@ from deltawire.bucket.verify import verify
 from deltawire.core import keys
 from deltawire.core.errors import PublishFailed, StoreUnavailable
 from deltawire.store import Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher
+from deltawire_wordle.counting import CountingStore
 from support import history
 
 

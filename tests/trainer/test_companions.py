@@ -21,9 +21,9 @@ from deltawire.cli import app  # noqa: E402
 from deltawire.core.errors import Misconfigured, SchemaMismatch  # noqa: E402
 from deltawire.core.manifest import File  # noqa: E402
 from deltawire.store import Store  # noqa: E402
-from deltawire.testing import CountingStore  # noqa: E402
 from deltawire.trainer import adapter, merged  # noqa: E402
 from deltawire.trainer.companions import Companions  # noqa: E402
+from deltawire_wordle.counting import CountingStore  # noqa: E402
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 WAIT = 60

@@ -12,8 +12,8 @@ from deltawire.bucket.run import Run
 from deltawire.core import keys
 from deltawire.core.errors import ForeignObject, RunNotFound, RunReplaced
 from deltawire.store import LocalStore, ObjectStore, Store
-from deltawire.testing import CountingStore
 from deltawire.trainer import Publisher, claim
+from deltawire_wordle.counting import CountingStore
 from support import history, verified
 
 

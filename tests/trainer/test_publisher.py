@@ -33,9 +33,9 @@ from deltawire.core.errors import (
 from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Retrying, Store
-from deltawire.testing import FlakyStore
 from deltawire.trainer import Publisher, SnapshotDetector, stream
 from deltawire.trainer.captures import Captures
+from flaky_store import FlakyStore
 from support import (
     HookedStore,
     Model,

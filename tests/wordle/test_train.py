@@ -14,8 +14,8 @@ import pytest
 
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
-from deltawire.testing.seaweed import SeaweedFS
 from deltawire_wordle.processes import ChildProcess, free_port
+from deltawire_wordle.seaweed import SeaweedFS
 from deltawire_wordle.train import reached
 
 QUIET = {"OMP_NUM_THREADS": "1", "DELTAWIRE_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -177,17 +177,6 @@ class Settling(Protocol):
     """Seconds after a put in which others may still get ObjectNotFound."""
 
 
-def counted(chunks: Chunks, count: Callable[[int], None]) -> Chunks:
-    """The same chunks; `count` is called with the bytes of each before it is passed on."""
-
-    def passed() -> Iterator[bytes | memoryview]:
-        for chunk in chunks():
-            count(memoryview(chunk).nbytes)
-            yield chunk
-
-    return passed
-
-
 # ── keys ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 # The rules are the same for every store, so that a run can move between them.
 

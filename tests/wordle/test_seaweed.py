@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deltawire.core.errors import StoreUnavailable
-from deltawire.testing.seaweed import SeaweedFS
+from deltawire_wordle.seaweed import SeaweedFS
 
 
 def test_the_server_dies_and_comes_back() -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from deltawire.store.base import Store
-from deltawire.testing.counting import CountingStore
+from deltawire_wordle.counting import CountingStore
 
 
 class ThrottledStore(CountingStore):

@@ -7,7 +7,7 @@ import pytest
 
 from deltawire.core.errors import ObjectNotFound
 from deltawire.store import ObjectStore
-from deltawire.testing import CountingStore
+from deltawire_wordle.counting import CountingStore
 
 
 @pytest.fixture

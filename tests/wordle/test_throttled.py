@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from deltawire.store import ObjectStore
-from deltawire.testing import ThrottledStore
+from deltawire_wordle.throttled import ThrottledStore
 
 
 class Clock:

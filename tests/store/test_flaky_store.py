@@ -10,7 +10,7 @@ import pytest
 
 from deltawire.core.errors import DeltawireError, ObjectNotFound, StoreUnavailable, TruncatedFile
 from deltawire.store import ObjectStore
-from deltawire.testing import FlakyStore
+from flaky_store import FlakyStore
 
 EVERYTHING = {
     "drop": 0.2, "delay": 0.2, "truncate_read": 0.2, "truncate_put": 0.2, "duplicate": 0.2, "reorder": 0.3,

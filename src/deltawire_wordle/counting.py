@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from deltawire.core.errors import Unsupported
-from deltawire.store.base import Browsing, Chunks, Fetched, Level, ObjectInfo, Store, counted
+from deltawire.store.base import Browsing, Chunks, Fetched, Level, ObjectInfo, Store
 
 
 class CountingStore:
@@ -57,7 +57,7 @@ class CountingStore:
     def put(self, key: str, data: bytes | Chunks) -> None:
         self._count("put")
         if callable(data):
-            self.inner.put(key, counted(data, self._write))
+            self.inner.put(key, _counted(data, self._write))
         else:
             self._write(len(data))
             self.inner.put(key, data)
@@ -92,3 +92,14 @@ class CountingStore:
     def _write(self, size: int) -> None:
         with self._lock:
             self.bytes_out += size
+
+
+def _counted(chunks: Chunks, count: Callable[[int], None]) -> Chunks:
+    """The same chunks; `count` is called with the bytes of each before it is passed on."""
+
+    def passed() -> Iterator[bytes | memoryview]:
+        for chunk in chunks():
+            count(memoryview(chunk).nbytes)
+            yield chunk
+
+    return passed
