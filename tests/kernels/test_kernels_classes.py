@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltawire.kernels import CLASSES, Plan, Ranks, Rules, grid, pace, rules, torch_ops
+from deltawire.core.codecs.context.classes import CLASSES
+from deltawire.kernels import Plan, Ranks, Rules, grid, pace, rules, torch_ops
 
 EXPONENT = {torch.bfloat16: (7, 255), torch.float32: (23, 255), torch.float8_e4m3fn: (3, 15), torch.uint8: (0, 0)}
 

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from deltawire import kernels
-from deltawire.core.change import Change, Region, RegionMoves, blocks, compare
+from deltawire.core.change import (
+    BIT_STEPS,
+    FLIPS,
+    NEW_BITS,
+    NUMBER_STEPS,
+    Change,
+    Region,
+    RegionMoves,
+    blocks,
+    compare,
+)
 from deltawire.core.dtypes import lookup
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.core.ulps import zigzags_of
@@ -91,12 +101,12 @@ def test_steps_from_the_host_are_taken_where_the_weights_are(
         signed = lookup(change.region.tensor.dtype).steps_are_signed
         zigzags = np.empty(change.count, np.uint32)
         zigzags_of(change.old, change.new, signed, zigzags)
-        kind = kernels.NUMBER_STEPS if signed else kernels.BIT_STEPS
+        kind = NUMBER_STEPS if signed else BIT_STEPS
         values = zigzags.astype(change.old.dtype)
         if number % 3 == 0:
-            kind, values = kernels.NEW_BITS, change.new
+            kind, values = NEW_BITS, change.new
         elif number % 3 == 1:
-            kind, values = kernels.FLIPS, change.old ^ change.new
+            kind, values = FLIPS, change.old ^ change.new
         moves.append(RegionMoves(change.region, change.positions, values, kind))
     before = models.clones(old)
     assert models.equal(ops.resolve(plan, old, kernels.send_moves(plan, moves)), expected)

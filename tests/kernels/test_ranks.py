@@ -9,10 +9,10 @@ import pytest
 import torch
 from kernel_models import bits, random_tensor
 
-from deltawire.core.codecs.context.classes import CHUNK, SPARE, Rule, classify_tile, place_tile, rank_tile
+from deltawire.core.codecs.context.classes import CHUNK, CLASSES, SPARE, Rule, classify_tile, place_tile, rank_tile
 from deltawire.core.codecs.context.tiles import Matrix, grid_of, padded
 from deltawire.core.ulps import take_steps, zigzags_of
-from deltawire.kernels import CLASSES, Plan, grid, rules, torch_ops
+from deltawire.kernels import Plan, grid, rules, torch_ops
 
 
 @pytest.mark.parametrize(

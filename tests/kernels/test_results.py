@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from deltawire.core.codecs.context.classes import COLUMN_NEUTRAL, ROW_NEUTRAL
 from deltawire.kernels.plan import Plan, grid
-from deltawire.kernels.results import COLUMN_NEUTRAL, ROW_NEUTRAL, Changed, rules
+from deltawire.kernels.results import Changed, rules
 
 
 def test_a_change_that_is_swapped_twice_is_itself() -> None:

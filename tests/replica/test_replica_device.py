@@ -238,11 +238,10 @@ def test_regions_that_somebody_cut_in_another_way(
         assert equal(live, model)
 
 
-def test_digest_regions_and_load(device: str) -> None:
+def test_digest_and_load(device: str) -> None:
     model, live = weights(4, device), weights(5, device)
     view = ModelView(model)
     target = DeviceMemory(live, view.schema)
-    assert target.digest() == full.digest_of(ModelView(live)) == full.digest_of(target)
+    assert target.digest() == full.digest_of(ModelView(live))
     target.load(view)
     assert equal(live, model)
-    assert all(np.array_equal(target.bits(name), bits) for name, bits in view)

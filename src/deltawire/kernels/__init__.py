@@ -23,33 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.codecs.context.classes import CLASSES
 from ..core.digest import StateDigest, tensor_keys
 from . import torch_ops
-from .host import from_changes, region_plan, send_moves, to_changes
+from .host import from_changes, read_region, region_plan, send_moves, to_changes
 from .pace import gently
 from .plan import TILE, Plan, Segment, flat_plan, grid
-from .results import (
-    BIT_STEPS,
-    CLASSES,
-    FLIPS,
-    NEW_BITS,
-    NUMBER_STEPS,
-    Changed,
-    Moves,
-    Origins,
-    Ranks,
-    Rules,
-    TooMany,
-    rules,
-)
+from .results import Changed, Moves, Origins, Ranks, Rules, TooMany, rules
 from .sheet import read_sheet
 
 __all__ = [
-    "BIT_STEPS",
-    "CLASSES",
-    "FLIPS",
-    "NEW_BITS",
-    "NUMBER_STEPS",
     "TILE",
     "Changed",
     "Moves",
@@ -76,6 +59,7 @@ __all__ = [
     "operations",
     "place",
     "prepare_apply",
+    "read_region",
     "read_sheet",
     "region_plan",
     "resolve",

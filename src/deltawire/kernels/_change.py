@@ -5,13 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import results
+from ..core import change
 from ._steps import take_step
 from ._tiles import chunk_offsets, tile_pointer, tile_shape
 
-NEW_BITS: tl.constexpr = tl.constexpr(results.NEW_BITS)
-NUMBER_STEPS: tl.constexpr = tl.constexpr(results.NUMBER_STEPS)
-FLIPS: tl.constexpr = tl.constexpr(results.FLIPS)
+NEW_BITS: tl.constexpr = tl.constexpr(change.NEW_BITS)
+NUMBER_STEPS: tl.constexpr = tl.constexpr(change.NUMBER_STEPS)
+FLIPS: tl.constexpr = tl.constexpr(change.FLIPS)
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..core.codecs.context.classes import COLUMN_NEUTRAL, ROW_NEUTRAL
 from ._tiles import chunk_offsets, tile_pointer, tile_shape
-from .results import COLUMN_NEUTRAL, ROW_NEUTRAL
 
 NEUTRAL = tl.constexpr(ROW_NEUTRAL + COLUMN_NEUTRAL)
 NO_LEVELS, LEVELS, ALIGNED_LEVELS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

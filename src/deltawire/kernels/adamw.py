@@ -51,8 +51,7 @@ class Elements:
         width = np.minimum(np.array(self.sizes, np.int64)[tensor] - start, TILE)
         self.tensor = tensor
         self.places = torch.from_numpy(np.stack([tensor, start, width], axis=1).astype(np.int64)).to(self.device)
-        # int64 [tiles, 3]: tensor, first element, elements
-
+        """int64 [tiles, 3]: tensor, first element, elements."""
         self._table: tuple[list[int], Tensor] = [], self.places
 
     def table(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -80,11 +79,11 @@ class ChangeLog:
         self.elements = elements
         self.seen: Tensor = ops.nothing_seen(elements)
         self.entries = torch.empty(max(1024, elements.total // SPARE), dtype=torch.int64, device=elements.device)
-        # tile << 32 | position << 16 | old bits, in any order
+        """tile << 32 | position << 16 | old bits, in any order."""
         self.used = torch.zeros(2, dtype=torch.int64, device=elements.device)
-        # entries asked for; of those that found no room, the first
+        """Entries asked for; of those that found no room, the first."""
         self.late: Tensor | None = None
-        # which blocks wait for room, where kernels keep that
+        """Which blocks wait for room, where kernels keep that."""
         self.count = 0
         self.empty()
 
@@ -132,7 +131,7 @@ class Pointers:
         columns = [[0 if t is None else t.data_ptr() for t in tensors] for tensors in lists]
         table = np.array(columns, np.int64).T.copy()
         self.table = torch.from_numpy(table).to(elements.device)
-        # int64 [tensors, lists]
+        """int64 [tensors, lists]"""
         wide = (table % 16 == 0).all(1) & (np.array(elements.sizes) % 8 == 0)
         # wide reads need aligned addresses, and tiles that end where a vector does
         numbers = ((aligned, np.flatnonzero((wide == aligned)[elements.tensor])) for aligned in (True, False))

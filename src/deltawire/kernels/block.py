@@ -19,7 +19,7 @@ from ..core.codecs.context.classes import Table
 from ..core.codecs.context.old_weights import Counts, Levels, RankedChanges
 from ..core.codecs.context.tiles import LevelBytes, walked
 from ..core.dtypes import Bits
-from .host import fetched
+from .host import fetched, wait
 from .plan import Plan, Remember, grid
 from .results import rules as make_rules
 
@@ -103,7 +103,7 @@ class DeviceBlock:
                 raise RuntimeError("these are not the weights that the change was taken from")
             found = class_ranks([self._units], plan, make_rules(plan, rules, levels), changed)
             fetching = [fetched(part) for part in (found.sizes, found.counts, found.ranks, found.steps)]
-            _wait(self._units)
+            wait(self._units.device)
         self._units = self._units.new_empty(0)
         n, k = (counted.numpy().astype(np.int64) for counted in fetching[:2])
         ranks, steps = (each.numpy().astype(np.uint32) for each in fetching[2:])
@@ -149,8 +149,3 @@ def _count(found: Tensor, axis: int, kinds: int) -> npt.NDArray[np.float32]:
     found = found.to(torch.uint8)
     counts = [(found == kind).sum(axis, dtype=torch.int32) for kind in range(kinds)]
     return torch.stack(counts, 1).to(torch.float32).cpu().numpy()
-
-
-def _wait(tensor: Tensor) -> None:
-    if tensor.device.type == "cuda":
-        torch.cuda.current_stream(tensor.device).synchronize()

@@ -16,7 +16,7 @@ from numba import njit
 from torch import Tensor
 
 from ..core.change import Change, Region, RegionMoves
-from ..core.dtypes import lookup
+from ..core.dtypes import Bits, lookup
 from ..core.parallel import ordered_map
 from .plan import TILE, Plan, Segment
 from .results import Changed, Moves
@@ -48,8 +48,7 @@ def _segment(number: int, region: Region, tile: int) -> Segment:
 def to_changes(plan: Plan, changed: Changed, regions: Sequence[Region]) -> list[Change]:
     """What `detect` found by a `region_plan`, on the host and in the core's terms. Waits for the device."""
     starts, positions, old, new = (fetched(t) for t in (changed.starts, changed.positions, changed.old, changed.new))
-    if plan.device.type == "cuda":
-        torch.cuda.current_stream(plan.device).synchronize()
+    wait(plan.device)
     edges, first_tile = starts.numpy(), plan.first_tile.tolist()
 
     def change(number: int) -> Change:
@@ -118,6 +117,20 @@ def fetched(tensor: Tensor) -> Tensor:
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def read_region(flat: Tensor, region: Region) -> Bits:
+    """A region in one piece of a tensor, whose flat units are given, as a copy on the host. Waits for the device."""
+    part = flat[region.base : region.base + region.units]
+    copy = part.clone() if part.device.type == "cpu" else fetched(part)
+    wait(part.device)
+    return copy.numpy().view(lookup(region.tensor.dtype).unit)
+
+
+def wait(device: torch.device) -> None:
+    """Wait for what was queued on the current stream of a device."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _bases(segment: Segment) -> npt.NDArray[np.int64]:

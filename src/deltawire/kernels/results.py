@@ -11,26 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..core.change import BIT_STEPS, FLIPS, NEW_BITS, NUMBER_STEPS
-from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
+from ..core.codecs.context.classes import COLUMN_NEUTRAL, ROW_NEUTRAL
 from .plan import Plan
-
-__all__ = [
-    "BIT_STEPS",
-    "CLASSES",
-    "COLUMN_NEUTRAL",
-    "FLIPS",
-    "NEW_BITS",
-    "NUMBER_STEPS",
-    "ROW_NEUTRAL",
-    "Changed",
-    "Moves",
-    "Origins",
-    "Ranks",
-    "Rules",
-    "TooMany",
-    "rules",
-]
 
 _ALIGNMENT = 16
 

@@ -11,22 +11,11 @@ import torch
 from torch import Tensor
 
 from ..core import digest as core_digest
+from ..core.change import FLIPS, NEW_BITS, NUMBER_STEPS
+from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
 from .adamw import ChangeLog, Elements
 from .plan import TILE, Plan, Segment, narrow, units, widen
-from .results import (
-    CLASSES,
-    COLUMN_NEUTRAL,
-    FLIPS,
-    NEW_BITS,
-    NUMBER_STEPS,
-    ROW_NEUTRAL,
-    Changed,
-    Moves,
-    Origins,
-    Ranks,
-    Rules,
-    TooMany,
-)
+from .results import Changed, Moves, Origins, Ranks, Rules, TooMany
 
 _DIGEST_BLOCKS = 1 << 12
 

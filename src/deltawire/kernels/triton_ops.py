@@ -11,11 +11,12 @@ import triton
 from torch import Tensor
 
 from ..core import digest as core_digest
+from ..core.codecs.context.classes import CLASSES
 from . import _adamw, _change, _classes, _digest, _ranks
 from .adamw import ChangeLog, Elements, Step
 from .pace import in_turns
 from .plan import TILE, Launch, Plan
-from .results import CLASSES, Changed, Moves, Origins, Ranks, Rules, TooMany
+from .results import Changed, Moves, Origins, Ranks, Rules, TooMany
 
 CHUNK = 128
 """Units of a row that are read as one piece; a byte can count them."""
@@ -63,36 +64,13 @@ def _detect(
     launches = plan.launches(old, new)
     counts = torch.empty(plan.tiles, dtype=torch.int32, device=plan.device)
     for launch in launches:
-        _change.count_kernel[(launch.count,)](
-            launch.tiles,
-            *launch.addresses,
-            plan.geometry,
-            counts,
-            UNIT=launch.unit,
-            CAST=cast,
-            ALIGNED=launch.aligned,
-            CHUNK=CHUNK,
-            **COUNT,
-        )
+        _run(_change.count_kernel, plan, launch, counts, CAST=cast, ALIGNED=launch.aligned, CHUNK=CHUNK, **COUNT)
     starts = _starts(counts)
     result = _empty_change(plan, starts, most)
     if result.count:
         for launch in launches:
-            _change.extract_kernel[(launch.count,)](
-                launch.tiles,
-                *launch.addresses,
-                plan.geometry,
-                starts,
-                result.positions,
-                result.old,
-                result.new,
-                UNIT=launch.unit,
-                CAST=cast,
-                WRITE=write,
-                ALIGNED=launch.aligned,
-                CHUNK=CHUNK,
-                **EXTRACT,
-            )
+            options = {"CAST": cast, "WRITE": write, "ALIGNED": launch.aligned, "CHUNK": CHUNK, **EXTRACT}
+            _run(_change.extract_kernel, plan, launch, starts, result.positions, result.old, result.new, **options)
     return result
 
 
@@ -114,18 +92,8 @@ def _writer(plan: Plan, tensors: Sequence[Tensor], changed: Changed, keep: bool)
 
     def run() -> None:
         for launch in launches:
-            _change.apply_kernel[(launch.count,)](
-                launch.tiles,
-                *launch.addresses,
-                plan.geometry,
-                changed.starts,
-                changed.positions,
-                changed.new,
-                changed.old,
-                UNIT=launch.unit,
-                KEEP=keep,
-                **APPLY,
-            )
+            change = changed.starts, changed.positions, changed.new, changed.old
+            _run(_change.apply_kernel, plan, launch, *change, KEEP=keep, **APPLY)
 
     return run
 
@@ -134,19 +102,8 @@ def resolve(plan: Plan, tensors: Sequence[Tensor], moves: Moves) -> Changed:
     """Old bits at the positions of moves, and the new ones they lead to."""
     old, new = torch.empty_like(moves.values), torch.empty_like(moves.values)
     for launch in plan.launches(tensors) if moves.values.numel() else ():
-        _change.resolve_kernel[(launch.count,)](
-            launch.tiles,
-            *launch.addresses,
-            plan.geometry,
-            moves.starts,
-            moves.positions,
-            moves.values,
-            moves.kinds,
-            old,
-            new,
-            UNIT=launch.unit,
-            **APPLY,
-        )
+        given = moves.starts, moves.positions, moves.values, moves.kinds
+        _run(_change.resolve_kernel, plan, launch, *given, old, new, **APPLY)
     return Changed(moves.starts, moves.positions, old, new)
 
 
@@ -163,18 +120,8 @@ def prepare_digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Calla
 
     def run(out: Tensor) -> None:
         for launch in _paced(launches, 12):
-            _digest.digest_kernel[(launch.count,)](
-                launch.tiles,
-                *launch.addresses,
-                plan.geometry,
-                keys,
-                table,
-                out,
-                UNIT=launch.unit,
-                ALIGNED=launch.aligned,
-                BLOCK=core_digest.BLOCK,
-                **DIGEST,
-            )
+            options = {"ALIGNED": launch.aligned, "BLOCK": core_digest.BLOCK, **DIGEST}
+            _run(_digest.digest_kernel, plan, launch, keys, table, out, **options)
 
     return run
 
@@ -222,22 +169,11 @@ def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
     """Units of each class in each tile, int32 [tiles, CLASSES]: what a host needs to decode ranks."""
     sizes = torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=plan.device)
     for launch in _paced(plan.launches(old), 4):
-        _classes.class_counts_kernel[(launch.count,)](
-            launch.tiles,
-            *launch.addresses,
-            plan.geometry,
-            rules.table,
-            rules.levels,
-            rules.level_at,
-            sizes,
-            LEVELED=_leveled(rules),
-            UNIT=launch.unit,
-            ALIGNED=launch.aligned,
-            CHUNK=CHUNK,
-            CLASSES=CLASSES,
-            WIDE=_wide(rules),
+        _run(
+            _classes.class_counts_kernel, plan, launch, rules.table, rules.levels, rules.level_at, sizes,
+            LEVELED=_leveled(rules), ALIGNED=launch.aligned, CHUNK=CHUNK, CLASSES=CLASSES, WIDE=_wide(rules),
             **CLASS_COUNTS,
-        )
+        )  # fmt: skip
     return sizes
 
 
@@ -247,28 +183,8 @@ def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Change
     sizes, counts = (torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=device) for _ in range(2))
     ranks, steps = torch.empty_like(changed.positions), torch.empty_like(changed.new)
     for launch in plan.launches(old):
-        grid, options = _persistent(plan, launch.count, rules)
-        _ranks.class_ranks_kernel[grid](
-            launch.tiles,
-            launch.count,
-            *launch.addresses,
-            plan.geometry,
-            rules.table,
-            rules.levels,
-            rules.level_at,
-            changed.starts,
-            changed.positions,
-            changed.old,
-            changed.new,
-            sizes,
-            counts,
-            ranks,
-            steps,
-            UNIT=launch.unit,
-            ALIGNED=launch.aligned,
-            **options,
-            **CLASS_RANKS,
-        )
+        change = changed.starts, changed.positions, changed.old, changed.new
+        _rank(_ranks.class_ranks_kernel, plan, launch, rules, *change, sizes, counts, ranks, steps, **CLASS_RANKS)
     return Ranks(sizes, counts, ranks, steps)
 
 
@@ -281,37 +197,16 @@ def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks
     total = int(starts[-1])
     if total != ranks.numel() or total != steps.numel():
         raise ValueError(f"counts say {total} changes; there are {ranks.numel()} ranks and {steps.numel()} steps")
-    found, needed = (ranks.dtype, steps.dtype), (plan.position_dtype, plan.value_dtype)
-    if found != needed:
-        raise ValueError(f"ranks and steps are {found}, the plan needs {needed}")
+    given, needed = (ranks.dtype, steps.dtype), (plan.position_dtype, plan.value_dtype)
+    if given != needed:
+        raise ValueError(f"ranks and steps are {given}, the plan needs {needed}")
     # a byte has no room for a class and a place in a chunk
     apart = steps.dtype.itemsize == 1
     result = Changed(starts, ranks, torch.empty_like(steps), torch.empty_like(steps) if apart else steps)
     bad = torch.zeros(1, dtype=torch.int32, device=plan.device)
     for launch in _paced(plan.launches(old) if total else (), 1):
-        grid, options = _persistent(plan, launch.count, rules)
-        _ranks.place_kernel[grid](
-            launch.tiles,
-            launch.count,
-            *launch.addresses,
-            plan.geometry,
-            rules.table,
-            rules.levels,
-            rules.level_at,
-            starts,
-            counts,
-            ranks,
-            steps,
-            result.positions,
-            result.old,
-            result.new,
-            bad,
-            APART=apart,
-            UNIT=launch.unit,
-            ALIGNED=launch.aligned,
-            **options,
-            **PLACE,
-        )
+        found = starts, counts, ranks, steps, result.positions, result.old, result.new, bad
+        _rank(_ranks.place_kernel, plan, launch, rules, *found, APART=apart, **PLACE)
     if int(bad):
         raise ValueError(f"{int(bad)} ranks lead past their class")
     return result
@@ -360,6 +255,19 @@ def gather_bf16(elements: Elements, params: Sequence[Tensor], entries: Tensor) -
             elements.places, elements.table(params), entries, count, out, BF16=elements.bf16, **GATHER
         )
     return out.view(torch.int16)
+
+
+def _run(kernel: Any, plan: Plan, launch: Launch, *arguments: Any, **options: Any) -> None:
+    """A program for each tile of a launch."""
+    given = launch.tiles, *launch.addresses, plan.geometry
+    kernel[(launch.count,)](*given, *arguments, UNIT=launch.unit, **options)
+
+
+def _rank(kernel: Any, plan: Plan, launch: Launch, rules: Rules, *arguments: Any, **options: Any) -> None:
+    """Programs that take the tiles of a launch in turn, and count within classes."""
+    grid, shared = _persistent(plan, launch.count, rules)
+    given = launch.tiles, launch.count, *launch.addresses, plan.geometry, rules.table, rules.levels, rules.level_at
+    kernel[grid](*given, *arguments, UNIT=launch.unit, ALIGNED=launch.aligned, **shared, **options)
 
 
 def _paced(launches: Iterable[Launch], speed: int) -> Iterator[Launch]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core.change import Region, RegionMoves, blocks, no_change, regions
+from ..core.change import NEW_BITS, Region, RegionMoves, blocks, no_change, regions
 from ..core.codecs import context
 from ..core.codecs.base import BaseBits
 from ..core.codecs.context.decoder import Ranked, Tiles, decode_ranks, join_ranks, make_sheet
@@ -23,7 +23,7 @@ from ..core.codecs.context.tiles import walked
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.full import Source
-from ..core.schema import Schema, TensorSpec
+from ..core.schema import Schema
 from ..core.sparse import BlockRef, DeltaFile
 from ..kernels.plan import Remember, units
 from ..models import live_tensors
@@ -43,21 +43,12 @@ class DeviceMemory:
         self._regions = [region for block in blocks(schema) for region in block]
         """The regions that a publisher cuts the run into."""
         self._plans = Remember()
-        # what is proven in every pause
         self._proven = [tensor.name for tensor in schema.tensors]
+        """What is proven in every pause."""
         self._first = [self._live[self._names[name][0]] for name in self._proven]
         self._digest_plan = kernels.digest_plan(self._first)
         self._number = {name: number for number, name in enumerate(self._proven)}
         self._tile_plans = Remember()
-
-    def bits(self, name: str) -> Bits:
-        whole = TensorSpec(name, self._spec(name).dtype, self._spec(name).shape)
-        return self._read(Region(whole, 0, whole.rows, 0, whole.columns))
-
-    def region(self, region: Region) -> Bits:
-        if region.contiguous:
-            return self._read(region)
-        return region.cut(self.bits(region.tensor.name))
 
     def decode(self, file: DeltaFile) -> list[RegionMoves | _Counted]:
         """What takes no weights to read: positions and steps, or ranks within classes counted on the device."""
@@ -68,7 +59,7 @@ class DeviceMemory:
                 return found
             if not all(_is_walked_in_memory(region) for region, _ in block.regions):
                 changes = found.decode(self._base([region for region, _ in block.regions]))
-                return [RegionMoves(c.region, c.positions, c.new, kernels.NEW_BITS) for c in changes]
+                return [RegionMoves(c.region, c.positions, c.new, NEW_BITS) for c in changes]
             return self._tiles(found)
 
         found = [item for items in file.each(one) for item in items]
@@ -162,16 +153,8 @@ class DeviceMemory:
                     total += StateDigest(1, 1)
         return total
 
-    def _spec(self, name: str) -> TensorSpec:
-        return self.schema.by_name()[name]
-
     def _read(self, region: Region) -> Bits:
-        part = units(self._live[self._names[region.tensor.name][0]])[region.base : region.base + region.units]
-        if part.device.type == "cuda":
-            stream = torch.cuda.current_stream(part.device)
-            part = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
-            stream.synchronize()
-        return part.numpy().view(lookup(region.tensor.dtype).unit)
+        return kernels.read_region(units(self._live[self._names[region.tensor.name][0]]), region)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +210,7 @@ class DevicePatch:
 
 def _no_moves(region: Region) -> RegionMoves:
     nothing = no_change(region)
-    return RegionMoves(region, nothing.positions, nothing.new, kernels.NEW_BITS)
+    return RegionMoves(region, nothing.positions, nothing.new, NEW_BITS)
 
 
 def _is_walked_in_memory(region: Region) -> bool:

@@ -26,7 +26,7 @@ from ..kernels.plan import TILE, units
 from ..models import ModelView
 from .detectors import Detector, SnapshotLost
 from .device import DeviceDetector
-from .gpu_snapshot import TensorGroup, fetched, regions_of, snapshot_parts
+from .gpu_snapshot import TensorGroup, regions_of, snapshot_parts
 
 _REFUSED = ("foreach", "capturable", "differentiable")
 
@@ -294,7 +294,7 @@ class LoggedParameters:
 
     def read(self, region: Region) -> Bits:
         whole = Region(region.tensor, 0, 1, 0, region.units)
-        return fetched(self.copy(region), whole)
+        return kernels.read_region(self.copy(region), whole)
 
     def copy(self, region: Region) -> Tensor:
         """The weights captured last: what the parameter is, with its log undone."""

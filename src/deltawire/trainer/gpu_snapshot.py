@@ -80,7 +80,7 @@ class DeviceCopy:
         return kernels.to_changes(self._plan, found, self._regions)
 
     def read(self, region: Region) -> Bits:
-        return fetched(self._units(region.tensor.name), region)
+        return kernels.read_region(self._units(region.tensor.name), region)
 
     def copy(self, region: Region) -> Tensor:
         # each call into torch gives up the interpreter's lock, for which encoders are waiting: once is enough
@@ -246,17 +246,6 @@ def snapshot_parts(
             held = {n: torch.empty(view.tensors[n].shape, dtype=wire[n], device=device) for n in members}
             parts.append(DeviceCopy(held, regions_of(plan, members)))
     return parts
-
-
-def fetched(flat_units: Tensor, region: Region) -> Bits:
-    """A region, in one piece, of a tensor's units on the host. Waits for the current stream."""
-    part = flat_units[region.base : region.base + region.units]
-    if part.device.type == "cuda":
-        part = torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
-        torch.cuda.current_stream(flat_units.device).synchronize()
-    else:
-        part = part.clone()
-    return part.numpy().view(lookup(region.tensor.dtype).unit)
 
 
 def undo_within(region: Region, bits: Bits, change: Change) -> None:
