@@ -37,6 +37,7 @@ ELSEWHERE = {
     "deltawire/engines/control.py": "engines/server/test_app.py",
     "deltawire/engines/follower.py": "engines/server/test_server_follower.py",
     "deltawire/engines/http.py": "engines/server/test_server_requests.py",
+    "deltawire/engines/threaded.py": "dash/test_dash_server.py",
     "deltawire/engines/server/answers.py": "engines/server/test_app.py",
     "deltawire/engines/server/metrics.py": "engines/server/test_app.py",
     "deltawire/engines/server/server.py": "engines/server/test_app.py",

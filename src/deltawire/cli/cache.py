@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import JsonOption, RunArgument, emit_line, ended_by_sigterm
+from .common import HostOption, JsonOption, RunArgument, TokenFileOption, emit_line, ended_by_sigterm
 
 PORT = 8330
 
@@ -20,12 +20,9 @@ def command(
     gigabytes: Annotated[
         float, typer.Option("--gb", metavar="GB", min=0.001, help="Of objects, at most; the least recently used go.")
     ] = 20.0,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = PORT,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="File with the token of clients; else DELTAWIRE_TOKEN."),
-    ] = None,
+    token_file: TokenFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Serve the objects of a run to the servers of one site.
@@ -50,9 +47,9 @@ def command(
     cache = Cache(folder.expanduser(), int(gigabytes * 1e9))
     server = CacheServer(run, cache, host=host, port=port, token=read_token(token_file))
     text = f"objects of {server.store.url} at {server.url}; Ctrl-C ends it"
-    emit_line({"event": "listening", "url": server.url}, text, json)
     with ended_by_sigterm():
         try:
+            emit_line({"event": "listening", "url": server.url}, text, json)
             server.serve_forever()
         finally:
             server.server_close()

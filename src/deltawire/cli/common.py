@@ -63,6 +63,11 @@ SignOption = Annotated[
     ),
 ]
 
+HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
+TokenFileOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="File with the bearer token; else DELTAWIRE_TOKEN.")
+]
+
 Advance = Callable[[str, int, int], None]
 """Counts bytes of a task: (label, bytes done, bytes in all)."""
 

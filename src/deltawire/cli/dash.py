@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import JsonOption, RunArgument, complain, duration, emit, emit_line, ended_by_sigterm, percent, size, times
+from .common import (
+    HostOption,
+    JsonOption,
+    RunArgument,
+    TokenFileOption,
+    complain,
+    duration,
+    emit,
+    emit_line,
+    ended_by_sigterm,
+    percent,
+    size,
+    times,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,11 +43,8 @@ def command(
             show_default=False,
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    token_file: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="File with the token of the page; else DELTAWIRE_TOKEN."),
-    ] = None,
+    host: HostOption = "127.0.0.1",
+    token_file: TokenFileOption = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Write the page as one file that needs no server."),
@@ -127,9 +137,9 @@ def _serve(run: str, port: int, host: str, token_file: Path | None, requests: in
     token = read_token(token_file)
     server = Server(run, host=host, port=port, token=token, requests=requests)
     more = "; append #token=… to the address, or the page asks for it" if token else ""
-    emit_line({"url": server.url}, f"{run} at {server.url}{more}; Ctrl-C ends it", False)
     with ended_by_sigterm():
         try:
+            emit_line({"url": server.url}, f"{run} at {server.url}{more}; Ctrl-C ends it", False)
             server.serve_forever()
         finally:
             server.server_close()

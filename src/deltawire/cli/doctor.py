@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonOption, clean, complain, duration, emit, ended_by_sigterm
+from .common import JsonOption, TokenFileOption, clean, complain, duration, emit, ended_by_sigterm
 
 if TYPE_CHECKING:
     from ..bucket.doctor import Finding
@@ -22,10 +21,7 @@ def command(
     server: Annotated[
         str | None, typer.Option(metavar="URL", help="Check this rollout server instead, and that it follows RUN.")
     ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="File with the server's token; else DELTAWIRE_TOKEN."),
-    ] = None,
+    token_file: TokenFileOption = None,
     json: JsonOption = False,
 ) -> None:
     """Try everything a run asks of its store: create, read, list, delete, speed, clocks.

@@ -14,7 +14,6 @@ token only this machine is answered, by the name it has here, so that no other s
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 import socket
 import threading
@@ -22,7 +21,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -30,13 +28,12 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from ..core.errors import DeltawireError
-from ..engines.access import check_guarded, is_bearer, is_loopback, listen
+from ..engines.access import is_loopback
+from ..engines.threaded import Handler, ThreadedServer
 from ..store import Store
 from .collect import Collector
 from .document import Document, encode
 from .html import FRAME, html, policy
-
-log = logging.getLogger("deltawire")
 
 LOOK_EVERY = 0.7
 """Seconds between two looks at the bucket, at least."""
@@ -84,11 +81,8 @@ def _without_clock(document: Document) -> Document:
     return msgspec.structs.replace(document, looked=0.0, replicas=replicas)
 
 
-class Server(ThreadingHTTPServer):
-    """Serves one run until `shutdown`. Made with the socket bound, so that `url` is known at once."""
-
-    daemon_threads = True
-    request_queue_size = 64
+class Server(ThreadedServer):
+    """Serves the page of one run."""
 
     def __init__(
         self,
@@ -99,27 +93,15 @@ class Server(ThreadingHTTPServer):
         token: str | None = None,
         requests: int | None = None,
     ) -> None:
-        check_guarded(host, token, "read the run")
         self.live = Live(Collector(run, requests=requests))
-        self.token = token
         self._connections: dict[socket.socket, None] = {}
         """The oldest first."""
-        bound = listen(host, port)
-        super().__init__((host, port), Handler, bind_and_activate=False)
-        # instead of the one that socketserver made and did not bind
-        self.socket.close()
-        self.socket, self.server_address = bound, bound.getsockname()
-        self.server_activate()
+        super().__init__(PageHandler, host, port, token)
 
     @property
     def url(self) -> str:
         """Address for a browser, without the token."""
-        host, port = self.server_address[:2]
-        name = host.decode() if isinstance(host, bytes | bytearray) else str(host)
-        if name in ("0.0.0.0", "::"):
-            # no address to go to: all those of this machine
-            name = socket.gethostname()
-        return f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
+        return f"{super().url}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._connections) >= CONNECTIONS:
@@ -138,9 +120,6 @@ class Server(ThreadingHTTPServer):
         for connection in [*self._connections]:
             _end(connection)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a page's connection failed", exc_info=True)
-
 
 def _end(connection: socket.socket) -> None:
     """End a connection; the thread that serves it closes it."""
@@ -148,12 +127,7 @@ def _end(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers one connection."""
-
-    protocol_version = "HTTP/1.1"
-    server_version = "deltawire"
-    sys_version = ""
+class PageHandler(Handler):
     timeout = TIMEOUT
     server: Server
 
@@ -178,7 +152,7 @@ class Handler(BaseHTTPRequestHandler):
             )
         elif where.path not in ROUTES:
             self._say(HTTPStatus.NOT_FOUND, "there is no such page")
-        elif self.server.token and not is_bearer(self.headers.get("Authorization", ""), self.server.token):
+        elif not self.has_token:
             self._say(HTTPStatus.UNAUTHORIZED, "the token is missing or wrong")
         else:
             self._answer(where.path, {name: values[-1] for name, values in parse_qs(where.query).items()})
@@ -235,9 +209,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        log.debug("dash: " + format, *args)
 
 
 # ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────────

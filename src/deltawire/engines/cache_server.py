@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -24,10 +22,10 @@ from ..bucket.cache import Cache
 from ..bucket.fetch import fetch
 from ..bucket.versions import address_only
 from ..core import keys
-from ..core.errors import DeltawireError, Misconfigured
+from ..core.errors import DeltawireError
 from ..core.manifest import Blob
 from ..store import Store, open_store
-from .access import check_guarded, is_bearer
+from .threaded import Handler, ThreadedServer
 
 log = logging.getLogger("deltawire")
 
@@ -37,36 +35,19 @@ CONNECTIONS = 256
 TIMEOUT = 30.0
 """Seconds that a client may take to send a request, or to read on."""
 
-_SEND = 1 << 20
 _HASH = re.compile(r"[0-9a-f]{32}")
 _SIZE = re.compile(r"[0-9]{1,15}")
 
 
-class CacheServer(ThreadingHTTPServer):
-    """Serves the objects of one run until `shutdown`. Made with the socket bound, so that `url` is known at once."""
-
-    daemon_threads = True
-    request_queue_size = 128
+class CacheServer(ThreadedServer):
+    """Serves the objects of one run."""
 
     def __init__(
         self, run: str | Store, cache: Cache, *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
     ) -> None:
-        check_guarded(host, token, "read the run")
-        self.store, self.cache, self.token = open_store(address_only(run)), cache, token
+        self.store, self.cache = open_store(address_only(run)), cache
         self._room = threading.BoundedSemaphore(CONNECTIONS)
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        try:
-            super().__init__((host, port), Handler)
-        except OSError as error:
-            raise Misconfigured(
-                f"cannot listen on {host}, port {port} ({error.strerror or error}): choose another with --port (0: any)"
-            ) from None
-
-    @property
-    def url(self) -> str:
-        host, port = str(self.server_address[0]), self.server_address[1]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        super().__init__(CacheHandler, host, port, token)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):
@@ -80,22 +61,14 @@ class CacheServer(ThreadingHTTPServer):
         finally:
             self._room.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("a client's connection failed", exc_info=True)
 
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers one connection."""
-
-    protocol_version = "HTTP/1.1"
-    server_version = "deltawire"
-    sys_version = ""
+class CacheHandler(Handler):
     timeout = TIMEOUT
     server: CacheServer
 
     def do_GET(self) -> None:
         self.close_connection = True
-        if self.server.token and not is_bearer(self.headers.get("Authorization", ""), self.server.token):
+        if not self.has_token:
             self._refuse(HTTPStatus.UNAUTHORIZED)
         elif (blob := _blob(self.path)) is None:
             self._refuse(HTTPStatus.BAD_REQUEST)
@@ -118,8 +91,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", "application/octet-stream")
             self.send_header("Content-Length", str(blob.size))
             self.end_headers()
-            for start in range(0, blob.size, _SEND):
-                self.wfile.write(fetched.read(start, min(_SEND, blob.size - start)))
+            for chunk in fetched.chunks():
+                self.wfile.write(chunk)
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
@@ -143,9 +116,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", "0")
         self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing for each request."""
 
 
 def _blob(path: str) -> Blob | None:
