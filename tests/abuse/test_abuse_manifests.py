@@ -653,4 +653,4 @@ def test_a_heartbeat_that_does_not_parse_is_not_shown(store: Store) -> None:
     Replica(store, id="good").sync(model())
     store.put("replicas/bad.json", b"{")
     store.put("replicas/worse.json", nested(1_000_000))
-    assert [beat.replica for beat in Run.open(store).heartbeats()] == ["good"]
+    assert [beat.replica for _, beat in Run.open(store).heartbeats()] == ["good"]

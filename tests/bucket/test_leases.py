@@ -82,7 +82,7 @@ def test_what_a_replica_reads_stays(
     assert 5 in plans[0].going
     assert verify(Run.open(run)).ok
     # it has what it wanted, and says so
-    assert Run.open(run).heartbeats()[0].reading == ()
+    assert Run.open(run).heartbeats()[0][1].reading == ()
     assert prune(Run.open(run), NOW).kept[20] == "on the way to one that stays"
 
 

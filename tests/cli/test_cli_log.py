@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from pathlib import Path
 
@@ -66,12 +67,14 @@ def test_replicas(run: Path) -> None:
         replica.sync(weights)  # a numpy model cannot be fp8: this one never follows
     opened = Run.open(str(run))
     for beat in (
-        Heartbeat(opened.info.run, "box-2", 1, 3, True, time.time() - 5),
+        Heartbeat(opened.info.run, "box-2", 1, 3, True, time.time()),
         Heartbeat(opened.info.run, "box-3", 3, 3, False, time.time(), "disk \x1b[31mfull"),
-        Heartbeat(opened.info.run, "box-4", None, 3, True, time.time() - 7200),
+        Heartbeat(opened.info.run, "box-4", None, 3, True, time.time()),
         Heartbeat("another", "stranger", 3, 3, True, time.time()),
     ):
         opened.store.put(keys.replica(beat.replica), dump(beat))
+    # by the store's clock, whatever a replica says
+    os.utime(run / keys.replica("box-4"), times=(time.time() - 7200,) * 2)
     replicas = {beat["replica"]: beat for beat in invoke_json("log", run)["replicas"]}
     assert {name: (beat["version"], beat["lag"], beat["health"]) for name, beat in replicas.items()} == {
         "box-1": (None, None, "failing"),
@@ -88,8 +91,9 @@ def test_replicas(run: Path) -> None:
 def test_keepers_that_ended_are_not_listed(run: Path) -> None:
     store, name = Run.open(str(run)).store, Run.open(str(run)).info.run
     for number, seconds in ((1, 7200), (2, 3600), (3, 1800)):
-        beat = Heartbeat(name, f"keeper-{number}", 3, 3, True, time.time() - seconds, role="keeper")
+        beat = Heartbeat(name, f"keeper-{number}", 3, 3, True, time.time(), role="keeper")
         store.put(keys.replica(beat.replica), dump(beat))
+        os.utime(run / keys.replica(beat.replica), times=(time.time() - seconds,) * 2)
     # where none is at work, the last one says since when
     assert [beat["replica"] for beat in invoke_json("log", run)["replicas"]] == ["keeper-3"]
     store.put(keys.replica("keeper-4"), dump(Heartbeat(name, "keeper-4", 3, 3, True, time.time(), role="keeper")))

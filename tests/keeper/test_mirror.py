@@ -18,7 +18,7 @@ from deltawire.keeper.keeper import KeeperOptions
 from deltawire.keeper.mirror import Ended, Mirror
 from deltawire.replica import Replica
 from deltawire.store import Store
-from deltawire.testing import CountingStore
+from deltawire_wordle.counting import CountingStore
 from keeping import Kept, empty, fresh, publish, settings, step
 from support import same
 

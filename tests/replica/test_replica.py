@@ -823,7 +823,7 @@ def test_the_heartbeat_says_how_it_is(store: Store) -> None:
     live = blank(versions[0])
     replica.sync(live, 1)
     replica.sync(live)
-    (beat,) = Run.open(store).heartbeats()
+    ((_, beat),) = Run.open(store).heartbeats()
     assert (beat.replica, beat.version, beat.newest, beat.healthy, beat.error) == ("box-1.gpu_0", 2, 2, True, "")
     assert beat.run == Run.open(store).info.run
     assert began - 1 <= beat.at <= time.time() + 1
@@ -839,7 +839,7 @@ def test_the_heartbeat_says_what_is_wrong(store: Store) -> None:
     spoil(store, delta_key(store, 1))
     with pytest.raises(HashMismatch):
         replica.sync(live)
-    (beat,) = Run.open(store).heartbeats()
+    ((_, beat),) = Run.open(store).heartbeats()
     assert (beat.version, beat.newest, beat.healthy) == (0, 1, False)
     assert "hash" in beat.error
 
@@ -953,7 +953,7 @@ def test_a_heartbeat_tells_of_the_latest_syncs(store: Store) -> None:
     replica, live = Replica(store, id="r"), blank(versions[0])
     for version in (0, 1, 1, 3):
         replica.sync(live, version)
-    (beat,) = Run.open(store).heartbeats()
+    ((_, beat),) = Run.open(store).heartbeats()
     # a sync that had nothing to do is none
     assert [(sync.version, sync.previous, sync.error) for sync in beat.syncs] == [(0, None, ""), (1, 0, ""), (3, 1, "")]
     last = beat.syncs[-1]
@@ -971,7 +971,7 @@ def test_a_failure_that_repeats_is_one_record(store: Store) -> None:
     for _ in range(3):
         with pytest.raises(HashMismatch):
             replica.sync(live)
-    (beat,) = Run.open(store).heartbeats()
+    ((_, beat),) = Run.open(store).heartbeats()
     assert [(sync.version, sync.times) for sync in beat.syncs] == [(1, 1), (2, 3)]
     assert delta_key(store, 2) in beat.syncs[-1].error
 
@@ -984,7 +984,7 @@ def test_a_heartbeat_with_long_errors_stays_readable(store: Store) -> None:
     for version in range(100):
         replica._record(version, 0, 1.0, "\x01" * 1000)
     replica.sync(live)
-    (beat,) = Run.open(store).heartbeats()
+    ((_, beat),) = Run.open(store).heartbeats()
     assert 0 < len(beat.syncs) <= SYNCS
     assert beat.syncs[-1].version == 1
 
@@ -996,6 +996,6 @@ def test_an_error_that_is_no_text_ends_no_heartbeat(store: Store) -> None:
     replica.sync(live, 0)
     replica._record(1, 0, 1.0, "cannot read /models/\udcff")
     replica._beat(error="cannot read /models/\udcff", force=True)
-    (beat,) = Run.open(store).heartbeats()
+    ((_, beat),) = Run.open(store).heartbeats()
     assert beat.error == "cannot read /models/?"
     assert replica.sync(live) == 1

@@ -44,7 +44,7 @@ def test_a_replica_follows_a_publisher(run: str) -> None:
             assert same(live, weights)
     result = verify(Run.open(run))
     assert (result.failure, result.versions, result.warnings) == (None, 8, [])
-    assert [beat.version for beat in Run.open(run).heartbeats()] == [7]
+    assert [beat.version for _, beat in Run.open(run).heartbeats()] == [7]
 
 
 def test_a_trainer_that_crashed_is_followed_by_another(run: str) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from ..core.manifest import Blob
+from ..core.manifest import Blob, File
 from ..core.settings import gigabytes
 from ..store import Store
 from .neighbour import is_address
@@ -59,7 +59,7 @@ class Cache:
             return None
         return cls(Path(folder).expanduser(), gigabytes("DELTAWIRE_CACHE_GB", DEFAULT_GB))
 
-    def obtain(self, blob: Blob, download: Callable[[int], None]) -> int | None:
+    def obtain(self, blob: Blob | File, download: Callable[[int], None]) -> int | None:
         """Return an open file with exactly this object, fetched by `download(descriptor)` if no other process has it.
 
         None if the cache cannot be used. `download` checks what it writes; its errors are raised.
@@ -82,7 +82,7 @@ class Cache:
             _warn_once(why, f"the cache {self.folder} {why}; fetching without it")
             return None
 
-    def _open(self, blob: Blob) -> int | None:
+    def _open(self, blob: Blob | File) -> int | None:
         """Open the object if it is here and unchanged: disks fail, and others can write here too."""
         path = self.folder / blob.hash
         try:
@@ -100,7 +100,7 @@ class Cache:
         path.unlink(missing_ok=True)
         return None
 
-    def _fetch(self, blob: Blob, part: int, download: Callable[[int], None]) -> bool:
+    def _fetch(self, blob: Blob | File, part: int, download: Callable[[int], None]) -> bool:
         """Fill the locked part file, unless another process was first."""
         path, final = self.folder / (blob.hash + _PART), self.folder / blob.hash
         if not _is_named(part, path):

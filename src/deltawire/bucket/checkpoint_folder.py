@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..core import full
 from ..core.errors import FolderError, SchemaMismatch
-from ..core.manifest import Blob, File, Manifest
+from ..core.manifest import File, Manifest
 from ..store.local import sync_folder
 from .cache import hash_of, try_lock
 from .fetch import PART, Progress, fetch
@@ -78,9 +78,8 @@ def content(run: Run, file: File, before: Path | None = None) -> Iterator[bytes]
             while chunk := known.read(PART):
                 yield chunk
         return
-    with fetch(run.store, Blob(file.key, file.size, file.hash)) as data:
-        for start in range(0, file.size, PART):
-            yield data.read(start, min(PART, file.size - start))
+    with fetch(run.store, file) as data:
+        yield from data.chunks()
 
 
 def _holds(path: Path, file: File) -> bool:

@@ -10,12 +10,12 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from blake3 import blake3
 
 from ..core.errors import HashMismatch, ObjectNotFound, StoreFull, TruncatedFile
-from ..core.manifest import Blob
+from ..core.manifest import Blob, File
 from ..core.parallel import for_each
 from ..store import Store
 from ..store.base import Settling
@@ -56,6 +56,11 @@ class FetchedObject:
             start, length = start + len(data), length - len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def chunks(self) -> Iterator[bytes]:
+        """Yield all bytes, a few megabytes at a time."""
+        for start in range(0, self.size, PART):
+            yield self.read(start, min(PART, self.size - start))
+
     def write(self, start: int, data: bytes) -> None:
         if self._descriptor < 0:
             self._data[start : start + len(data)] = data
@@ -89,7 +94,7 @@ class FetchedObject:
 
 def fetch(
     store: Store,
-    blob: Blob,
+    blob: Blob | File,
     progress: Progress | None = None,
     *,
     shared: bool = True,
@@ -148,7 +153,7 @@ def _temporary() -> int:
 
 def _download_or_close(
     store: Store,
-    blob: Blob,
+    blob: Blob | File,
     into: FetchedObject,
     progress: Progress | None,
     one_of: int,
@@ -169,7 +174,9 @@ def _download_or_close(
         raise
 
 
-def _download(store: Store, blob: Blob, into: FetchedObject, progress: Progress | None, one_of: int) -> FetchedObject:
+def _download(
+    store: Store, blob: Blob | File, into: FetchedObject, progress: Progress | None, one_of: int
+) -> FetchedObject:
     """Download all parts and check the hash. A bad transfer is repeated once before the object is blamed.
 
     A manifest names the object, so it has been put: a store that shows objects late is given that time.

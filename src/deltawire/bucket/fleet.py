@@ -16,14 +16,10 @@ from dataclasses import dataclass
 from ..core import keys
 from ..core.errors import Misconfigured
 from ..core.manifest import KEEPER, Heartbeat
-from ..core.parallel import ordered_map
-from .run import HEARTBEATS, Run
+from .run import Run
 
 FRESH_S = 60.0
 """Seconds after which a replica without a new heartbeat is silent; one is due every ten."""
-
-REQUESTS = 16
-"""Heartbeats that are read at the same time."""
 
 _JUST_PUBLISHED = 1000
 """Number of versions by which a heartbeat may be ahead of the newest known one, which was read before it."""
@@ -118,6 +114,8 @@ class Member:
     seen_s: float
     """Seconds since its heartbeat was written, by the store's clock."""
     error: str = ""
+    role: str = ""
+    """KEEPER of a keeper; empty of all others."""
 
     def serves(self, max_lag: int | None = None) -> bool:
         """Whether clients may be sent there."""
@@ -129,18 +127,14 @@ class Member:
         )
 
 
-def members(run: Run, *, fresh: float = FRESH_S) -> tuple[int | None, list[Member]]:
-    """Return the newest version and the replicas with a heartbeat, by name. Keepers serve nobody, and are left out."""
-    newest = run.newest()
-    items = sorted(run.store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)[:HEARTBEATS]
-    beats = ordered_map(lambda item: run.heartbeat(item.key), items, REQUESTS)
-    clock = time.time()
+def members(run: Run, *, fresh: float = FRESH_S, keepers: bool = False) -> tuple[int | None, list[Member]]:
+    """Return the newest version and the replicas with a heartbeat, by name. Keepers serve nobody, and are left out
+    unless `keepers`."""
+    newest, beats, clock = run.newest(), run.heartbeats(), time.time()
     found = [
         _member(beat, newest, clock - item.modified, fresh)
-        for item, beat in zip(items, beats, strict=True)
-        if beat is not None
-        and (beat.run, item.key) == (run.info.run, keys.REPLICAS + beat.replica + ".json")
-        and beat.role != KEEPER
+        for item, beat in beats
+        if item.key == keys.REPLICAS + beat.replica + ".json" and (keepers or beat.role != KEEPER)
     ]
     return newest, sorted(found, key=lambda member: member.replica)
 
@@ -159,6 +153,7 @@ def _member(beat: Heartbeat, newest: int | None, seen: float, fresh: float) -> M
         checked_address(beat.address) if address else "",
         max(seen, 0.0),
         beat.error,
+        beat.role,
     )
 
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 from urllib.parse import urlencode, urlsplit
 
 from ..core.errors import Misconfigured
-from ..core.manifest import Blob
+from ..core.manifest import Blob, File
 from ..store import Store
 
 log = logging.getLogger("deltawire")
@@ -65,7 +65,7 @@ class Neighbour:
             return None
         return _known(url, os.environ.get("DELTAWIRE_CACHE_TOKEN", "").strip() or None)
 
-    def read(self, blob: Blob, write: Callable[[int, bytes], None]) -> bool:
+    def read(self, blob: Blob | File, write: Callable[[int, bytes], None]) -> bool:
         """Write the object in pieces, not yet checked; False if this cache cannot give it now."""
         if time.monotonic() < self._rests_until:
             return False

@@ -49,7 +49,7 @@ from ..core.manifest import (
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
 from ..core.settings import gigabytes
-from ..store import MirroredStore, Store, open_store
+from ..store import MirroredStore, ObjectInfo, Store, open_store
 from .added import AddedLinks
 from .trust import KeysLike, RunTrust, Trust
 
@@ -370,13 +370,15 @@ class Run:
 
     # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def heartbeats(self) -> list[Heartbeat]:
-        """Read the latest heartbeats of replicas, at most HEARTBEATS of them: they are untrusted."""
+    def heartbeats(self) -> list[tuple[ObjectInfo, Heartbeat]]:
+        """Read the latest heartbeats of replicas, each with its object. At most HEARTBEATS: they are untrusted."""
         items = sorted(self.store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)
         if len(items) > HEARTBEATS:
             log.warning("%s has %d heartbeats: only the latest %d are read", self.store.url, len(items), HEARTBEATS)
-        beats = (self.heartbeat(item.key) for item in items[:HEARTBEATS])
-        return [beat for beat in beats if beat is not None]
+            items = items[:HEARTBEATS]
+        beats = ordered_map(lambda item: self.heartbeat(item.key), items, REQUESTS)
+        found = zip(items, beats, strict=True)
+        return [(item, beat) for item, beat in found if beat is not None and beat.run == self.info.run]
 
     def heartbeat(self, key: str) -> Heartbeat | None:
         """Read a heartbeat; None where it is gone or invalid: it is untrusted."""

@@ -200,23 +200,23 @@ def prometheus_targets(found: list[str]) -> str:
 def _render(out: Console, url: str, newest: int | None, found: list[Member], allowed: Allowed) -> None:
     version = "no version yet" if newest is None else f"newest version {newest}"
     out.print(f"{url}  {version}, {len(found)} replicas with a heartbeat", soft_wrap=True)
-    if not found:
-        return
-    columns = ("replica", "version", "lag", "health", "last pause", "seen", "address")
-    print_table(
-        out,
-        columns,
-        [_row(member, allowed) for member in found],
-        left=("replica", "health", "address"),
-        drop=("seen", "last pause"),
-        shorten="replica",
-    )
+    print_members(out, found, allowed)
+
+
+def print_members(out: Console, found: list[Member], allowed: Allowed | None = None) -> None:
+    """Print a table of replicas, and why some of them fail. Addresses that are not `allowed` are marked."""
+    if found:
+        columns = ("replica", "version", "lag", "health", "last pause", "seen", "address")
+        rows, left = [_row(member, allowed) for member in found], ("replica", "health", "address")
+        print_table(out, columns, rows, left=left, drop=("seen", "last pause"), shorten="replica")
     for member in found:
         if member.error:
             out.print(clean(f"{member.replica}: {member.error}"), soft_wrap=True)
 
 
-def _row(member: Member, allowed: Allowed) -> list[str]:
+def _row(member: Member, allowed: Allowed | None) -> list[str]:
+    refused = allowed is not None and member.address and member.address not in allowed
+
     def known(value: Any, text: str) -> str:
         return "–" if value is None else text
 
@@ -227,5 +227,5 @@ def _row(member: Member, allowed: Allowed) -> list[str]:
         member.health,
         known(member.pause_s, duration(member.pause_s or 0.0)),
         f"{duration(max(member.seen_s, 1))} ago",
-        (member.address or "–") + (" (not allowed)" if member.address and member.address not in allowed else ""),
+        (member.address or "–") + (" (not allowed)" if refused else ""),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,16 +22,14 @@ from .common import (
     sparkline,
     times,
 )
+from .fleet import print_members
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..bucket.fleet import Member
     from ..bucket.run import Run
-    from ..core.manifest import Heartbeat, Summary, Tag
-
-SILENT = 60.0
-"""Seconds without a heartbeat after which a replica counts as silent; one is due every ten."""
-
+    from ..core.manifest import Summary, Tag
 
 _METRICS = 4
 """Columns of metrics, where the terminal is wide enough."""
@@ -61,13 +59,14 @@ def command(
       deltawire log s3://runs/chat@best         that version and those before it
       deltawire log s3://runs/chat --all --json | jq '.versions[].bytes'
     """
+    from ..bucket.fleet import members
     from ..bucket.versions import tags
 
     opened, newest = open_version(run, trust)
     named = tags(opened)
     since = 0 if all else max(newest - number + 1, 0)
     versions = list(reversed(opened.timeline(newest, since).values()))
-    beats = sorted((b for b in opened.heartbeats() if b.run == opened.info.run), key=lambda b: b.replica)
+    replicas = _without_ended_keepers(members(opened, keepers=True)[1])
     value = {
         "run": opened.store.url,
         "model": opened.info.model,
@@ -77,9 +76,14 @@ def command(
         "elements": opened.schema.elements,
         "full_bytes": opened.schema.nbytes,
         "versions": [_version(summary, opened, named) for summary in versions],
-        "replicas": _without_ended_keepers([_replica(beat, newest) for beat in beats]),
+        "replicas": [asdict(member) for member in replicas],
     }
-    emit(value, lambda out: _render(out, value), json)
+
+    def render(out: Console) -> None:
+        _render(out, value)
+        print_members(out, replicas)
+
+    emit(value, render, json)
 
 
 def _version(summary: Summary, run: Run, named: dict[str, Tag]) -> dict[str, Any]:
@@ -102,24 +106,14 @@ def _version(summary: Summary, run: Run, named: dict[str, Tag]) -> dict[str, Any
     }
 
 
-def _replica(beat: Heartbeat, newest: int) -> dict[str, Any]:
-    silent = time.time() - beat.at > SILENT
-    return {
-        **pick(beat, "replica", "role", "version"),
-        "lag": newest - beat.version if beat.version is not None else None,
-        "health": "silent" if silent else "ok" if beat.healthy else "failing",
-        **pick(beat, "at", "error", "timings"),
-    }
-
-
-def _without_ended_keepers(replicas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _without_ended_keepers(found: list[Member]) -> list[Member]:
     """Leave out keepers that ended, each of which had a name of its own; where none is at work, all but the latest."""
     from ..core.manifest import KEEPER
 
-    keepers = [replica for replica in replicas if replica["role"] == KEEPER]
-    alive = [keeper for keeper in keepers if keeper["health"] != "silent"]
-    shown = alive or sorted(keepers, key=lambda keeper: float(keeper["at"]))[-1:]
-    return [replica for replica in replicas if replica["role"] != KEEPER or replica in shown]
+    keepers = [member for member in found if member.role == KEEPER]
+    alive = [keeper for keeper in keepers if keeper.health != "silent"]
+    shown = alive or sorted(keepers, key=lambda keeper: keeper.seen_s)[:1]
+    return [member for member in found if member.role != KEEPER or member in shown]
 
 
 def _render(out: Console, value: dict[str, Any]) -> None:
@@ -144,8 +138,6 @@ def _render(out: Console, value: dict[str, Any]) -> None:
             text = f"auto chose {version['encoding'] or 'full weights'} for v{version['version']}: {version['why']}"
             out.print(clean(text), soft_wrap=True)
     _render_sizes(out, value["versions"], full)
-    if value["replicas"]:
-        _render_replicas(out, value["replicas"])
 
 
 def _row(version: dict[str, Any], names: list[str], full: int, elements: int) -> list[str]:
@@ -174,21 +166,3 @@ def _render_sizes(out: Console, versions: list[dict[str, Any]], full: int) -> No
     out.print(f"delta sizes {sparkline(deltas[-100:])} up to {size(max(deltas))}", soft_wrap=True)
     noun = "delta" if len(deltas) == 1 else "deltas"
     out.print(f"{len(deltas)} {noun} in {size(sum(deltas))}, {smaller} smaller than as full weights\n")
-
-
-def _render_replicas(out: Console, replicas: list[dict[str, Any]]) -> None:
-    rows = [
-        [
-            clean(replica["replica"]),
-            "–" if replica["version"] is None else f"v{replica['version']}",
-            "–" if replica["lag"] is None else str(replica["lag"]),
-            replica["health"],
-            age(replica["at"]),
-        ]
-        for replica in replicas
-    ]
-    columns = ("replica", "version", "lag", "health", "seen")
-    print_table(out, columns, rows, left=("replica", "health"), shorten="replica")
-    for replica in replicas:
-        if replica["error"]:
-            out.print(clean(f"{replica['replica']}: {replica['error']}"), soft_wrap=True)

@@ -34,6 +34,7 @@ from .errors import (
     SchemaMismatch,
     UnknownFormat,
 )
+from .manifest import Blob
 from .parallel import default_threads, ordered_map, threads_for
 from .schema import Schema, TensorSpec
 from .typed_json import decode
@@ -159,6 +160,10 @@ class DataFile:
     changed: int
     chunks: Callable[[], Iterator[bytes]]
 
+    def blob(self, key: str) -> Blob:
+        """What a manifest says of it."""
+        return Blob(key, self.size, self.hash, self.head_size, self.head_hash)
+
     @classmethod
     def of(cls, head: bytes, body: Callable[[], Iterator[bytes]], changed: int, threads: int = 1) -> DataFile:
         """A file of these parts. Reads the body once to hash it, on `threads`, and again for every put."""
@@ -235,6 +240,20 @@ class DeltaWriter:
                     yield data
 
         return DataFile.of(container.build(items, everything) + index, body, self.changed)
+
+    def finish_link(self, run: str, base: int, version: int, base_digest: str, digest: str, elements: int) -> DataFile:
+        """As `finish`, for a delta between two versions of a run whose model has so many elements."""
+        return self.finish(
+            {
+                "run": run,
+                "model_version": str(version),
+                "base_version": str(base),
+                BASE_DIGEST: base_digest,
+                DIGEST: digest,
+                "total_params": str(max(elements, 1)),
+                "sparsity": f"{1 - self.changed / max(elements, 1):.6f}",
+            }
+        )
 
     def close(self) -> None:
         self._spool.close()

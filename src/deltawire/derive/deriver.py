@@ -123,21 +123,15 @@ class Deriver:
 
     def _last(self) -> int | None:
         """The version that the newest one of the derived run was computed from."""
-        try:
-            signing = self._publisher._options.signing
-            # its own key, which need not be one that readers of the source trust
-            derived = Run.open(self._publisher._store, trust=None if signing is None else signing.trust)
-        except RunNotFound:
-            return None
-        newest = derived.newest()
+        newest = self._publisher.newest
         if newest is None:
             return None
-        origin, source = derived.manifest(newest).origin, self._source
+        origin, source = newest.origin, self._source
         if origin is None or (origin.run, origin.view) != (source.info.run, self._view_name):
             what = "is derived from no run" if origin is None else f"is the {origin.view} of the run {origin.run}"
             raise DivergedRun(
-                f"version {newest} of {derived.store.url} {what}, and {source.store.url} is the run {source.info.run}: "
-                "give the derived run an address of its own"
+                f"version {newest.version} of {self._publisher.url} {what}, and {source.store.url} is the run "
+                f"{source.info.run}: give the derived run an address of its own"
             )
         return origin.version
 

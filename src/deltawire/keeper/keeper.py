@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from ..core.errors import (
 )
 from ..core.manifest import KEEPER, Blob, Link, Manifest, main_link
 from ..core.signing import SigningKey
-from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter
+from ..core.sparse import DataFile, DeltaWriter
 from ..derive.deriver import Deriver
 from ..replica.model import ModelTarget, StagedModel
 from ..replica.replica import TRIES, Replica
@@ -394,23 +394,14 @@ class Keeper:
             return []  # pruned meanwhile
         trainers = main_link(manifest).encoding
         encoding = self.options.encoding or trainers or "packed"
-        digest, total = StateDigest.parse(base.digest), max(self.run.schema.elements, 1)
+        digest = StateDigest.parse(base.digest)
         with DeltaWriter(encoding) as delta:
             for block, step in skip.encode(encoding):
                 delta.add(block)
                 digest += step
             require_digest(manifest, digest)
-            file = delta.finish(
-                {
-                    "run": self.run.info.run,
-                    "model_version": str(version),
-                    "base_version": str(skip.base),
-                    BASE_DIGEST: base.digest,
-                    DIGEST: manifest.digest,
-                    "total_params": str(total),
-                    "sparsity": f"{1 - delta.changed / total:.6f}",
-                }
-            )
+            run, elements = self.run.info.run, self.run.schema.elements
+            file = delta.finish_link(run, skip.base, version, base.digest, manifest.digest, elements)
             if 2 * file.size >= self.run.schema.nbytes:
                 return []
             blob = self._put(keys.delta(skip.base, version, self._mark), file)
@@ -446,7 +437,7 @@ class Keeper:
                 yield chunk
 
         self.run.store.put(key, chunks)
-        return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
+        return file.blob(key)
 
     # ── mirrors, views, retention ────────────────────────────────────────────────────────────────────────────────────
 
@@ -485,12 +476,11 @@ class Keeper:
     def _derive(self, view: str, url: str, newest: int) -> str:
         deriver = self._derivers.pop(url, None) or Deriver(self.run, url, view, resolve=self._resolve, sign=self._sign)
         since = self.options.since
-        try:
+        with ExitStack() as failed:
+            failed.push(deriver)  # its thread would hold a copy of the weights
             for _ in deriver.follow(newest if since is None else since, once=True):
                 if self._ending.is_set():
                     break
-        except BaseException as error:
-            deriver.__exit__(type(error))  # its thread would hold a copy of the weights
-            raise
+            failed.pop_all()
         self._derivers[url] = deriver
         return ""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..bucket.fetch import PART, fetch
+from ..bucket.fetch import fetch
 from ..bucket.prune import Retention, prune
 from ..bucket.run import DAMAGE, MANIFEST, RUN, SMALL, Run, blobs
 from ..core import history, keys
@@ -169,12 +169,12 @@ class Mirror:
     def _data(self, blob: Blob | File) -> None:
         if self._sizes.get(blob.key) == blob.size:
             return
-        with fetch(self._run.store, Blob(blob.key, blob.size, blob.hash), self._go_on) as data:
+        with fetch(self._run.store, blob, self._go_on) as data:
 
             def chunks() -> Iterator[bytes]:
-                for start in range(0, blob.size, PART):
+                for chunk in data.chunks():
                     self._go_on()
-                    yield data.read(start, min(PART, blob.size - start))
+                    yield chunk
 
             self.store.put(blob.key, chunks)
         self._sizes[blob.key] = blob.size

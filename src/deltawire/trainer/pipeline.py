@@ -92,6 +92,11 @@ class Pipeline:
         """Whether something was published or resumed."""
         return self._session is not None
 
+    @property
+    def newest(self) -> Manifest | None:
+        """Of rank 0: the newest committed version."""
+        return self._committer.newest if self._committer else None
+
     def publish(
         self,
         model: Model,

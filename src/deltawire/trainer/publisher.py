@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..bucket.trust import KeysLike
 from ..bucket.versions import address_only
 from ..core.errors import DeltawireError, Misconfigured, OutOfStep
-from ..core.manifest import Origin
+from ..core.manifest import Manifest, Origin
 from ..core.signing import SigningKey
 from ..models import AUTO, Model
 from ..store import Store, open_store
@@ -240,6 +240,11 @@ class Publisher:
     def version(self) -> int | None:
         """The newest committed version; None before the first."""
         return self._pipeline.version
+
+    @property
+    def newest(self) -> Manifest | None:
+        """Manifest of the newest committed version, on the rank that commits; None before the first."""
+        return self._pipeline.newest
 
     @property
     def queue(self) -> int:

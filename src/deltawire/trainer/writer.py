@@ -25,7 +25,7 @@ from ..core.change import Region
 from ..core.digest import StateDigest
 from ..core.dtypes import lookup
 from ..core.manifest import Blob, Link, Manifest, Origin
-from ..core.sparse import BASE_DIGEST, DIGEST, DataFile, DeltaWriter, EncodedBlock
+from ..core.sparse import DataFile, DeltaWriter, EncodedBlock
 from ..metrics import VersionFigures
 from .captures import Capture, Changes
 from .collective import Group
@@ -255,18 +255,8 @@ class VersionWriter:
 
     def _finish(self, terms: Terms, base: int, digest: StateDigest, delta: DeltaWriter) -> DataFile:
         """The file of a delta whose blocks are all there."""
-        total = max(self._run.schema.elements, 1)
-        return delta.finish(
-            {
-                "run": self._run.info.run,
-                "model_version": str(terms.version),
-                "base_version": str(base),
-                BASE_DIGEST: terms.bases.get(base, ""),
-                DIGEST: str(digest),
-                "total_params": str(total),
-                "sparsity": f"{1 - delta.changed / total:.6f}",
-            }
-        )
+        run, before = self._run, terms.bases.get(base, "")
+        return delta.finish_link(run.info.run, base, terms.version, before, str(digest), run.schema.elements)
 
     def _put(
         self,
@@ -297,7 +287,7 @@ class VersionWriter:
                         pending.progress("put", len(chunk), size)
 
             self._run.store.put(key, chunks)
-            return Blob(key, file.size, file.hash, file.head_size, file.head_hash)
+            return file.blob(key)
 
         def put_delta(base: int, file: DataFile) -> None:
             blob = upload(keys.delta(base, version, terms.writer, self._shard), file)

@@ -158,7 +158,7 @@ def test_requests_get_the_versions_they_accept(world: World, make: Any, tmp_path
         assert waiting.result(60).headers["deltawire-version"] == "1"
     past = ask(exact="0")
     assert (past.status_code, past.json()["error"]["version"]) == (409, 1)
-    until(lambda: Run.open(str(tmp_path / "run")).heartbeats()[0].address == "10.0.0.5:8000")
+    until(lambda: Run.open(str(tmp_path / "run")).heartbeats()[0][1].address == "10.0.0.5:8000")
 
 
 def test_a_server_without_a_run_has_no_version(make: Any) -> None:

@@ -317,7 +317,7 @@ def test_dashboards_get_what_they_ask_for(tmp_path: Path) -> None:
                 time.sleep(0.05)
             text = client.get("/metrics").text + generate_latest(gauges).decode()
     # the page of `deltawire dash` reads it from the bucket
-    (beat,) = Run.open(str(tmp_path / "run")).heartbeats()
+    ((_, beat),) = Run.open(str(tmp_path / "run")).heartbeats()
     assert [(sync.version, sync.error) for sync in beat.syncs] == [(1, "")]
     assert {"fetch", "decode", "apply", "prove", "pause"} <= beat.syncs[0].timings.keys()
     # Grafana from Prometheus
