@@ -194,8 +194,7 @@ def test_an_object_that_is_gone_at_the_source_holds_up_nothing(kept: Kept) -> No
 
 @pytest.mark.parametrize("while_it", ["fetches", "writes"])
 def test_an_end_breaks_off_the_copy_of_an_object(kept: Kept, while_it: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("keeper.mirror", "bucket.fetch"):
-        monkeypatch.setattr(f"deltawire.{module}.PART", 100_000)
+    monkeypatch.setattr("deltawire.bucket.fetch.PART", 100_000)
     stop, store, whole = threading.Event(), empty(), []
 
     class Source(CountingStore):
