@@ -63,6 +63,7 @@ ELSEWHERE = {
     "deltawire/engines/sglang/guard.py": "engines/live/test_sglang.py",
     "deltawire/engines/sglang/hooks.py": "engines/live/test_sglang.py",
     # nothing of it runs without vLLM
+    "deltawire/engines/vllm/adapter_worker.py": "engines/vllm/live_adapters.py",
     "deltawire/engines/vllm/hooks.py": "engines/vllm/live.py",
     "deltawire/engines/vllm/worker.py": "engines/vllm/live.py",
     # stages of one publish, tested through it

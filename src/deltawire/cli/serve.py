@@ -54,6 +54,15 @@ def command(
     run: Annotated[
         str | None, typer.Option("--run", metavar="RUN[@VERSION]", help="The run to follow, or a version to stay at.")
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="NAME=RUN",
+            help="With --engine vllm: follow a run of adapters too, or without --run them alone. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.builtin,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
@@ -167,11 +176,12 @@ def command(
       deltawire serve Qwen/Qwen3-0.6B --run s3://runs/chat
       deltawire serve --run s3://runs/chat@41     stay at version 41
       deltawire serve --engine vllm s3://runs/chat -- --max-num-seqs 64
+      deltawire serve --engine vllm Qwen/Qwen3-0.6B --adapter policy=s3://runs/lora
       deltawire serve --engine sglang s3://runs/chat -- --tp-size 2
     """
-    if run is None:
+    if run is None and not adapter:
         model, run = None, model
-    if run is None:
+    if run is None and not (adapter and model):
         raise typer.BadParameter("name a run: deltawire serve RUN, or deltawire serve MODEL --run RUN")
     builtin = engine is Engine.builtin
     if folder and (builtin or model):
@@ -180,6 +190,8 @@ def command(
         raise typer.BadParameter(
             "--kv version is for --engine vllm or sglang; this server keeps no prefixes: clear or keep"
         )
+    if adapter and engine is not Engine.vllm:
+        raise typer.BadParameter("--adapter is for --engine vllm")
     if ctx.args and builtin:
         raise typer.BadParameter(f"{ctx.args[0]!r} is a flag of another server, and needs --engine vllm or sglang")
 
@@ -190,7 +202,7 @@ def command(
         os.environ["DELTAWIRE_TRUST"] = trust
     token = read_token(token_file)
     check_guarded(host, token)
-    where, pin = _pin(run)
+    where, pin = _pin(run) if run else ("", None)
     if not builtin:
         from ..engines.live import launch as live
         from ..engines.sglang import launch as sglang
@@ -212,6 +224,7 @@ def command(
             version_wait=version_wait,
             max_model_len=max_model_len,
             logprobs_mode=logprobs_mode.value,
+            adapters=", ".join(adapter or ()),
             extra=ctx.args,
         )
         live.launch(vllm if engine is Engine.vllm else sglang, following, model, folder)

@@ -4,6 +4,8 @@ GET  /deltawire/status                     state, version, lag, …: see `status
 GET  /deltawire/digest                     the state digest of the live weights, computed now
 POST /deltawire/sync   {"version": 41}     go to a version now, the newest by default
 POST /deltawire/pin    {"version": 41}     go to a version and stay there; null follows again
+
+With {"adapter": "policy", …} the last two are about an adapter that the server follows.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
@@ -52,9 +54,13 @@ def status(engine: str, model: str, follower: Follower | None, **more: Any) -> d
     said = {"engine": engine, "model": model, "state": state, "reason": reason}
     if follower is None:
         return {**said, "run": None, "version": None, **more}
+    return {**said, **figures(follower), **more}
+
+
+def figures(follower: Follower) -> dict[str, Any]:
+    """Return what a follower has reached, as GET /deltawire/status shows it."""
     replica = follower.replica
     return {
-        **said,
         "run": replica.url,
         "id": replica.id,
         "version": replica.version,
@@ -64,7 +70,6 @@ def status(engine: str, model: str, follower: Follower | None, **more: Any) -> d
         "syncs": follower.syncs,
         "failures": replica.failures,
         "timings": {phase: round(seconds, 6) for phase, seconds in follower.phases.items()},
-        **more,
     }
 
 
@@ -106,10 +111,21 @@ def _metrics(follower: Follower) -> Iterator[Any]:
 
 
 def routes(
-    follower: Callable[[], Follower], status: Callable[[], dict[str, Any]], authorize: Callable[[Request], None]
+    follower: Callable[[], Follower],
+    status: Callable[[], dict[str, Any]],
+    authorize: Callable[[Request], None],
+    adapters: Callable[[], Mapping[str, Follower]] = dict,
 ) -> APIRouter:
     """Return the control routes. `follower` and `authorize` raise HTTPException to refuse a request."""
     router = APIRouter()
+
+    def chosen(info: dict[str, Any]) -> Follower:
+        name = info.get("adapter")
+        if name is None:
+            return follower()
+        if name not in (found := adapters()):
+            raise HTTPException(404, f"this server follows no adapter {name!r:.100}; it follows {[*found]}")
+        return found[name]
 
     @router.get("/deltawire/status")
     async def show_status() -> dict[str, Any]:
@@ -127,13 +143,15 @@ def routes(
     @router.post("/deltawire/sync")
     async def sync(request: Request) -> dict[str, Any]:
         authorize(request)
-        await command(follower(), (await read(request, {"version"})).get("version"))
+        info = await read(request, {"version", "adapter"})
+        await command(chosen(info), info.get("version"))
         return status()
 
     @router.post("/deltawire/pin")
     async def pin(request: Request) -> dict[str, Any]:
         authorize(request)
-        await command(follower(), (await read(request, {"version"})).get("version"), pin=True)
+        info = await read(request, {"version", "adapter"})
+        await command(chosen(info), info.get("version"), pin=True)
         return status()
 
     return router

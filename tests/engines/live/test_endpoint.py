@@ -49,11 +49,12 @@ class Server:
         self.client.vllm_config.weight_transfer_config = SimpleNamespace(backend=args.pop("backend", "deltawire"))
         self.args = SimpleNamespace(**{"host": "127.0.0.1", "served_model_name": None, "model": "a/folder", **args})
         self.plugin, self.app, self._loop = Plugin(), FastAPI(), loop
+        self.state: Any = None
         self.app.add_api_route("/health", lambda: Response(status_code=200), methods=["GET"])
         self.plugin.attach_router(self.app)
 
     def start(self) -> Server:
-        self._run(self.plugin.init_state(self.client, None, self.args))
+        self._run(self.plugin.init_state(self.client, self.state, self.args))
         return self
 
     def _run(self, work: Any) -> Any:
@@ -291,6 +292,20 @@ def test_a_server_that_cannot_follow_its_run_does_not_start(make: Any, caplog: p
     assert "set DELTAWIRE_RUN" in caplog.text
 
 
+def test_a_server_that_cannot_follow_adapters_does_not_start(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "deltawire")
+    server = make("", {"backend": None}, DELTAWIRE_ADAPTERS="policy=s3://runs/lora")
+    server.client.vllm_config.lora_config = None
+    server.state = SimpleNamespace(openai_serving_models=None)
+    with pytest.raises(Misconfigured, match="add --enable-lora --max-loras 2 --max-cpu-loras 3"):
+        server.start()
+    # adapters need no weight-transfer back end
+    assert "can follow no run" not in caplog.text
+    server.args.api_server_count = 2
+    with pytest.raises(Misconfigured, match="--api-server-count 1"):
+        server.start()
+
+
 def test_reasons_not_to_patch_that_memory_does_not_show() -> None:
     def reasons(**config: Any) -> list[str]:
         model = SimpleNamespace(quantization=config.pop("quantization", None), hf_config=SimpleNamespace(**config))
@@ -328,12 +343,13 @@ def test_what_deltawire_logs_is_written_once_by_vllms_handlers() -> None:
 
     lines: list[str] = []
     vllm, handler = logging.getLogger("vllm"), Written()
-    vllm.setLevel(logging.INFO)
+    vllm.setLevel(logging.NOTSET)
     vllm.propagate = False
     with fresh_logger() as log:
         plugin.log_to_vllm()
         plugin.log_to_vllm()
         # vLLM configures its logging after plugins were loaded, and something gives the root logger a handler
+        vllm.setLevel(logging.INFO)
         vllm.addHandler(handler)
         logging.getLogger().addHandler(handler)
         log.warning("version %d is bad", 4)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deltawire.engines.live.samples import VersionMiddleware
+from deltawire.engines.live.samples import VersionMiddleware, current
 from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
 from deltawire.engines.vllm.samples import observe
 
@@ -245,3 +245,62 @@ def test_a_stream_that_breaks_its_bound_ends_with_the_error() -> None:
     assert json.loads(first.removeprefix("data: "))["choices"] == chosen[0]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == 409
     assert done == "data: [DONE]"
+
+
+# ── requests for adapters ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "model, bound, status, version",
+    [
+        ("policy", "41", 200, b"41"),
+        ("policy", "40", 409, b"41"),
+        ("policy@40", "40", 200, b"40"),
+        ("base", "7", 200, b"7"),
+        ("base", "41", 409, b"7"),
+    ],
+)
+def test_a_bound_is_about_the_adapter_that_a_request_names(model: str, bound: str, status: int, version: bytes) -> None:
+    """The engine marks tokens with the version of the base weights, 7; the body comes in two parts and is passed on."""
+    engine, answer = Engine([output(0, [span("7", 0, 2)])]), plain(None, prompts=0, content={"choices": [{"index": 0}]})
+    observe(engine, lambda: 7)
+    followed = SimpleNamespace(listeners=set(), pin=None, hurry=lambda seconds: None)
+    versions = {"policy": 41, "policy@40": 40}
+    body = json.dumps({"model": model, "prompt": "t5"}).encode()
+    parts = [
+        {"type": "http.request", "body": body[:9], "more_body": True},
+        {"type": "http.request", "body": body[9:]},
+    ]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return parts.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] + (await receive())["body"] == body
+        if model in versions and (record := current.get()):
+            record.adapter_version = versions[model]
+        async for _ in engine.generate(0):
+            pass
+        await answer(scope, receive, send)
+
+    def find(name: str) -> Any:
+        return (followed, lambda: versions[name]) if name in versions else None
+
+    headers = [(EXACT_VERSION_HEADER.encode(), bound.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    middleware = VersionMiddleware(app, lambda: 7, lambda: followed, 0.05, adapters=lambda: find)
+    asyncio.run(middleware(scope, receive, send))
+    assert (sent[0]["status"], dict(sent[0]["headers"])[VERSION_HEADER.encode()]) == (status, version)
+    if status == 200:
+        [choice] = json.loads(sent[1]["body"])["choices"]
+        assert choice["weight_versions"] == [{"version": int(version), "start": 0, "end": 2}]
+
+
+def test_a_server_without_a_version_sends_no_header() -> None:
+    engine = Engine([output(0, None, finished=False)])
+    headers, _ = call(engine, plain(engine), present=lambda: None)
+    assert VERSION_HEADER.encode() not in headers

@@ -35,6 +35,19 @@ def test_without_a_choice_keys_and_values_are_kept_apart_by_version() -> None:
     assert settings.read(prepare(options, "m", VLLM, {"DELTAWIRE_KV": "clear"})[1]).policy.kv == "clear"
 
 
+def test_a_server_of_adapters_alone_has_room_for_them() -> None:
+    options = Options(adapters="policy=/runs/a, judge=/runs/b")
+    command, environment = prepare(options, "a/base", VLLM, {})
+    assert command[:3] == ["vllm", "serve", "a/base"]
+    assert command[-5:] == ["--enable-lora", "--max-loras", "3", "--max-cpu-loras", "5"]
+    assert not {"--weight-transfer-config", "--served-model-name"} & {*command}
+    assert settings.read(environment).adapters == {"policy": "/runs/a", "judge": "/runs/b"}
+    options = Options(run="s3://runs/chat", adapters="policy=/runs/a")
+    both, _ = prepare(options, "m", VLLM, {"DELTAWIRE_ADAPTERS_KEEP": "0"})
+    assert both[-5:] == ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2"]
+    assert "--weight-transfer-config" in both
+
+
 def test_what_every_process_of_a_server_imports_is_light() -> None:
     """vLLM looks through all modules when a worker starts, and fails at some of what numba brings."""
     code = "import sys, deltawire.engines.live.settings; print([m for m in ('numba', 'torch') if m in sys.modules])"

@@ -12,6 +12,7 @@ target      all ranks as one target of a replica: stage, swap, or reload
 engine      what a target needs of the engine: calls to ranks, the swap between two steps, a pause, a name
 channel     calls between these processes; arrays: files in memory that they share
 follower    a replica and that target, in the HTTP server: pin, state, naming the version
+adapters    versions of adapters beside the base weights: followed, loaded, lent to requests, dropped
 endpoint    routes, metrics and the follower's thread; samples: versions on completions; settings: the environment
 launch      `deltawire serve --engine …`: write a version to a folder, then become the engine's server
 """

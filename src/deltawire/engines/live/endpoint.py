@@ -16,12 +16,13 @@ from fastapi import HTTPException, Request
 from prometheus_client import REGISTRY
 
 from ...bucket.run import Run
-from ...bucket.versions import number, resolve
+from ...bucket.versions import number, resolve, split
 from ...core.errors import DeltawireError, Misconfigured
 from .. import control, names
 from ..access import is_bearer, is_loopback, public_address
 from ..bounds import Following
 from . import settings
+from .adapters import AdapterMetrics, Adapters
 from .engine import Engine
 from .follower import EngineFollower
 from .samples import PATHS, VersionMiddleware
@@ -44,6 +45,7 @@ class Endpoint:
         self._target: EngineTarget | None = None
         self._run = ""
         """Address of the run that is followed, as it was written."""
+        self._adapters: Adapters | None = None
         self._host: str | None = None
         self._address = ""
         """Where clients reach this server."""
@@ -59,21 +61,27 @@ class Endpoint:
         """Add routes, and versions on completions."""
         self._attach_routes(app)
         app.add_middleware(
-            VersionMiddleware, present=self._version, follower=self._leader, wait_s=self._settings.version_wait,
+            VersionMiddleware,
+            present=self._version,
+            follower=self._leader,
+            wait_s=self._settings.version_wait,
             paths=self.paths,
-        )  # fmt: skip
+            adapters=lambda: self._adapters and self._adapters.followed,
+        )
 
     def _attach_routes(self, app: Any) -> None:
-        router = control.routes(self._followed, self._status, self._authorize)
+        router = control.routes(
+            self._followed, self._status, self._authorize, lambda: self._adapters.followers if self._adapters else {}
+        )
         router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
         app.include_router(router)
-        app.add_middleware(HealthMiddleware, health=lambda: control.health(self._follower))
+        app.add_middleware(HealthMiddleware, health=self._health)
 
     def _listens(self, host: str | None, port: int | None, model: str) -> None:
         """Note where the server listens, without a port where that is no address, and what clients call the model."""
         self._host, self._model = host, model
         self._address = self._settings.address or (public_address(host, port) if port else "")
-        if not self._settings.run:
+        if not self._settings.run and not self._settings.adapters:
             log.info("no run to follow yet: set DELTAWIRE_RUN, or name one to POST /update_weights")
         if not self._settings.token and not is_loopback(host):
             log.warning("this server refuses pin and sync: set DELTAWIRE_TOKEN, or start it with --host 127.0.0.1")
@@ -104,6 +112,23 @@ class Endpoint:
             # a server that ends in order takes its address out of the heartbeat
             atexit.register(self._follower.stop, 5.0)
         return self._follower
+
+    def _follow_adapters(self, make: Callable[..., Adapters]) -> None:
+        """Follow the runs of adapters, with the engine's own kind of `Adapters`."""
+        config = self._settings
+        named = {name: split(text) for name, text in config.adapters.items()}
+        self._adapters = make(
+            {name: run for name, (run, _) in named.items()},
+            pins={name: _pinned(run, version or "", "DELTAWIRE_ADAPTERS") for name, (run, version) in named.items()},
+            base=lambda: self._follower,
+            keep=config.adapters_keep,
+            heartbeat=config.heartbeat,
+            address=self._address,
+            poll=config.poll,
+        )
+        REGISTRY.register(AdapterMetrics(self._adapters.followers))
+        self._adapters.start()
+        atexit.register(self._adapters.stop, 5.0)
 
     # ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -155,8 +180,15 @@ class Endpoint:
             raise
 
     def _status(self) -> dict[str, Any]:
-        more = {} if self._follower is None else {"guard": self._follower.target.guard}
+        more: dict[str, Any] = {} if self._follower is None else {"guard": self._follower.target.guard}
+        if self._adapters is not None:
+            more["state"], more["reason"] = self._health()
+            more["adapters"] = self._adapters.status()
         return control.status(self.engine, self._model, self._follower, **more)
+
+    def _health(self) -> tuple[str, str]:
+        found = control.health(self._follower)
+        return found if self._adapters is None else self._adapters.health(*found)
 
     def _authorize(self, request: Request) -> None:
         """Control routes change what is served. Without a token only processes of this machine may use them."""
@@ -208,12 +240,12 @@ class HealthMiddleware:
         await send({"type": "http.response.body", "body": body})
 
 
-def _pinned(run: str, text: str) -> int | None:
-    """The version that DELTAWIRE_PIN names. Only what is not a number needs the run to be there already."""
+def _pinned(run: str, text: str, setting: str = "DELTAWIRE_PIN") -> int | None:
+    """The version that a setting names. Only what is not a number needs the run to be there already."""
     exact = number(text)
     if not text or (exact is not None and exact >= 0):
         return exact
     try:
         return resolve(Run.open(run), text)
     except DeltawireError as error:
-        raise Misconfigured(f"DELTAWIRE_PIN is {text[:80]!r}: {error}") from error
+        raise Misconfigured(f"{setting} is {text[:80]!r}: {error}") from error

@@ -24,7 +24,8 @@ from ..names import model_name
 class Options:
     """What a server is to follow, and how it is reached."""
 
-    run: str
+    run: str = ""
+    """Empty where only adapters are followed."""
     host: str = "127.0.0.1"
     port: int = 8000
     version: int | None = None
@@ -44,6 +45,8 @@ class Options:
     max_model_len: int | None = None
     logprobs_mode: str | None = None
     """`raw_logprobs` or `processed_logprobs`; the engine's own default if it is None."""
+    adapters: str = ""
+    """DELTAWIRE_ADAPTERS: runs of adapters, NAME=RUN, NAME=RUN."""
     extra: Sequence[str] = ()
     """More of the engine's own flags."""
 
@@ -51,7 +54,7 @@ class Options:
     def listen(self) -> list[str]:
         """Flags that engines have in common."""
         name = self.name or model_name(self.run)
-        return ["--host", self.host, "--port", str(self.port), "--served-model-name", name]
+        return ["--host", self.host, "--port", str(self.port), *(["--served-model-name", name] if name else [])]
 
     def variables(self) -> dict[str, str]:
         """What the plugin reads (settings.py), the token included: every process can read a command line."""
@@ -62,6 +65,7 @@ class Options:
             "DELTAWIRE_TOKEN": self.token or None,
             "DELTAWIRE_ADDRESS": self.address or None,
             "DELTAWIRE_VERSION_WAIT": self.version_wait,
+            "DELTAWIRE_ADAPTERS": self.adapters or None,
         }
         return {
             "DELTAWIRE_RUN": self.run,

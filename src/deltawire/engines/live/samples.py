@@ -30,6 +30,8 @@ class Record:
         self.bound = bound
         self.spans: Spans = {}
         self.prompts = 0
+        self.adapter_version: int | None = None
+        """The version of the adapter that makes the answer; None if no followed adapter does."""
 
     def breaks_bound(self, spans: list[dict[str, Any]]) -> bool:
         """Whether a choice has tokens that the request does not accept."""
@@ -55,10 +57,15 @@ def _mixed(versions: list[Any]) -> bool:
     return not all(isinstance(version, int) for version in versions)
 
 
+Adapter = tuple[Following, Callable[[], int | None]]
+"""What leads an adapter from version to version, and what returns the version that a request for it gets."""
+
+
 class VersionMiddleware:
     """Middleware that adds versions to responses, and answers 409 where they are not those that a request accepts.
 
-    Plain ASGI: streams are not delayed. `follower` returns None while there is no run to follow.
+    Plain ASGI: streams are not delayed. `follower` returns None while there is no run to follow. `adapters` returns
+    None if none are followed, else what finds the one that a request names: its bound is about the adapter's versions.
     """
 
     def __init__(
@@ -68,8 +75,10 @@ class VersionMiddleware:
         follower: Callable[[], Following | None] = lambda: None,
         wait_s: float = WAIT_S,
         paths: Sequence[str] = PATHS,
+        adapters: Callable[[], Callable[[str], Adapter | None] | None] = lambda: None,
     ) -> None:
-        self._app, self._present, self._follower, self._wait_s, self._paths = app, present, follower, wait_s, paths
+        self._app, self._present, self._follower, self._wait_s = app, present, follower, wait_s
+        self._paths, self._adapters = paths, adapters
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         asks = scope["type"] == "websocket" or (scope["type"] == "http" and scope["method"] == "POST")
@@ -93,21 +102,45 @@ class VersionMiddleware:
         if not labelled:
             await self._app(scope, receive, send)
             return
-        if bound is not None and not await self._has(bound):
-            follower = self._follower()
-            pin = None if follower is None else follower.pin
-            await _send_json(send, 409, bound.refusal(self._present(), pin=pin), self._present())
-            return
+        follower, present = self._follower(), self._present
+        if bound is not None:
+            if (adapter := self._adapters()) is not None:
+                body, receive = await _read_ahead(receive)
+                follower, present = adapter(_model(body)) or (follower, present)
+            if follower is None or not await reached(bound, follower, present, self._wait_s):
+                pin = None if follower is None else follower.pin
+                await _send_json(send, 409, bound.refusal(present(), pin=pin), present())
+                return
         record = Record(bound)
         token = current.set(record)
         try:
-            await self._app(scope, receive, _Marked(send, record, self._present))
+            await self._app(scope, receive, _Marked(send, record, present))
         finally:
             current.reset(token)
 
-    async def _has(self, bound: Bound) -> bool:
-        follower = self._follower()
-        return follower is not None and await reached(bound, follower, self._present, self._wait_s)
+
+async def _read_ahead(receive: Any) -> tuple[bytes, Any]:
+    """Read the body of a request. Also returns what gives all messages again."""
+    messages, body = [await receive()], b""
+    while messages[-1]["type"] == "http.request":
+        body += messages[-1].get("body", b"")
+        if not messages[-1].get("more_body"):
+            break
+        messages.append(await receive())
+
+    async def again() -> Any:
+        return messages.pop(0) if messages else await receive()
+
+    return body, again
+
+
+def _model(body: bytes) -> str:
+    """The model that a request names; empty if it names none."""
+    try:
+        name = json.loads(body).get("model")
+    except (ValueError, AttributeError, RecursionError):
+        return ""
+    return name if isinstance(name, str) else ""
 
 
 async def _send_json(send: Any, status: int, content: Any, version: Any) -> None:
@@ -144,7 +177,7 @@ class _Marked:
             self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
             self._start = message
             if self._streams:
-                await self._begin(str(self._present()), None)
+                await self._begin(self._version(), None)
         elif message["type"] != "http.response.body":
             await self._send(message)
         elif self._streams:
@@ -154,16 +187,21 @@ class _Marked:
             if not message.get("more_body"):
                 bound, made = self._record.bound, self._record.spans.values()
                 if bound and self._start["status"] == 200 and any(map(self._record.breaks_bound, made)):
-                    present = self._present()
+                    present = self._version()
                     await _send_json(self._send, 409, bound.refusal(present, self._record.header), present)
                     return
                 body = self._with_versions(self._body)
-                await self._begin(self._record.header or str(self._present()), len(body))
+                await self._begin(self._record.header or self._version(), len(body))
                 await self._send({"type": "http.response.body", "body": body})
 
-    async def _begin(self, version: str, length: int | None) -> None:
+    def _version(self) -> Any:
+        adapter = self._record.adapter_version
+        return self._present() if adapter is None else adapter
+
+    async def _begin(self, version: Any, length: int | None) -> None:
         headers = [(n, v) for n, v in self._start["headers"] if length is None or n.lower() != b"content-length"]
-        headers.append((VERSION_HEADER.encode(), version.encode()))
+        if version is not None:
+            headers.append((VERSION_HEADER.encode(), str(version).encode()))
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
         await self._send({**self._start, "headers": headers})
@@ -198,7 +236,7 @@ class _Marked:
             if spans is None or (finished and not choice.get("meta_info", choice).get("finish_reason")):
                 continue
             if finished and self._record.bound and self._record.breaks_bound(spans):
-                content = self._record.bound.refusal(self._present(), self._record.header)
+                content = self._record.bound.refusal(self._version(), self._record.header)
                 break
             choice[VERSIONS_FIELD] = spans
         return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()

@@ -7,6 +7,7 @@ heavy.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -46,6 +47,10 @@ class Settings:
     """DELTAWIRE_ADDRESS: host:port for clients, in the heartbeat; by default where the server listens."""
     version_wait: float = 30.0
     """DELTAWIRE_VERSION_WAIT: seconds that a request waits for a version it accepts, before a 409."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """DELTAWIRE_ADAPTERS: the runs of adapters, by the name that requests use: `policy=s3://runs/lora, judge=…`."""
+    adapters_keep: int = 1
+    """DELTAWIRE_ADAPTERS_KEEP: older versions of each adapter that stay loaded although nothing uses them."""
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -75,4 +80,31 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
         heartbeat=number("DELTAWIRE_HEARTBEAT", 10.0),
         address=environment.get("DELTAWIRE_ADDRESS", ""),
         version_wait=number("DELTAWIRE_VERSION_WAIT", 30.0),
+        adapters=_adapters(environment.get("DELTAWIRE_ADAPTERS", "")),
+        adapters_keep=_count("DELTAWIRE_ADAPTERS_KEEP", environment.get("DELTAWIRE_ADAPTERS_KEEP") or "1"),
     )
+
+
+_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
+
+
+def _adapters(text: str) -> dict[str, str]:
+    """Read `policy=s3://runs/lora, judge=s3://runs/judge@41`. Each run may have several addresses."""
+    found: dict[str, str] = {}
+    # a comma before `name=` begins the next adapter, any other one separates two addresses of the same run
+    for entry in re.split(r",(?=\s*[^\s,=:?]+\s*=)", text):
+        if not entry.strip():
+            continue
+        name, _, run = (part.strip() for part in entry.partition("="))
+        if not _ADAPTER.fullmatch(name) or not run:
+            raise Misconfigured(f"DELTAWIRE_ADAPTERS has {entry.strip()[:200]!r}; write NAME=RUN, NAME=RUN, …")
+        if name in found:
+            raise Misconfigured(f"DELTAWIRE_ADAPTERS names {name!r} twice")
+        found[name] = run
+    return found
+
+
+def _count(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise Misconfigured(f"{name} is {text[:80]!r}; it is a number of versions")
+    return int(text)

@@ -145,7 +145,7 @@ class EngineTarget:
         if not failure and not (unused and missing):
             return
         differences: list[str] = []
-        folder = self._source_folder()
+        folder = source_folder(self._from)
         if folder is not None:
             differences = full.Checkpoint(folder).schema.differences(schema, ours=self._from, theirs="the run")
         elif not failure:
@@ -169,15 +169,12 @@ class EngineTarget:
 
     def _source(self, schema: Schema) -> full.Source | None:
         """The checkpoint that the server started from, where it is one of this schema."""
-        folder = self._source_folder()
+        folder = source_folder(self._from)
         try:
             return as_run(full.Checkpoint(folder), schema, self._from) if folder else None
         except DeltawireError as error:
             log.info("cannot compare with %s: %s", self._from, error)
             return None
-
-    def _source_folder(self) -> Path | None:
-        return Path(self._from) if Path(self._from).is_dir() else _cached(self._from)
 
     def digest(self) -> StateDigest:
         """Digest of the live weights; if they cannot be read in place, of the checkpoint that was loaded last."""
@@ -322,7 +319,7 @@ class EngineTarget:
     def _prove_reload(self, staged: StagedRanks) -> None:
         """Loading what is loaded already must change nothing: a loader that repacks weights may not survive it."""
         if not self._harm:
-            self._beside("stage_reload", folder=str(self._source_folder()), unchanged=True, prove=False)
+            self._beside("stage_reload", folder=str(source_folder(self._from)), unchanged=True, prove=False)
             try:
                 self.run(self._swap(staged, name=False))
                 self._reload_is_safe = True
@@ -393,8 +390,11 @@ def _first_error(answers: list[dict[str, Any]]) -> DeltawireError | None:
     return None
 
 
-def _cached(name: str) -> Path | None:
-    """The folder of a Hub model in the local cache."""
+def source_folder(name: str) -> Path | None:
+    """The checkpoint folder that an engine was started from, by its path or by a Hub model's name; None if it is not
+    here."""
+    if Path(name).is_dir():
+        return Path(name)
     try:
         from huggingface_hub import snapshot_download
 

@@ -3,6 +3,7 @@
 hooks       layers that process their weights after loading
 guard       what makes patching wrong in vLLM
 worker      the weight-transfer back end: a rank in each worker
+adapters    followed adapters, named in the API server; adapter_worker: read and registered by every rank
 core        the swap of all ranks, between two steps of the engine; salts of its cache
 engine      vLLM as a target sees it
 relay       several API servers: one follows, the others pass on what concerns it
@@ -35,14 +36,17 @@ def register() -> None:
     if named():
         _make_folder()
         _prepare_core()
-    elif os.environ.get("DELTAWIRE_RUN") and multiprocessing.parent_process() is None:
-        log.warning("DELTAWIRE_RUN is set, but nothing here follows it: %s", NEXT_STEP)
+    elif (found := _asked_to_follow()) and multiprocessing.parent_process() is None:
+        log.warning("%s is set, but nothing here follows it: %s", found, NEXT_STEP)
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.v1.worker.worker_base import WorkerBase
+
+    from . import adapter_worker
 
     if NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(NAME, "deltawire.engines.vllm.worker", "DeltawireEngine")
     WorkerBase.deltawire = _call
+    WorkerBase.deltawire_adapter = adapter_worker.call
     # other servers on this machine keep their packed weights: only those that were told to follow give them up
     if named():
         _keep_weights_plain()
@@ -77,6 +81,11 @@ NEXT_STEP = (
 BACKEND_FLAG = '--weight-transfer-config \'{"backend": "deltawire"}\''
 
 
+def _asked_to_follow() -> str:
+    """The setting that names a run; empty if none does."""
+    return next((name for name in ("DELTAWIRE_RUN", "DELTAWIRE_ADAPTERS") if os.environ.get(name)), "")
+
+
 def named() -> bool:
     """Whether vLLM loads the endpoint plugin too, without which no run is followed."""
     return NAME in os.environ.get("VLLM_PLUGINS", "").split(",")
@@ -86,16 +95,19 @@ def log_to_vllm() -> None:
     """Log through vLLM's handlers in this process, unless the logger is configured already."""
     if not log.hasHandlers():
         log.addHandler(_ToVllm())
-        log.setLevel(logging.getLogger("vllm").getEffectiveLevel())
+        log.setLevel(logging.DEBUG)
         # a handler that the root logger gets later would write every line again
         log.propagate = False
 
 
 class _ToVllm(logging.Handler):
-    """Passes records to vLLM's current handlers: vLLM configures its logging more than once."""
+    """Passes records to vLLM's current handlers, by its current level: vLLM configures both after plugins were loaded,
+    and more than once."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        logging.getLogger("vllm").handle(record)
+        vllm = logging.getLogger("vllm")
+        if vllm.isEnabledFor(record.levelno):
+            vllm.handle(record)
 
 
 def _call(worker: Any, operation: str, **arguments: Any) -> dict[str, Any]:

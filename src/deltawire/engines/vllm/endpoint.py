@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -14,6 +15,7 @@ from ...core.errors import Misconfigured
 from ..bounds import Following
 from ..live.endpoint import Endpoint
 from . import BACKEND_FLAG, NAME
+from .adapters import VllmAdapters
 from .engine import VllmEngine
 from .relay import Relay, RelayMiddleware, serve
 from .samples import observe
@@ -50,7 +52,7 @@ class Plugin(Endpoint):
         backend = getattr(engine_client.vllm_config.weight_transfer_config, "backend", None)
         if backend != NAME and self._settings.run:
             raise Misconfigured(f"this server cannot follow {self._settings.run}: start it with {BACKEND_FLAG}")
-        if backend != NAME:
+        if backend != NAME and not self._settings.adapters:
             log.warning("this server can follow no run: start it with %s", BACKEND_FLAG)
         model = (args.served_model_name or [args.model])[0]
         if getattr(args, "uds", None):
@@ -60,11 +62,15 @@ class Plugin(Endpoint):
             self._listens(getattr(args, "host", None), getattr(args, "port", None) or 8000, model)
         observe(engine_client, self._version)
         self._several = several = (getattr(args, "api_server_count", None) or 1) > 1
+        if several and self._settings.adapters:
+            raise Misconfigured("adapters are followed by one API server: start vllm serve with --api-server-count 1")
         if several and engine_client.engine_core.client_index:
             self._relay = Relay()
             await self._relay.connect()
             return
         await self.open(VllmEngine(engine_client, self._settings.policy))
+        if self._settings.adapters:
+            self._follow_adapters(partial(VllmAdapters, engine_client, state.openai_serving_models))
         if several:
             self._serve_others()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...core.errors import MissingExtra
 from ...core.extras import install_command
+from ..live import settings
 from ..live.launch import Options
 
 BACKEND = '{"backend": "deltawire"}'
@@ -26,14 +27,26 @@ def find() -> list[str]:
 def prepare(
     options: Options, model: str | Path, command: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and environment of a vLLM server that follows a run."""
+    """The command line and environment of a vLLM server that follows a run, adapters, or both."""
     plugins = [name for name in environment.get("VLLM_PLUGINS", "").split(",") if name and name != "deltawire"]
     length = ["--max-model-len", str(options.max_model_len)] if options.max_model_len else []
     logprobs = ["--logprobs-mode", options.logprobs_mode] if options.logprobs_mode else []
+    backend = ["--weight-transfer-config", BACKEND] if options.run else []
+    variables = {**environment, "VLLM_PLUGINS": ",".join([*plugins, "deltawire"]), **options.variables()}
     return (
         [
-            *command, str(model), *options.listen, "--weight-transfer-config", BACKEND, *length, *logprobs,
-            *options.extra,
+            *command, str(model), *options.listen, *backend, *_room(variables), *length, *logprobs, *options.extra,
         ],
-        {**environment, "VLLM_PLUGINS": ",".join([*plugins, "deltawire"]), **options.variables()},
+        variables,
     )  # fmt: skip
+
+
+def _room(variables: Mapping[str, str]) -> list[str]:
+    """Flags for the adapters that a server is to follow."""
+    config = settings.read(variables)
+    if not config.adapters:
+        return []
+    from .adapters import flags
+
+    sizes = flags(len(config.adapters), config.adapters_keep)
+    return ["--enable-lora", *(part for flag, least in sizes.items() for part in (flag, str(least)))]

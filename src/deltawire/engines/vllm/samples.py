@@ -36,5 +36,9 @@ async def _noted(outputs: Any, record: Record, prompt: int, present: Callable[[]
                     found = [{"version": version} for version in dict.fromkeys((first, present()))]
                 else:
                     continue
+                if record.adapter_version is not None:
+                    # the engine marks tokens with the version of the base weights
+                    ends = {"start": 0, "end": found[-1]["end"]} if spans else {}
+                    found = [{"version": record.adapter_version, **ends}]
                 record.spans[prompt * len(output.outputs) + choice.index] = found
             yield output

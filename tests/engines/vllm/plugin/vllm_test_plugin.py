@@ -90,6 +90,23 @@ def _break_writes() -> None:
 
     # whoever is registered first
     engine._call = WorkerBase.deltawire = faulty
+    _break_adapters(Path(os.environ["LIVE_TEST_FAULTS"]))
+
+
+def _break_adapters(folder: Path) -> None:
+    """While there is a file adapter-<rank>, the rank finds no adapter where it should be."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from deltawire.engines.vllm import adapter_worker
+
+    call = adapter_worker.call
+
+    def faulty(worker: Any, operation: str, **arguments: Any) -> dict[str, Any]:
+        if operation == "stage" and (folder / f"adapter-{torch.distributed.get_rank()}").exists():
+            arguments["folder"] = "/a/fault/that/a/test/asked/for"
+        return call(worker, operation, **arguments)
+
+    adapter_worker.call = WorkerBase.deltawire_adapter = faulty
 
 
 class Probe:

@@ -1,0 +1,460 @@
+"""Adapters (LoRA) that a server follows beside its base model, each from a run of its own.
+
+A version is verified in host memory, written as a folder that PEFT loads, and loaded by the engine as `policy@41`. Once
+all ranks have it, new requests for `policy` use it. Requests that are running keep the version they began with, so
+every answer is made by exactly one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+from weakref import finalize
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from ...bucket.checkpoint_folder import fill, writing
+from ...bucket.replay import State
+from ...bucket.run import Run
+from ...core import full
+from ...core.digest import StateDigest
+from ...core.errors import DeltawireError, SchemaMismatch
+from ...core.schema import Schema
+from ...core.sparse import open_delta
+from ...replica.target import Delta, Staged, Update
+from ..control import figures
+from ..follower import Follower
+from ..names import STATES
+from . import arrays
+from .target import source_folder
+
+log = logging.getLogger("deltawire")
+
+LEASE_S = 60.0
+"""Seconds that an older version stays loaded after the last request that named it."""
+
+_NOT_LOADED = StateDigest(1, 1)
+"""Stands for the digest of an adapter of which no version is loaded yet."""
+
+_BADNESS = ("healthy", "degraded", "starting", "paused", "failed")
+"""States of a follower, the best first."""
+
+
+class AdapterRefused(DeltawireError):
+    """The engine cannot serve this version of an adapter. Nothing was changed, and no other object would help."""
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A version of an adapter that the engine holds on all ranks."""
+
+    name: str
+    version: int
+    folder: Path
+    """Where the engine loads it from, also again after it has dropped it for others."""
+    id: int = 0
+    """The engine's number for it, if it has numbers; never used for another."""
+    requests: int = 0
+    """Number of requests that use it now."""
+    leased_until: float = 0.0
+    """Until when a request that named this version may come back, by the monotonic clock."""
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+class Registry:
+    """The versions of adapters that an engine holds. Belongs to one thread.
+
+    keep    number of older versions per adapter that stay although nothing uses them
+    """
+
+    def __init__(self, keep: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keep, self._clock = keep, clock
+        self._loaded: dict[str, list[Loaded]] = {}
+        """By name, the current one last."""
+
+    def put(self, loaded: Loaded) -> None:
+        """Make a version the current one of its adapter."""
+        versions = self._loaded.setdefault(loaded.name, [])
+        versions[:] = [*(each for each in versions if each is not loaded), loaded]
+
+    def current(self, name: str) -> Loaded | None:
+        versions = self._loaded.get(name)
+        return versions[-1] if versions else None
+
+    def versions(self, name: str) -> list[int]:
+        """The versions of an adapter that requests can name, ascending."""
+        return sorted(loaded.version for loaded in self._loaded.get(name, ()))
+
+    def find(self, model: str) -> Loaded | None:
+        """Return what a request for `policy` or `policy@41` gets."""
+        name, _, version = model.rpartition("@")
+        if not name:
+            return self.current(model)
+        return next((each for each in self._loaded.get(name, ()) if str(each.version) == version), None)
+
+    def renew(self, loaded: Loaded) -> None:
+        """Keep a version for a while, because a client that names it may come back."""
+        loaded.leased_until = self._clock() + LEASE_S
+
+    def take_unneeded(self) -> list[Loaded]:
+        """Remove and return the versions that nothing uses and that need not be kept."""
+        taken: list[Loaded] = []
+        for name, versions in self._loaded.items():
+            older = versions[: max(0, len(versions) - 1 - self._keep)]
+            gone = [each for each in older if not each.requests and each.leased_until <= self._clock()]
+            self._loaded[name] = [each for each in versions if each not in gone]
+            taken += gone
+        return taken
+
+
+class Loader(Protocol):
+    """What an engine does with adapters. Called by the followers' threads; every call blocks until it is done."""
+
+    def load(self, name: str, version: int, folder: Path) -> None:
+        """Load a version on all ranks and make it the one that the name means. Owns the folder if it succeeds.
+
+        Raises AdapterRefused if a rank cannot load it: then no rank has it, and the name means what it meant.
+        """
+        ...
+
+    def base_digest(self) -> str:
+        """Return the state digest of the base weights that are served. Raises DeltawireError if it is unknown."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class StagedAdapter(Staged):
+    """A verified version of an adapter, in host memory and as a folder."""
+
+    state: State
+    folder: Path
+
+
+class AdapterTarget:
+    """An adapter in an engine, as the target of a replica. The live version is never written to: every version is a
+    new copy, so a failure leaves nothing to undo."""
+
+    takes_deltas = True
+
+    def __init__(self, name: str, loader: Loader, room: Path, run: Callable[[], Run]) -> None:
+        self._name, self._loader, self._room, self._run = name, loader, room, run
+        self._schema: Schema | None = None
+        self._state: State | None = None
+        """The version that is loaded."""
+        self._folder: Path | None = None
+
+    def bind(self, schema: Schema) -> bool:
+        if schema is self._schema:
+            return False
+        if misfit := self._misfit():
+            raise SchemaMismatch(misfit)
+        self._schema, self._state = schema, None
+        return True
+
+    def _misfit(self) -> str:
+        """Say why the adapters of this run cannot be used with the base model of this server; empty if they can."""
+        run = self._run()
+        base = run.info.base
+        if base is None:
+            return f"{run.store.url} is not a run of adapters: publish one with deltawire.trainer.adapter(model)"
+        if not base.digests:
+            if self._schema is None:
+                log.warning("%s names no digest of its base model: not checked", run.store.url)
+            return ""
+        found = self._loader.base_digest()
+        if base.fits(found):
+            return ""
+        return (
+            f"the adapters of {run.store.url} are for another base model, {base.model[:200]!r} with the digest "
+            f"{base.digests[0]}; this server has {found}: start it from the checkpoint that they are trained on"
+        )
+
+    def digest(self) -> StateDigest:
+        return _NOT_LOADED if self._state is None else full.digest_of(self._state)
+
+    def stage(self, update: Update) -> StagedAdapter:
+        """Build the version beside the one in use, prove it, and write it where the engine can load it."""
+        clock, run, content = time.perf_counter(), self._run(), update.content
+        if misfit := self._misfit():
+            # the base has moved since the adapter was bound
+            raise AdapterRefused(misfit)
+        made = State(run.schema)
+        if isinstance(content, Delta):
+            assert self._state is not None, "a replica plans deltas only from a version that it has"
+            made.load(self._state)
+            for data in content.files:
+                for _ in open_delta(data.read, data.size, run.schema, content.claim).patches(made.bits):
+                    pass
+            update.require(full.digest_of(made))
+        else:
+            made.load(content)
+            update.require(made.digest)
+        decoded = time.perf_counter()
+        with writing(self._room):
+            folder = Path(tempfile.mkdtemp(dir=self._room))
+            try:
+                fill(folder, run, run.manifest(update.version), made, before=self._folder)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        staged = StagedAdapter(update=update, state=made, folder=folder)
+        staged.timings |= {"decode": decoded - clock, "stage": time.perf_counter() - decoded}
+        return staged
+
+    def swap(self, staged: StagedAdapter) -> None:
+        clock = time.perf_counter()
+        try:
+            self._loader.load(self._name, staged.update.version, staged.folder)
+        except BaseException:
+            shutil.rmtree(staged.folder, ignore_errors=True)
+            raise
+        self._state, self._folder = staged.state, staged.folder
+        staged.timings["load"] = time.perf_counter() - clock
+
+
+class AdapterFollower(Follower):
+    """Keeps an adapter of a server at a version of its run."""
+
+    def __init__(self, name: str, run: str, loader: Loader, room: Path, **options: Any) -> None:
+        self.name = name
+        super().__init__(run, AdapterTarget(name, loader, room, lambda: self.replica.opened()), **options)
+
+    def _named(self, version: int | None) -> None:
+        if version is not None:
+            self.caught_up.set()
+
+
+class Adapters:
+    """Follows the runs of all adapters of a server. Made in the event loop of the engine; each engine extends it.
+
+    runs      name → address
+    pins      name → version to stay at, where it is not to follow
+    source    folder or hub name of the checkpoint that the engine started from
+    base      returns the follower of the base weights; None if they stay what the engine loaded
+    options   of every follower
+    """
+
+    def __init__(
+        self,
+        runs: Mapping[str, str],
+        *,
+        source: str,
+        base: Callable[[], Follower | None] = lambda: None,
+        pins: Mapping[str, int | None] = MappingProxyType({}),
+        keep: int = 1,
+        **options: Any,
+    ) -> None:
+        self._source, self._base = source, base
+        self._loop = asyncio.get_running_loop()
+        self._registry = Registry(keep)
+        self._room = arrays.folder()
+        self._digesting = threading.Lock()
+        self._base_digest = ""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.followers = {
+            name: AdapterFollower(name, run, self, Path(self._room.name), pin=pins.get(name), **options)
+            for name, run in runs.items()
+        }
+
+    def start(self) -> None:
+        for follower in self.followers.values():
+            follower.start()
+
+    def stop(self, seconds: float = 0.0) -> None:
+        for patience in (0.0, seconds):
+            for follower in self.followers.values():
+                follower.stop(patience)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return what GET /deltawire/status shows of the adapters."""
+        return [
+            {
+                "name": name,
+                "state": each.state,
+                "reason": each.reason,
+                **figures(each),
+                "loaded": self._registry.versions(name),
+            }
+            for name, each in self.followers.items()
+        ]
+
+    def health(self, state: str, reason: str) -> tuple[str, str]:
+        """Return state and reason of the server, given those of its base weights: what is worst off counts."""
+        if state == "idle":
+            state, reason = "healthy", ""
+        for name, follower in self.followers.items():
+            if _BADNESS.index(follower.state) > _BADNESS.index(state):
+                state, reason = follower.state, f"adapter {name}: {follower.reason or 'catching up with its run'}"
+        return state, reason
+
+    def followed(self, model: str) -> tuple[AdapterFollower, Callable[[], int | None]] | None:
+        """Return the follower of the adapter that a request names, and the version it would get; None if it is none."""
+        follower = self.followers.get(model) or self.followers.get(model.rpartition("@")[0])
+        if follower is None:
+            return None
+        return follower, lambda: found.version if (found := self._registry.find(model)) else None
+
+    # ── what the engine does ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def add(self, loaded: Loaded) -> None:
+        """Load a version on all ranks under its full name, while requests run. Raises if a rank cannot."""
+        raise NotImplementedError
+
+    async def remove(self, loaded: Loaded) -> None:
+        """Drop a version from all ranks, also if only some have it. Once this returns, no step can need it."""
+        raise NotImplementedError
+
+    def serve(self, loaded: Loaded) -> None:
+        """Let requests name this version, and have new requests for its adapter use it."""
+        raise NotImplementedError
+
+    def withdraw(self, loaded: Loaded) -> None:
+        """Let no request name this version any more."""
+        raise NotImplementedError
+
+    # ── called by followers ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def base_digest(self) -> str:
+        follower = self._base()
+        if follower is not None:
+            # before that the base weights are no version
+            follower.caught_up.wait()
+            if follower.version is None:
+                raise AdapterRefused(f"the base weights of this server are no version now: {follower.reason}")
+            return follower.replica.opened().manifest(follower.version).digest
+        with self._digesting:
+            if not self._base_digest:
+                folder = source_folder(self._source)
+                if folder is None:
+                    raise SchemaMismatch(f"the base model cannot be identified: there is no folder of {self._source!r}")
+                self._base_digest = str(full.digest_of(full.Checkpoint(folder)))
+            return self._base_digest
+
+    def load(self, name: str, version: int, folder: Path) -> None:
+        asyncio.run_coroutine_threadsafe(self._load(name, version, folder), self._loop).result()
+
+    async def _load(self, name: str, version: int, folder: Path) -> None:
+        loaded = self._registry.find(f"{name}@{version}")
+        if loaded is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            loaded = Loaded(name, version, folder)
+            try:
+                await self.add(loaded)
+            except Exception as error:
+                await self._drop(loaded)
+                raise AdapterRefused(f"{loaded.full_name} cannot be loaded, nothing has changed: {error}") from error
+        self._registry.put(loaded)
+        self.serve(loaded)
+        await self._sweep()
+
+    # ── called for requests ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def lend(self, loaded: Loaded, outputs: Any, *, named: bool) -> AsyncIterator[Any]:
+        """Pass on the outputs of a request, and keep its version loaded until they end. `named`: the request asked for
+        this version and not for the current one, so that its client may come back for more."""
+        use = _Use(self, loaded, named)
+        passed = _passed(outputs, use)
+        # a generator that is never started runs none of its own code
+        finalize(passed, use.drop)
+        return passed
+
+    def ended(self, loaded: Loaded, named: bool) -> None:
+        loaded.requests -= 1
+        if named:
+            self._registry.renew(loaded)
+            self._loop.call_later(LEASE_S + 1, self._sweep_soon)
+        self._sweep_soon()
+
+    def _sweep_soon(self) -> None:
+        task = self._loop.create_task(self._sweep())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _sweep(self) -> None:
+        """Drop the versions that nothing needs."""
+        for loaded in self._registry.take_unneeded():
+            self.withdraw(loaded)
+            await self._drop(loaded)
+            shutil.rmtree(loaded.folder, ignore_errors=True)
+
+    async def _drop(self, loaded: Loaded) -> None:
+        try:
+            await self.remove(loaded)
+        except Exception:
+            log.exception("%s may stay in the memory of some ranks; no request uses it", loaded.full_name)
+
+
+class _Use:
+    """A request's use of a version. Ends once."""
+
+    def __init__(self, adapters: Adapters, loaded: Loaded, named: bool) -> None:
+        self._adapters, self._loaded, self._named = adapters, loaded, named
+        self._loop = asyncio.get_running_loop()
+        self.begun = False
+        loaded.requests += 1
+
+    def end(self) -> None:
+        self._adapters.ended(self._loaded, self._named)
+
+    def drop(self) -> None:
+        """End a use that was never begun; called by whichever thread collects garbage."""
+        if not self.begun and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.end)
+
+
+async def _passed(outputs: Any, use: _Use) -> AsyncIterator[Any]:
+    use.begun = True
+    try:
+        # closed before the use ends: the engine then computes nothing for it any more
+        async with aclosing(outputs) as stream:
+            async for output in stream:
+                yield output
+    finally:
+        use.end()
+
+
+class AdapterMetrics(Collector):
+    """Collects the metrics of all adapters for GET /metrics."""
+
+    def __init__(self, followers: Mapping[str, AdapterFollower]) -> None:
+        self._followers = followers
+
+    def collect(self) -> Iterator[Any]:
+        state = GaugeMetricFamily(
+            "deltawire_adapter_state", "1 for the state the adapter is in", labels=["adapter", "state"]
+        )
+        gauges: dict[str, Any] = {
+            "version": GaugeMetricFamily("deltawire_adapter_version", "The version that is served", labels=["adapter"]),
+            "newest": GaugeMetricFamily("deltawire_adapter_newest_version", "Newest version known", labels=["adapter"]),
+            "lag": GaugeMetricFamily(
+                "deltawire_adapter_lag_versions", "Versions behind the newest one known", labels=["adapter"]
+            ),
+            "syncs": CounterMetricFamily(
+                "deltawire_adapter_syncs", "Versions reached since the start", labels=["adapter"]
+            ),
+            "failures": CounterMetricFamily("deltawire_adapter_failures", "Syncs that failed", labels=["adapter"]),
+        }
+        for name, follower in self._followers.items():
+            shown = figures(follower)
+            for field, gauge in gauges.items():
+                if shown[field] is not None:
+                    gauge.add_metric([name], float(shown[field]))
+            for each in STATES:
+                state.add_metric([name, each], float(follower.state == each))
+        yield state
+        yield from gauges.values()

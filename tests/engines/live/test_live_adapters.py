@@ -1,0 +1,285 @@
+"""Adapters beside the base weights: followed, loaded by all ranks or none, lent to requests, dropped when unneeded."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fastapi")
+
+from prometheus_client import CollectorRegistry, generate_latest
+from test_follower import loop, until
+
+from deltawire.bucket.replay import State
+from deltawire.core import full
+from deltawire.core.change import whole
+from deltawire.core.schema import Schema, TensorSpec
+from deltawire.engines.live.adapters import LEASE_S, AdapterMetrics, Adapters, Loaded, Registry
+from deltawire.trainer import Publisher
+
+__all__ = ["loop"]
+
+
+def make_base(folder: Path, seed: int = 0) -> Path:
+    folder.mkdir()
+    state = State(Schema.build([TensorSpec("model.q_proj.weight", "BF16", (8, 8))]))
+    for bits in state.tensors.values():
+        bits[:] = np.random.default_rng(seed).integers(0, 1 << 16, bits.size, np.uint16)
+    full.write_checkpoint(folder, state)
+    return folder
+
+
+class Trainer:
+    """Publishes versions of an adapter for a base model."""
+
+    def __init__(self, run: Path, base: Path) -> None:
+        config = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "base_model_name_or_path": str(base)}
+        self.run, self._rng = run, np.random.default_rng(1)
+        self.publisher = Publisher(run, files={"adapter_config.json": json.dumps(config).encode()})
+        self.weights = {
+            f"base_model.model.model.q_proj.lora_{half}.weight": self._rng.integers(0, 1 << 15, shape, np.uint16)
+            for half, shape in (("A", (2, 8)), ("B", (8, 2)))
+        }
+
+    def publish(self) -> int:
+        for bits in self.weights.values():
+            bits[0, 0] += 1
+        return self.publisher.publish(self.weights).result(60).version
+
+
+class Ranks(Adapters):
+    """Two ranks that read what they load, and can fail."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.ranks: list[dict[str, dict[str, bytes]]] = [{}, {}]
+        self.names: dict[str, Loaded] = {}
+        self.fail: str = ""
+
+    async def add(self, loaded: Loaded) -> None:
+        self.ranks[0][loaded.full_name] = {path.name: path.read_bytes() for path in sorted(loaded.folder.iterdir())}
+        await asyncio.sleep(0)
+        if self.fail:
+            raise RuntimeError(self.fail)
+        self.ranks[1][loaded.full_name] = self.ranks[0][loaded.full_name]
+
+    async def remove(self, loaded: Loaded) -> None:
+        for rank in self.ranks:
+            rank.pop(loaded.full_name, None)
+
+    def serve(self, loaded: Loaded) -> None:
+        self.names |= {loaded.name: loaded, loaded.full_name: loaded}
+
+    def withdraw(self, loaded: Loaded) -> None:
+        del self.names[loaded.full_name]
+
+    def held(self) -> list[str]:
+        assert self.ranks[0].keys() == self.ranks[1].keys()
+        return sorted(self.ranks[0])
+
+
+class Scene:
+    def __init__(self, folder: Path, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop, self.base = loop, make_base(folder / "base")
+        self.trainer = Trainer(folder / "run", self.base)
+
+    def run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def follow(self, **options: Any) -> Ranks:
+        async def make() -> Ranks:
+            runs = {"policy": str(self.trainer.run)}
+            return Ranks(runs, **{"source": str(self.base), "poll": 0.01, "heartbeat": 0, **options})
+
+        self.adapters: Ranks = self.run(make())
+        self.adapters.start()
+        return self.adapters
+
+    def until(self, **expected: Any) -> dict[str, Any]:
+        def reached() -> bool:
+            [status] = self.adapters.status()
+            return all(status[key] == value for key, value in expected.items())
+
+        until(reached)
+        return self.adapters.status()[0]
+
+    def begin(self, model: str) -> Callable[[], None]:
+        """A request that runs until what is returned is called."""
+        stopped = asyncio.Event()
+
+        async def outputs() -> AsyncIterator[int]:
+            yield 1
+            await stopped.wait()
+
+        async def start() -> asyncio.Task[None]:
+            loaded = self.adapters.names[model]
+            lent = self.adapters.lend(loaded, outputs(), named=model == loaded.full_name)
+            assert await anext(lent) == 1
+
+            async def rest() -> None:
+                async for _ in lent:
+                    pass
+
+            return asyncio.create_task(rest())
+
+        task = self.run(start())
+
+        def stop() -> None:
+            self.loop.call_soon_threadsafe(stopped.set)
+            self.run(asyncio.wait_for(task, 60))
+
+        return stop
+
+
+@pytest.fixture
+def scene(tmp_path: Path, loop: asyncio.AbstractEventLoop) -> Iterator[Scene]:
+    made = Scene(tmp_path, loop)
+    yield made
+    made.trainer.publisher.close()
+    if hasattr(made, "adapters"):
+        made.adapters.stop(60)
+
+
+def test_versions_are_loaded_as_folders_of_peft_and_older_ones_dropped(scene: Scene) -> None:
+    adapters = scene.follow(keep=1)
+    # there may be no run yet
+    assert scene.until(state="starting")["version"] is None
+    assert adapters.health("idle", "no run")[0] == "starting"
+    for _ in range(4):
+        version = scene.trainer.publish()
+        status = scene.until(state="healthy", version=version)
+        until(lambda: adapters.held() == [f"policy@{n}" for n in range(max(0, version - 1), version + 1)])  # noqa: B023
+    assert (status["name"], status["failures"], status["newest"]) == ("policy", 0, 3)
+    assert scene.until(loaded=[2, 3])
+    assert adapters.names["policy"].version == 3
+    assert adapters.health("idle", "no run") == ("healthy", "")
+    content = adapters.ranks[1]["policy@3"]
+    assert sorted(content) == ["adapter_config.json", "adapter_model.safetensors"]
+    folder = adapters.names["policy"].folder
+    held = full.Checkpoint(folder)
+    for name, bits in scene.trainer.weights.items():
+        assert np.array_equal(held.region(whole(held.schema.by_name()[name])).reshape(bits.shape), bits)
+    # of the versions that were dropped nothing is left on disk
+    assert len([*folder.parent.iterdir()]) == 2
+
+
+def test_a_request_keeps_its_version_until_it_ends(scene: Scene) -> None:
+    adapters = scene.follow(keep=0)
+    first = scene.trainer.publish()
+    scene.until(version=first)
+    end = scene.begin("policy")
+    second = scene.trainer.publish()
+    scene.until(version=second, loaded=[first, second])
+    assert adapters.names["policy"].version == second
+    assert adapters.names[f"policy@{first}"].folder.is_dir()
+    end()
+    until(lambda: adapters.held() == [f"policy@{second}"])
+    assert f"policy@{first}" not in adapters.names
+
+
+def test_requests_that_are_dropped_unread_give_their_version_back(scene: Scene) -> None:
+    adapters = scene.follow(keep=0)
+    scene.trainer.publish()
+    scene.until(version=0)
+
+    async def outputs() -> AsyncIterator[int]:
+        yield 1
+
+    async def lend() -> None:
+        adapters.lend(adapters.names["policy"], outputs(), named=False)
+        gc.collect()
+
+    scene.run(lend())
+    until(lambda: adapters.names["policy"].requests == 0)
+
+
+def test_a_failed_load_leaves_all_ranks_and_names_as_they_were(scene: Scene) -> None:
+    adapters = scene.follow()
+    scene.trainer.publish()
+    scene.until(version=0, state="healthy")
+    adapters.fail = "LoRA rank 64 is greater than max_lora_rank 16."
+    scene.trainer.publish()
+    status = scene.until(state="degraded", version=0)
+    assert "policy@1 cannot be loaded, nothing has changed: LoRA rank 64" in status["reason"]
+    assert adapters.health("idle", "") == ("degraded", f"adapter policy: {status['reason']}")
+    assert status["failures"] >= 1
+    assert adapters.names["policy"].version == 0
+    until(lambda: adapters.held() == ["policy@0"])
+    adapters.fail = ""
+    scene.until(state="healthy", version=1)
+    assert adapters.names["policy"].version == 1
+
+
+def test_an_adapter_of_another_base_is_refused(scene: Scene, tmp_path: Path) -> None:
+    scene.trainer.publish()
+    adapters = scene.follow(source=str(make_base(tmp_path / "other", seed=9)))
+    status = scene.until(state="failed")
+    assert "are for another base model" in status["reason"]
+    assert "start it from the checkpoint" in status["reason"]
+    assert (status["version"], adapters.held(), adapters.names) == (None, [], {})
+    assert adapters.health("healthy", "")[0] == "failed"
+
+
+def test_a_run_of_full_weights_is_no_adapter(scene: Scene, tmp_path: Path) -> None:
+    with Publisher(tmp_path / "full") as publisher:
+        publisher.publish({"w": np.zeros(8, np.uint16)}).result(60)
+    scene.trainer.run = tmp_path / "full"
+    scene.follow()
+    assert "is not a run of adapters" in scene.until(state="failed")["reason"]
+
+
+def test_a_pinned_adapter_goes_back_and_stays(scene: Scene) -> None:
+    for _ in range(3):
+        scene.trainer.publish()
+    adapters = scene.follow(pins={"policy": 1})
+    scene.until(state="healthy", version=1, pin=1)
+    adapters.followers["policy"].command("latest", pin=True)
+    assert scene.until(version=2)["pin"] == 2
+    # still loaded, and current again
+    adapters.followers["policy"].command(1, pin=True)
+    assert adapters.names["policy"].version == 1
+    assert scene.until(version=1)["loaded"] == [1, 2]
+
+
+def test_the_registry_keeps_what_is_used_named_or_recent() -> None:
+    now = [0.0]
+    registry = Registry(1, clock=lambda: now[0])
+    made = [Loaded("policy", version, Path(str(version))) for version in range(5)]
+    for loaded in made[:3]:
+        registry.put(loaded)
+    assert registry.find("policy") is made[2]
+    assert (registry.find("policy@0"), registry.find("policy@7"), registry.find("judge")) == (made[0], None, None)
+    made[0].requests = 1
+    assert registry.take_unneeded() == []
+    made[0].requests = 0
+    registry.renew(made[0])
+    assert registry.take_unneeded() == []
+    now[0] = LEASE_S
+    assert registry.take_unneeded() == [made[0]]
+    assert registry.versions("policy") == [1, 2]
+    registry.put(made[1])
+    assert registry.current("policy") is made[1]
+
+
+def test_metrics_name_every_adapter(scene: Scene) -> None:
+    adapters = scene.follow()
+    scene.trainer.publish()
+    scene.until(version=0, syncs=1)
+    registry = CollectorRegistry()
+    registry.register(AdapterMetrics(adapters.followers))
+    text = generate_latest(registry).decode()
+    for line in (
+        'deltawire_adapter_version{adapter="policy"} 0.0',
+        'deltawire_adapter_lag_versions{adapter="policy"} 0.0',
+        'deltawire_adapter_state{adapter="policy",state="healthy"} 1.0',
+        'deltawire_adapter_syncs_total{adapter="policy"} 1.0',
+        'deltawire_adapter_failures_total{adapter="policy"} 0.0',
+    ):
+        assert line in text

@@ -1,0 +1,177 @@
+"""Adapters against a real vLLM: `make test-vllm`. Not collected by the everyday run, whose environment has none.
+
+Two adapters are followed while clients stream from the base model. What every version answers is compared with a
+server that was started with checkouts of these versions as its `--lora-modules`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from vllm_adapters import AdapterServer, AdapterTrainer, adapter, start
+from vllm_live import Server, Streams, make_model, ranks
+
+from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
+from tests.engines.live import live_server
+
+# longer than a block of the prefix cache, and shorter
+PROMPTS = ([*range(4, 304)], [5, 9, 11])
+
+
+def greedy(server: Server, model: str) -> list[list[int]]:
+    return [server.complete(p, model=model).json()["choices"][0]["token_ids"] for p in PROMPTS]
+
+
+class Scene:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model = folder, make_model(folder / "model", "qwen3")
+        self.trainers = {
+            name: AdapterTrainer(folder / name, self.model, seed) for seed, name in enumerate(("policy", "judge"))
+        }
+        self.tokens: dict[str, list[list[int]]] = {}
+        """What versions answered, by their full names."""
+        for trainer in self.trainers.values():
+            trainer.publish()
+        self.server = start(self.model, folder / "log", {n: t.run for n, t in self.trainers.items()}).wait()
+        self.of_base = greedy(self.server, "m")
+
+    def publish(self, name: str) -> int:
+        version = self.trainers[name].publish()
+        adapter(self.server, name, version=version, state="healthy")
+        return version
+
+    def note(self, name: str) -> int:
+        """Ask the present version. Not by its full name, which would keep it loaded for a minute."""
+        version: int = adapter(self.server, name)["version"]
+        self.tokens[f"{name}@{version}"] = greedy(self.server, name)
+        return version
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    made = Scene(tmp_path_factory.mktemp("adapters"))
+    yield made
+    made.server.stop()
+
+
+def test_two_adapters_follow_beside_base_traffic(scene: Scene) -> None:
+    server = scene.server
+    for name in scene.trainers:
+        scene.note(name)
+    with Streams(server) as streams:
+        for _ in range(4):
+            for name in scene.trainers:
+                scene.publish(name)
+    assert not streams.failures
+    assert streams.completions
+    for name in scene.trainers:
+        version = scene.note(name)
+        assert server.status()["state"] == "healthy"
+        assert adapter(server, name, loaded=[version - 1, version])["failures"] == 0
+        assert greedy(server, f"{name}@{version}") == scene.tokens[f"{name}@{version}"]
+        scene.tokens[f"{name}@{version - 1}"] = greedy(server, f"{name}@{version - 1}")
+        gone = server.http.post("/v1/completions", json={"model": f"{name}@{version - 2}", "prompt": "t5"})
+        assert gone.status_code == 404
+    # the base is what it was, and no two versions say the same
+    assert greedy(server, "m") == scene.of_base
+    assert len({str(tokens) for tokens in (scene.of_base, *scene.tokens.values())}) == len(scene.tokens) + 1
+    models = [model["id"] for model in server.http.get("/v1/models").json()["data"]]
+    assert sorted(models) == ["judge", "judge@3", "judge@4", "m", "policy", "policy@3", "policy@4"]
+    assert 'deltawire_adapter_version{adapter="judge"} 4.0' in server.http.get("/metrics").text
+
+
+def test_an_answer_is_made_by_one_version(scene: Scene) -> None:
+    before = scene.note("policy")
+    body = {"prompt": PROMPTS[1], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    request = {"json": {**body, "model": "policy", "stream": True}, "timeout": 120}
+    with httpx.stream("POST", f"{scene.server.http.base_url}/v1/completions", **request) as response:
+        lines = response.iter_lines()
+        events = [json.loads(next(line for line in lines if line.startswith("data: {"))[6:])]
+        for _ in range(3):
+            scene.publish("policy")
+        events += [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert response.headers[VERSION_HEADER] == str(before)
+    tokens = [token for event in events for token in event["choices"][0].get("token_ids") or ()]
+    [spans] = [found for event in events if (found := event["choices"][0].get("weight_versions"))]
+    assert spans == [{"version": before, "start": 0, "end": 200}]
+    after = scene.note("policy")
+    answer = scene.server.complete(PROMPTS[1], model="policy")
+    assert answer.headers[VERSION_HEADER] == str(after)
+    assert answer.json()["choices"][0]["weight_versions"] == [{"version": after, "start": 0, "end": 24}]
+    assert tokens[:24] == scene.tokens[f"policy@{before}"][1]
+
+
+def test_bounds_are_about_the_adapter(scene: Scene) -> None:
+    server, present = scene.server, scene.note("policy")
+    body = {"model": "policy", "prompt": "t5", "max_tokens": 2}
+
+    def ask(header: str, version: int, **more: Any) -> httpx.Response:
+        return server.http.post("/v1/completions", json={**body, **more}, headers={header: str(version)})
+
+    assert ask(EXACT_VERSION_HEADER, present).headers[VERSION_HEADER] == str(present)
+    assert ask(EXACT_VERSION_HEADER, present - 1).status_code == 409
+    assert ask(EXACT_VERSION_HEADER, present - 1, model=f"policy@{present - 1}").status_code == 200
+    # the base follows no run here
+    assert ask(MIN_VERSION_HEADER, 0, model="m").status_code == 409
+    publisher = threading.Thread(target=scene.trainers["policy"].publish)
+    publisher.start()
+    waited = ask(MIN_VERSION_HEADER, present + 1)
+    publisher.join(60)
+    assert (waited.status_code, waited.headers[VERSION_HEADER]) == (200, str(present + 1))
+
+
+def test_every_version_answers_as_a_server_that_was_started_with_it(scene: Scene) -> None:
+    names = sorted(scene.tokens)
+    folders = {
+        name: scene.trainers[name.partition("@")[0]].checkout(int(name.partition("@")[2]), scene.folder / name)
+        for name in names
+    }
+    scene.server.stop()
+    flags = ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", str(len(names)), "--lora-modules"]
+    flags += [f"{name}={folder}" for name, folder in folders.items()]
+    with live_server.serving(AdapterServer, scene.model, scene.folder / "fresh.log", flags=flags) as fresh:
+        assert greedy(fresh, "m") == scene.of_base
+        for name in names:
+            assert greedy(fresh, name) == scene.tokens[name], name
+
+
+def test_all_ranks_switch_or_none(tmp_path: Path) -> None:
+    """And what cannot be served is refused by name, beside what can."""
+    model, other = make_model(tmp_path / "model", "qwen3"), make_model(tmp_path / "other", "qwen3-tied")
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    trainers = {
+        "policy": AdapterTrainer(tmp_path / "policy", model, 0),
+        "stranger": AdapterTrainer(tmp_path / "stranger", other, 1),
+        "big": AdapterTrainer(tmp_path / "big", model, 2, rank=32),
+    }
+    for trainer in trainers.values():
+        trainer.publish()
+    runs = {name: trainer.run for name, trainer in trainers.items()}
+    server = start(model, tmp_path / "log", runs, tp=ranks(), LIVE_TEST_FAULTS=str(faults), DELTAWIRE_POLL="1")
+    try:
+        server.wait("/v1/models")
+        adapter(server, "policy", state="healthy", version=0)
+        assert "are for another base model" in adapter(server, "stranger", state="failed")["reason"]
+        while "LoRA rank 32 is greater than max_lora_rank 16" not in adapter(server, "big", state="starting")["reason"]:
+            time.sleep(0.1)
+        assert server.http.get("/health").status_code == 503
+        before = greedy(server, "policy")
+        (faults / f"adapter-{ranks() - 1}").touch()
+        trainers["policy"].publish()
+        assert f"rank {ranks() - 1}: " in adapter(server, "policy", state="degraded", version=0)["reason"]
+        assert greedy(server, "policy") == before
+        assert server.complete([5], model="policy").headers[VERSION_HEADER] == "0"
+        (faults / f"adapter-{ranks() - 1}").unlink()
+        adapter(server, "policy", state="healthy", version=1)
+        assert greedy(server, "policy") != before
+        assert greedy(server, "policy@0") == before
+    finally:
+        server.stop()
