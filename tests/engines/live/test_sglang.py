@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -53,7 +54,10 @@ class Scheduler:
 
     def __init__(self, manager: Manager, number: int) -> None:
         self._manager, self.number = manager, number
-        self.server_args, self.model_config = manager.server_args, SimpleNamespace(quantization=None)
+        self.server_args, self.model_config = (
+            manager.server_args,
+            SimpleNamespace(quantization=None, dtype=torch.bfloat16),
+        )
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=manager.models[number]))
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=self)
         self.result_queue: deque[Any] = deque()
@@ -161,9 +165,11 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     structs.PauseGenerationReqInput = Message
     context: Any = ModuleType("sglang.srt.runtime_context")
     context.get_parallel = lambda: SimpleNamespace(tp_rank=_here.number, tp_size=2)
-    for module in (structs, context):
+    loader: Any = ModuleType("sglang.srt.model_loader.utils")
+    loader.set_default_torch_dtype = lambda dtype: nullcontext()
+    for module in (structs, context, loader):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
+    for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.model_loader"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.delitem(sys.modules, "deltawire.engines.sglang.engine", raising=False)
 

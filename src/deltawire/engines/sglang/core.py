@@ -66,6 +66,7 @@ class Core:
     """One rank of a scheduler, and the swap of all of them."""
 
     def __init__(self, scheduler: Any) -> None:
+        from sglang.srt.model_loader.utils import set_default_torch_dtype
         from sglang.srt.runtime_context import get_parallel
 
         from ..live.rank import Rank
@@ -79,6 +80,8 @@ class Core:
             self._parallel.tp_rank,
             problems=lambda: problems_of(runner.model, scheduler.server_args, scheduler.model_config),
             hooks=lambda: hooked_layers(runner.model),
+            # as while SGLang loads weights and processes them
+            loading=lambda: set_default_torch_dtype(scheduler.model_config.dtype),
             reload=self._reload,
         )
         self._swaps = count(1)
