@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -132,3 +133,15 @@ def test_announcements(store: Store) -> None:
             raise StoreUnavailable("no line")
 
     assert failed(examine(Broken(store))) == {"announcements"}
+
+
+def test_a_cache_of_the_site_is_not_taken_for_a_folder(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("DELTAWIRE_CACHE", "http://10.0.0.5:8330")
+    (found,) = (finding for finding in examine(store).findings if finding.check == "cache")
+    assert found.verdict == "ok"
+    assert "10.0.0.5:8330" in found.detail
+    assert [*(tmp_path / "here").iterdir()] == []

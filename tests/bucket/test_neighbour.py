@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deltawire.bucket import neighbour as neighbours
-from deltawire.bucket.cache import Cache
+from deltawire.bucket.cache import Cache, shared_cache
 from deltawire.bucket.fetch import fetch
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
@@ -36,7 +36,7 @@ WAIT = 30.0
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No neighbour of an earlier test rests."""
-    neighbours._known.cache_clear()
+    neighbours.neighbour.cache_clear()
     monkeypatch.delenv("DELTAWIRE_CACHE_TOKEN", raising=False)
 
 
@@ -130,11 +130,11 @@ def test_what_the_cache_does_not_have(store: Store, site: Any, tmp_path: Path) -
     with site(store, limit=10_000) as server:
         assert content(store, large) == store.get(large.key).data
         for wrong in (other, Blob(blob.key, blob.size, "0" * 32), Blob(keys.anchor(9, "0" * 8), 5, "0" * 32)):
-            neighbours._known.cache_clear()
-            near = neighbours.Neighbour.of_this_site(store)
-            assert near is not None
+            neighbours.neighbour.cache_clear()
+            near = shared_cache(store)
+            assert isinstance(near, neighbours.Neighbour)
             assert not near.read(wrong, lambda start, data: None)
-        neighbours._known.cache_clear()
+        neighbours.neighbour.cache_clear()
         assert content(store, blob) == store.get(blob.key).data
         (tmp_path / "objects" / blob.hash).write_bytes(b"x" * blob.size)
         assert content(store, blob) == store.get(blob.key).data

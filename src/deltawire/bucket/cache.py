@@ -28,7 +28,7 @@ from blake3 import blake3
 from ..core.manifest import Blob, File
 from ..core.settings import gigabytes
 from ..store import Store
-from .neighbour import is_address
+from .neighbour import Neighbour, is_address, neighbour
 
 log = logging.getLogger("deltawire")
 
@@ -50,14 +50,6 @@ class Cache:
     folder: Path
     limit: int
     """Bytes, objects being fetched included."""
-
-    @classmethod
-    def of_this_host(cls, store: Store) -> Cache | None:
-        """Return the cache that the environment names; None for a store in a folder, which would only be copied."""
-        folder = os.environ.get("DELTAWIRE_CACHE")
-        if not folder or is_address(folder) or store.url.startswith("file:"):
-            return None
-        return cls(Path(folder).expanduser(), gigabytes("DELTAWIRE_CACHE_GB", DEFAULT_GB))
 
     def obtain(self, blob: Blob | File, download: Callable[[int], None]) -> int | None:
         """Return an open file with exactly this object, fetched by `download(descriptor)` if no other process has it.
@@ -159,6 +151,19 @@ class Cache:
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 os.unlink(path)
                 total -= size
+
+
+def shared_cache(store: Store) -> Cache | Neighbour | None:
+    """Return the cache that DELTAWIRE_CACHE names: a folder of this host, or a server of this site.
+
+    None for a store in a folder, which would only be copied. Raises Misconfigured for an address that is none.
+    """
+    named = os.environ.get("DELTAWIRE_CACHE", "")
+    if not named or store.url.startswith("file:"):
+        return None
+    if is_address(named):
+        return neighbour(named, os.environ.get("DELTAWIRE_CACHE_TOKEN", "").strip() or None)
+    return Cache(Path(named).expanduser(), gigabytes("DELTAWIRE_CACHE_GB", DEFAULT_GB))
 
 
 def hash_of(handle: int) -> str:

@@ -29,6 +29,7 @@ from ..core.errors import (
 from ..store import LocalStore, Store
 from ..store.base import Announcing
 from .fetch import CONNECTIONS, PART
+from .neighbour import Neighbour, is_address
 from .run import Run
 
 BIG = 32 << 20
@@ -345,6 +346,8 @@ def _look_at_cache() -> str:
     folder = os.environ.get("DELTAWIRE_CACHE")
     if not folder:
         return "off; DELTAWIRE_CACHE=/path lets replicas of one host fetch each object once"
+    if is_address(folder):
+        return f"that of the site at {Neighbour(folder, None).name}; it was not asked"
     path = Path(folder).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from ..core.manifest import Blob, File
 from ..core.parallel import for_each
 from ..store import Store
 from ..store.base import Settling
-from .cache import Cache, hash_of
+from .cache import Cache, hash_of, shared_cache
 from .neighbour import Neighbour
 
 SMALL = 1 << 20
@@ -107,10 +107,9 @@ def fetch(
     one_of   number of objects fetched and kept open at the same time: they share memory and connections
     cache    use this cache, and no other
     """
-    neighbour = Neighbour.of_this_site(store) if shared and cache is None else None
-    if cache is None and shared:
-        cache = Cache.of_this_host(store)
-    if cache is not None:
+    place = cache or (shared_cache(store) if shared else None)
+    neighbour = place if isinstance(place, Neighbour) else None
+    if isinstance(place, Cache):
         moved = False
 
         def download(descriptor: int) -> None:
@@ -118,7 +117,7 @@ def fetch(
             moved = True
             _download(store, blob, FetchedObject(blob.size, descriptor), progress, one_of)
 
-        descriptor = cache.obtain(blob, download)
+        descriptor = place.obtain(blob, download)
         if descriptor is not None:
             if progress and not moved:
                 progress(blob.size)

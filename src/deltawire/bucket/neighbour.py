@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import http.client
 import logging
-import os
 import re
 import threading
 import time
@@ -19,7 +18,6 @@ from urllib.parse import urlencode, urlsplit
 
 from ..core.errors import Misconfigured
 from ..core.manifest import Blob, File
-from ..store import Store
 
 log = logging.getLogger("deltawire")
 
@@ -56,14 +54,6 @@ class Neighbour:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._rests_until = 0.0
         self.name = f"{self._host}:{self._port}" if self._port else self._host
-
-    @staticmethod
-    def of_this_site(store: Store) -> Neighbour | None:
-        """Return the cache that the environment names; None where it names a folder, and for a store in a folder."""
-        url = os.environ.get("DELTAWIRE_CACHE", "")
-        if not is_address(url) or store.url.startswith("file:"):
-            return None
-        return _known(url, os.environ.get("DELTAWIRE_CACHE_TOKEN", "").strip() or None)
 
     def read(self, blob: Blob | File, write: Callable[[int, bytes], None]) -> bool:
         """Write the object in pieces, not yet checked; False if this cache cannot give it now."""
@@ -114,7 +104,8 @@ def is_address(cache: str) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _known(url: str, token: str | None) -> Neighbour:
+def neighbour(url: str, token: str | None) -> Neighbour:
+    """The cache at an address. One object for all who use it, so that all know when it failed."""
     return Neighbour(url, token)
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from ..bucket.cache import Cache
+from ..bucket.cache import shared_cache
 from ..bucket.fetch import Progress
 from ..bucket.fleet import checked_address
-from ..bucket.neighbour import Neighbour
 from ..bucket.references import resolver
 from ..bucket.replay import State
 from ..bucket.run import DAMAGE, SMALL, Run
@@ -161,8 +160,7 @@ class Replica:
         keys.replica(self._id)
         self._store = open_store(address_only(run))
         # a wrong setting is an error now, not with every version
-        Cache.of_this_host(self._store)
-        Neighbour.of_this_site(self._store)
+        shared_cache(self._store)
         self._trust = Trust.of(trust)
         self._max_model_gb, self._prove, self._strict = max_model_gb, prove, strict
         self._pause, self._on_version, self._on_name = pause, on_version, on_name
