@@ -25,7 +25,6 @@ ELSEWHERE = {
     "deltawire/kernels/triton_ops.py": "kernels/test_kernels_change.py",
     "deltawire/kernels/_steps.py": "kernels/test_ranks.py",
     "deltawire/kernels/_tiles.py": "kernels/test_kernels_change.py",
-    "deltawire/kernels/sheet.py": "replica/test_replica_device.py",
     "deltawire/trainer/adamw.py": "kernels/test_kernels_adamw.py",
     # kernels of one codec: each alone has no meaning that a test could name
     "deltawire/core/codecs/context/classes.py": "kernels/test_ranks.py",
@@ -81,7 +80,6 @@ ELSEWHERE = {
     # a page about a run, tested with the server that shows it
     "deltawire/dash/document.py": "dash/test_dash_server.py",
     "deltawire/dash/html.py": "dash/test_dash_server.py",
-    "deltawire/dash/thin.py": "dash/test_dash_collect.py",
     "deltawire/dash/trace.py": "dash/test_dash_server.py",
 }
 """Modules without a test file of their name, and the one that tests them."""

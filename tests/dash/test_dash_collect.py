@@ -17,9 +17,8 @@ from deltawire.core import keys
 from deltawire.core.errors import RunNotFound
 from deltawire.core.manifest import SyncRecord, dump
 from deltawire.dash import Collector, write_page
-from deltawire.dash.document import Document, encode
+from deltawire.dash.document import POINTS, Document, encode, groups
 from deltawire.dash.html import embedded, html
-from deltawire.dash.thin import POINTS, groups
 from deltawire.dash.trace import trace
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store

@@ -26,8 +26,24 @@ from ..core.errors import DeltawireError, ObjectTooLarge, RunNotFound, RunReplac
 from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, main_link, parse_tag
 from ..core.parallel import ordered_map
 from ..store import Store, open_store
-from .document import Columns, Document, Headline, Heat, Link, Replica, Steps, Sync, Totals, Trainer, Version
-from .thin import LARGEST, columns, groups, merged, share
+from .document import (
+    LARGEST,
+    Columns,
+    Document,
+    Headline,
+    Heat,
+    Link,
+    Replica,
+    Steps,
+    Sync,
+    Totals,
+    Trainer,
+    Version,
+    columns,
+    groups,
+    merged,
+    share,
+)  # fmt: skip
 
 log = logging.getLogger("deltawire")
 

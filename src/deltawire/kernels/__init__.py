@@ -12,7 +12,6 @@ know a count wait for it.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -29,8 +28,7 @@ from . import torch_ops
 from .host import from_changes, read_region, region_plan, send_moves, to_changes
 from .pace import gently
 from .plan import TILE, Plan, Segment, flat_plan, grid
-from .results import Changed, Moves, Origins, Ranks, Rules, TooMany, rules
-from .sheet import read_sheet
+from .results import Changed, Moves, Origins, Ranks, Rules, TooMany, read_sheet, rules
 
 __all__ = [
     "TILE",
@@ -72,11 +70,8 @@ __all__ = [
 
 
 def operations(device: torch.device) -> ModuleType:
-    """The module that works for a device. DELTAWIRE_KERNELS=torch does without Triton."""
-    wanted = os.environ.get("DELTAWIRE_KERNELS", "triton")
-    if wanted not in ("torch", "triton"):
-        raise ValueError(f"DELTAWIRE_KERNELS is {wanted!r}; it can be 'torch' or 'triton'")
-    if device.type == "cuda" and wanted == "triton" and _has_triton():
+    """The module that works for a device."""
+    if device.type == "cuda" and _has_triton():
         from . import triton_ops
 
         return triton_ops

@@ -1,8 +1,8 @@
-"""What kernels hand over: changes, ranks, and the class rules they were counted by."""
+"""What kernels hand over: changes, ranks, and the class rules they were counted by; tiles of a `context` delta."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.codecs.context.classes import COLUMN_NEUTRAL, ROW_NEUTRAL
-from .plan import Plan
+from .plan import Plan, Remember, Segment
 
 _ALIGNMENT = 16
 
@@ -150,3 +150,32 @@ def _join(plan: Plan, levels: Sequence[tuple[Level, Level]]) -> tuple[npt.NDArra
             at.append(np.stack([length + column.size + rows.reshape(-1), length + columns.reshape(-1)], axis=1))
         length += sum(part.size for part in parts[-3:])
     return np.concatenate(parts), np.concatenate(at)
+
+
+Sheet = Mapping[str, npt.NDArray[Any]]
+"""What `core.codecs.context.decoder.make_sheet` makes."""
+
+
+def read_sheet(sheet: Sheet, tensors: Sequence[Tensor], plans: Remember) -> tuple[Plan, Rules]:
+    """Plan and rules of a sheet. Deltas of a run mostly have the same tiles: `plans` remembers."""
+    key = tuple(sheet[name].tobytes() for name in ("segments", "lengths", "row_cuts", "column_cuts"))
+    plan = plans.get(key, lambda: Plan(tensors, _segments(sheet)))
+    levels = None
+    if sheet["segments"][:, 3].any():
+        rows, columns = (
+            np.split(sheet[f"{axis}_levels"], np.cumsum([getattr(s, f"{axis}s") for s in plan.segments])[:-1])
+            for axis in ("row", "column")
+        )
+        levels = list(zip(rows, columns, strict=True))
+    return plan, rules(plan, sheet["rules"], levels)
+
+
+def _segments(sheet: Sheet) -> list[Segment]:
+    lengths = sheet["lengths"]
+    rows, columns = (
+        np.split(sheet[name], np.cumsum(lengths[:, axis])[:-1]) for axis, name in enumerate(("row_cuts", "column_cuts"))
+    )
+    return [
+        Segment(int(tensor), int(offset), int(stride), rows[n].copy(), columns[n].copy())
+        for n, (tensor, offset, stride, _) in enumerate(sheet["segments"])
+    ]
