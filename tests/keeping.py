@@ -92,4 +92,4 @@ def made(count: int) -> Kept:
 def publish(store: Store, weights: list[Model], **options: object) -> None:
     with Publisher(store, **{**NO_ANCHORS, **options}) as publisher:  # type: ignore[arg-type]
         for each in weights:
-            publisher.publish(each).result(30)
+            publisher.publish(each).result(120)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -181,6 +182,7 @@ def test_a_follower_that_goes_on(planted: dict[str, str], server: Server, caplog
     follower.start()
     while "still at version None" not in caplog.text:
         assert follower.is_alive()
+        time.sleep(0.01)
     stop.set()
     follower.join()
     silent_about_secrets(caplog.text, replica.trouble)

@@ -24,8 +24,6 @@ from tiled import always_tiles, moved, weights
 STREAMS = ("head", "levels", "sizes", "tiles")
 SCHEMA = Schema.build([TensorSpec(name, "BF16", (300, 256)) for name in ("dead", "dense")])
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @cache
 def models() -> tuple[Bag, Bag]:

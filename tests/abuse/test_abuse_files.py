@@ -40,7 +40,6 @@ every_attack_in_a_run = pytest.mark.parametrize(
     ids=str,
 )
 
-pytestmark = pytest.mark.timeout(120)  # refusing is quick, but the first test may compile a kernel
 
 every_bit = pytest.mark.parametrize(
     "stride", [pytest.param(1, marks=pytest.mark.slow, id="every bit"), pytest.param(7, id="a bit of every byte")]

@@ -35,8 +35,6 @@ from deltawire.store import LocalStore, Store
 from deltawire.trainer import Publisher
 from support import blank, model, publish, trained
 
-pytestmark = pytest.mark.timeout(120)
-
 Json = dict[str, Any]
 
 # It imports once what commands need, then forks a child for each. RLIMIT_DATA counts what is allocated, neither code

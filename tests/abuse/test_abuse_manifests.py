@@ -34,8 +34,6 @@ from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
 from support import blank, copy, history, model, publish, same
 
-pytestmark = pytest.mark.timeout(30)
-
 Json = dict[str, Any]
 
 

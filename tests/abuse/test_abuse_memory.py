@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from attacks import ATTACKS
 
 HERE = Path(__file__).parent
@@ -85,7 +84,6 @@ WANTED = [
 ]
 
 
-@pytest.mark.timeout(60)
 def test_hostile_sizes_in_a_process_with_little_memory() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHILD, json.dumps([str(attack) for attack in WANTED]), str(LIMIT)],
@@ -97,7 +95,7 @@ def test_hostile_sizes_in_a_process_with_little_memory() -> None:
         },
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     expected = {str(attack): attack.error.__name__ for attack in WANTED}

@@ -36,8 +36,6 @@ from deltawire.trainer import Publisher
 from deltawire_wordle.counting import CountingStore
 from support import blank, copy, history, publish, same, trained
 
-pytestmark = pytest.mark.timeout(120)
-
 FAR = 1 << 40
 
 

@@ -25,7 +25,10 @@ WIDTHS = (1280, 390)
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     # the everyday tests find this file too, where playwright is not installed
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
+
+    # busy machines are slow to draw
+    expect.set_options(timeout=120_000)
 
     path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if path is None:

@@ -178,9 +178,9 @@ def test_a_new_version_appears(live: Server, store: Store, view: View) -> None:
         publisher.resume(weights[-1])
         for version in range(5, 8):
             weights.append(trained(weights[-1], version))
-            publisher.publish(weights[-1], metrics={"reward": 1.0}).result(30)
+            publisher.publish(weights[-1], metrics={"reward": 1.0}).result(120)
             began = time.monotonic()
-            expect(newest).to_have_text(f"v{version}", timeout=30_000)
+            expect(newest).to_have_text(f"v{version}")
             took.append(time.monotonic() - began)
     print("seconds until a version was on the page:", [round(t, 2) for t in took])
     expect(panel(page, "versions").locator("tbody tr").first).to_contain_text("v7")
@@ -190,7 +190,7 @@ def test_a_run_that_appears_later(live: Server, store: Store, view: View) -> Non
     page = view(live.url)
     expect(page.locator("#empty")).to_contain_text("There is no run at this address yet")
     real_run(store, 3)
-    expect(page.locator(".tile .value").nth(1)).to_have_text("v2", timeout=10_000)
+    expect(page.locator(".tile .value").nth(1)).to_have_text("v2")
     expect(page.locator("#empty")).to_be_hidden()
 
 
@@ -236,7 +236,7 @@ def test_hostile_text_is_text(tmp_path: Path, view: View) -> None:
     with Publisher(store, encoding="packed") as publisher:
         for version in range(4):
             names = (HOSTILE[:40], "__proto__", "constructor") if version else ()
-            publisher.publish(weights, metrics=dict.fromkeys(names, 1.0)).result(30)
+            publisher.publish(weights, metrics=dict.fromkeys(names, 1.0)).result(120)
             weights = {
                 name: array ^ (np.arange(array.size).reshape(array.shape) == version) for name, array in weights.items()
             }
@@ -317,9 +317,9 @@ def test_the_server_ends_and_comes_back(store: Store, browser: Browser) -> None:
         page.goto(server.url)
         expect(page.locator(".tile .value").nth(1)).to_have_text("v2")
         port = server.server_address[1]
-    expect(page.locator("#state")).to_contain_text("connection lost", timeout=10_000)
+    expect(page.locator("#state")).to_contain_text("connection lost")
     with serve(store, port):
-        expect(page.locator("#state")).to_have_text("live", timeout=10_000)
+        expect(page.locator("#state")).to_have_text("live")
     page.close()
 
 
@@ -338,9 +338,9 @@ def test_a_file_that_is_written_again_updates_an_open_page(store: Store, tmp_pat
         expect(page.locator(".tile .value").nth(1)).to_have_text("v2")
         with Publisher(store) as publisher:
             publisher.resume(weights[-1])
-            publisher.publish(trained(weights[-1], 3)).result(30)
+            publisher.publish(trained(weights[-1], 3)).result(120)
         write_page(store, tmp_path / "index.html")
-        expect(page.locator(".tile .value").nth(1)).to_have_text("v3", timeout=30_000)
+        expect(page.locator(".tile .value").nth(1)).to_have_text("v3")
     finally:
         server.shutdown()
 
@@ -356,7 +356,7 @@ def test_ten_thousand_versions_and_64_replicas(tmp_path: Path, view: View) -> No
     began = time.perf_counter()
     with serve(tmp_path / "run") as server:
         page = view(server.url)
-        expect(page.locator(".tile .value").nth(1)).to_have_text("v9,999", timeout=20_000)
+        expect(page.locator(".tile .value").nth(1)).to_have_text("v9,999")
         expect(panel(page, "versions").locator("tbody tr")).to_have_count(50)
         seconds = time.perf_counter() - began
         expect(panel(page, "replicas").locator("tbody tr")).to_have_count(64)

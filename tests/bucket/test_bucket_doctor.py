@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deltawire.bucket import doctor
 from deltawire.bucket.doctor import Report, examine
 from deltawire.core.errors import PermissionDenied, StoreUnavailable
 from deltawire.store import Store
@@ -110,7 +111,9 @@ def test_interrupted(store: Store) -> None:
     assert [*store.list()] == []
 
 
-def test_announcements(store: Store) -> None:
+def test_announcements(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PATIENCE_S", 120.0)
+
     class Talking(CountingStore):
         said: queue.Queue[str] = queue.Queue()
 

@@ -34,6 +34,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "cache"
     monkeypatch.setenv("DELTAWIRE_CACHE", str(folder))
     monkeypatch.delenv("DELTAWIRE_CACHE_GB", raising=False)
+    # whoever fetches may be slow here
+    monkeypatch.setattr(caching, "PATIENCE_S", 250.0)
     caching._said.clear()
     yield folder
     assert not list(folder.glob("*.part")) if folder.is_dir() else True, "nothing is left on its way"
@@ -325,6 +327,6 @@ def test_hammered_by_threads_with_hardly_any_room(cache: Path, monkeypatch: pyte
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []

@@ -237,7 +237,7 @@ def test_several_prunes_at_once(run: Store, models: list[Model]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert errors == []
     result = verify(Run.open(run))
     assert result.failure is None, result.failure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -92,7 +93,6 @@ def test_what_was_pruned_is_passed_over(store: Store) -> None:
     assert [*itertools.islice(dw.watch(store, since=0, every=True, poll=0.0), len(left))] == left
 
 
-@pytest.mark.timeout(60)
 def test_it_waits_for_a_run_and_stops_when_told(store: Store) -> None:
     stop, seen = threading.Event(), queue.Queue[int]()
 
@@ -109,7 +109,6 @@ def test_it_waits_for_a_run_and_stops_when_told(store: Store) -> None:
     assert not watcher.is_alive()
 
 
-@pytest.mark.timeout(60)
 def test_stopping_does_not_wait_for_the_next_look(store: Store) -> None:
     publish(store, history(1))
     for where in (store, Retrying(store), Announcer(store)):
@@ -123,7 +122,6 @@ def test_stopping_does_not_wait_for_the_next_look(store: Store) -> None:
 # ── how it knows ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.timeout(60)
 def test_an_announcement_is_enough(store: Store) -> None:
     """With a poll of hours, only being told can be how it knows."""
     versions = history(4)
@@ -145,7 +143,6 @@ def test_an_announcement_is_enough(store: Store) -> None:
         watching.close()
 
 
-@pytest.mark.timeout(60)
 def test_a_broken_line_is_taken_up_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltawire.bucket.watch._SILENCE_S", (0.01, 0.02))
     versions = history(3)
@@ -162,14 +159,13 @@ def test_a_broken_line_is_taken_up_again(store: Store, monkeypatch: pytest.Monke
     add(store, versions[1])
     announcer.tell(StoreUnavailable("cut", retry_after=0.01))
     assert told.get(timeout=120) == 1
-    assert announcer.calls >= 1
-    while not announcer.lines:
+    while announcer.calls < 2 or not announcer.lines:
         assert follower.is_alive()
+        time.sleep(0.001)
     add(store, versions[2])
     announcer.tell("")
     assert told.get(timeout=120) == 2
     follower.join()
-    assert announcer.calls >= 2
 
 
 def test_a_store_that_never_tells_is_asked(store: Store) -> None:

@@ -21,8 +21,6 @@ from deltawire.store import LocalStore
 from deltawire.trainer import Publisher
 from support import history, model, publish, trained
 
-pytestmark = pytest.mark.timeout(120)
-
 BAD = "\x1b]0;pwned\x07\x1b[31m\x9b31m\u202e"
 """Sets a terminal's title, its colours (also in one C1 byte), and the direction of its text."""
 

@@ -107,7 +107,7 @@ def test_views(tmp_path: Path) -> None:
     with Publisher(str(run)) as publisher:
         for version in range(4):
             weights["layers.0.mlp.weight"][version] += np.float16(1)
-            publisher.publish(weights).result(30)
+            publisher.publish(weights).result(120)
     invoke("keep", run, "--once", "--since", 0, "--view", f"fp8-block={derived}")
     assert Run.open(str(derived)).newest() == 3
     invoke("verify", derived, "--source", run)

@@ -59,7 +59,6 @@ def test_what_no_publisher_could_have_made() -> None:
         Schema((one,), {"../b": "a"}).check()
 
 
-@pytest.mark.timeout(20)
 def test_a_shape_of_many_dimensions_is_refused_before_it_is_multiplied() -> None:
     with pytest.raises(SchemaMismatch):
         Schema((TensorSpec("a", "BF16", (1 << 62,) * 2_000_000),)).check()

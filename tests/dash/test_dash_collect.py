@@ -249,8 +249,8 @@ def test_heartbeats_from_the_future_are_put_on_the_clock_of_the_store(store: Sto
     beat(store, run, "ahead", 1, at=ahead, syncs=(SyncRecord(1, 0, ahead - 5, 0.1, 10, {"prove": 0.05}),))
     beat(store, run, "absurd", 1, at=1e300, syncs=(SyncRecord(1, 0, 1e300, 1e300, 10**30, {"prove": 1e300}),))
     absurd, found = Collector(store).look().replicas
-    assert found.clock_s == pytest.approx(3 * 3600, abs=5)
-    assert found.syncs[0].at == pytest.approx(time.time() - 5, abs=5)
+    assert found.clock_s == pytest.approx(3 * 3600, abs=100)
+    assert found.syncs[0].at == pytest.approx(time.time() - 5, abs=100)
     assert (absurd.clock_s, absurd.syncs) == (1e7, [])
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -60,7 +61,7 @@ def test_the_document_and_then_only_what_is_new(store: Store, page: Server) -> N
         publisher.publish(trained(versions[-1], 7)).result(120)
     began = time.monotonic()
     while (after := get(page, f"/api/run?have={found['revision']}"))[0] == 204:
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 120
         time.sleep(0.05)
     assert after[1]["document"]["newest"] == 4
     assert after[1]["revision"] != found["revision"]
@@ -92,8 +93,13 @@ def raw(server: Server, request: str) -> bytes:
     where = urlsplit(server.url)
     with socket.create_connection((where.hostname or "", where.port or 0), timeout=120) as connection:
         connection.sendall(request.encode())
-        connection.shutdown(socket.SHUT_WR)
-        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        said = b""
+        # where the server closes before all was read, the kernel resets the connection
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(1 << 16):
+                said += part
+        return said
 
 
 def test_the_body_of_a_request_is_not_taken_for_another_request(page: Server) -> None:

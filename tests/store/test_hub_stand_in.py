@@ -179,7 +179,7 @@ def test_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.hub_stand_in", "--root", str(tmp_path), "--token", "hf_mine"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as server:
         # whatever happens, it does not outlive the test
-        killer = threading.Timer(60, server.kill)
+        killer = threading.Timer(250, server.kill)
         killer.start()
         try:
             assert server.stdout is not None

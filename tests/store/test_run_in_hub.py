@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import threading
@@ -213,7 +214,11 @@ def test_two_trainers_race_through_a_slow_hub(
 
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(train, ([1, 2, 3, 4], [5, 6, 5, 6])))
-    assert sum(done) <= 1
+    # one after the other at most, where one of them was slow to begin
+    opened = Run.open(run)
+    writers = [opened.manifest(version).writer for version in opened.listed()]
+    assert len([*itertools.groupby(writers)]) == len({*writers})
+    assert sum(done) <= 1 or len(writers) == 9
     with Publisher(run) as last:
         last.publish(models[1]).result(60)
     result = verify(Run.open(run))

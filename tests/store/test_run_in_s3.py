@@ -52,8 +52,8 @@ def test_the_server_is_killed_in_the_middle(tmp_path: Path) -> None:
                 if version == 3:
                     server.kill()
                     server.start()
-                assert handle.result(60).version == version
-        follower.join(60)
+                assert handle.result(120).version == version
+        follower.join(120)
         stop.set()
         assert seen[-1] == len(versions) - 1
         assert seen == sorted(set(seen))

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -295,12 +296,14 @@ class Rank:
             self.error(f"unequal {name}", publisher.close)
         # all but the first wait for the first, so that the others' second and third become one
         training = Training(sharded())
-        slow = Hook(open_store(self.run("unequal-merged")), lambda key: time.sleep(20 * PACE))
+        published = threading.Event()
+        slow = Hook(open_store(self.run("unequal-merged")), lambda key: published.wait(120) and None)
         publisher = Publisher(slow)
         for number in range(3):
             training.step()
             if first or number < 2:
                 publisher.publish(training.model)
+        published.set()
         self.error("unequal merged", publisher.close)
         done = self.folder / "unequal-done"
         training = Training(sharded())
@@ -399,14 +402,22 @@ class Rank:
     def out_of_step(self) -> None:
         """Trainers and uploads of different speed on different ranks: versions merge publishes, the same everywhere."""
         training = Training(sharded())
-        store = Hook(open_store(self.run("merged")), lambda key: time.sleep(PACE * (3 if self.rank else 1)))
-        publisher = Publisher(store)
+        several = threading.Event()
+
+        def slow(key: str) -> None:
+            # the first upload takes as long as a few steps, on a slow machine too
+            several.wait(120)
+            time.sleep(PACE * (3 if self.rank else 1))
+
+        publisher = Publisher(Hook(open_store(self.run("merged")), slow))
         handles = []
         with self.twin("merged-alone") as alone:
             for number in range(4 * STEPS):
                 training.step()
                 time.sleep(PACE * (number % (2 + self.rank)) / 2)
                 handles.append(publisher.publish(training.model, step=training.steps))
+                if number == 3:
+                    several.set()
                 alone()
             publisher.close()
         self.report["merged"] = [handle.result().version for handle in handles]

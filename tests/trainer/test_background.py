@@ -20,7 +20,7 @@ from deltawire.store import ObjectStore, Store
 from deltawire.trainer import Publisher
 from support import HookedStore, Model, blank, held, history, model, replayed, same, trained
 
-WAIT = 30
+WAIT = 120
 
 
 @pytest.fixture
@@ -220,12 +220,27 @@ def test_ranks_that_publish_together_refuse_a_second_thread(store: Store) -> Non
         def refuse_own_thread(self) -> None:
             pass
 
+    class Turn:
+        """The publisher's lock, which tells when a thread finds it taken."""
+
+        def __init__(self) -> None:
+            self._lock, self.was_taken = threading.RLock(), threading.Event()
+            self.release = self._lock.release
+
+        def acquire(self, blocking: bool = True) -> bool:
+            got = self._lock.acquire(blocking)
+            if not got:
+                self.was_taken.set()
+            return got
+
     publisher = Publisher(store)
+    publisher._turn = turn = Turn()  # type: ignore[assignment]
     publisher._pipeline = together = Together()  # type: ignore[assignment]
     publishing = in_thread(lambda: publisher.publish(blank(model())))
     assert together.reached.wait(WAIT)
     second = in_thread(lambda: publisher.publish(blank(model())))
-    threading.Timer(0.05, together.go.set).start()
+    assert turn.was_taken.wait(WAIT)
+    together.go.set()
     with pytest.raises(OutOfStep, match="two threads of a rank"):
         second.result(WAIT)
     publishing.result(WAIT)

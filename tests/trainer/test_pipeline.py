@@ -53,7 +53,7 @@ from support import (
     verified,
 )
 
-WAIT = 30
+WAIT = 120
 
 
 def kinds(store: Store) -> list[str]:

@@ -182,7 +182,7 @@ def test_ranks_that_are_out_of_step_merge_the_same_publishes(two: Trained) -> No
     assert versions[0] == sorted(versions[0])
     alone = {m.step: m.digest for m in two.manifests("merged-alone")}
     manifests = two.manifests("merged")
-    assert len(manifests) < len(alone), "nothing was merged: the test is too slow to show anything"
+    assert len(manifests) < len(alone), "nothing was merged"
     assert {m.step: m.digest for m in manifests}.items() <= alone.items()
     assert manifests[-1].step == max(alone)
     assert_in_order(Run.open(str(two.folder / "merged")))

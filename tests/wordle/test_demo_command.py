@@ -163,8 +163,8 @@ def test_nothing_outlives_the_demo(tmp_path: Path, sent: signal.Signals, when: s
             assert len(children) == 4
         process.send_signal(sent)
         expected = {signal.SIGINT: 130, signal.SIGTERM: 0, signal.SIGKILL: -signal.SIGKILL}
-        assert process.wait(60) == expected[sent]
-        _, left = psutil.wait_procs(children, timeout=60)
+        assert process.wait(120) == expected[sent]
+        _, left = psutil.wait_procs(children, timeout=120)
         assert not _alive({child.pid: child for child in left})
         if sent != signal.SIGKILL:
             assert not (tmp_path / "out" / "run").exists()

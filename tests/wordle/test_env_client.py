@@ -28,13 +28,15 @@ def test_our_client(url: str) -> None:
 
 def test_our_client_says_who_does_not_answer(url: str) -> None:
     async def enter(address: str) -> None:
-        async with EnvClient(address, timeout=5):
+        async with EnvClient(address, timeout=120):
             pass
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(ServerUnavailable, match=str(port)):
-        asyncio.run(enter(f"http://127.0.0.1:{port}"))
+    with socket.socket() as silent:
+        # bound, so that nobody else takes it, and nobody listens
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        with pytest.raises(ServerUnavailable, match=str(port)):
+            asyncio.run(enter(f"http://127.0.0.1:{port}"))
     with pytest.raises(ServerRefused, match="speaks no OpenEnv"):
         asyncio.run(enter(f"{url}/elsewhere"))
     with pytest.raises(ServerRefused, match="no address"):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import httpx
@@ -24,6 +25,8 @@ from deltawire_wordle.wordlists import load
 from servers import end
 
 RULES = Rules(load("toy"), 5)
+# busy machines answer late
+get, post = partial(httpx.get, timeout=120), partial(httpx.post, timeout=120)
 
 
 def ws(address: str) -> str:
@@ -84,20 +87,20 @@ def test_a_huge_message_ends_only_its_own_session(url: str) -> None:
 
 
 def test_what_there_is_to_read(url: str) -> None:
-    assert httpx.get(f"{url}/health").json() == {"status": "healthy"}
-    assert httpx.get(f"{url}/metadata").json()["name"] == "wordle"
-    schema = httpx.get(f"{url}/schema").json()
+    assert get(f"{url}/health").json() == {"status": "healthy"}
+    assert get(f"{url}/metadata").json()["name"] == "wordle"
+    schema = get(f"{url}/schema").json()
     assert "guess" in schema["action"]["properties"]
     assert "feedback" in schema["observation"]["properties"]
     assert "step_count" in schema["state"]["properties"]
-    assert httpx.get(f"{url}/state").json()["step_count"] == 0
+    assert get(f"{url}/state").json()["step_count"] == 0
 
 
 def test_reset_and_step_over_http(url: str) -> None:
-    begun = httpx.post(f"{url}/reset", json={"seed": 5, "episode_id": "a"})
-    assert begun.status_code == httpx.post(f"{url}/reset").status_code == 200
+    begun = post(f"{url}/reset", json={"seed": 5, "episode_id": "a"})
+    assert begun.status_code == post(f"{url}/reset").status_code == 200
     assert begun.json()["observation"]["guesses_left"] == 5
-    solved = httpx.post(f"{url}/step", json={"action": {"guess": RULES.game(5).secret}, "seed": 5})
+    solved = post(f"{url}/step", json={"action": {"guess": RULES.game(5).secret}, "seed": 5})
     assert solved.json()["done"] is True
 
 
@@ -124,7 +127,7 @@ def test_reset_and_step_over_http(url: str) -> None:
     ],
 )
 def test_bad_requests(url: str, path: str, body: bytes, status: int, part: str) -> None:
-    answer = httpx.post(f"{url}{path}", content=body)
+    answer = post(f"{url}{path}", content=body)
     assert answer.status_code == status
     assert part in answer.json()["detail"]
 
@@ -199,7 +202,7 @@ def test_300_half_open_connections_against_128_files_keep_nobody_out() -> None:
             slow = opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
             with suppress(OSError):  # it may be closed already, for one that came later
                 slow.sendall(b"GET /health HTTP" if number % 2 else b"")
-        assert httpx.get(f"{url}/health", timeout=120).json() == {"status": "healthy"}
+        assert get(f"{url}/health").json() == {"status": "healthy"}
         with connect_now(ws(url)) as connection:
             assert ask(connection, {"type": "reset"})["type"] == "observation"
         assert end(process) == 0
@@ -226,7 +229,7 @@ def test_sessions_that_were_refused_and_stay_keep_nobody_out() -> None:
             rude = opened.enter_context(socket.create_connection(("127.0.0.1", port), 20))
             rude.sendall(upgrade)
             assert rude.recv(12) == b"HTTP/1.1 101"
-        assert httpx.get(f"{url}/health", timeout=120).json() == {"status": "healthy"}
+        assert get(f"{url}/health").json() == {"status": "healthy"}
 
 
 def test_a_silent_session_ends_and_leaves_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,10 +43,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     run = tmp_path_factory.mktemp("evaluate") / "run"
     assert CliRunner().invoke(app, ["publish", str(FOLDER), str(run)]).exit_code == 0
     with rollout_server(run) as address:
-        for _ in range(200):
-            if httpx.get(f"{address}/health").status_code == 200:
-                break
-            threading.Event().wait(0.05)
+        while httpx.get(f"{address}/health", timeout=120).status_code != 200:
+            time.sleep(0.05)
         yield address
 
 

@@ -106,7 +106,9 @@ class Server(ThreadedServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self._connections) >= CONNECTIONS:
             # a page connects again; a connection that says nothing keeps nobody out
-            _end(next(iter(self._connections)))
+            # of a copy: they end in their own threads meanwhile
+            for oldest in [*self._connections][:1]:
+                _end(oldest)
         self._connections[request] = None
         super().process_request(request, client_address)
 

@@ -35,6 +35,9 @@ CONNECTIONS = 256
 TIMEOUT = 30.0
 """Seconds that a client may take to send a request, or to read on."""
 
+ALIVE_S = 1.0
+"""Seconds between two interim responses while an object is fetched: less than a client waits in silence."""
+
 _HASH = re.compile(r"[0-9a-f]{32}")
 _SIZE = re.compile(r"[0-9]{1,15}")
 
@@ -96,12 +99,12 @@ class CacheHandler(Handler):
 
     @contextmanager
     def _alive(self) -> Iterator[None]:
-        """Send an interim response every second while the block runs."""
+        """Send an interim response every ALIVE_S while the block runs."""
         done = threading.Event()
 
         def send() -> None:
             with suppress(OSError):
-                while not done.wait(1.0):
+                while not done.wait(ALIVE_S):
                     self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
         thread = threading.Thread(target=send, daemon=True)

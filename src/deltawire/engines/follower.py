@@ -163,8 +163,8 @@ class Follower:
 
     def _moved(self, synced: Synced) -> None:
         """Note a sync that changed the weights."""
-        self.syncs += 1
         self.phases = {**synced.timings, "total": synced.seconds}
+        self.syncs += 1
         took = "  ".join(f"{phase} {seconds * 1e3:.0f} ms" for phase, seconds in self.phases.items())
         log.info("serving v%d  %s", synced.version, took)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from deltawire.engines.server import Limits, Options, RolloutServer
+from deltawire.engines.server.scheduler import Scheduler
 from deltawire.store import Store
 from deltawire.trainer import Publisher
 
@@ -99,17 +101,42 @@ def serving(run: Path | Store, wait: bool = True, **options: Any) -> Iterator[tu
     thread = threading.Thread(target=server.run, args=(up.set,))
     thread.start()
     try:
-        assert up.wait(60)
+        assert up.wait(120)
         if wait:
-            assert server.follower.caught_up.wait(60)
-        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
+            assert server.follower.caught_up.wait(120)
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=120) as client:
             yield server, client
     finally:
         server.stop()
-        thread.join(60)
+        thread.join(120)
     assert not thread.is_alive()
     assert not server.scheduler.alive
+    # which the server itself does not wait for so long
+    server.follower.stop(120)
     assert not server.follower.alive
+
+
+class Brake:
+    """Lets a scheduler generate so many tokens, and none after them until it is told to go on: what a test does
+    meanwhile happens in the middle of an answer, however slow the test is."""
+
+    def __init__(self, scheduler: Scheduler, tokens: int) -> None:
+        self._scheduler, self._version = scheduler, scheduler._version
+        self._most = scheduler.counts.generated_tokens + tokens
+        scheduler._version = lambda: None if self._reached() else self._version()
+
+    def _reached(self) -> bool:
+        return self._scheduler.counts.generated_tokens >= self._most
+
+    def wait(self) -> None:
+        """Until the tokens are there, and no step runs."""
+        with self._scheduler._changed:
+            assert self._scheduler._changed.wait_for(lambda: self._reached() and not self._scheduler._stepping, 120)
+
+    def release(self, tokens: float = math.inf) -> None:
+        """Lets it generate so many more."""
+        self._most = self._scheduler.counts.generated_tokens + tokens
+        self._scheduler.wake()
 
 
 def generate(model: Qwen3ForCausalLM, prompt: list[int], count: int) -> list[int]:

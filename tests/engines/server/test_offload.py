@@ -27,10 +27,17 @@ def test_results_and_errors_come_back() -> None:
 
 def test_what_takes_too_long_is_given_up_and_what_waits_for_it_never_starts() -> None:
     offload, release, started = Offload(1), threading.Event(), []
+    holds = threading.Event()
+
+    def hold() -> None:
+        holds.set()
+        release.wait(120)
 
     async def use() -> None:
-        with pytest.raises(asyncio.TimeoutError):
-            await offload.run(0.01, lambda: release.wait(60))
+        # again where its thread was not even started in time
+        while not holds.is_set():
+            with pytest.raises(asyncio.TimeoutError):
+                await offload.run(0.01, hold)
         with pytest.raises(asyncio.TimeoutError):
             await offload.run(0.01, lambda: started.append(1))
         release.set()

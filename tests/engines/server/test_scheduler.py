@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import nudge, tiny_model
+from serving import Brake, nudge, tiny_model
 from transformers import Qwen3ForCausalLM
 
 from deltawire.engines.server.scheduler import Limits, QueueFull, Scheduler
@@ -40,7 +40,7 @@ class Bench:
 
     def wait(self, sequences: list[Sequence]) -> list[Sequence]:
         for sequence in sequences:
-            assert self.done[sequence].wait(60)
+            assert self.done[sequence].wait(120)
         return sequences
 
     def _ended(self, sequence: Sequence, delta: object) -> None:
@@ -75,14 +75,18 @@ def test_every_token_is_counted_to_the_weights_that_made_it(policy: str) -> None
     remember(0)
     prompts = prompts_of(6)
     with bench(model, kv_policy=policy) as it:
+        brake = Brake(it.scheduler, 15 * len(prompts))
         sequences = it.add(prompts, Sampling(120, temperature=0, ignore_eos=True))
         for version in range(1, 6):
-            wait_for(lambda: sequences[0].length > len(prompts[0]) + 15 * version)  # noqa: B023
+            brake.wait()
             with it.scheduler.hold():
                 assert not it.scheduler._stepping
                 nudge(model, version, share=0.5)
                 it.version = version
                 remember(version)
+            brake.release(15 * len(prompts))
+        brake.wait()
+        brake.release()
         it.wait(sequences)
         recomputed = it.scheduler.counts.recomputed_tokens
     assert (recomputed > 0) == (policy == "clear")
@@ -91,7 +95,7 @@ def test_every_token_is_counted_to_the_weights_that_made_it(policy: str) -> None
         assert sum(count for _, count in sequence.spans) == len(sequence.tokens) == 120
         if policy == "clear":
             assert_made_by(tiny_model().double(), states, sequence)
-    assert len(sequences[0].spans) > 3
+    assert len(sequences[0].spans) == 6
 
 
 def assert_made_by(model: Qwen3ForCausalLM, states: dict[int, dict[str, torch.Tensor]], sequence: Sequence) -> None:
@@ -118,23 +122,16 @@ def test_weights_without_a_name_make_no_token() -> None:
     assert sequence.spans == [[7, 4]]
 
 
-def wait_for(condition: Any, seconds: float = 60) -> None:
-    tick = threading.Event()
-    for _ in range(int(seconds / 0.001)):
-        if condition():
-            return
-        tick.wait(0.001)
-    raise AssertionError("it never came to that")
-
-
 # ── control ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_pause_abort_ends_what_is_there_and_holds_what_comes() -> None:
     with bench() as it:
+        brake = Brake(it.scheduler, 20)
         there = it.add(prompts_of(12), Sampling(200, ignore_eos=True))
-        wait_for(lambda: there[0].tokens)
+        brake.wait()
         it.scheduler.pause("abort")
+        brake.release()
         assert it.scheduler.paused
         it.wait(there)
         assert {s.finish_reason for s in there} == {"abort"}
@@ -159,9 +156,11 @@ def test_pause_wait_lets_what_is_there_finish() -> None:
 def test_pause_keep_goes_on_where_it_was(clear_cache: bool) -> None:
     model = tiny_model().double()
     with bench(model) as it:
+        brake = Brake(it.scheduler, 20)
         there = it.add(prompts_of(5), Sampling(100, temperature=0, ignore_eos=True))
-        wait_for(lambda: there[0].tokens)
+        brake.wait()
         it.scheduler.pause("keep", clear_cache=clear_cache)
+        brake.release()
         before = [len(s.tokens) for s in there]
         assert not it.done[there[0]].wait(0.1)
         assert [len(s.tokens) for s in there] == before
@@ -175,9 +174,11 @@ def test_cancelled_sequences_leave_and_others_stay() -> None:
     model = tiny_model().double()
     with bench(model) as it:
         expected = [s.tokens for s in it.run(prompts_of(14), Sampling(60, temperature=0, ignore_eos=True))]
+        brake = Brake(it.scheduler, 20)
         again = it.add(prompts_of(14), Sampling(60, temperature=0, ignore_eos=True))
-        wait_for(lambda: again[2].tokens)
+        brake.wait()
         it.scheduler.cancel([again[2], again[13]])
+        brake.release()
         it.wait(again)
     assert again[13].finish_reason == "abort"
     for i, sequence in enumerate(again):

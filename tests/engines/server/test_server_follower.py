@@ -28,7 +28,7 @@ VERSIONS, STREAMS = 20, 8
 HELLO = tokenizer().encode("hello")
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came to that"
