@@ -134,7 +134,8 @@ class _Connection(H11Protocol):
         super().__init__(**options)
         self._limits = limits
         self.since = time.monotonic()
-        self._allowed = limits.header
+        self._idle = False
+        """Whether a request was answered and the next one has not begun."""
         self._stuck_since: float | None = None
 
     @property
@@ -153,7 +154,7 @@ class _Connection(H11Protocol):
         """Disconnect a client that is too slow."""
         if self._stuck_since is not None and now - self._stuck_since > self._limits.write:
             self.end()
-        elif self.phase == "header" and now - self.since > self._allowed:
+        elif self.phase == "header" and now - self.since > (self._limits.idle if self._idle else self._limits.header):
             # after an answer there may be the rest of a body that was refused: nothing to answer a second time
             self.end(_TOO_SLOW if self.cycle is None else b"")
         elif self.phase == "body" and now - self.since > self._limits.body:
@@ -188,16 +189,16 @@ class _Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self.phase == "header" and self._allowed == self._limits.idle:
+        if self._idle:
             # the first byte of the next request
-            self.since, self._allowed = time.monotonic(), self._limits.header
+            self.since, self._idle = time.monotonic(), False
         before = self.phase
         super().data_received(data)
         if before == "header" and self.phase == "body":
             self.since = time.monotonic()
 
     def on_response_complete(self) -> None:
-        self.since, self._allowed = time.monotonic(), self._limits.idle
+        self.since, self._idle = time.monotonic(), True
         super().on_response_complete()
 
     def pause_writing(self) -> None:
