@@ -144,15 +144,13 @@ def routes(
     async def sync(request: Request) -> dict[str, Any]:
         authorize(request)
         info = await read(request, {"version", "adapter"})
-        await command(chosen(info), info.get("version"))
-        return status()
+        return await command(chosen(info), info.get("version"), status)
 
     @router.post("/deltawire/pin")
     async def pin(request: Request) -> dict[str, Any]:
         authorize(request)
         info = await read(request, {"version", "adapter"})
-        await command(chosen(info), info.get("version"), pin=True)
-        return status()
+        return await command(chosen(info), info.get("version"), status, pin=True)
 
     return router
 
@@ -177,12 +175,24 @@ async def read(request: Request, fields: set[str]) -> dict[str, Any]:
     return said
 
 
-async def command(follower: Follower, version: Any, *, pin: bool = False) -> None:
-    """Move a follower to a version; raises HTTPException if it cannot."""
+async def command(
+    follower: Follower, version: Any, status: Callable[[], dict[str, Any]], *, pin: bool = False
+) -> dict[str, Any]:
+    """Move a follower to a version and return the status it has there; raises HTTPException if it cannot."""
     if not isinstance(version, int | str | None) or isinstance(version, bool):
         raise HTTPException(400, f"a version is a number or a tag, not {version!r:.40}")
+
+    def move() -> dict[str, Any]:
+        if version is None and pin:
+            follower.command(None, pin=True)
+            return status()
+        # held until the status is made: a server that follows the run, or has a pin, soon goes on from there
+        with follower.replica.lock:
+            follower.command(version, pin=pin)
+            return status()
+
     try:
-        await asyncio.to_thread(follower.command, version, pin=pin)
+        return await asyncio.to_thread(move)
     except DeltawireError as error:
         log.warning("could not go to the requested version: %s", error)
         raise refusal(error) from error

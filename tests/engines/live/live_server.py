@@ -201,7 +201,7 @@ class Server(ABC):
     def status(self) -> dict[str, Any]:
         return self.http.get("/deltawire/status").raise_for_status().json()  # type: ignore[no-any-return]
 
-    def until(self, limit: float = 60, **expected: Any) -> dict[str, Any]:
+    def until(self, limit: float = 180, **expected: Any) -> dict[str, Any]:
         end = time.monotonic() + limit
         while True:
             status = self.status()

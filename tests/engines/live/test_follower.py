@@ -238,11 +238,13 @@ class World:
         return [{n: p.view(torch.int16).numpy().tobytes() for n, p in m.named_parameters()} for m in fresh]
 
     def holds(self, version: int) -> None:
-        assert self.follower.version == version
-        assert self.client.weight_version == str(version)
-        assert self.client.bytes() == self.expected(version)
-        assert not self.client.paused
-        assert self.client.seen_unpaused == []
+        # a version is visible before all of its sync is done
+        with self.follower.replica.lock:
+            assert self.follower.version == version
+            assert self.client.weight_version == str(version)
+            assert self.client.bytes() == self.expected(version)
+            assert not self.client.paused
+            assert self.client.seen_unpaused == []
 
 
 def tensors(bag: Bag) -> list[tuple[str, torch.Tensor]]:
@@ -418,7 +420,7 @@ def followed(world: World) -> Iterator[World]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

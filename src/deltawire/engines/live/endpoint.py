@@ -151,8 +151,7 @@ class Endpoint:
             follower.replica.url.rstrip("/"),
         ):
             raise HTTPException(409, f"this server follows {follower.replica.url}; another run needs another server")
-        await control.command(follower, version)
-        return self._status()
+        return await control.command(follower, version, self._status)
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -172,8 +171,7 @@ class Endpoint:
     async def _command_first(self, follower: EngineFollower, version: Any) -> dict[str, Any]:
         """Go to the first version. A run that cannot be followed leaves the server free for another."""
         try:
-            await control.command(follower, version)
-            return self._status()
+            return await control.command(follower, version, self._status)
         except HTTPException:
             if follower.state == "starting":
                 self._follower = None
