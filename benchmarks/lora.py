@@ -4,8 +4,8 @@
 
 The same small Qwen3 (random weights) learns to repeat a sequence, once as a whole and once by LoRA adapters on all of
 its linear layers, and is published after every step. Then the versions of adapters of several ranks are published
-again as `packed` and `context` deltas and as full weights, and followed: bytes, and the time that both sides work. Full
-weights arrive sooner where the link is faster than `break_even_mbit`. Means over the steps after a warm-up.
+again as deltas and as full weights, and followed: bytes, and the CPU time of both sides. Full weights arrive sooner
+where the link is faster than `break_even_mbit`. Means, and medians of times, over the steps after a warm-up.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ RANK = 16
 RANKS = (4, 16, 64)
 RATES = (1e-5, 1e-4, 1e-3)
 WIRES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-WAYS: dict[str, dict[str, Any]] = {
-    "packed": {"encoding": "packed", "anchor_ratio": 1e9},
-    "context": {"encoding": "context", "anchor_ratio": 1e9},
-    "full": {"anchor_every": 0},
-}
+WAYS: dict[str, dict[str, Any]] = {"delta": {"anchor_ratio": 1e9}, "full": {"anchor_every": 0}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +59,10 @@ class AdapterRow:
     changed_percent: float
     kb: dict[str, float]
     """Bytes of a version, by the way it is published."""
-    work_ms: dict[str, float]
-    """Time to encode and to follow it, both without a network."""
+    cpu_ms: dict[str, float]
+    """CPU time to compare, publish and follow it, by the way it is published."""
     break_even_mbit: float | None
-    """Speed of the link above which full weights arrive sooner than the best delta; None if they never do."""
+    """Speed of the link above which full weights arrive sooner than the delta; None if they never do."""
 
 
 def base() -> Any:
@@ -131,14 +127,14 @@ def measure_adapters(rank: int, lr: float, steps: int) -> list[AdapterRow]:
         versions = [{name: tensor.to(dtype) for name, tensor in state.items()} for state in states]
         found = {way: _followed(versions, options)[steps:] for way, options in WAYS.items()}
         kb = {way: statistics.fmean(p.bytes for p, _ in kept) / 1e3 for way, kept in found.items()}
-        work = {way: 1e3 * statistics.median(s for _, s in kept) for way, kept in found.items()}
+        cpu = {way: 1e3 * statistics.median(s for _, s in kept) for way, kept in found.items()}
         elements = sum(tensor.numel() for tensor in versions[0].values())
-        changed = statistics.fmean(100 * p.changed / elements for p, _ in found["packed"])
-        row = AdapterRow(rank, lr, wire, elements, changed, kb, work, _break_even(kb, work))
+        changed = statistics.fmean(100 * p.changed / elements for p, _ in found["delta"])
+        row = AdapterRow(rank, lr, wire, elements, changed, kb, cpu, _break_even(kb, cpu))
         above = "never" if row.break_even_mbit is None else f"above {row.break_even_mbit:.0f} Mbit/s"
         print(
             f"  rank {rank:<3} lr {lr:<7g} {wire} {changed:6.2f} % changed  "
-            + "  ".join(f"{way} {kb[way]:7.1f} KB {work[way]:5.1f} ms" for way in WAYS)
+            + "  ".join(f"{way} {kb[way]:7.1f} KB {cpu[way]:5.1f} ms" for way in WAYS)
             + f"  full sooner {above}",
             flush=True,
         )
@@ -147,29 +143,26 @@ def measure_adapters(rank: int, lr: float, steps: int) -> list[AdapterRow]:
 
 
 def _followed(versions: Sequence[dict[str, Any]], options: dict[str, Any]) -> list[tuple[Published, float]]:
-    """Publish versions one after the other and follow them: each with the seconds that both sides worked."""
+    """Publish versions one after the other and follow them: each with the CPU seconds of both sides."""
     store, found = memory(), []
     live = {name: torch.zeros_like(tensor) for name, tensor in versions[0].items()}
     with Publisher(store, wire_dtype=None, **options) as publisher:
         replica = Replica(store, heartbeat=0)
         for version in versions:
+            began = time.process_time()
             published = publisher.publish(version).result()
-            began = time.perf_counter()
             replica.sync(live)
-            seconds = time.perf_counter() - began
-            found.append((published, seconds + published.timings["encode"] + published.timings["put"]))
+            found.append((published, time.process_time() - began))
     return found
 
 
-def _break_even(kb: dict[str, float], work: dict[str, float]) -> float | None:
-    """Megabits per second at which the best delta and full weights arrive at the same time; bytes travel twice."""
-    at = []
-    for way in ("packed", "context"):
-        saved, longer = kb["full"] - kb[way], work[way] - work["full"]
-        if longer <= 0 and saved > 0:
-            return None
-        at.append(0.0 if saved <= 0 else 2 * 8 * saved / longer)
-    return max(at)
+def _break_even(kb: dict[str, float], cpu_ms: dict[str, float]) -> float | None:
+    """Megabits per second at which delta and full weights arrive at the same time; bytes travel twice."""
+    saved, longer = kb["full"] - kb["delta"], cpu_ms["delta"] - cpu_ms["full"]
+    if saved <= 0:
+        return 0.0
+    # kilobits per millisecond
+    return 2 * 8 * saved / longer if longer > 0 else None
 
 
 def main() -> None:

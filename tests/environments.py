@@ -28,16 +28,16 @@ def environment(name: str, *steps: Sequence[str]) -> Path:
 
 
 def trl(extras: str = "trl") -> Path:
-    """The Python of an environment with this deltawire and its extras, which bring TRL and all that it needs."""
+    """The Python of an environment with this deltawire and its extras, which bring TRL and all that it needs; peft."""
     constraints = ["-c", str(ROOT / "constraints.txt")]
     python = environment(extras.replace(",", "-"), [*constraints, "torch==2.13.0"], [*constraints, "hatchling"])
-    install(python, *constraints, "--no-build-isolation", "-e", f"{ROOT}[{extras}]", "trl==1.16.0")
+    install(python, *constraints, "--no-build-isolation", "-e", f"{ROOT}[{extras}]", "trl==1.16.0", "peft")
     return python
 
 
-def vllm() -> Path:
-    """The Python of the environment of `make test-vllm`: a vLLM for CPUs, and this deltawire."""
-    script = ROOT / "tests" / "engines" / "vllm" / "environment.sh"
+def engine(name: str) -> Path:
+    """The Python of the environment of `make test-vllm` or `make test-sglang`: that engine for CPUs, this deltawire."""
+    script = ROOT / "tests" / "engines" / name / "environment.sh"
     place = subprocess.run([str(script), sys.executable], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     python = Path(place) / "bin" / "python"
     install(python, "--no-deps", "--no-build-isolation", "-e", str(ROOT))

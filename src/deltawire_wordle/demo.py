@@ -259,7 +259,7 @@ class Demo:
             while not trainer.finished:
                 self._note_event(trainer)
                 if record.published or plan.engine == "builtin":
-                    # the built-in server waits for the first version, vLLM needs one to start
+                    # the built-in server waits for the first version, the others need one to start
                     self._manage_replicas()
                 self._check_processes()
                 show()
@@ -380,13 +380,19 @@ SHA, DIGEST = "SHA-256 of the live weights", "state digest of the live weights"
 _GAME = ("--words", small_policy.WORDS, "--guesses", str(small_policy.GUESSES))
 QUIET = {"OMP_NUM_THREADS": "1", "DELTAWIRE_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 """Environment of every process: two cores must do for all of them."""
-_VLLM = {
+_ENGINES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     # some virtual machines promise instructions (AMX) that they do not have
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
 }
+"""Environment of engines that are not our own."""
+_FLAGS = {
+    "vllm": ("--enforce-eager",),
+    "sglang": ("--max-total-tokens", "16384", "--mem-fraction-static", "0.1", "--skip-server-warmup"),
+}
+"""Their flags, for a tiny model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,10 +417,9 @@ class Replica:
         if engine == "builtin":
             words += ["--id", name, "--threads", "1", "--grace", "1", "--json"]
         else:
-            words += ["--", "--dtype", "bfloat16", "--max-model-len", "128", "--enforce-eager"]
-        self.process = ChildProcess(
-            name, _deltawire(*words), logs, {**environment, **(_VLLM if engine == "vllm" else {})}
-        )
+            words += ["--max-model-len", "128", "--", "--dtype", "bfloat16", *_FLAGS[engine]]
+            environment = {**environment, **_ENGINES}
+        self.process = ChildProcess(name, _deltawire(*words), logs, environment)
 
     def status(self, client: httpx.Client, at: float, newest: int | None) -> ReplicaStatus:
         try:
@@ -432,7 +437,7 @@ class Replica:
         try:
             answer = client.get(f"{self.url}/deltawire/fingerprint", params={"dtype": "bf16"})
             if answer.status_code == 404:
-                # vLLM lays weights out differently, so only their digest can be compared
+                # other engines lay weights out differently, so only their digest can be compared
                 answer = client.get(f"{self.url}/deltawire/digest")
                 return DIGEST, answer.json().get("digest", answer.text)
             return SHA, answer.json().get("sha256", answer.text)

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +23,7 @@ from deltawire.cli.common import (
     table,
     times,
 )
+from deltawire.cli.serve import Engine
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -36,11 +36,6 @@ BUCKETS = ("run", "s3", "larger")
 PHASES = ("detect", "encode", "upload", "fetch", "decode", "apply", "prove")
 PLAIN_EVERY = 10
 """Steps between two lines of output where there is no terminal."""
-
-
-class Engine(str, Enum):
-    builtin = "builtin"
-    vllm = "vllm"
 
 
 def command(
@@ -96,6 +91,7 @@ def command(
       deltawire demo --act 2 --model my-model   the figures of your model
       deltawire demo --bucket s3                through a real S3 server
       deltawire demo --bucket s3://runs/wordle  through yours
+      deltawire demo --engine sglang            with SGLang's servers, or vllm
       deltawire demo --no-sync                  the same without updates
     """
     _need_extras()

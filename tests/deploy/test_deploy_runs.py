@@ -85,7 +85,7 @@ def test_the_vllm_space(wheel: Path, tmp_path: Path) -> None:
     with Publisher(run, wire_dtype="bf16", files=small_policy.FOLDER) as publisher:
         publisher.publish(small_policy.load(), wait=True)
     # from here on with the environment that has a vLLM for CPUs, and this deltawire
-    vllm = environments.vllm()
+    vllm = environments.engine("vllm")
     env |= {"PATH": f"{vllm.parent}:{os.environ['PATH']}", "PORT": str(port), "HF_HUB_OFFLINE": "1"}
     refused = subprocess.run(file.command, cwd=app, env=env, capture_output=True, text=True)
     assert refused.returncode != 0

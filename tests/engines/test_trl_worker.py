@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 import environments
 from deltawire.bucket.run import Run
 from deltawire.core.errors import DeltawireError
+from deltawire.core.full import Checkpoint, digest_of
 from deltawire.replica import Replica
 from deltawire_wordle.processes import free_port
 from servers import Server
@@ -42,17 +44,24 @@ def python() -> Path:
 @pytest.fixture(scope="module", params=["builtin", "vllm"])
 def serve(request: pytest.FixtureRequest) -> Callable[[str, int, Path], Server]:
     """Starts a rollout server for a run, at a port, as docs/trl.md does."""
-    python, before, after = Path(sys.executable), [], []
     if request.param == "vllm":
-        python, before = environments.vllm(), ["--engine", "vllm"]
-        after = ["--", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"]
+        return with_vllm
 
     def start(run: str, port: int, log: Path) -> Server:
-        options = [*before, run, "--port", str(port), "--poll", "0.2", *after]
-        command = [str(python), "-m", "deltawire.cli", "serve", *options]
-        return Server(command, port, env={**QUIET, **environments.VLLM_ON_A_CPU}, log=log)
+        command = [sys.executable, "-m", "deltawire.cli", "serve", run, "--port", str(port), "--poll", "0.2"]
+        return Server(command, port, env=QUIET, log=log)
 
     return start
+
+
+def with_vllm(run: str, port: int, log: Path, *options: str) -> Server:
+    """A vLLM that follows a run, or with options serves a model."""
+    command = [
+        str(environments.engine("vllm")), "-m", "deltawire.cli", "serve", "--engine", "vllm", run, *options,
+        "--port", str(port), "--poll", "0.2",
+        "--", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16",
+    ]  # fmt: skip
+    return Server(command, port, env={**QUIET, **environments.VLLM_ON_A_CPU}, log=log)
 
 
 @contextmanager
@@ -64,7 +73,7 @@ def training(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         trainer.kill()
 
 
-def documented(run: str, server: str, model: Path) -> str:
+def documented(run: str, server: str, model: Path, *more: tuple[str, str]) -> str:
     """The block of docs/trl.md, at these places and with options for a tiny model on a CPU."""
     (block,) = [block for block in blocks("docs/trl.md") if block.suite == "trl"]
     code = block.code
@@ -73,6 +82,7 @@ def documented(run: str, server: str, model: Path) -> str:
         ("https://rollouts.example", server),
         ("my-model", str(model)),
         ('output_dir="out"', f'**options, max_steps={STEPS}, output_dir="{model / "out"}"'),
+        *more,
     ):
         assert code.count(printed) == 1, printed
         code = code.replace(printed, meant)
@@ -108,6 +118,45 @@ def test_completions_get_shorter(
         assert trainer.returncode == 0
         # proven by its digest, as every version before it, or the server would not name it
         status = server.wait("/deltawire/status", version=newest(run))
+    check_that_it_learned(said, status)
+    # no sync failed, and none took full weights instead of deltas
+    assert status.get("failures", 0) == 0
+    assert status.get("guard", "patch") == "patch"
+    assert not status["reason"]
+    check_that_the_run_ends_with(folder / "final.safetensors", run)
+
+
+def test_an_adapter_is_trained_by_peft_config_and_followed_beside_its_base(python: Path, tmp_path: Path) -> None:
+    """Stock TRL with `peft_config`, a bucket, a stock vLLM that serves the base model and follows the adapter."""
+    folder, run, port = tmp_path / "model", (tmp_path / "run").as_uri(), free_port()
+    subprocess.run([str(python), str(TASK), "make", str(folder)], check=True, env=QUIET)
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            with_vllm(str(folder), port, tmp_path / "server.log", "--adapter", f"policy={run}")
+        )
+        snippet = tmp_path / "snippet.py"
+        config = 'peft_config=__import__("peft").LoraConfig(r=8, target_modules="all-linear"), weight_transfer=transfer'
+        snippet.write_text(documented(run, server.url, folder, ("weight_transfer=transfer", config)))
+        trainer = stack.enter_context(training([str(python), str(TASK), "train", str(folder), str(snippet)]))
+        said, _ = trainer.communicate(timeout=1500)
+        assert trainer.returncode == 0
+
+        def follows() -> dict[str, Any]:
+            (found,) = server.get("/deltawire/status")["adapters"]
+            return found  # type: ignore[no-any-return]
+
+        while (status := follows())["version"] != newest(run):
+            time.sleep(0.2)
+    check_that_it_learned(said, status)
+    assert status["failures"] == 0
+    base = Run.open(run).info.base
+    assert base is not None
+    assert base.fits(str(digest_of(Checkpoint(folder))))
+    check_that_the_run_ends_with(folder / "final.safetensors", run)
+
+
+def check_that_it_learned(said: str, status: dict[str, Any]) -> None:
+    """Completions got shorter, and samples have the versions that made them. `said` is what the trainer printed."""
     log = [entry for entry in json.loads(said.splitlines()[-1])["log"] if "reward" in entry]
     # of the samples of a step; the worker's own mean is not there where it made none meanwhile
     lengths = [entry["sample/trained_tokens_mean"] for entry in log]
@@ -119,12 +168,11 @@ def test_completions_get_shorter(
     assert min(stale) >= 0
     assert max(stale) > 0
     assert log[-1]["deltawire/version"] > STEPS / 2
-    # no sync failed, and none took full weights instead of deltas
-    assert status.get("failures", 0) == 0
-    assert status.get("guard", "patch") == "patch"
-    assert not status["reason"]
-    # and the last version is the trainer's weights, bit for bit
-    final = load_file(folder / "final.safetensors")
+
+
+def check_that_the_run_ends_with(weights: Path, run: str) -> None:
+    """The last version is the trainer's weights, bit for bit."""
+    final = load_file(weights)
     live = {name: torch.zeros_like(tensor) for name, tensor in final.items()}
     Replica(run, heartbeat=0).sync(live)
     assert all(torch.equal(live[name].view(torch.int16), final[name].view(torch.int16)) for name in live)

@@ -6,19 +6,21 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+import environments
 from tests.cli.cli_support import invoke, spawn
 
 pytest.importorskip("torch")
 
 from deltawire.cli.common import console
 from deltawire_wordle import report
-from deltawire_wordle.demo import DemoRecord, LargerRecord, Plan, ReplicaStatus
+from deltawire_wordle.demo import DemoRecord, LargerRecord, Plan, ReplicaStatus, _deltawire
 from deltawire_wordle.demo_command import PHASES, _epilogue, _Lines, _picture
 from deltawire_wordle.small_policy import FOLDER
 
@@ -105,6 +107,29 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # and a second demo publishes into neither it nor its folder
     assert "already" in invoke("demo", "--bucket", out / "run", code=2).stderr
     assert "already" in invoke("demo", "--out", out, code=2).stderr
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_demo_with_the_servers_of_another_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """The same loop by one flag, with one server, which runs in the environment of that engine's own tests."""
+    python, ours = str(environments.engine(engine)), _deltawire
+    monkeypatch.setattr(
+        "deltawire_wordle.demo._deltawire",
+        lambda verb, *words: [python if verb == "serve" else sys.executable, *ours(verb, *words)[1:]],
+    )
+    for name, value in environments.VLLM_ON_A_CPU.items() if engine == "vllm" else ():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("deltawire_wordle.demo.Plan", partial(Plan, replicas=1))
+    out = tmp_path / "out"
+    invoke("demo", "--engine", engine, "--act", 1, "--steps", 3, "--games", 0, "--minutes", 15, "--out", out)
+    story = json.loads((out / "report.json").read_bytes())
+    assert story["ok"], story["problems"]
+    assert [version["version"] for version in story["published"]] == [0, 1, 2, 3]
+    assert story["equal"] == {"replica-1": "state digest of the live weights"}
 
 
 @LOADED

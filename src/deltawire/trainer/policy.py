@@ -163,7 +163,8 @@ class EncodingChooser:
         encoding = min(times, key=lambda name: times[name])
         # how dense a change is must be known: what is compared while it is encoded has to be encoded
         if full_bytes is not None and changed is not None:
-            times[FULL] = 2 * full_bytes / self.link
+            # both sides read all weights, as for a delta in which nothing changed
+            times[FULL] = 2 * full_bytes / self.link + self.estimates["packed"].work(weights, 0)
         best, *others = sorted(times, key=lambda name: times[name])
         speed = f"{self.link * 8 / 1e6:.3g} Mbit/s {'measured' if self.measured else 'assumed'}"
         rest = ", ".join(f"{name} {times[name]:.2g} s" for name in others)

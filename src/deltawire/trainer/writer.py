@@ -214,9 +214,10 @@ class VersionWriter:
     def write(self, terms: Terms, pending: PendingVersion[C], skip: SkipDelta | None = None) -> Published:
         """Encode, put and commit. Raises on all ranks if it fails on one."""
         group, changes, began = self._group, pending.changes, time.perf_counter()
-        # the first version has full weights alone, and so has one that starts over or arrives sooner so
+        # the first version has full weights alone, and so has one that starts over
         start = not terms.version or self._start_over
-        alone = start or terms.choice.full
+        # where they go out anyway and it is known what changed, no delta is encoded
+        alone = start or (isinstance(changes, Capture) and (terms.choice.full or self._options.policy.every == 0))
 
         def encode() -> StateDigest:
             for block in () if alone else changes.encode(terms.choice.encoding):
@@ -314,7 +315,7 @@ class VersionWriter:
         pending.timings["put"] = time.perf_counter() - clock
         # a delta that was not encoded has not counted them
         changes = pending.changes
-        changed = changes.elements if choice.full and isinstance(changes, Capture) else file.changed
+        changed = changes.elements if not file.changed and isinstance(changes, Capture) else file.changed
         return _Put(links, changed, pending.timings)
 
     def _commit(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
+from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -118,8 +119,12 @@ def train(folder: Path, snippet: Path) -> None:
     }
     exec(compile(snippet.read_text(), str(snippet), "exec"), names)
     trainer = names["trainer"]
-    weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in trainer.model.named_parameters()}
-    save_file(weights, folder / "final.safetensors")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if hasattr(model, "peft_config"):
+        named = get_peft_model_state_dict(model, save_embedding_layers=False)
+    else:
+        named = dict(model.named_parameters())
+    save_file({n: t.detach().to(torch.bfloat16) for n, t in named.items()}, folder / "final.safetensors")
     print(json.dumps({"trl": trl.__version__, "log": trainer.state.log_history}))
 
 
