@@ -220,6 +220,11 @@ class Replica:
         return self._version
 
     @property
+    def digest(self) -> StateDigest:
+        """The state digest of the weights when they were last looked at."""
+        return self._digest
+
+    @property
     def newest(self) -> int | None:
         """The newest version that this replica knows of."""
         return self._newest

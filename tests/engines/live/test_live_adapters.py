@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -225,6 +227,23 @@ def test_an_adapter_of_another_base_is_refused(scene: Scene, tmp_path: Path) -> 
     assert "start it from the checkpoint" in status["reason"]
     assert (status["version"], adapters.held(), adapters.names) == (None, [], {})
     assert adapters.health("healthy", "")[0] == "failed"
+
+
+def test_adapters_of_a_base_that_has_moved_stay_where_they_are(scene: Scene) -> None:
+    scene.trainer.publish()
+    digest = full.digest_of(full.Checkpoint(scene.base))
+    base = SimpleNamespace(caught_up=threading.Event(), replica=SimpleNamespace(digest=digest))
+    adapters = scene.follow(base=lambda: base)
+    # before the base is a version, nothing can be compared
+    assert scene.until(state="starting")["version"] is None
+    base.caught_up.set()
+    scene.until(state="healthy", version=0)
+    base.replica.digest = digest + digest
+    assert "are for another base model" in scene.until(state="degraded")["reason"]
+    failures = scene.until()["failures"]
+    scene.trainer.publish()
+    until(lambda: scene.until()["failures"] > failures)
+    assert (adapters.names["policy"].version, adapters.held()) == (0, ["policy@0"])
 
 
 def test_a_run_of_full_weights_is_no_adapter(scene: Scene, tmp_path: Path) -> None:

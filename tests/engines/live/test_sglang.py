@@ -317,6 +317,14 @@ def test_other_servers_on_the_machine_are_left_alone(monkeypatch: pytest.MonkeyP
     assert following()
 
 
+def test_adapters_are_refused_and_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DELTAWIRE_RUN", raising=False)
+    monkeypatch.setenv("DELTAWIRE_ADAPTERS", "policy=s3://runs/lora")
+    assert following()
+    with pytest.raises(Misconfigured, match="SGLang follows no adapters"):
+        guard.check_server(SimpleNamespace(resolved_dict=dict))
+
+
 # ── the HTTP server ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from vllm_adapters import AdapterServer, AdapterTrainer, adapter, start
-from vllm_live import Server, Streams, make_model, ranks
+from vllm_live import Server, Streams, Trainer, make_model, ranks, serving
 
 from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
 from tests.engines.live import live_server
@@ -175,3 +175,25 @@ def test_all_ranks_switch_or_none(tmp_path: Path) -> None:
         assert greedy(server, "policy@0") == before
     finally:
         server.stop()
+
+
+def test_adapters_beside_a_base_that_follows_a_run(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3")
+    trainer, adapters = Trainer(model, tmp_path / "run"), AdapterTrainer(tmp_path / "policy", model)
+    trainer.publish(0)
+    adapters.publish()
+    flags = ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "3"]
+    named = {"DELTAWIRE_ADAPTERS": f"policy={adapters.run}"}
+    with serving(model, tmp_path / "log", run=trainer.run, flags=flags, **named) as server:
+        status = adapter(server, "policy", state="healthy", version=0)
+        assert (status["failures"], server.status()["guard"][:7]) == (0, "reload:")
+        base, policy = greedy(server, "m"), greedy(server, "policy")
+        assert server.complete([5]).headers[VERSION_HEADER] == "0"
+        server.until(version=trainer.publish(0.2))
+        # vLLM has dropped all adapters with the old weights, and reads them again
+        assert "are for another base model" in adapter(server, "policy", state="degraded", version=0)["reason"]
+        assert greedy(server, "m") != base
+        assert greedy(server, "policy") != policy
+        answer = server.complete([5], model="policy")
+        assert (answer.headers[VERSION_HEADER], server.complete([5]).headers[VERSION_HEADER]) == ("0", "1")
+    trainer.close()

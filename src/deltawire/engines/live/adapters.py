@@ -30,6 +30,7 @@ from ...bucket.run import Run
 from ...core import full
 from ...core.digest import StateDigest
 from ...core.errors import DeltawireError, SchemaMismatch
+from ...core.manifest import Base
 from ...core.schema import Schema
 from ...core.sparse import open_delta
 from ...replica.target import Delta, Staged, Update
@@ -153,6 +154,7 @@ class AdapterTarget:
     def __init__(self, name: str, loader: Loader, room: Path, run: Callable[[], Run]) -> None:
         self._name, self._loader, self._room, self._run = name, loader, room, run
         self._schema: Schema | None = None
+        self._base: Base | None = None
         self._state: State | None = None
         """The version that is loaded."""
         self._folder: Path | None = None
@@ -160,27 +162,26 @@ class AdapterTarget:
     def bind(self, schema: Schema) -> bool:
         if schema is self._schema:
             return False
-        if misfit := self._misfit():
+        run = self._run()
+        self._base = run.info.base
+        if self._base is None:
+            raise SchemaMismatch(
+                f"{run.store.url} is not a run of adapters: publish one with deltawire.trainer.adapter(model)"
+            )
+        if not self._base.digests:
+            log.warning("%s names no digest of its base model: not checked", run.store.url)
+        if misfit := self.misfit():
             raise SchemaMismatch(misfit)
         self._schema, self._state = schema, None
         return True
 
-    def _misfit(self) -> str:
-        """Say why the adapters of this run cannot be used with the base model of this server; empty if they can."""
-        run = self._run()
-        base = run.info.base
-        if base is None:
-            return f"{run.store.url} is not a run of adapters: publish one with deltawire.trainer.adapter(model)"
-        if not base.digests:
-            if self._schema is None:
-                log.warning("%s names no digest of its base model: not checked", run.store.url)
-            return ""
-        found = self._loader.base_digest()
-        if base.fits(found):
+    def misfit(self) -> str:
+        """Say why the adapters of this run do not fit the base model of this server; empty if they do."""
+        if self._base is None or not self._base.digests or self._base.fits(found := self._loader.base_digest()):
             return ""
         return (
-            f"the adapters of {run.store.url} are for another base model, {base.model[:200]!r} with the digest "
-            f"{base.digests[0]}; this server has {found}: start it from the checkpoint that they are trained on"
+            f"these adapters are for another base model, {self._base.model[:200]!r} with the digest "
+            f"{self._base.digests[0]}; this server has {found}: start it from the checkpoint that they are trained on"
         )
 
     def digest(self) -> StateDigest:
@@ -189,7 +190,7 @@ class AdapterTarget:
     def stage(self, update: Update) -> StagedAdapter:
         """Build the version beside the one in use, prove it, and write it where the engine can load it."""
         clock, run, content = time.perf_counter(), self._run(), update.content
-        if misfit := self._misfit():
+        if misfit := self.misfit():
             # the base has moved since the adapter was bound
             raise AdapterRefused(misfit)
         made = State(run.schema)
@@ -231,7 +232,13 @@ class AdapterFollower(Follower):
 
     def __init__(self, name: str, run: str, loader: Loader, room: Path, **options: Any) -> None:
         self.name = name
-        super().__init__(run, AdapterTarget(name, loader, room, lambda: self.replica.opened()), **options)
+        self._adapter = AdapterTarget(name, loader, room, lambda: self.replica.opened())
+        super().__init__(run, self._adapter, **options)
+
+    @property
+    def reason(self) -> str:
+        # a base that has moved is worth knowing before the next version of the adapter
+        return super().reason or (self._adapter.misfit() if self.caught_up.is_set() else "")
 
     def _named(self, version: int | None) -> None:
         if version is not None:
@@ -333,9 +340,7 @@ class Adapters:
         if follower is not None:
             # before that the base weights are no version
             follower.caught_up.wait()
-            if follower.version is None:
-                raise AdapterRefused(f"the base weights of this server are no version now: {follower.reason}")
-            return follower.replica.opened().manifest(follower.version).digest
+            return str(follower.replica.digest)
         with self._digesting:
             if not self._base_digest:
                 folder = source_folder(self._source)

@@ -33,7 +33,8 @@ def register() -> None:
 
 def following() -> bool:
     """Whether this server was told to follow a run, or to wait for one to be named."""
-    return bool(os.environ.get("DELTAWIRE_RUN")) or NAME in os.environ.get("SGLANG_PLUGINS", "").split(",")
+    told = any(os.environ.get(name) for name in ("DELTAWIRE_RUN", "DELTAWIRE_ADAPTERS"))
+    return told or NAME in os.environ.get("SGLANG_PLUGINS", "").split(",")
 
 
 def _hook_server() -> None:

@@ -21,7 +21,8 @@ _NEEDED = {
 
 def check_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Raise Misconfigured for settings that cannot work, before a model is loaded."""
-    settings.read()
+    if settings.read().adapters:
+        raise Misconfigured("DELTAWIRE_ADAPTERS is set, but SGLang follows no adapters: unset it, or use vLLM")
     chosen = server_args.resolved_dict()
     for name, (needed, reason) in _NEEDED.items():
         if chosen.get(name, needed) != needed:
