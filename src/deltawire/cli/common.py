@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -231,6 +231,11 @@ def duration(seconds: float) -> str:
             value = seconds / divisor
             return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
     return f"{seconds / 86400:.0f} d"
+
+
+def durations(timings: Mapping[str, float]) -> str:
+    """Format seconds by phase: encode 61 ms  put 118 ms."""
+    return "  ".join(f"{name} {duration(seconds)}" for name, seconds in timings.items())
 
 
 def age(at: float) -> str:

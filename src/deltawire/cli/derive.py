@@ -14,11 +14,12 @@ from .common import (
     RunArgument,
     SignOption,
     TrustOption,
-    duration,
+    durations,
     emit_line,
     ended_by_sigterm,
     open_run,
     percent,
+    pick,
     size,
 )
 
@@ -83,17 +84,9 @@ def command(
 
 
 def _say(published: Published, source: int | None, json: bool) -> None:
-    value = {
-        "version": published.version,
-        "source_version": source,
-        "digest": published.digest,
-        "changed": published.changed,
-        "elements": published.elements,
-        "bytes": published.bytes,
-        "kinds": published.kinds,
-        "timings": published.timings,
-    }
+    fields = pick(published, "digest", "changed", "elements", "bytes", "kinds", "timings")
+    value = {"version": published.version, "source_version": source, **fields}
     share, kinds = percent(published.changed, published.elements), " + ".join(published.kinds)
-    took = "  ".join(f"{name} {duration(seconds)}" for name, seconds in published.timings.items())
+    took = durations(published.timings)
     text = f"v{published.version} of v{source}  {kinds}  {share} changed  {size(published.bytes)}  {took}"
     emit_line(value, text, json)

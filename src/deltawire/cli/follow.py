@@ -21,7 +21,7 @@ from .common import (
     RunArgument,
     TrustOption,
     complain,
-    duration,
+    durations,
     emit_line,
     ended_by_sigterm,
 )
@@ -181,7 +181,7 @@ def _say(replica: Replica, version: int, current: CurrentFolder | None, code: in
         "timings": replica.timings,
         "exit_code": code,
     }
-    took = "  ".join(f"{name} {duration(seconds)}" for name, seconds in replica.timings.items())
+    took = durations(replica.timings)
     where = f"  → {current.link}" if current else ""
     behind = f"  ({replica.lag} behind)" if replica.lag else ""
     emit_line(value, f"v{version}  {took or 'already here'}{where}{behind}", json)

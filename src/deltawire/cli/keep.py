@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from .common import (
     duration,
     emit_line,
     ended_by_sigterm,
+    pick,
     progress,
     size,
 )
@@ -154,14 +155,8 @@ def command(
 
 def _say(kept: KeptVersion, json: bool) -> None:
     links = [{"kind": x.link.kind, "base": x.link.base, "bytes": x.link.bytes} for x in kept.added]
-    value: dict[str, Any] = {
-        "version": kept.version,
-        "newest": kept.newest,
-        "working": kept.working,
-        "added": links,
-        "bad": kept.bad,
-        "seconds": round(kept.seconds, 3),
-    }
+    fields = pick(kept, "version", "newest", "working", "bad")
+    value = {**fields, "added": links, "seconds": round(kept.seconds, 3)}
     made = ", ".join("anchor" if x["base"] is None else f"skip from {x['base']}" for x in links)
     text = f"v{kept.version}  {duration(kept.seconds)}"
     text += f"  + {made}, {size(kept.bytes)}" if made else ""

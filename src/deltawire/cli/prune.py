@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import JsonOption, RunArgument, emit, open_run, size, table
+from .common import JsonOption, RunArgument, emit, open_run, pick, size, table
 from .quantities import seconds
 
 if TYPE_CHECKING:
@@ -72,14 +72,11 @@ def command(
 
 def _value(plan: PrunePlan) -> dict[str, Any]:
     return {
-        "newest": plan.newest,
+        **pick(plan, "newest", "marked", "waiting", "bytes"),
         "kept": {str(version): why for version, why in plan.kept.items()},
-        "marked": plan.marked,
         "marked_bytes": plan.later,
-        "waiting": plan.waiting,
         "gone": plan.going,
         "deleted": [item.key for item in plan.objects],
-        "bytes": plan.bytes,
     }
 
 

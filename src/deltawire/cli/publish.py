@@ -16,7 +16,7 @@ from .common import (
     SignOption,
     TrustOption,
     age,
-    duration,
+    durations,
     emit,
     percent,
     pick,
@@ -266,7 +266,7 @@ def _report(opened: Run, published: Published, fetched: int, left_out: dict[str,
                 "  no config.json in the folder: `deltawire serve RUN` and from_pretrained of a checkout need one",
                 soft_wrap=True,
             )
-        out.print("  " + "  ".join(f"{name} {duration(seconds)}" for name, seconds in published.timings.items()))
+        out.print("  " + durations(published.timings))
 
     emit(value, render, json)
 
