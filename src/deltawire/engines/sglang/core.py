@@ -89,7 +89,7 @@ class Core:
     def call(self, operation: str, arguments: dict[str, Any]) -> list[Answer]:
         """Call an operation on all ranks; every one of them runs this. Returns their answers in order, or one of all
         together."""
-        together: dict[str, Callable[..., Answer]] = {"swap": self._swap, "name": self._name, "drop": self._drop}
+        together: dict[str, Callable[..., Answer]] = {"swap": self._swap, "name": self._name}
         own = together.get(operation)
         return [own(**arguments)] if own is not None else self._everywhere(operation, **arguments)
 
@@ -102,7 +102,7 @@ class Core:
         paused = scheduler._engine_paused
         self._drain()
         stopped = time.perf_counter()
-        answer: Answer = self._drop(stop=True) if clear else {}
+        answer: Answer = self._clear() if clear else {}
         if "failure" not in answer:
             answer = self._apply()
         if "failure" not in answer and version:
@@ -129,13 +129,12 @@ class Core:
                 salt(scheduler, request)
         return {}
 
-    def _drop(self, stop: bool) -> Answer:
-        """Drop all cached keys and values; with `stop`, send running requests back to the queue before."""
+    def _clear(self) -> Answer:
+        """Stop, send running requests back to the queue, and drop all keys and values."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         try:
-            if stop:
-                self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+            self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
             dropped = self._scheduler.flush_cache(empty_cache=False)
         except Exception as error:
             log.exception("cached keys and values could not be dropped")

@@ -60,12 +60,10 @@ class SglangEngine:
         await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
 
     async def stop(self) -> None:
-        keep = self._policy.kv == "keep"
-        await self._manager.pause_generation(PauseGenerationReqInput(mode="in_place" if keep else "retract"))
-        if not keep:
-            (answer,) = await self.call("drop", stop=False)
-            if "failure" in answer:
-                raise RuntimeError(answer["failure"])
+        """Retracted requests are computed anew. What else is cached is dropped by the next swap, or not found again:
+        the name that the weights get next is another salt."""
+        mode = "in_place" if self._policy.kv == "keep" else "retract"
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def set_version(self, version: str, resume: bool) -> None:
         await self.call("name", version=version)
