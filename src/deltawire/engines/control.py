@@ -63,7 +63,7 @@ def figures(follower: Follower) -> dict[str, Any]:
     return {
         "run": replica.url,
         "id": replica.id,
-        "version": replica.version,
+        "version": follower.version,
         "newest": replica.newest,
         "lag": replica.lag,
         "pin": follower.pin,

@@ -510,11 +510,11 @@ class Replica:
                     if step.version == want:
                         self._apply(target, fetched.manifest, "copy", copy)
                 elif step.kind == "delta":
-                    self._apply(
-                        target, fetched.manifest, step.kind, Delta(fetched.claim(self._digest), fetched.objects)
-                    )
+                    delta = Delta(fetched.claim(self._digest), fetched.objects)
+                    self._apply(target, fetched.manifest, step.kind, delta, step.version == want)
                 else:
-                    self._apply(target, fetched.manifest, step.kind, fetched.weights(self._resolve))
+                    weights = fetched.weights(self._resolve)
+                    self._apply(target, fetched.manifest, step.kind, weights, step.version == want)
             except (*DAMAGE, StoreUnavailable) as error:
                 if isinstance(error, StoreUnavailable) and self._unavailable.count(step) < TRIES:
                     raise
@@ -564,9 +564,11 @@ class Replica:
 
     # ── stage, swap ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _apply(self, target: AnyTarget, manifest: Manifest, kind: str, content: Delta | Source) -> None:
+    def _apply(
+        self, target: AnyTarget, manifest: Manifest, kind: str, content: Delta | Source, final: bool = True
+    ) -> None:
         clock = time.perf_counter()
-        update = Update(manifest.version, StateDigest.parse(manifest.digest), self._digest, content)
+        update = Update(manifest.version, StateDigest.parse(manifest.digest), self._digest, content, final)
         staged = target.stage(update)
         with self._pause():
             try:

@@ -34,6 +34,8 @@ class Update:
     """Digest that the weights have now, as far as the replica knows."""
     content: Delta | Source
     """A delta to be applied to the present weights, or full weights."""
+    final: bool = True
+    """Whether this is the version that was asked for, and not one on the way to it."""
 
     def require(self, found: StateDigest) -> None:
         """Raise DigestMismatch where the content does not lead to the version. For `stage`: nothing was changed."""

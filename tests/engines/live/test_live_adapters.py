@@ -63,13 +63,16 @@ class Ranks(Adapters):
         super().__init__(*args, **options)
         self.ranks: list[dict[str, dict[str, bytes]]] = [{}, {}]
         self.names: dict[str, Loaded] = {}
-        self.fail: str = ""
+        self.fail = ""
+        self.refused: set[str] = set()
+        self.added: list[str] = []
 
     async def add(self, loaded: Loaded) -> None:
         self.ranks[0][loaded.full_name] = {path.name: path.read_bytes() for path in sorted(loaded.folder.iterdir())}
         await asyncio.sleep(0)
-        if self.fail:
-            raise RuntimeError(self.fail)
+        if self.fail or loaded.full_name in self.refused:
+            raise RuntimeError(self.fail or "refused")
+        self.added.append(loaded.full_name)
         self.ranks[1][loaded.full_name] = self.ranks[0][loaded.full_name]
 
     async def remove(self, loaded: Loaded) -> None:
@@ -217,6 +220,28 @@ def test_a_failed_load_leaves_all_ranks_and_names_as_they_were(scene: Scene) -> 
     adapters.fail = ""
     scene.until(state="healthy", version=1)
     assert adapters.names["policy"].version == 1
+
+
+def test_a_version_that_cannot_be_loaded_is_no_obstacle_for_later_ones(scene: Scene) -> None:
+    """Their deltas lead through it, but only in host memory."""
+    adapters = scene.follow()
+    scene.trainer.publish()
+    scene.until(version=0, state="healthy")
+    adapters.refused = {"policy@1", "policy@2"}
+    for _ in range(2):
+        scene.trainer.publish()
+        scene.until(state="degraded", version=0)
+    scene.trainer.publish()
+    scene.until(state="healthy", version=3)
+    assert scene.until()["loaded"] == [0, 3]
+
+
+def test_a_late_server_loads_only_the_version_that_it_serves(scene: Scene) -> None:
+    for _ in range(4):
+        scene.trainer.publish()
+    adapters = scene.follow()
+    scene.until(state="healthy", version=3, loaded=[3])
+    assert adapters.added == ["policy@3"]
 
 
 def test_an_adapter_of_another_base_is_refused(scene: Scene, tmp_path: Path) -> None:

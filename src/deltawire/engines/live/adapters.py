@@ -142,7 +142,8 @@ class StagedAdapter(Staged):
     """A verified version of an adapter, in host memory and as a folder."""
 
     state: State
-    folder: Path
+    folder: Path | None
+    """None for a version on the way to another, which the engine never sees."""
 
 
 class AdapterTarget:
@@ -156,8 +157,10 @@ class AdapterTarget:
         self._schema: Schema | None = None
         self._base: Base | None = None
         self._state: State | None = None
-        """The version that is loaded."""
+        """The version in host memory."""
         self._folder: Path | None = None
+        self.served: int | None = None
+        """The version that the engine has."""
 
     def bind(self, schema: Schema) -> bool:
         if schema is self._schema:
@@ -205,26 +208,32 @@ class AdapterTarget:
             made.load(content)
             update.require(made.digest)
         decoded = time.perf_counter()
-        with writing(self._room):
-            folder = Path(tempfile.mkdtemp(dir=self._room))
-            try:
-                fill(folder, run, run.manifest(update.version), made, before=self._folder)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+        folder = self._written(run, update.version, made) if update.final else None
         staged = StagedAdapter(update=update, state=made, folder=folder)
         staged.timings |= {"decode": decoded - clock, "stage": time.perf_counter() - decoded}
         return staged
 
+    def _written(self, run: Run, version: int, made: State) -> Path:
+        with writing(self._room):
+            folder = Path(tempfile.mkdtemp(dir=self._room))
+            try:
+                fill(folder, run, run.manifest(version), made, before=self._folder)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        return folder
+
     def swap(self, staged: StagedAdapter) -> None:
-        clock = time.perf_counter()
-        try:
-            self._loader.load(self._name, staged.update.version, staged.folder)
-        except BaseException:
-            shutil.rmtree(staged.folder, ignore_errors=True)
-            raise
-        self._state, self._folder = staged.state, staged.folder
-        staged.timings["load"] = time.perf_counter() - clock
+        clock, folder = time.perf_counter(), staged.folder
+        if folder is not None:
+            try:
+                self._loader.load(self._name, staged.update.version, folder)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            self._folder, self.served = folder, staged.update.version
+            staged.timings["load"] = time.perf_counter() - clock
+        self._state = staged.state
 
 
 class AdapterFollower(Follower):
@@ -236,12 +245,16 @@ class AdapterFollower(Follower):
         super().__init__(run, self._adapter, **options)
 
     @property
+    def version(self) -> int | None:
+        return self._adapter.served
+
+    @property
     def reason(self) -> str:
         # a base that has moved is worth knowing before the next version of the adapter
         return super().reason or (self._adapter.misfit() if self.caught_up.is_set() else "")
 
     def _named(self, version: int | None) -> None:
-        if version is not None:
+        if self.version is not None:
             self.caught_up.set()
 
 
