@@ -85,9 +85,10 @@ class Ranks(Adapters):
     def withdraw(self, loaded: Loaded) -> None:
         del self.names[loaded.full_name]
 
-    def held(self) -> list[str]:
-        assert self.ranks[0].keys() == self.ranks[1].keys()
-        return sorted(self.ranks[0])
+    def held(self) -> list[str] | None:
+        """What both ranks hold; None while they differ."""
+        first, second = (sorted(rank) for rank in self.ranks)
+        return first if first == second else None
 
 
 class Scene:
@@ -172,7 +173,7 @@ def test_versions_are_loaded_as_folders_of_peft_and_older_ones_dropped(scene: Sc
     for name, bits in scene.trainer.weights.items():
         assert np.array_equal(held.region(whole(held.schema.by_name()[name])).reshape(bits.shape), bits)
     # of the versions that were dropped nothing is left on disk
-    assert len([*folder.parent.iterdir()]) == 2
+    until(lambda: len([*folder.parent.iterdir()]) == 2)
 
 
 def test_a_request_keeps_its_version_until_it_ends(scene: Scene) -> None:
@@ -187,6 +188,30 @@ def test_a_request_keeps_its_version_until_it_ends(scene: Scene) -> None:
     end()
     until(lambda: adapters.held() == [f"policy@{second}"])
     assert f"policy@{first}" not in adapters.names
+
+
+def test_no_request_can_name_a_version_while_another_is_dropped(scene: Scene) -> None:
+    adapters = scene.follow(keep=0)
+    named: list[set[str]] = []
+    remove = adapters.remove
+
+    async def removed(loaded: Loaded) -> None:
+        named.append({*adapters.names})
+        await remove(loaded)
+
+    for number in range(3):
+        scene.trainer.publish()
+        scene.until(version=number)
+        adapters.names["policy"].requests += 1
+    adapters.remove = removed  # type: ignore[method-assign]
+
+    async def end() -> None:
+        for number in range(2):
+            adapters.ended(adapters.names[f"policy@{number}"], named=False)
+
+    scene.run(end())
+    until(lambda: adapters.held() == ["policy@2"])
+    assert named == [{"policy", "policy@2"}] * 2
 
 
 def test_requests_that_are_dropped_unread_give_their_version_back(scene: Scene) -> None:
@@ -269,6 +294,10 @@ def test_adapters_of_a_base_that_has_moved_stay_where_they_are(scene: Scene) -> 
     scene.trainer.publish()
     until(lambda: scene.until()["failures"] > failures)
     assert (adapters.names["policy"].version, adapters.held()) == (0, ["policy@0"])
+    # a base that begins to follow: the event loop, which it needs for that, asks for the status and must not wait
+    base.caught_up = threading.Event()
+    assert "another base" not in adapters.followers["policy"]._adapter.misfit(wait=False)
+    assert adapters.status()[0]["version"] == 0
 
 
 def test_a_run_of_full_weights_is_no_adapter(scene: Scene, tmp_path: Path) -> None:

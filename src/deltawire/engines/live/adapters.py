@@ -132,8 +132,11 @@ class Loader(Protocol):
         """
         ...
 
-    def base_digest(self) -> str:
-        """Return the state digest of the base weights that are served. Raises DeltawireError if it is unknown."""
+    def base_digest(self, *, wait: bool = True) -> str:
+        """Return the state digest of the base weights that are served. Raises DeltawireError if it is unknown.
+
+        If they are no version yet, wait until they are, or return "".
+        """
         ...
 
 
@@ -178,9 +181,15 @@ class AdapterTarget:
         self._schema, self._state = schema, None
         return True
 
-    def misfit(self) -> str:
-        """Say why the adapters of this run do not fit the base model of this server; empty if they do."""
-        if self._base is None or not self._base.digests or self._base.fits(found := self._loader.base_digest()):
+    def misfit(self, *, wait: bool = True) -> str:
+        """Say why the adapters of this run do not fit the base model of this server; empty if they do.
+
+        Without `wait` also empty while the base weights are no version: the event loop must not wait for that.
+        """
+        if self._base is None or not self._base.digests:
+            return ""
+        found = self._loader.base_digest(wait=wait)
+        if not found or self._base.fits(found):
             return ""
         return (
             f"these adapters are for another base model, {self._base.model[:200]!r} with the digest "
@@ -251,7 +260,7 @@ class AdapterFollower(Follower):
     @property
     def reason(self) -> str:
         # a base that has moved is worth knowing before the next version of the adapter
-        return super().reason or (self._adapter.misfit() if self.caught_up.is_set() else "")
+        return super().reason or (self._adapter.misfit(wait=False) if self.caught_up.is_set() else "")
 
     def _named(self, version: int | None) -> None:
         if self.version is not None:
@@ -348,12 +357,10 @@ class Adapters:
 
     # ── called by followers ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def base_digest(self) -> str:
+    def base_digest(self, *, wait: bool = True) -> str:
         follower = self._base()
         if follower is not None:
-            # before that the base weights are no version
-            follower.caught_up.wait()
-            return str(follower.replica.digest)
+            return str(follower.replica.digest) if follower.caught_up.wait(None if wait else 0) else ""
         with self._digesting:
             if not self._base_digest:
                 folder = source_folder(self._source)
@@ -405,8 +412,11 @@ class Adapters:
 
     async def _sweep(self) -> None:
         """Drop the versions that nothing needs."""
-        for loaded in self._registry.take_unneeded():
+        unneeded = self._registry.take_unneeded()
+        # all of them before the first is awaited: a request that comes meanwhile must not get one of the others
+        for loaded in unneeded:
             self.withdraw(loaded)
+        for loaded in unneeded:
             await self._drop(loaded)
             shutil.rmtree(loaded.folder, ignore_errors=True)
 

@@ -70,7 +70,9 @@ class VllmAdapters(Adapters):
         self._models.lora_requests[loaded.name] = _request(loaded, loaded.name)
 
     def withdraw(self, loaded: Loaded) -> None:
-        del self._by_id[loaded.id], self._models.lora_requests[loaded.full_name]
+        self._by_id.pop(loaded.id, None)
+        # vLLM's own route may have unloaded it
+        self._models.lora_requests.pop(loaded.full_name, None)
 
     async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
         """Call all ranks of all engines, between two steps."""
