@@ -284,9 +284,15 @@ def _merge_ends(total: Any, changed: Any, most: Any) -> Any:
     for e in range(low, high + 1):
         bits[e] = _bits(total[e], changed[e])
     limit = max(32.0, 2e-4 * bits.sum())
+    # count by count: numba takes seconds to compile arithmetic on whole rows
+    steps = changed.shape[1]
+    lowest, highest = np.empty(steps, changed.dtype), np.empty(steps, changed.dtype)
     while low < high:
-        bottom = _bits(total[low] + total[low + 1], changed[low] + changed[low + 1])
-        top = _bits(total[high] + total[high - 1], changed[high] + changed[high - 1])
+        for i in range(steps):
+            lowest[i] = changed[low, i] + changed[low + 1, i]
+            highest[i] = changed[high, i] + changed[high - 1, i]
+        bottom = _bits(total[low] + total[low + 1], lowest)
+        top = _bits(total[high] + total[high - 1], highest)
         bottom_cost, top_cost = bottom - bits[low] - bits[low + 1], top - bits[high] - bits[high - 1]
         if min(bottom_cost, top_cost) > limit and high - low < most:
             break
@@ -297,7 +303,8 @@ def _merge_ends(total: Any, changed: Any, most: Any) -> Any:
             end, high, merged = high, high - 1, top
             into = high
         total[into] += total[end]
-        changed[into] += changed[end]
+        for i in range(steps):
+            changed[into, i] += changed[end, i]
         bits[into] = merged
     return low, high
 

@@ -120,7 +120,7 @@ def _tile_operations(
 ) -> Any:  # fmt: skip
     """What one tile is coded by, into ops; returns how many operations, and where the next tile's changes begin."""
     gap_tables, _, count_tables, _, shifts, rate_of = models
-    count = 0
+    count = np.int64(0)
     for c in range(1, CLASSES):
         left, kc = n[c], k[c]
         if left == 0:
@@ -169,7 +169,8 @@ def encode_tiles(
             total += 3 * min(k[t, c], n[t, c] - k[t, c]) + 5 * k[t, c] + 4
         most = max(most, total)
     ops = np.empty(most, np.uint64)
-    at, end = 0, 0
+    # for a plain 0, numba compiles what it is passed to twice
+    at, end = np.int64(0), np.int64(0)
     for t in range(n.shape[0]):
         count, at = _tile_operations(
             n[t], k[t], ranks, zigzags, rates[t], inverse, spread, step_tables, step_table, models, at, ops
