@@ -116,6 +116,8 @@ class Server(ABC):
     """A server in a process group of its own; without a model, `deltawire serve --engine …`."""
 
     engine: ClassVar[str]
+    reloads: ClassVar[bool] = False
+    """Whether `fresh_checksums` loads folders into a running server."""
 
     def __init__(
         self,
@@ -168,8 +170,11 @@ class Server(ABC):
 
     @classmethod
     @abstractmethod
-    def fresh_checksums(cls, folders: Sequence[Path], tp: int, flags: Sequence[str] = ()) -> list[dict[str, str]]:
-        """The checksums of each folder, all of them versions of one model, as the engine's own loader loads it."""
+    def fresh_checksums(
+        cls, folders: Sequence[Path], tp: int, flags: Sequence[str] = (), server: Any = None
+    ) -> list[dict[str, str]]:
+        """The checksums of each folder, all of them versions of one model, as the engine's own loader loads it. An
+        engine that reloads does so in `server`, which follows nothing, or in a new one."""
 
     @abstractmethod
     def weight_version(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.engines.live import live_server
 from tests.engines.live.live_server import python_path, serving
@@ -16,6 +17,7 @@ class Server(live_server.Server):
     """`python -m sglang.launch_server`."""
 
     engine = "sglang"
+    reloads = True
 
     @staticmethod
     def variables(tp: int) -> dict[str, str | None]:
@@ -31,14 +33,14 @@ class Server(live_server.Server):
     def program(self, model: Path) -> list[str]:
         return [
             sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu",
-            "--attention-backend", "torch_native", "--disable-overlap-schedule", "--disable-cuda-graph",
+            "--attention-backend", "torch_native", "--disable-overlap-schedule",
         ]  # fmt: skip
 
     def options(self, tp: int) -> list[str]:
         return [
             "--dtype", "bfloat16", "--context-length", "512", "--max-total-tokens", "4096",
             "--mem-fraction-static", "0.1", "--max-running-requests", "8", "--skip-server-warmup", "--enable-metrics",
-            "--enable-cache-report", "--tp-size", str(tp),
+            "--enable-cache-report", "--sleep-on-idle", "--tp-size", str(tp),
         ]  # fmt: skip
 
     def checksums(self) -> dict[str, str]:
@@ -46,14 +48,17 @@ class Server(live_server.Server):
         return answer  # type: ignore[no-any-return]
 
     @classmethod
-    def fresh_checksums(cls, folders: Sequence[Path], tp: int, flags: Sequence[str] = ()) -> list[dict[str, str]]:
-        """By a server that follows nothing, and is told to load one folder after the other."""
+    def fresh_checksums(
+        cls, folders: Sequence[Path], tp: int, flags: Sequence[str] = (), server: Any = None
+    ) -> list[dict[str, str]]:
+        if server is None:
+            with serving(cls, folders[0], folders[0].with_suffix(".log"), tp=tp, flags=flags) as made:
+                return cls.fresh_checksums(folders, tp, flags, made)
         found = []
-        with serving(cls, folders[0], folders[0].with_suffix(".log"), tp=tp, flags=flags) as server:
-            for folder in folders:
-                body = {"model_path": str(folder)}
-                assert server.http.post("/update_weights_from_disk", json=body).raise_for_status().json()["success"]
-                found.append(server.checksums())
+        for folder in folders:
+            body = {"model_path": str(folder)}
+            assert server.http.post("/update_weights_from_disk", json=body).raise_for_status().json()["success"]
+            found.append(server.checksums())
         return found
 
     def weight_version(self) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tests.engines.live import live_server
 from tests.engines.live.live_server import BIN, Streams, Trainer, make_model, python_path
@@ -58,7 +59,9 @@ class Server(live_server.Server):
         return answer.json()["checksums"]  # type: ignore[no-any-return]
 
     @classmethod
-    def fresh_checksums(cls, folders: Sequence[Path], tp: int, flags: Sequence[str] = ()) -> list[dict[str, str]]:
+    def fresh_checksums(
+        cls, folders: Sequence[Path], tp: int, flags: Sequence[str] = (), server: Any = None
+    ) -> list[dict[str, str]]:
         from vllm_fresh import fresh_checksums
 
         return fresh_checksums(folders, tp, flags)

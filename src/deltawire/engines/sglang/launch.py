@@ -15,9 +15,9 @@ ON_A_CPU = (
     ("--device", "cpu"),
     ("--attention-backend", "torch_native"),
     ("--disable-overlap-schedule",),
-    ("--disable-cuda-graph",),
+    ("--sleep-on-idle",),
 )
-"""Flags without which SGLang does not start, or not in plain PyTorch, where there is no accelerator."""
+"""Where there is no accelerator: plain PyTorch, and no core for a scheduler that waits for requests."""
 
 
 def find() -> list[str]:
