@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from sglang_live import Server
 
 from tests.engines.live.live_tests import LiveTests
@@ -9,4 +11,4 @@ from tests.engines.live.live_tests import LiveTests
 
 class TestSglang(LiveTests):
     server = Server
-    cells = {("llama", 1): 20, ("qwen3", 1): 20}  # noqa: RUF012
+    cells = MappingProxyType({("qwen3", 1): 50, ("llama", 1): 20, ("qwen3", 2): 20})
