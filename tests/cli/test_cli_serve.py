@@ -168,8 +168,17 @@ def test_what_it_refuses() -> None:
     assert "--engine vllm" in refused("run", "--folder", "weights")
 
 
-@pytest.mark.parametrize("engine", [name for name in ("vllm", "sglang") if find_spec(name) is None])
-def test_without_the_engine_it_says_what_to_install(engine: str) -> None:
+def installed(engine: str) -> bool:
+    return (spec := find_spec(engine)) is not None and spec.origin is not None
+
+
+@pytest.mark.parametrize("engine", [name for name in ("vllm", "sglang") if not installed(name)])
+def test_without_the_engine_it_says_what_to_install(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # a folder of the engine's name is not the engine
+    (tmp_path / engine).mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     assert f"[{engine}]'" in refused("--engine", engine, "run", PATH="")
 
 

@@ -350,7 +350,8 @@ def test_weights_that_somebody_else_changed_are_found_out(world: World, ranks: t
     world.holds(1)
 
 
-def test_a_stray_write_in_the_pause_is_found_after_it(world: World) -> None:
+@pytest.mark.parametrize("drops_caches", [True, False])
+def test_a_stray_write_in_the_pause_is_found_after_it(world: World, drops_caches: bool) -> None:
     """What is written is proven in the pause; what was to stay as it is, in the audit. The server stops at once."""
     world.sync()
     version = world.publish(density=0.01)
@@ -360,11 +361,13 @@ def test_a_stray_write_in_the_pause_is_found_after_it(world: World) -> None:
     def stray() -> None:
         for bits in norm:
             bits[still] ^= 1
+        world.client.drops_caches = drops_caches
 
     world.client.stray = stray
     with pytest.raises(NotRestored, match="other weights than those of the update"):
         world.sync()
     assert (world.follower.state, world.follower.version, world.client.paused) == ("paused", None, True)
+    world.client.drops_caches = True
     assert world.sync() == version
     world.holds(version)
     assert world.follower.state == "healthy"

@@ -58,7 +58,7 @@ class EngineFollower(Follower):
     def _named(self, version: int | None) -> None:
         """Serve weights that are a version, whatever else went wrong; stop serving weights that are none."""
         if version is None:
-            if (self.caught_up.is_set() or self.target.spoiled) and not self.target.held:
+            if (self.caught_up.is_set() or self.target.spoiled) and not self.target.stopped:
                 try:
                     self.target.pause()
                 except WorkerError:

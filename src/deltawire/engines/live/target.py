@@ -68,7 +68,10 @@ class EngineTarget:
         self.named: int | None = None
         """The version that the engine puts on samples; None before the first."""
         self.held = False
-        """Whether generation was stopped because the weights have no name."""
+        """Whether generation was stopped because the weights have no name, perhaps half-way: the next version resumes
+        it."""
+        self.stopped = False
+        """Whether generation is known to stand still."""
         self.spoiled = False
         """Whether a swap failed and could not be undone."""
         self.engine, self._loop = engine, loop
@@ -275,10 +278,10 @@ class EngineTarget:
         try:
             answer = await self.engine.swap(str(version) if name else "")
         except Exception as error:
-            self.held = True
+            self.held = self.stopped = True
             raise NotRestored(f"the state of the weights is unknown: {type(error).__name__}: {error}") from error
         if "lost" in answer:
-            self.held = True
+            self.held = self.stopped = True
             raise NotRestored(f"{answer['failure']}; and the old weights could not be put back: {answer['lost']}")
         staged.timings |= {phase: answer[phase] for phase in ("stop", "apply", "prove", "pause") if phase in answer}
         if "failure" in answer:
@@ -337,20 +340,21 @@ class EngineTarget:
     async def hold(self) -> None:
         """Hold generation until the weights are a known version; requests wait."""
         await self.engine.hold()
-        self.held = True
+        self.held = self.stopped = True
 
     def name(self, version: int) -> None:
         """Set the version of the weights, and resume generation."""
         self.run(self.engine.set_version(str(version), resume=self.held))
-        self.named, self.held, self.spoiled = version, False, False
+        self.named, self.held, self.stopped, self.spoiled = version, False, False, False
 
     def pause(self) -> None:
         """Stop generation because the weights are no known version, and drop what was computed with them."""
+        self.held = True
         try:
             self.run(self.engine.stop())
         except Exception as error:
             raise WorkerError(f"{self.engine.name} does not pause: {type(error).__name__}: {error}") from error
-        self.held = True
+        self.stopped = True
 
     # ── reaching the ranks ───────────────────────────────────────────────────────────────────────────────────────────
 

@@ -22,7 +22,9 @@ ON_A_CPU = (
 
 def find() -> list[str]:
     """SGLang's server in this Python."""
-    if find_spec("sglang") is None:
+    spec = find_spec("sglang")
+    # a mere folder of that name on the path is a package without an origin
+    if spec is None or spec.origin is None:
         raise MissingExtra(
             f"SGLang is not installed here: {install_command('sglang')}, or serve without --engine sglang"
         )
