@@ -376,6 +376,8 @@ class LiveTests:
             status, text = later.result(120)
             assert (status, f'"version":{version + 1},' in text) == (200, True)
             assert f'"version":{version},' not in text
+            unlabelled = scene.server.http.post("/v1/responses", json={}, headers={"deltawire-min-version": "0"})
+            assert (unlabelled.status_code, "or use POST /v1/completions" in unlabelled.text) == (400, True)
             status, text = ask("exact", version)
             assert (status, json.loads(text)["error"]["version"]) == (409, version + 1)
             # whatever a sync does meanwhile: tokens of another version never pass for an answer

@@ -13,6 +13,7 @@ from vllm_live import Server, Streams, Trainer, make_model, ranks, serving
 
 import deltawire as dw
 from deltawire.engines.live.launch import write_version
+from tests.engines.live.live_server import START_S
 from tests.engines.live.live_tests import LiveTests, greedy
 
 VERSIONS = 20
@@ -115,6 +116,20 @@ def test_data_parallel_ranks_follow_as_one(tmp_path: Path, kind: str) -> None:
     with serving(tmp_path / "fresh", tmp_path / "fresh.log", flags=flags, **more) as fresh:
         assert fresh.checksums() == sums
         assert greedy(fresh) == tokens
+
+
+def test_all_api_servers_end_with_a_run_of_another_model(tmp_path: Path) -> None:
+    """One of two finds that the run cannot be followed; the other must not go on with the weights they started with."""
+    other = Trainer(make_model(tmp_path / "other", "llama", hidden_size=64), tmp_path / "run")
+    other.publish(0)
+    other.close()
+    model = make_model(tmp_path / "model", "llama")
+    server = Server(model, tmp_path / "log", run=other.run, flags=["--api-server-count", "2"])
+    try:
+        server.process.wait(START_S)
+    finally:
+        server.kill()
+    assert "this server cannot follow" in (tmp_path / "log").read_text()
 
 
 # ── live models with experts, and layouts that cannot be patched ──────────────────────────────────────────────────────
