@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import msgspec
@@ -12,6 +14,7 @@ torch = pytest.importorskip("torch")
 from test_placement import Ranks  # noqa: E402
 
 from deltawire import kernels  # noqa: E402
+from deltawire.engines.live import decoder as decoding  # noqa: E402
 from deltawire.engines.live import device  # noqa: E402
 from deltawire.engines.live.decoder import Decoder, DecoderError, _Process  # noqa: E402
 from deltawire.engines.live.device import DeviceShard  # noqa: E402
@@ -87,7 +90,8 @@ def test_tiles_on_several_ranks_are_left_to_them(tmp_path: Path) -> None:
     assert process.call("read", **{**read, "claim": {**CLAIM, "run": "another"}})["error"].startswith("ForeignObject")
 
 
-def test_a_process_of_its_own_says_what_is_wrong_with_a_delta(tmp_path: Path) -> None:
+def test_a_process_of_its_own_says_what_is_wrong_with_a_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "END_S", 120.0)
     ranks = Ranks(1, DeviceShard, **SIZES)
     (tmp_path / "delta").write_bytes(b"\0" * 100)
     decoder = Decoder(tmp_path)
@@ -98,6 +102,14 @@ def test_a_process_of_its_own_says_what_is_wrong_with_a_delta(tmp_path: Path) ->
     finally:
         decoder.close()
     assert decoder._process.returncode == 0
+
+
+def test_a_process_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "END_S", 0.1)
+    decoder = Decoder(tmp_path)
+    os.kill(decoder._process.pid, signal.SIGSTOP)
+    decoder.close()
+    assert decoder._process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("band", (1 << 16, 1 << 24))

@@ -32,6 +32,9 @@ from . import arrays
 from .channel import Answer, Caller, listen
 from .moves import PieceMoves, RankPieces, write_moves
 
+END_S = 10.0
+"""Seconds that the process may take to end by itself."""
+
 
 class DecoderError(ChainError):
     """The decoder's process could not use a delta; nothing was changed."""
@@ -57,7 +60,12 @@ class Decoder:
         self._caller.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        self._process.wait(10)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            # all that it has is memory
+            self._process.kill()
+            self._process.wait()
 
 
 class _CutTiles(Exception):
