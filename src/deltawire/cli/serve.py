@@ -176,7 +176,7 @@ def command(
       deltawire serve Qwen/Qwen3-0.6B --run s3://runs/chat
       deltawire serve --run s3://runs/chat@41     stay at version 41
       deltawire serve --engine vllm s3://runs/chat -- --max-num-seqs 64
-      deltawire serve --engine vllm Qwen/Qwen3-0.6B --adapter policy=s3://runs/lora
+      deltawire serve --engine vllm my-model --adapter policy=s3://runs/lora
       deltawire serve --engine sglang s3://runs/chat -- --tp-size 2
     """
     if run is None and not adapter:
