@@ -6,6 +6,7 @@ A server follows two adapters while clients stream from its base model. Versions
 in a window of its own; windows without a version lie between them. In the table, in milliseconds:
     served    from the call of `publish` until new requests get the version, as the server's status shows it
     load      of that: all ranks register the version between two steps, after they have read it beside the model
+    step      between two tokens of a base request, in windows without a version
     gap       the longest time between two tokens of a base request in a window
 and the memory of all processes of the server after the first tenth of the versions and at the end.
 """
@@ -51,7 +52,7 @@ def _versions(server: Any, trainers: dict[str, Any], options: argparse.Namespace
     from vllm_adapters import adapter
     from vllm_live import Streams
 
-    served, load, gaps, quiet, memory = [], [], [], [], []
+    served, load, gaps, quiet, steps, memory = [], [], [], [], [], []
     with Streams(server, count=options.streams, tokens=400) as streams:
         while len(streams.gaps) < 50:
             time.sleep(0.1)
@@ -65,11 +66,12 @@ def _versions(server: Any, trainers: dict[str, Any], options: argparse.Namespace
             load.append(status["timings"]["load"])
             # at least one more token after the swap
             time.sleep(options.window)
-            gaps.append(max(streams.gaps))
+            gaps.append(max(streams.gaps, default=0.0))
             window = time.perf_counter() - clock
             streams.gaps.clear()
             time.sleep(window)
-            quiet.append(max(streams.gaps))
+            quiet.append(max(streams.gaps, default=0.0))
+            steps += streams.gaps
             if number in (options.versions // 10, options.versions - 1):
                 memory.append(_memory(server))
     assert not streams.failures, streams.failures
@@ -81,6 +83,7 @@ def _versions(server: Any, trainers: dict[str, Any], options: argparse.Namespace
         "loaded": {status["name"]: len(status["loaded"]) for status in statuses},
         "served": spread(served),
         "load": spread(load),
+        "step": spread(steps),
         "longest gap, a version": spread(gaps),
         "longest gap, none": spread(quiet),
         "memory_mb": memory,
@@ -113,7 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     report = {"about": about(), **measure(options)}
     print_about(report["about"])
-    for name in ("served", "load", "longest gap, a version", "longest gap, none"):
+    for name in ("served", "load", "step", "longest gap, a version", "longest gap, none"):
         print(f"{name:24}", "  ".join(f"{key} {value:8.1f}" for key, value in report[name].items()))
     print({key: report[key] for key in ("adapter_bytes", "versions", "failures", "loaded", "memory_mb")})
     if options.json:
