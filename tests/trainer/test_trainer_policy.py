@@ -128,7 +128,7 @@ def test_full_weights_in_place_of_deltas(store: Store, monkeypatch: pytest.Monke
     published = []
     with Publisher(store, encoding="auto", files=config) as publisher:
         for _ in range(3):
-            published.append(publisher.publish(weights).result(30))
+            published.append(publisher.publish(weights).result(120))
             weights["w"][:150_000] += 1
     run = Run.open(store)
     assert run.info.base == Base("org/model")
@@ -198,7 +198,7 @@ def test_a_trainer_uploads_deltas_alone_while_a_keeper_makes_the_anchors(monkeyp
     with Publisher(kept.store, anchor_every=8, anchor_ratio=1e9) as publisher:
         for version in range(2, 75):
             weights = step(weights, version)
-            kinds.append(publisher.publish(weights).result(30).kinds)
+            kinds.append(publisher.publish(weights).result(120).kinds)
             if version < 40:
                 keeper.keep(version)
     assert all(kind == ("delta",) for kind in kinds[: 48 - 2])
