@@ -17,6 +17,8 @@ transformers = pytest.importorskip("transformers")
 from typer.testing import CliRunner  # noqa: E402
 
 from deltawire import Publisher, Replica  # noqa: E402
+from deltawire.bucket.checkpoint_folder import fill_for_engine  # noqa: E402
+from deltawire.bucket.references import resolver  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.cli import app  # noqa: E402
 from deltawire.core.errors import SchemaMismatch, UnsupportedTensor  # noqa: E402
@@ -328,6 +330,8 @@ def test_the_commands_name_the_base_and_publish_an_adapter_folder(tmp_path: Path
         assert f"{tmp_path / 'base'} ({digest})" in said.output, command
         found = json.loads(cli.invoke(app, [command, str(run), "--json"]).output)
         assert found["base_model"] == {"model": str(tmp_path / "base"), "digests": [digest]}
+    with pytest.raises(SchemaMismatch, match="--adapter policy=file://"):
+        fill_for_engine(tmp_path / "folder", Run.open(str(run)), 0, resolver(None))
     # the base model may be gone by now
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     assert cli.invoke(app, ["publish", str(tmp_path / "adapter"), str(run)]).exit_code == 0

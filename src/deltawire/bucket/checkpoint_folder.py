@@ -61,8 +61,8 @@ def fill_for_engine(folder: Path, run: Run, version: int, resolve: Resolve) -> N
     manifest = run.manifest(version)
     if run.info.base is not None:
         raise SchemaMismatch(
-            f"{run.store.url} has adapters of {run.info.base.model or 'a model'}, not a model: serve that one, with "
-            f"DELTAWIRE_ADAPTERS=policy={run.store.url}"
+            f"{run.store.url} has adapters of {run.info.base.model or 'a model'}, not a model: deltawire serve "
+            f"--engine vllm {run.info.base.model or 'MODEL'} --adapter policy={run.store.url}"
         )
     if not any(file.name == "config.json" for file in manifest.files):
         raise SchemaMismatch(

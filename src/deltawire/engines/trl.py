@@ -63,7 +63,8 @@ class BucketTransfer:
     that a server can start from the run.
 
     With TRL's `peft_config` it publishes only the adapter, which the server calls `adapter_name`
-    (`DELTAWIRE_ADAPTERS="policy=RUN"`), or with `peft="merged"` the whole model with the adapter merged.
+    (`deltawire serve --engine vllm MODEL --adapter policy=RUN`), or with `peft="merged"` the whole model with the
+    adapter merged.
     """
 
     def __init__(self, run: str, *, peft: str = "adapter", adapter_name: str = "policy", **options: Any) -> None:

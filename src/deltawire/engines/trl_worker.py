@@ -151,7 +151,7 @@ def wait_for_server(
         if waited >= timeout:
             start = f"`deltawire serve {publisher.url}`"
             if adapter_name is not None:
-                start = f'vLLM and DELTAWIRE_ADAPTERS="{adapter_name}={publisher.url}"'
+                start = f"`deltawire serve --engine vllm MODEL --adapter {adapter_name}={publisher.url}`"
             raise TimeoutError(
                 f"no server at {url} within {timeout:.0f} s: {state}. Start one with {start}, or give it longer by "
                 "vllm_server_timeout"
