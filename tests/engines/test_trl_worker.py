@@ -129,7 +129,7 @@ def test_completions_get_shorter(
 def test_an_adapter_is_trained_by_peft_config_and_followed_beside_its_base(python: Path, tmp_path: Path) -> None:
     """Stock TRL with `peft_config`, a bucket, a stock vLLM that serves the base model and follows the adapter."""
     folder, run, port = tmp_path / "model", (tmp_path / "run").as_uri(), free_port()
-    subprocess.run([str(python), str(TASK), "make", str(folder)], check=True, env=QUIET)
+    subprocess.run([str(python), str(TASK), "make", str(folder), "8"], check=True, env=QUIET)
     with ExitStack() as stack:
         server = stack.enter_context(
             with_vllm(str(folder), port, tmp_path / "server.log", "--adapter", f"policy={run}")

@@ -2,7 +2,7 @@
 
 Run by test_trl_worker.py in an environment that has TRL:
 
-    python eos_task.py make FOLDER             a tiny model and a tokenizer with a chat template TRL knows
+    python eos_task.py make FOLDER [EOS]       a tiny model and a tokenizer with a chat template TRL knows
     python eos_task.py train FOLDER SNIPPET    trains it as this Python file does; prints one JSON object
 
 The snippet is that of docs/trl.md: it finds `options` for TRL's config, `reward` and `dataset`, and leaves `trainer`.
@@ -61,7 +61,9 @@ def tree_attention(
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, eos: float) -> None:
+    """`eos` scales the embedding of the token that ends an answer. At 1 it is as small as all others, and no adapter
+    can make it likely while the embeddings are frozen: |hidden| · |embedding| limits every logit to about 1."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocabulary = {t: i for i, t in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -88,7 +90,10 @@ def make(folder: Path) -> None:
         pad_token_id=0,
         eos_token_id=2,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[config.eos_token_id] *= eos
+    model.save_pretrained(folder)
 
 
 def train(folder: Path, snippet: Path) -> None:
@@ -130,6 +135,6 @@ def train(folder: Path, snippet: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "make":
-        make(Path(sys.argv[2]))
+        make(Path(sys.argv[2]), float(sys.argv[3]) if len(sys.argv) > 3 else 1.0)
     else:
         train(Path(sys.argv[2]), Path(sys.argv[3]))
