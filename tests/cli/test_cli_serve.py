@@ -161,6 +161,7 @@ def test_a_port_that_is_taken(engine: str, tmp_path: Path) -> None:
 
 
 def test_what_it_refuses() -> None:
+    assert "--run" in refused("--engine", "vllm", "s3://runs/chat", "--adapter", "policy=s3://runs/lora")
     assert "203.0.113.7 is no address of this machine" in refused("run", "--host", "203.0.113.7", DELTAWIRE_TOKEN="x")
     assert "name a run" in refused()
     assert "DELTAWIRE_TOKEN" in refused("run", "--host", "0.0.0.0", DELTAWIRE_TOKEN="")

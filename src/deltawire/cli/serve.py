@@ -183,6 +183,10 @@ def command(
         model, run = None, model
     if run is None and not (adapter and model):
         raise typer.BadParameter("name a run: deltawire serve RUN, or deltawire serve MODEL --run RUN")
+    if run is None and model and "://" in model:
+        raise typer.BadParameter(
+            f"with --adapter the argument is a model, and {model} is a run: give it as --run, with or without a model"
+        )
     builtin = engine is Engine.builtin
     if folder and (builtin or model):
         raise typer.BadParameter("--folder is for --engine vllm RUN and --engine sglang RUN")

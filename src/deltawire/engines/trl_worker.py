@@ -165,10 +165,13 @@ def wait_for_server(
 def _missing(url: str, adapter_name: str | None = None) -> str | None:
     """Return why a server is not ready; None if it is."""
     try:
-        answer = requests.get(f"{url}/health", timeout=5)
-        if answer.ok and adapter_name is not None:
-            names = [model["id"] for model in requests.get(f"{url}/v1/models", timeout=5).json()["data"]]
-            return None if adapter_name in names else f"serves no {adapter_name!r}, only {', '.join(names)[:300]}"
+        for route in ("/health",) if adapter_name is None else ("/health", "/v1/models"):
+            answer = requests.get(f"{url}{route}", timeout=5)
+            if not answer.ok:
+                return f"answers {answer.status_code} to {route}: {answer.text[:300]}"
+        if adapter_name is None:
+            return None
+        names = [model["id"] for model in answer.json()["data"]]
     except requests.RequestException as error:
         return f"does not answer ({type(error).__name__})"
-    return None if answer.ok else f"answers {answer.status_code} to /health: {answer.text[:300]}"
+    return None if adapter_name in names else f"serves no {adapter_name!r}, only {', '.join(names)[:300]}"

@@ -272,7 +272,7 @@ class Adapters:
 
     runs      name → address
     pins      name → version to stay at, where it is not to follow
-    source    folder or hub name of the checkpoint that the engine started from
+    source    folder or hub name of the checkpoint that the engine started from; revision: which one on the hub
     base      returns the follower of the base weights; None if they stay what the engine loaded
     options   of every follower
     """
@@ -282,12 +282,13 @@ class Adapters:
         runs: Mapping[str, str],
         *,
         source: str,
+        revision: str | None = None,
         base: Callable[[], Follower | None] = lambda: None,
         pins: Mapping[str, int | None] = MappingProxyType({}),
         keep: int = 1,
         **options: Any,
     ) -> None:
-        self._source, self._base = source, base
+        self._source, self._revision, self._base = source, revision, base
         self._loop = asyncio.get_running_loop()
         self._registry = Registry(keep)
         self._room = arrays.folder()
@@ -363,7 +364,7 @@ class Adapters:
             return str(follower.replica.digest) if follower.caught_up.wait(None if wait else 0) else ""
         with self._digesting:
             if not self._base_digest:
-                folder = source_folder(self._source)
+                folder = source_folder(self._source, self._revision)
                 if folder is None:
                     raise SchemaMismatch(f"the base model cannot be identified: there is no folder of {self._source!r}")
                 self._base_digest = str(full.digest_of(full.Checkpoint(folder)))

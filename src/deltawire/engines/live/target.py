@@ -394,14 +394,14 @@ def _first_error(answers: list[dict[str, Any]]) -> DeltawireError | None:
     return None
 
 
-def source_folder(name: str) -> Path | None:
-    """The checkpoint folder that an engine was started from, by its path or by a Hub model's name; None if it is not
-    here."""
+def source_folder(name: str, revision: str | None = None) -> Path | None:
+    """The checkpoint folder that an engine was started from, by its path or by a Hub model's name and revision; None if
+    it is not here."""
     if Path(name).is_dir():
         return Path(name)
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception:
         return None

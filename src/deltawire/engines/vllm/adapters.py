@@ -47,7 +47,8 @@ class VllmAdapters(Adapters):
         for name in runs:
             if models.is_base_model(name) or name in models.lora_requests:
                 raise Misconfigured(f"DELTAWIRE_ADAPTERS names {name!r}, which this server already has: rename one")
-        super().__init__(runs, source=str(client.vllm_config.model_config.model), keep=keep, **options)
+        served = client.vllm_config.model_config
+        super().__init__(runs, source=str(served.model), revision=served.revision, keep=keep, **options)
         self._client, self._models = client, models
         self._by_id: dict[int, Loaded] = {}
         self._lend_to(client)
