@@ -118,6 +118,7 @@ def test_names_are_those_of_all_engines(world: World, make: Any, tmp_path: Path)
     until(lambda: "a fault" in server.get("/deltawire/status")["reason"])
     health = server.request("GET", "/health")
     assert (health.status_code, health.json()["state"]) == (503, "paused")
+    assert server.request("GET", "/health_generate").status_code == 503
     assert "a fault that a test asked for" in health.json()["reason"]
 
 

@@ -211,13 +211,14 @@ class Endpoint:
 
 
 class HealthMiddleware:
-    """Answers GET /health with 503 while the weights are no known version; otherwise the engine answers."""
+    """Answers GET /health with 503 while the weights are no known version; otherwise the engine answers. The same for
+    SGLang's /health_generate, which would wait for a token and then take the server for broken."""
 
     def __init__(self, app: Any, health: Callable[[], tuple[str, str]]) -> None:
         self._app, self._health = app, health
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] != "/health":
+        if scope["type"] != "http" or scope["path"] not in ("/health", "/health_generate"):
             await self._app(scope, receive, send)
             return
         answer: list[Any] = []
