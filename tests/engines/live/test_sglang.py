@@ -21,17 +21,18 @@ pytest.importorskip("torch")
 
 import httpx
 import torch
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import REGISTRY
 from test_follower import Client, World, loop, until
 
 from deltawire.core.errors import Misconfigured, NotRestored
+from deltawire.engines.live.endpoint import Endpoint
 from deltawire.engines.live.engine import Engine
 from deltawire.engines.live.learn import copy_of
 from deltawire.engines.live.settings import Policy
 from deltawire.engines.live.target import WorkerError
-from deltawire.engines.sglang import core, following, guard, hooks
+from deltawire.engines.sglang import SECRET, core, following, guard, hooks, register
 from deltawire.store import ObjectStore, open_store
 
 __all__ = ["loop"]
@@ -61,6 +62,7 @@ class Scheduler:
         self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(model=manager.models[number]))
         self.ipc_channels = SimpleNamespace(send_to_tokenizer=self)
         self.result_queue: deque[Any] = deque()
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
         self.waiting_queue: list[Any] = []
         self.version, self._engine_paused = "default", False
         self.done: list[str] = []
@@ -171,7 +173,9 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for name in ("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.model_loader"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.delitem(sys.modules, "deltawire.engines.sglang.engine", raising=False)
+    for name in ("engine", "endpoint"):
+        monkeypatch.delitem(sys.modules, f"deltawire.engines.sglang.{name}", raising=False)
+    monkeypatch.setenv(SECRET, "a secret")
 
 
 @pytest.fixture
@@ -231,6 +235,13 @@ def test_a_server_that_cannot_drop_its_caches_stays_where_it_is(world: World) ->
         world.sync()
     world.holds(0)
     manager.drops_caches = True
+    waiting = manager.schedulers[1].grammar_manager.grammar_queue
+    waiting.append("a request")
+    retracted = [scheduler.done.count("retract") for scheduler in manager.schedulers]
+    with pytest.raises(WorkerError, match="rank 1: requests wait for their grammar"):
+        world.sync()
+    assert manager.schedulers[1].done.count("retract") == retracted[1]
+    waiting.clear()
     assert world.sync() == version
     world.holds(version)
     assert all("retract" in scheduler.done for scheduler in manager.schedulers)
@@ -304,6 +315,29 @@ def test_layers_are_noted_before_they_process_their_weights() -> None:
     found.hook(made)
     assert made.weight.shape == (3, 2)
     assert not layer.weight.is_meta
+
+
+def test_a_client_cannot_call_the_schedulers() -> None:
+    passed: list[Any] = []
+    scheduler: Any = SimpleNamespace()
+    for body in ({}, {"secret": ""}, {"secret": "no"}):
+        asked = Message(method="deltawire", body={"operation": "undo", "arguments": {}, **body})
+        core.handle(lambda _, request: passed.append(request), scheduler, asked)
+        assert passed[-1] is asked
+    assert not hasattr(scheduler, "deltawire")
+
+
+def test_a_plugin_that_cannot_hook_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang would only log it, and serve the weights it started with."""
+    monkeypatch.setenv("DELTAWIRE_RUN", "s3://runs/chat")
+    with pytest.raises(SystemExit, match="cannot follow a run: ModuleNotFoundError"):
+        register()
+
+
+def test_schedulers_are_held_until_the_weights_are_named() -> None:
+    scheduler = SimpleNamespace(_engine_paused=False)
+    core.hold(None, scheduler)
+    assert scheduler._engine_paused
 
 
 def test_other_servers_on_the_machine_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,5 +445,19 @@ def test_outputs_name_their_versions_and_bounds_hold(world: World, server: Any) 
     assert last["weight_versions"] == expected
     asked = {"text": "x", "stream": False}
     assert server("POST", "/generate", json=asked, headers={"deltawire-min-version": "0"}).status_code == 200
-    refused = server("POST", "/generate", json=asked, headers={"deltawire-exact-version": "7"})
-    assert (refused.status_code, refused.json()["error"]["version"]) == (409, 0)
+    for method in ("POST", "PUT"):
+        refused = server(method, "/generate", json=asked, headers={"deltawire-exact-version": "7"})
+        assert (refused.status_code, refused.json()["error"]["version"]) == (409, 0)
+
+
+def test_sglangs_own_routes_change_nothing_behind_the_follower(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for route in ("/update_weights_from_disk", "/update_weight_version", "/release_memory_occupation"):
+        assert server("POST", route, json={}).status_code == 409
+    # no such routes here: the application was asked
+    assert server("POST", "/pause_generation", json={}).status_code == 404
+    monkeypatch.setattr(Endpoint, "_authorize", _unauthorized)
+    assert server("POST", "/pause_generation", json={}).status_code == 401
+
+
+def _unauthorized(self: Any, request: Request) -> None:
+    raise HTTPException(401, "no token")

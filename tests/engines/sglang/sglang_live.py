@@ -11,6 +11,7 @@ from tests.engines.live import live_server
 from tests.engines.live.live_server import python_path, serving
 
 HERE = Path(__file__).parent
+BEARER = {"Authorization": "Bearer secret"}
 
 
 class Server(live_server.Server):
@@ -69,7 +70,7 @@ class Server(live_server.Server):
         return (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0)  # type: ignore[no-any-return]
 
     def hold(self) -> None:
-        self.http.post("/pause_generation", json={"mode": "in_place"}).raise_for_status()
+        self.http.post("/pause_generation", json={"mode": "in_place"}, headers=BEARER).raise_for_status()
 
     def resume(self) -> None:
-        self.http.post("/continue_generation", json={}).raise_for_status()
+        self.http.post("/continue_generation", json={}, headers=BEARER).raise_for_status()

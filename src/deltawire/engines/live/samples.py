@@ -16,6 +16,9 @@ from ..names import VERSION_HEADER, VERSIONS_FIELD
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
+ASKING = ("POST", "PUT")
+"""Methods of requests for completions; SGLang takes either."""
+
 CONTROL = ("/deltawire/", "/update_weights")
 """Routes that concern the follower, whatever headers a client sends with all its requests."""
 
@@ -81,7 +84,7 @@ class VersionMiddleware:
         self._paths, self._adapters = paths, adapters
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        asks = scope["type"] == "websocket" or (scope["type"] == "http" and scope["method"] == "POST")
+        asks = scope["type"] == "websocket" or (scope["type"] == "http" and scope["method"] in ASKING)
         if not asks or scope["path"].startswith(CONTROL):
             await self._app(scope, receive, send)
             return

@@ -12,11 +12,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
+import pkgutil
+import secrets
+from collections.abc import Callable
+from typing import Any
 
 NAME = "deltawire"
 
-_SCHEDULER = "sglang.srt.managers.scheduler"
+SECRET = "DELTAWIRE_SECRET"
+"""Environment variable: what the HTTP server of a server shows to its schedulers, so that no client can call them."""
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _SERVER = "sglang.srt.entrypoints.http_server"
 
 
@@ -25,10 +31,11 @@ def register() -> None:
     not told to follow a run, are left as they are."""
     if not following():
         return
-    if multiprocessing.parent_process() is None:
-        _hook_server()
-    elif _SCHEDULER in sys.modules:
-        _hook_scheduler()
+    try:
+        _hook()
+    except Exception as error:
+        # SGLang only logs an exception here, and would serve the weights it started with forever
+        raise SystemExit(f"deltawire: this SGLang cannot follow a run: {type(error).__name__}: {error}") from error
 
 
 def following() -> bool:
@@ -37,15 +44,25 @@ def following() -> bool:
     return told or NAME in os.environ.get("SGLANG_PLUGINS", "").split(",")
 
 
-def _hook_server() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+def _hook() -> None:
+    """Hook what this process may run. One that SGLang started has a name for it; any other may be the HTTP server, and
+    may run schedulers too."""
+    runs = getattr(getattr(multiprocessing.current_process(), "_target", None), "__name__", "")
+    if runs.startswith(("run_detokenizer", "run_multi_detokenizer", "run_data_parallel")):
+        return
+    if not runs.startswith("run_scheduler"):
+        _hook_server()
+    _hook_scheduler()
 
+
+def _hook_server() -> None:
     from . import guard
 
     # its first request waits until the weights are a version; by default SGLang ends the server after ten minutes
     os.environ.setdefault("SGLANG_WARMUP_TIMEOUT", "86400")
-    HookRegistry.register(f"{_SERVER}.launch_server", guard.check_server, HookType.BEFORE)
-    HookRegistry.register(f"{_SERVER}._setup_and_run_http_server", _attach, HookType.BEFORE)
+    os.environ.setdefault(SECRET, secrets.token_hex(16))
+    _add(f"{_SERVER}.launch_server", guard.check_server, "before")
+    _add(f"{_SERVER}._setup_and_run_http_server", _attach, "before")
 
 
 def _attach(server_args: object, tokenizer_manager: object, *args: object, **kwargs: object) -> None:
@@ -53,21 +70,29 @@ def _attach(server_args: object, tokenizer_manager: object, *args: object, **kwa
     from sglang.srt.entrypoints.http_server import app
 
     from .endpoint import Server
+    from .guard import check_server
 
+    check_server(server_args)
     Server(tokenizer_manager).attach(app)
 
 
 def _hook_scheduler() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
     from ..live import settings
     from . import core, hooks
 
-    scheduler = f"{_SCHEDULER}.Scheduler"
-    HookRegistry.register(f"{scheduler}.handle_dumper_control", core.handle, HookType.AROUND)
-    HookRegistry.register(f"{scheduler}.process_batch_result", core.process, HookType.AROUND)
-    if settings.read().policy.kv == "version":
-        HookRegistry.register(f"{scheduler}._add_request_to_queue", core.salt, HookType.BEFORE)
-    HookRegistry.register(
-        "sglang.srt.model_loader.loader.DefaultModelLoader.postprocess_weights", hooks.note, HookType.BEFORE
-    )
+    chosen = settings.read()
+    _add(f"{_SCHEDULER}.handle_dumper_control", core.handle, "around")
+    _add(f"{_SCHEDULER}.process_batch_result", core.process, "around")
+    if chosen.policy.kv != "keep":
+        _add(f"{_SCHEDULER}._add_request_to_queue", core.salt, "before")
+    if chosen.run:
+        _add(f"{_SCHEDULER}.init_running_status", core.hold, "after")
+    _add("sglang.srt.model_loader.loader.DefaultModelLoader.postprocess_weights", hooks.note, "before")
+
+
+def _add(target: str, hook: Callable[..., Any], kind: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # SGLang only logs that it found no such function
+    pkgutil.resolve_name(target)
+    HookRegistry.register(target, hook, HookType(kind))

@@ -4,14 +4,16 @@ Calls come as control requests, which the first rank receives and sends on to th
 before the same step. SGLang has no request of its own for plugins; these are its `DumperControlReqInput`, whose body is
 free, with a method of our own. All ranks gather the answers of all, so that each knows whether one has failed.
 
-With salts (DELTAWIRE_KV=version) cached keys and values are found again only by requests that began under the same
+With salts (unless DELTAWIRE_KV=keep) cached keys and values are found again only by requests that began under the same
 weights: see ../vllm/core.py. SGLang's name for a salt is `extra_key`; a client keeps its entries across versions with a
 `cache_salt` or an `extra_key` that begins with `keep:`.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
+import os
 import time
 from collections.abc import Callable
 from itertools import count
@@ -19,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..live.channel import Answer
-from . import NAME
+from . import NAME, SECRET
 
 log = logging.getLogger("deltawire")
 
@@ -34,18 +36,27 @@ _PROCESSED: Any = SimpleNamespace(reqs=[], has_grammar=False), SimpleNamespace(g
 
 
 def handle(original: Callable[[Any, Any], Any], scheduler: Any, request: Any) -> Any:
-    """Answer our calls; pass SGLang's own on."""
-    if request.method != NAME:
+    """Answer our calls; pass on SGLang's own, and those of a client that cannot know the secret."""
+    body = dict(request.body)
+    known = hmac.compare_digest(str(body.pop("secret", "")).encode(), os.environ.get(SECRET, "").encode())
+    if request.method != NAME or not known or SECRET not in os.environ:
         return original(scheduler, request)
     from sglang.srt.managers.io_struct import DumperControlReqOutput
 
     if not hasattr(scheduler, "deltawire"):
         scheduler.deltawire = Core(scheduler)
-    answers = scheduler.deltawire.call(**request.body)
+    answers = scheduler.deltawire.call(**body)
     scheduler.ipc_channels.send_to_tokenizer.send_output(
         DumperControlReqOutput(success=True, response=answers), request
     )
     return None
+
+
+def hold(result: Any, scheduler: Any) -> None:
+    """Hold generation from the start on, until a follower has named the weights: where nothing follows the run (a gRPC
+    server, an offline engine), nothing is served either."""
+    scheduler._engine_paused = True
+    log.info("generation is held until the HTTP server of this engine has found out which version its weights are")
 
 
 def process(original: Callable[..., Any], scheduler: Any, batch: Any, result: Any) -> Any:
@@ -102,7 +113,7 @@ class Core:
         paused = scheduler._engine_paused
         self._drain()
         stopped = time.perf_counter()
-        answer: Answer = self._clear() if clear else {}
+        answer: Answer = self._cleared() if clear else {}
         if "failure" not in answer:
             answer = self._apply()
         if "failure" not in answer and version:
@@ -129,17 +140,23 @@ class Core:
                 salt(scheduler, request)
         return {}
 
+    def _cleared(self) -> Answer:
+        failed = _errors(self._gather(self._clear()))
+        return {"failure": failed[0]} if failed else {}
+
     def _clear(self) -> Answer:
         """Stop, send running requests back to the queue, and drop all keys and values."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         try:
+            if self._scheduler.grammar_manager.grammar_queue:
+                return {"error": "requests wait for their grammar: keys and values cannot be dropped now"}
             self._scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
             dropped = self._scheduler.flush_cache(empty_cache=False)
         except Exception as error:
             log.exception("cached keys and values could not be dropped")
-            return {"failure": f"{type(error).__name__}: {error}"}
-        return {} if dropped else {"failure": "keys and values of the old weights could not be dropped"}
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {} if dropped else {"error": "keys and values of the old weights could not be dropped"}
 
     def _continue(self) -> None:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
@@ -159,12 +176,14 @@ class Core:
     # ── each rank by itself ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _everywhere(self, operation: str, **arguments: Any) -> list[Answer]:
-        mine = self._rank.call(operation, **arguments)
-        return [mine] if self._parallel.tp_size == 1 else self._gather(mine)
+        return self._gather(self._rank.call(operation, **arguments))
 
     def _gather(self, mine: Answer) -> list[Answer]:
+        """The answers of all ranks, on each of them."""
         from torch import distributed
 
+        if self._parallel.tp_size == 1:
+            return [mine]
         answers: list[Any] = [None] * self._parallel.tp_size
         distributed.all_gather_object(answers, mine, group=self._parallel.tp_group.cpu_group)
         return answers

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, generate_latest
 
 from ..live.endpoint import Endpoint
 from ..live.samples import PATHS, Record, current, number
 from .engine import SglangEngine
+
+WEIGHTS = (
+    "/update_weights_from_", "/update_weight_version", "/begin_weight_update", "/end_weight_update",
+    "/release_memory_occupation", "/resume_memory_occupation",
+)  # fmt: skip
+"""How routes of SGLang begin that change weights, where they are, or their label."""
+
+PAUSES = ("/pause_generation", "/continue_generation")
 
 
 class Server(Endpoint):
@@ -33,6 +43,7 @@ class Server(Endpoint):
         registry = CollectorRegistry()
         registry.register(self._metrics)
         app.add_middleware(MetricsMiddleware, registry=registry)
+        app.add_middleware(OwnRoutesMiddleware, refuse=self._refuse)
         inner = app.router.lifespan_context
 
         @asynccontextmanager
@@ -43,10 +54,36 @@ class Server(Endpoint):
 
         app.router.lifespan_context = followed
 
+    def _refuse(self, request: Request) -> None:
+        """Raise HTTPException for routes of SGLang's own that would change weights or labels beside the follower, or
+        pause the server without leave."""
+        if self._follower is None:
+            return
+        if request.url.path.startswith(WEIGHTS):
+            raise HTTPException(409, f"this server follows {self._follower.replica.url}, which its weights come from")
+        if request.url.path in PAUSES:
+            self._authorize(request)
+
     def _end(self) -> None:
         # SGLang would wait for requests to end, which in turn wait for a version
         self._manager.server_status = type(self._manager.server_status).UnHealthy
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+class OwnRoutesMiddleware:
+    """Asks `refuse` about requests to SGLang's own routes."""
+
+    def __init__(self, app: Any, refuse: Callable[[Request], None]) -> None:
+        self._app, self._refuse = app, refuse
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        answer = self._app
+        if scope["type"] == "http":
+            try:
+                self._refuse(Request(scope))
+            except HTTPException as error:
+                answer = JSONResponse({"detail": error.detail}, error.status_code)
+        await answer(scope, receive, send)
 
 
 def observe(manager: Any) -> None:

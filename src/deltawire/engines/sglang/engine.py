@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from sglang.srt.managers.io_struct import (
 
 from ..live.channel import Answer
 from ..live.settings import Policy
-from . import NAME
+from . import NAME, SECRET
 
 
 class SglangEngine:
@@ -25,10 +26,11 @@ class SglangEngine:
     def __init__(self, manager: Any, policy: Policy) -> None:
         self._manager, self._policy = manager, policy
         self.source = str(manager.model_path)
-        self.has_draft = bool(manager.server_args.resolved_dict().get("speculative_draft_model_path"))
+        # prompt lookup has no weights; all others have, in a checkpoint of their own or in layers that are not followed
+        self.has_draft = manager.server_args.resolved_dict().get("speculative_algorithm") not in (None, "NGRAM")
 
     async def call(self, operation: str, **arguments: object) -> list[Answer]:
-        body = {"operation": operation, "arguments": arguments}
+        body = {"operation": operation, "arguments": arguments, "secret": os.environ[SECRET]}
         (found,) = await self._manager.dumper_control(DumperControlReqInput(method=NAME, body=body))
         if not found.success:
             raise RuntimeError(f"the scheduler does not answer {operation!r}: {found.error}")
