@@ -122,6 +122,25 @@ def test_a_run_that_is_broken_already_is_left_alone(run: Store) -> None:
         later(run)
 
 
+@pytest.mark.parametrize("wrong", ["missing", "short", "damaged", "repaired"])
+def test_the_way_around_an_anchor_that_cannot_be_used_stays(wrong: str) -> None:
+    kinds = ["anchor", "delta", "both", "delta", "both", "delta"]
+    manifests = {v: _manifest(v, kind, []) for v, kind in enumerate(kinds)}
+    bad = keys.anchor(4, "0" * 8)
+    listing = [replace(item, etag="1") for item in _listing(manifests, 99) if item.key != bad]
+    if wrong != "missing":
+        listing.append(ObjectInfo(bad, 7 if wrong == "short" else 1_000_000, HOUR, "1" if wrong == "damaged" else "2"))
+    damaged = {bad: "1"} if wrong in ("damaged", "repaired") else {}
+    rule = Retention(last=2, grace=HOUR)
+    plan = plan_prune(manifests, listing, rule, 10 * HOUR, damaged=damaged)
+    assert plan.marked == ((0, 1, 2, 3) if wrong == "repaired" else (0, 1))
+    # all that was marked before the anchor was found damaged: only what is of no use goes
+    marks, marked = ObjectInfo(keys.PRUNED, 1, HOUR), Pruned.of("r", range(4))
+    plan = plan_prune(manifests, [*listing, marks], rule, 10 * HOUR, marked, damaged=damaged)
+    assert (plan.waiting, plan.going) == (((), (0, 1, 2, 3)) if wrong == "repaired" else ((2, 3), (0, 1)))
+    assert not plan.marked
+
+
 LinkKinds = st.lists(st.sampled_from(["delta", "anchor", "both"]), min_size=1, max_size=40)
 
 

@@ -336,6 +336,51 @@ def test_retention(kept: Kept) -> None:
     assert Walker(run).plan(None, LAST)[0].kind == "anchor"
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_retention_keeps_the_way_around_a_damaged_anchor(kept: Kept, tmp_path: Any, restarted: bool) -> None:
+    store = empty()
+    publish(store, kept.weights[:10], anchor_every=4)
+    damage_anchor(store, 8)
+    options = KeeperOptions(since=0, levels=0, retention=Retention(last=2, grace=0), mirrors=(str(tmp_path),))
+    keeper = Keeper(store, options)
+    list(keeper.once())
+    assert "the anchor to version 8 cannot be used" in keeper.bad[0]
+    if restarted:
+        keeper.close()
+        keeper = Keeper(store, options)
+    keeper._pruned_at = -float("inf")
+    list(keeper.once())
+    keeper.close()
+    for place in (store, LocalStore(tmp_path)):
+        assert Run.open(place).listed() == [4, 5, 6, 7, 8, 9]
+        live = kept.blank()
+        with Replica(place, heartbeat=0) as replica:
+            assert replica.sync(live) == 9
+        assert same(live, kept.weights[9])
+
+
+def damage_anchor(store: Store, version: int) -> str:
+    key = next(x for x in Run.open(store).manifest(version).links if x.kind == "anchor").objects[0].key
+    data = bytearray(store.get(key).data)
+    data[-1] ^= 1
+    store.put(key, bytes(data))
+    return key
+
+
+def test_an_anchor_takes_the_place_of_a_damaged_one(kept: Kept) -> None:
+    store = empty()
+    publish(store, kept.weights[:10], anchor_every=4)
+    bad = damage_anchor(store, 8)
+    Kept(store, kept.weights).keep(KeeperOptions(since=0, anchor_every=4))
+    run = Run.open(store)
+    assert (9, "anchor", None) in added(run)
+    assert [*run.added.index().damaged] == [bad]  # type: ignore[union-attr]
+    # no longer once its version went
+    prune(run, Retention(last=1, grace=0))
+    assert run.listed() == [9]
+    assert announce(run, "keeper", (), 9).damaged == {}
+
+
 def test_mirrors(kept: Kept, tmp_path: Any) -> None:
     kept.keep(KeeperOptions(since=48, mirrors=(f"file://{tmp_path}/a", str(tmp_path / "b"))))
     for name in "ab":

@@ -11,8 +11,9 @@ Versions that a fresh heartbeat names stay. A replica without heartbeats has the
 suspended for longer finds objects missing and plans again, as with any other damage.
 
 A version with a tag stays. A version that stays keeps its manifest and all that lies on its cheapest path from nothing,
-as `checkout` takes it, by links that were added later too. Versions stay or go whole: a manifest cannot be rewritten,
-and one that names a missing object would be a broken one.
+as `checkout` takes it, by links that were added later too. A link counts as a way only if its objects are there, in
+their size, and no keeper found one of them damaged. Versions stay or go whole: a manifest cannot be rewritten, and one
+that names a missing object would be a broken one.
 
 Time is the store's: `modified` of what lies there, against that of an object written for the purpose. No clock of a
 writer, of a replica or of the machine that prunes is compared with another.
@@ -26,10 +27,12 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import msgspec
+
 from ..core import chain, keys
 from ..core.added import AddedIndex, AddedLink
 from ..core.errors import ManifestError, ObjectNotFound, VersionNotFound
-from ..core.manifest import Head, Link, Manifest, Pruned, dump, now
+from ..core.manifest import Blob, Head, Link, Manifest, Pruned, dump, now
 from ..core.parallel import for_each, ordered_map
 from ..store import ObjectInfo
 from ..store.base import Sweeping
@@ -72,7 +75,8 @@ class PrunePlan:
     later: int
     """Bytes of the marked versions."""
     waiting: tuple[int, ...]
-    """Marked before and not deleted yet: the period is not over, or a replica reads them."""
+    """Marked before and not deleted yet: the period is not over, a replica reads them, or one that stays has no other
+    way that is whole."""
     going: tuple[int, ...]
     """Marked before and deleted now."""
     manifests: tuple[ObjectInfo, ...]
@@ -105,17 +109,28 @@ def plan_prune(
     tagged: Mapping[int, str] = MappingProxyType({}),
     pages: Mapping[str, Collection[AddedLink]] = MappingProxyType({}),
     index: AddedIndex | None = None,
+    damaged: Mapping[str, str | None] = MappingProxyType({}),
 ) -> PrunePlan:
     """Plan from every manifest that is still there, all objects in the bucket, what replicas read, the tags by version,
-    and the links that were added later: by page, and the index. Pure.
+    the links that were added later: by page, and the index; and the damaged objects, each with its etag. Pure.
 
     Versions stay or go by links in pages alone: these are written once, and found without the index too. What is only
     in the index is lost with it, or when two keepers replace it at the same moment.
     """
-    sizes = {item.key: item.size for item in listing}
+    listed = {item.key: item for item in listing}
+
+    def is_there(blob: Blob) -> bool:
+        return blob.key in listed and listed[blob.key].size == blob.size
+
+    def is_usable(link: Link) -> bool:
+        # an object that was repaired has another etag
+        return all(
+            is_there(x) and not (x.key in damaged and damaged[x.key] == listed[x.key].etag) for x in link.objects
+        )
+
     stated = [*(x for links in pages.values() for x in links), *(index.recent if index else ())]
     # an object may be gone: with no grace period it was perhaps deleted before its keeper announced it
-    lost = {x.way for x in stated if any(sizes.get(blob.key) != blob.size for blob in x.link.objects)}
+    lost = {x.way for x in stated if not all(map(is_there, x.link.objects))}
     indexed = set(index.pages if index else ()) & pages.keys()
     known = {x.way for page in indexed for x in pages[page]} | lost
 
@@ -128,7 +143,8 @@ def plan_prune(
     later: dict[int, list[Link]] = defaultdict(list)
     for link in (x for page in stay for x in pages[page] if x.way not in lost):
         later[link.version].append(link.link)
-    live = {v: with_added(m, later[v]) for v, m in manifests.items() if v not in pruned}
+    present = {v: with_added(m, later[v]) for v, m in manifests.items()}
+    live = {v: m for v, m in present.items() if v not in pruned}
     for link in index.recent if index else ():
         later[link.version].append(link.link)
     if not live:
@@ -136,13 +152,25 @@ def plan_prune(
     newest = max(live)
     # with no grace period nothing is too young, whatever two stamps within a clock's tick say of each other
     before = now - rule.grace if rule.grace else math.inf
-    written = {item.key: item.modified for item in listing}
-    ripe = written.get(keys.PRUNED, before) <= before
-    young = {v for v in live if written.get(keys.manifest(v), 0.0) > before}
+    ripe = keys.PRUNED not in listed or listed[keys.PRUNED].modified <= before
+    young = {v for v in live if (item := listed.get(keys.manifest(v))) is not None and item.modified > before}
     kept = _kept(live, rule, young, reading, tagged)
+    usable = {
+        v: msgspec.structs.replace(m, links=tuple(filter(is_usable, m.links))).summary() for v, m in present.items()
+    }
+    ways = {v: usable[v] for v in live}
+    reached = chain.reachable(ways)
+    cut_off = kept.keys() - reached
+    on_the_way = chain.needed(kept.keys() & reached, ways)
+    if cut_off:
+        # by their manifests alone: what is damaged may be repaired
+        on_the_way |= chain.needed(cut_off, {v: m.summary() for v, m in live.items()})
+    kept = dict(sorted({**dict.fromkeys(on_the_way, "on the way to one that stays"), **kept}.items()))
+    # readers do not take a marked version, but it may be all that is left
+    last_way = chain.needed(cut_off & chain.reachable(usable), usable)
 
     def waits(version: int | None) -> bool:
-        return version in pruned and (not ripe or version in reading)
+        return version in pruned and (not ripe or version in reading or version in last_way)
 
     going = {v for v in manifests if v in pruned and not waits(v)}
 
@@ -196,6 +224,7 @@ def _kept(
     reading: Collection[int],
     tagged: Mapping[int, str],
 ) -> dict[int, str]:
+    """The versions that stay for a reason of their own."""
     versions = sorted(manifests)
     missing = sorted(rule.versions - manifests.keys())
     if missing:
@@ -213,9 +242,7 @@ def _kept(
     for reason, chosen in reasons:
         for version in chosen:
             kept.setdefault(version, reason)
-    for version in chain.needed(list(kept), {v: m.summary() for v, m in manifests.items()}):
-        kept.setdefault(version, "on the way to one that stays")
-    return dict(sorted(kept.items()))
+    return kept
 
 
 # ── doing it ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -230,23 +257,25 @@ def survey(run: Run, rule: Retention, at: float | None = None) -> PrunePlan:
     return plan if rule.grace or not plan.marked else _plan(run, rule, listing, at, plan.marked)
 
 
-def prune(run: Run, rule: Retention) -> PrunePlan:
+def prune(run: Run, rule: Retention, damaged: Mapping[str, str | None] = MappingProxyType({})) -> PrunePlan:
     """Mark what can go and delete what was marked long enough ago. Several at once do no harm.
+
+    damaged   objects that are no way to a version, with their etags, besides those that a keeper has announced
 
     Raises RunNotFound or RunReplaced if the run was deleted since it was opened: its manifests may still be in memory.
     """
     run.check_present()
     if not rule.grace:
         # only replicas that read are waited for, and their heartbeats are read after the mark
-        _mark(run, _survey_by_its_clock(run, rule).marked)
-    plan = _survey_by_its_clock(run, rule)
+        _mark(run, _survey_by_its_clock(run, rule, damaged).marked)
+    plan = _survey_by_its_clock(run, rule, damaged)
     apply_prune(run, plan)
     if isinstance(run.store, Sweeping):
         run.store.sweep(rule.unfinished, at=plan.at)
     return plan
 
 
-def _survey_by_its_clock(run: Run, rule: Retention) -> PrunePlan:
+def _survey_by_its_clock(run: Run, rule: Retention, damaged: Mapping[str, str | None]) -> PrunePlan:
     while True:
         run.store.put(keys.CLOCK, b"{}")
         # by listing, like everything it is compared with: some stores list finer times than they head
@@ -254,10 +283,17 @@ def _survey_by_its_clock(run: Run, rule: Retention) -> PrunePlan:
         run.store.delete(keys.CLOCK)
         at = next((item.modified for item in listing if item.key == keys.CLOCK), None)
         if at is not None:  # else another prune took it away
-            return _plan(run, rule, listing, at)
+            return _plan(run, rule, listing, at, damaged=damaged)
 
 
-def _plan(run: Run, rule: Retention, listing: list[ObjectInfo], at: float, marked: Collection[int] = ()) -> PrunePlan:
+def _plan(
+    run: Run,
+    rule: Retention,
+    listing: list[ObjectInfo],
+    at: float,
+    marked: Collection[int] = (),
+    damaged: Mapping[str, str | None] = MappingProxyType({}),
+) -> PrunePlan:
     """By the manifests themselves, not by history: what is deleted does not come back. As if `marked` were marked."""
     pruned = run.pruned().also(marked)
 
@@ -274,7 +310,9 @@ def _plan(run: Run, rule: Retention, listing: list[ObjectInfo], at: float, marke
     reading = _reading(run, listing, at - rule.lease, there)
     # all pages, also those that a lost index does not name
     pages = run.added.pages(item for item in listing if item.key.startswith(keys.ADDED_PAGES))
-    return plan_prune(there, listing, rule, at, pruned, reading, tagged, pages, run.added.index())
+    index = run.added.index()
+    damaged = {**(index.damaged if index else {}), **damaged}
+    return plan_prune(there, listing, rule, at, pruned, reading, tagged, pages, index, damaged)
 
 
 def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Collection[int]) -> set[int]:

@@ -368,6 +368,13 @@ class Run:
         except ObjectNotFound:
             return Pruned(self.info.run, ())
 
+    def etag(self, key: str) -> str | None:
+        """Return the etag of an object; None where there is no object."""
+        try:
+            return self.store.head(key).etag
+        except ObjectNotFound:
+            return None
+
     # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def heartbeats(self) -> list[tuple[ObjectInfo, Heartbeat]]:

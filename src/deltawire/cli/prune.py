@@ -43,7 +43,9 @@ def command(
     """Delete old versions, but nothing that kept versions or current readers need.
 
     A version that stays keeps its manifest and everything on its cheapest path:
-    the anchor before it and the deltas in between. The newest version always
+    the anchor before it and the deltas in between. An object that is missing,
+    has a wrong size or was found damaged by a keeper is no path: then the way
+    around it stays. The newest version always
     stays, and so does every version with a tag. What is older than the grace
     period and not kept is first marked, so that nobody starts to read it; a later
     prune deletes it when it has been marked for the grace period and no replica
@@ -88,7 +90,7 @@ def _render(out: Console, plan: PrunePlan, applied: bool) -> None:
         stay.add_row(ranges(v for v, reason in plan.kept.items() if reason == why), why)
     out.print(stay)
     if plan.waiting:
-        out.print(f"{ranges(plan.waiting)} wait: marked less than the grace period ago, or a replica reads them")
+        out.print(f"{ranges(plan.waiting)} wait: marked less than the grace period ago, or still needed by a reader")
     if plan.marked:
         what = "marked" if applied else "to be marked"
         out.print(f"{ranges(plan.marked)} {what}: {size(plan.later)} go when prune runs after the grace period")

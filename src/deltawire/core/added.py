@@ -34,6 +34,9 @@ PAGE_LINKS = 8192
 MAX_PAGES = 256
 """Pages that an index may name: a million versions."""
 
+MAX_DAMAGED = 256
+"""Damaged objects that an index names, those of the newest versions."""
+
 INDEX_BYTES, PAGE_BYTES = 256 << 10, 4 << 20
 """Bytes that an index and a page may have."""
 
@@ -78,6 +81,8 @@ class AddedIndex(msgspec.Struct, frozen=True, omit_defaults=True):
     """Links that are in no page yet."""
     anchor: AddedLink | None = None
     """The newest anchor, which is in a page too."""
+    damaged: dict[str, str | None] = {}
+    """Data that a keeper could not use: its key, and the etag of what was there, so that prune does not rely on it."""
     signer: str = ""
     delegation: Endorsement | None = None
     signature: str = ""

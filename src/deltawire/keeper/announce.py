@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ..bucket.run import DAMAGE, Run
 from ..bucket.trust import LinkSigner
 from ..core import keys
-from ..core.added import PAGE_LINKS, RECENT, AddedIndex, AddedLink, AddedPage
+from ..core.added import MAX_DAMAGED, PAGE_LINKS, RECENT, AddedIndex, AddedLink, AddedPage
 from ..core.manifest import dump, now
 
 log = logging.getLogger("deltawire")
@@ -23,10 +24,12 @@ def announce(
     signer: LinkSigner | None = None,
     *,
     at_most: int = keys.MAX_VERSION,
+    damaged: Mapping[str, str | None] = MappingProxyType({}),
 ) -> AddedIndex:
     """Add links to the index, which says that a keeper has dealt with all versions up to `done`.
 
     at_most   the newest version: an index that says more is wrong, and would keep all keepers from work
+    damaged   objects that were found damaged, with their etags
 
     The index is read again each time, so of two keepers neither undoes what the other one announced before. What two
     announce at the same moment may be lost: then their objects are garbage, and no reader is harmed. Raises RunReplaced
@@ -45,7 +48,8 @@ def announce(
     if len(recent) >= RECENT or any(added.link.kind == "anchor" for added in links):
         pages, recent = _with_page(run, pages, [*recent.values()], signer), {}
     done = max(done, min(index.done, at_most))
-    index = AddedIndex(run.info.run, keeper, now(), done, pages, (*recent.values(),), newest)
+    bad = _damaged(run, {**index.damaged, **damaged})
+    index = AddedIndex(run.info.run, keeper, now(), done, pages, (*recent.values(),), newest, bad)
     _put(run, keys.ADDED, index, signer)
     run.added.written = index
     return index
@@ -61,8 +65,17 @@ def tidy(run: Run, keeper: str, signer: LinkSigner | None = None) -> None:
     if 2 * len(alive) >= len(links):
         return
     pages = _put_pages(run, alive, signer)
-    run.added.written = AddedIndex(run.info.run, keeper, now(), index.done, pages, (), index.anchor)
+    damaged = _damaged(run, index.damaged)
+    run.added.written = AddedIndex(run.info.run, keeper, now(), index.done, pages, (), index.anchor, damaged)
     _put(run, keys.ADDED, run.added.written, signer)
+
+
+def _damaged(run: Run, found: dict[str, str | None]) -> dict[str, str | None]:
+    """Those of versions that were not pruned, at most MAX_DAMAGED."""
+    pruned = run.pruned() if found else ()
+    versions = {key: version for key in found if (version := keys.data_version(key)) is not None}
+    alive = sorted((v, key) for key, v in versions.items() if v not in pruned)
+    return {key: found[key] for _, key in alive[-MAX_DAMAGED:]}
 
 
 def _version(added: AddedLink) -> int:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from ..bucket.fetch import Progress
 from ..bucket.prune import Retention, prune
 from ..bucket.references import resolver
@@ -166,7 +168,9 @@ class Keeper:
         self._threads = ThreadPoolExecutor(len(options.mirrors) + len(options.views) or 1, "deltawire-keeper")
         self._notes: dict[str, str] = {}
         self.bad: list[str] = []
-        """All bad objects that were found."""
+        """All bad objects that were found, in words."""
+        self.damaged: dict[str, str | None] = {}
+        """Keys of bad objects, each with the etag of what was there: prune must not rely on them."""
 
     # ── loop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -270,6 +274,8 @@ class Keeper:
         except DAMAGE as error:
             before = len(self.bad)
             if version not in self.run.pruned():
+                for step, _ in self.replica.rejected:
+                    self._remember_damaged(step)
                 self._report(f"version {version} cannot be reached: {error}")
             self._skips.start(version)
             if working:
@@ -293,7 +299,7 @@ class Keeper:
         )  # fmt: skip
 
     def _announce(self, links: Sequence[AddedLink], done: int, newest: int) -> AddedIndex:
-        return announce(self.run, self.id, links, done, self._signer, at_most=max(done, newest))
+        return announce(self.run, self.id, links, done, self._signer, at_most=max(done, newest), damaged=self.damaged)
 
     def _begin(self, newest: int, done: int | None) -> None:
         """Bring the weights to where the changes of the longest skip deltas begin, as far back as versions are left."""
@@ -332,8 +338,14 @@ class Keeper:
                 if tries == TRIES:
                     raise
         for step, why in self.replica.rejected:
+            self._remember_damaged(step)
             self._report(f"the {step.kind} to version {step.version} cannot be used: {why}")
         return self._weights.changes
+
+    def _remember_damaged(self, step: Step) -> None:
+        with suppress(*DAMAGE):  # else there is no manifest that names its objects
+            for blob in self.run.link(self.run.manifest(step.version), step.kind, step.base).objects:
+                self.damaged[blob.key] = self.run.etag(blob.key)
 
     def _report(self, text: str) -> None:
         """Report a bad object, in the heartbeats as long as this process lives."""
@@ -365,6 +377,7 @@ class Keeper:
                     else:
                         fetched.deltas()
                 except DAMAGE as error:
+                    self._remember_damaged(step)
                     self._report(f"the {link.kind} to version {version} cannot be used: {error}")
         return self.bad[before:]
 
@@ -414,11 +427,19 @@ class Keeper:
         # by the trainer's rule: deltas of the trainer and anchors of both, from the newest anchor on
         anchors = [x for x in self.run.added.between(self._anchored - 1, version) if x.link.kind == "anchor"]
         versions = merge(self.run.timeline(version, self._anchored), anchors)
+        index = self.run.added.index()
+        damaged = self.damaged.keys() | (index.damaged.keys() if index else set())
+        useless = {keys.data_version(key) for key in damaged if key.startswith(keys.ANCHORS)}
+        if version not in versions or version in useless:
+            return False  # pruned meanwhile, or readers would still take the anchor that its manifest names
+        size = main_link(versions[version]).bytes
+        for v, summary in versions.items():
+            if v in useless:
+                deltas = tuple(link for link in summary.links if link.kind != "anchor")
+                versions[v] = msgspec.structs.replace(summary, links=deltas)
         full_links = [v for v, s in versions.items() if any(link.kind != "delta" for link in s.links)]
         self._anchored = max(full_links, default=self._anchored)
-        if version not in versions:
-            return False  # pruned meanwhile
-        size = main_link(versions.pop(version)).bytes
+        del versions[version]
         return self._anchored < version and self._policy.wants_anchor(
             version, size, self.run.schema.nbytes, versions
         )  # fmt: skip
@@ -461,7 +482,7 @@ class Keeper:
                 self._beside[what] = self._threads.submit(work)
         if due and rule is not None:
             self._pruned_at = time.monotonic()  # also where it fails: not again at once
-            plan = prune(self.run, rule)
+            plan = prune(self.run, rule, self.damaged)
             if plan.going:
                 tidy(self.run, self.id, self._signer)
 

@@ -119,7 +119,7 @@ class Mirror:
         """Copy what the manifest of a version names, without what is damaged."""
         for blob in blobs(self._run.manifest(version)):
             known = self.damaged.get(blob.key)
-            if known is not None and known.etag == self._etag(blob.key):
+            if known is not None and known.etag == self._run.etag(blob.key):
                 continue
             try:
                 self._data(blob)
@@ -127,13 +127,7 @@ class Mirror:
             except DAMAGE as error:
                 if version in self._run.pruned():
                     raise
-                self.damaged[blob.key] = Damaged(version, self._etag(blob.key), str(error))
-
-    def _etag(self, key: str) -> str | None:
-        try:
-            return self._run.store.head(key).etag
-        except ObjectNotFound:
-            return None
+                self.damaged[blob.key] = Damaged(version, self._run.etag(blob.key), str(error))
 
     def _added(self) -> None:
         """Links that were added later: their objects, the pages that name them, the index. All of it only helps."""
