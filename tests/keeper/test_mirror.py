@@ -192,6 +192,52 @@ def test_an_object_that_is_gone_at_the_source_holds_up_nothing(kept: Kept) -> No
     assert not mirror.damaged
 
 
+def test_a_damaged_file_of_many_versions_is_copied_once_it_is_repaired(kept: Kept) -> None:
+    source, store = empty(), empty()
+    publish(source, kept.weights[:4], files={"config.json": b"{}"})
+    run = Run.open(source)
+    (file,) = run.manifest(3).files
+    source.put(file.key, b"[]")
+    mirror = Mirror(run, store)
+    assert mirror.update(3) == 4
+    # the version that was copied first goes
+    source.put(keys.PRUNED, dump(run.pruned().also([0])))
+    mirror.update(3)
+    assert [*mirror.damaged] == [file.key]
+    counting = CountingStore(source)
+    restarted = Mirror(Run.open(counting), store)
+    restarted.update(3)
+    assert [*restarted.damaged] == [file.key]
+    counting.reset()
+    restarted.update(3)
+    assert counting.requests["head"] == 1, "one look for all versions"
+    source.put(file.key, b"{}")
+    for each in (restarted, Mirror(run, store), mirror):
+        store.delete(file.key)
+        each._sizes.pop(file.key, None)
+        each.update(3)
+        assert not each.damaged
+        assert store.get(file.key).data == b"{}"
+
+
+def test_a_manifest_that_is_damaged_after_it_was_copied_holds_up_nothing(kept: Kept) -> None:
+    key = kept.run.manifest(20).links[0].objects[0].key
+    good = kept.store.get(key).data
+    kept.store.delete(key)
+    store = empty()
+    Mirror(kept.run, store).update(LAST - 1)
+    manifest = kept.store.get(keys.manifest(20)).data
+    kept.store.put(keys.manifest(20), b"{}")
+    kept.store.put(key, good)
+    mirror = Mirror(kept.run, store)
+    assert mirror.update(LAST) == 1
+    assert [*mirror.damaged] == [keys.manifest(20)]
+    kept.store.put(keys.manifest(20), manifest)
+    mirror.update(LAST)
+    assert not mirror.damaged
+    assert is_a_copy(store, kept)
+
+
 @pytest.mark.parametrize("while_it", ["fetches", "writes"])
 def test_an_end_breaks_off_the_copy_of_an_object(kept: Kept, while_it: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltawire.bucket.fetch.PART", 100_000)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,12 +13,15 @@ from ..bucket.run import DAMAGE, MANIFEST, RUN, SMALL, Run, blobs
 from ..core import history, keys
 from ..core.added import INDEX_BYTES, PAGE_BYTES, AddedIndex
 from ..core.errors import AlreadyExists, ObjectNotFound, RunNotFound, RunReplaced
-from ..core.manifest import Blob, File, Head, dump
+from ..core.manifest import Blob, File, Head, Manifest, dump
 from ..store import Store
 
 log = logging.getLogger("deltawire")
 
 PAGE = 32 << 20
+
+AT_ONCE = 1000
+"""Manifests that are read in one go: a run may have more of them than may be kept in memory."""
 
 
 class Ended(Exception):
@@ -30,7 +32,8 @@ class Ended(Exception):
 class Damaged:
     """An object that is not what a manifest says, at the source."""
 
-    version: int
+    versions: set[int]
+    """Versions that name it: a companion file may belong to many."""
     etag: str | None
     """Of what is there; None where nothing is."""
     why: str
@@ -61,6 +64,8 @@ class Mirror:
         self._incomplete = {*self._without_objects()}
         self.damaged: dict[str, Damaged] = {}
         """Objects that the mirror lacks, by key."""
+        self._looked_at: set[str] = set()
+        """Those of them that this update has looked at."""
         self._index: AddedIndex | None = None
         self.bytes = 0
         """Bytes copied by this process."""
@@ -70,10 +75,13 @@ class Mirror:
         pruned, count = self._run.pruned(), 0
         # before the versions that perhaps nothing else leads to
         self._added()
-        self.damaged = {key: one for key, one in self.damaged.items() if one.version not in pruned}
-        for version in sorted(self._incomplete.union(one.version for one in self.damaged.values())):
+        for one in self.damaged.values():
+            one.versions.difference_update([v for v in one.versions if v in pruned])
+        self.damaged = {key: one for key, one in self.damaged.items() if one.versions}
+        self._looked_at.clear()
+        for version in sorted(self._incomplete.union(max(one.versions) for one in self.damaged.values())):
             if version not in pruned:
-                self._objects(version)
+                self._again(version)
             self._incomplete.discard(version)
         first = self._next
         while self._next <= newest:
@@ -115,11 +123,23 @@ class Mirror:
             self._mark([(first, version - 1)])
         self._small(keys.manifest(version), MANIFEST, once=True)
 
+    def _again(self, version: int) -> None:
+        """Copy what the mirror lacks of a version that it has."""
+        key = keys.manifest(version)
+        try:
+            self._objects(version)
+            self.damaged.pop(key, None)
+        except DAMAGE as error:
+            if version not in self._run.pruned():
+                self._note(key, version, error)
+
     def _objects(self, version: int) -> None:
         """Copy what the manifest of a version names, without what is damaged."""
         for blob in blobs(self._run.manifest(version)):
             known = self.damaged.get(blob.key)
-            if known is not None and known.etag == self._run.etag(blob.key):
+            if known is not None and (blob.key in self._looked_at or known.etag == self._run.etag(blob.key)):
+                known.versions.add(version)
+                self._looked_at.add(blob.key)
                 continue
             try:
                 self._data(blob)
@@ -127,7 +147,12 @@ class Mirror:
             except DAMAGE as error:
                 if version in self._run.pruned():
                     raise
-                self.damaged[blob.key] = Damaged(version, self._run.etag(blob.key), str(error))
+                self._note(blob.key, version, error)
+
+    def _note(self, key: str, version: int, error: Exception) -> None:
+        versions = self.damaged[key].versions if key in self.damaged else set()
+        self.damaged[key] = Damaged(versions | {version}, self._run.etag(key), str(error))
+        self._looked_at.add(key)
 
     def _added(self) -> None:
         """Links that were added later: their objects, the pages that name them, the index. All of it only helps."""
@@ -196,16 +221,12 @@ class Mirror:
 
     def _without_objects(self) -> Iterator[int]:
         """Versions that were copied without some of their objects, by an earlier process."""
-        newest, gone = self._run.newest(), self.copy.pruned()
-        if newest is None or not self._next:
-            return
-        there = Counter(key.partition(".")[0] for key in self._sizes)
-        for version, summary in self._run.timeline(newest).items():
-            for link in summary.links if version < self._next and version not in gone else ():
-                key = keys.anchor(version, "") if link.base is None else keys.delta(link.base, version, "")
-                if there[key.partition(".")[0]] < link.objects:
+        gone = self.copy.pruned()
+        copied = sorted(v for key in self._sizes if (v := keys.version_of(key)) is not None and v not in gone)
+        for start in range(0, len(copied), AT_ONCE):
+            for version, found in self.copy.manifests(copied[start : start + AT_ONCE]):
+                if isinstance(found, Manifest) and any(self._sizes.get(x.key) != x.size for x in blobs(found)):
                     yield version
-                    break
 
     def _missing(self) -> int:
         """The first version that was not copied yet: manifests are copied in order."""
