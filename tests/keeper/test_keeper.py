@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -445,7 +446,7 @@ def test_a_signed_run(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert same(live, weights[-1])
 
 
-def test_between_a_rotation_and_the_next_delegation_nothing_is_done(
+def test_between_a_rotation_and_the_next_delegation_nothing_is_added(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
@@ -471,3 +472,38 @@ def test_between_a_rotation_and_the_next_delegation_nothing_is_done(
     delegate(Run.open(store, trust=new.public), new, own.public)
     assert [told.version for told in keeper.once()] == [20, 21]
     keeper.close()
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_mirrors_go_on_after_a_rotation_and_no_added_link_is_pruned(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, once: bool
+) -> None:
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
+    old, new, own = (SigningKey.generate() for _ in range(3))
+    old.write(tmp_path / "old.key")
+    new.write(tmp_path / "new.key")
+    weights, store, mirror = fresh(23).weights, empty(), str(tmp_path / "mirror")
+    publish(store, weights[:20], sign=tmp_path / "old.key")
+    delegate(Run.open(store, trust=old.public), old, own.public)
+    options = KeeperOptions(since=0, anchor_every=4, retention=Retention(last=30, grace=0), mirrors=(mirror,))
+    keeper = Keeper(store, options, id="keeper", trust=old.public, sign=own)
+    list(keeper.once())
+    publish(store, weights[20:21], sign=tmp_path / "old.key", next_key=new.public)
+    publish(store, weights[21:22], sign=tmp_path / "new.key", trust=old.public)
+    before = {item.key for item in store.list()}
+    keeper._pruned_at = -float("inf")
+    if once:
+        with pytest.raises(NotTheSigner):
+            list(keeper.once())
+    else:
+        stop = threading.Event()
+        following = threading.Thread(target=lambda: list(keeper.follow(poll=0.01, stop=stop)))
+        following.start()
+        end = time.monotonic() + 60
+        while Run.open(mirror).newest() != 21 and time.monotonic() < end:
+            time.sleep(0.01)
+        stop.set()
+        following.join()
+    keeper.close()
+    assert Run.open(mirror).newest() == 21
+    assert before <= {item.key for item in store.list()} | {keys.KEEPER, keys.CLOCK}

@@ -37,6 +37,7 @@ from ..core.digest import StateDigest
 from ..core.errors import (
     DeltawireError,
     Misconfigured,
+    NotTheSigner,
     RunNotFound,
     RunReplaced,
     SchemaError,
@@ -184,11 +185,16 @@ class Keeper:
         with Watcher(self.run.store, poll=poll, stop=stop) as watcher:
             while not stop.is_set():
                 try:
-                    newest = watcher.look(self.run, newest)
-                    while newest is not None and not stop.is_set() and (kept := self.keep(newest)) is not None:
-                        yield kept
+                    newest, refused = watcher.look(self.run, newest), None
+                    try:
+                        while newest is not None and not stop.is_set() and (kept := self.keep(newest)) is not None:
+                            yield kept
+                    except NotTheSigner as error:
+                        refused = error
                     if newest is not None:
-                        self.tend(newest)
+                        self.tend(newest, may_prune=refused is None)
+                    if refused is not None:
+                        raise refused
                     self._note("loop", "")
                 except (RunReplaced, SchemaError, Unsupported):
                     raise
@@ -203,15 +209,20 @@ class Keeper:
         newest = self.run.newest()
         if newest is None:
             raise RunNotFound(f"the run at {self.run.store.url} has no version yet")
-        index = self.run.added.index()
+        index, refused = self.run.added.index(), None
         if index is not None and index.done == newest:
             self._lease.hold()  # for mirrors and retention: there is nothing to add
         else:
-            while (kept := self.keep(newest)) is not None:
-                yield kept
-        self.tend(newest)
+            try:
+                while (kept := self.keep(newest)) is not None:
+                    yield kept
+            except NotTheSigner as error:
+                refused = error
+        self.tend(newest, may_prune=refused is None)
         for what, work in self._beside.items():
             self._note(what, work.result())
+        if refused is not None:
+            raise refused
 
     def close(self) -> None:
         """Let another keeper begin at once. The copy of an object to a mirror is broken off."""
@@ -462,11 +473,15 @@ class Keeper:
 
     # ── mirrors, views, retention ────────────────────────────────────────────────────────────────────────────────────
 
-    def tend(self, newest: int) -> None:
-        """Update mirrors and views, and delete what the retention rule lets go. What fails is tried again later."""
+    def tend(self, newest: int, *, may_prune: bool = True) -> None:
+        """Update mirrors and views, and delete what the retention rule lets go. What fails is tried again later.
+
+        Until the run's new key has made this a keeper again, mirrors and views go on, and nothing is deleted: what
+        keepers added is not trusted meanwhile, and would be taken for garbage.
+        """
         if not self.working:
             return
-        rule = self.options.retention
+        rule = self.options.retention if may_prune else None
         due = rule is not None and time.monotonic() - self._pruned_at > min(PRUNE_EVERY_S, max(rule.grace / 4, 1.0))
         beside: dict[str, Callable[[], str]] = {}
         for url in self.options.mirrors:
