@@ -491,7 +491,8 @@ def test_mirrors_go_on_after_a_rotation_and_no_added_link_is_pruned(
     publish(store, weights[20:21], sign=tmp_path / "old.key", next_key=new.public)
     publish(store, weights[21:22], sign=tmp_path / "new.key", trust=old.public)
     before = {item.key for item in store.list()}
-    keeper._pruned_at = -float("inf")
+    keeper.close()
+    keeper = Keeper(store, options, id="keeper", trust=old.public, sign=own)
     if once:
         with pytest.raises(NotTheSigner):
             list(keeper.once())
