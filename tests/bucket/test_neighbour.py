@@ -98,6 +98,27 @@ def test_objects_of_many_pieces(store: Store, site: Any) -> None:
     assert sum(told) == blob.size
 
 
+def test_each_send_is_small(store: Store, site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit of a connection holds for one send, and its bytes are in memory."""
+    blob, sent, setup = stored(store, os.urandom(3_000_000)), [], cache_server.CacheHandler.setup
+
+    def counted(handler: Any) -> None:
+        setup(handler)
+        write = handler.wfile.write
+
+        def record(data: bytes) -> int:
+            sent.append(len(data))
+            return int(write(data))
+
+        handler.wfile.write = record
+
+    monkeypatch.setattr(cache_server.CacheHandler, "setup", counted)
+    with site(store):
+        assert content(CountingStore(store), blob) == store.get(blob.key).data
+    assert sum(sent) > blob.size
+    assert max(sent) == 1 << 20
+
+
 def test_an_object_that_takes_long_is_waited_for(store: Store, site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache says that it still fetches, and its client reads that and waits on."""
     monkeypatch.setattr(cache_server, "ALIVE_S", 0.02)

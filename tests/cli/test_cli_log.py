@@ -67,7 +67,7 @@ def test_replicas(run: Path) -> None:
         replica.sync(weights)  # a numpy model cannot be fp8: this one never follows
     opened = Run.open(str(run))
     for beat in (
-        Heartbeat(opened.info.run, "box-2", 1, 3, True, time.time()),
+        Heartbeat(opened.info.run, "box-2", 1, 3, True, 1234.5, timings={"fetch": 0.25}),
         Heartbeat(opened.info.run, "box-3", 3, 3, False, time.time(), "disk \x1b[31mfull"),
         Heartbeat(opened.info.run, "box-4", None, 3, True, time.time()),
         Heartbeat("another", "stranger", 3, 3, True, time.time()),
@@ -82,6 +82,7 @@ def test_replicas(run: Path) -> None:
         "box-3": (3, 0, "failing"),
         "box-4": (None, None, "silent"),
     }
+    assert (replicas["box-2"]["at"], replicas["box-2"]["timings"]) == (1234.5, {"fetch": 0.25})
     text = invoke("log", run).stdout
     assert "2.0 h" in text
     assert "disk \ufffd[31mfull" in text

@@ -56,10 +56,11 @@ class FetchedObject:
             start, length = start + len(data), length - len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def chunks(self) -> Iterator[bytes]:
-        """Yield all bytes, a few megabytes at a time."""
-        for start in range(0, self.size, PART):
-            yield self.read(start, min(PART, self.size - start))
+    def chunks(self, length: int | None = None) -> Iterator[bytes]:
+        """Yield all bytes, `length` at a time, or a few megabytes."""
+        length = length or PART
+        for start in range(0, self.size, length):
+            yield self.read(start, min(length, self.size - start))
 
     def write(self, start: int, data: bytes) -> None:
         if self._descriptor < 0:

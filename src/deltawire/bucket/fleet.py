@@ -2,7 +2,8 @@
 
 Whoever can write the bucket can write a heartbeat, and a proxy may send a token to every address it is given. So an
 address is used only if it is host:port in a strict form and, by `Allowed`, a place where servers of this fleet can be.
-Whether a heartbeat is fresh is told by the store's time of the object, not by what it says.
+Whether a heartbeat is fresh is told by the store's time of the object, against the clock of the machine that asks, not
+by what it says.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ipaddress
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..core import keys
 from ..core.errors import Misconfigured
@@ -112,10 +113,14 @@ class Member:
     address: str
     """host:port for clients, in a strict form; empty where it has none."""
     seen_s: float
-    """Seconds since its heartbeat was written, by the store's clock."""
+    """Seconds since its heartbeat was written: the store's time of it, against the clock of this machine."""
     error: str = ""
     role: str = ""
     """KEEPER of a keeper; empty of all others."""
+    at: float = 0.0
+    """When it wrote its heartbeat, by its own clock."""
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds of its last sync, by phase."""
 
     def serves(self, max_lag: int | None = None) -> bool:
         """Whether clients may be sent there."""
@@ -154,6 +159,8 @@ def _member(beat: Heartbeat, newest: int | None, seen: float, fresh: float) -> M
         max(seen, 0.0),
         beat.error,
         beat.role,
+        beat.at,
+        beat.timings,
     )
 
 

@@ -35,6 +35,9 @@ CONNECTIONS = 256
 TIMEOUT = 30.0
 """Seconds that a client may take to send a request, or to read on."""
 
+SEND = 1 << 20
+"""Bytes that are sent at once: a client has TIMEOUT for each, and each connection keeps so many in memory."""
+
 ALIVE_S = 1.0
 """Seconds between two interim responses while an object is fetched: less than a client waits in silence."""
 
@@ -94,7 +97,7 @@ class CacheHandler(Handler):
             self.send_header("Content-Type", "application/octet-stream")
             self.send_header("Content-Length", str(blob.size))
             self.end_headers()
-            for chunk in fetched.chunks():
+            for chunk in fetched.chunks(SEND):
                 self.wfile.write(chunk)
 
     @contextmanager
