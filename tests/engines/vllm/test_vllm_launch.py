@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 from deltawire.engines.live import settings
 from deltawire.engines.live.launch import Options
-from deltawire.engines.vllm.launch import prepare
+from deltawire.engines.vllm.launch import CPU_KV, prepare
 
 VLLM = ["vllm", "serve"]
 
@@ -46,6 +47,19 @@ def test_a_server_of_adapters_alone_has_room_for_them() -> None:
     both, _ = prepare(options, "m", VLLM, {"DELTAWIRE_ADAPTERS_KEEP": "0"})
     assert both[-5:] == ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2"]
     assert "--weight-transfer-config" in both
+
+
+def test_on_a_cpu_it_leaves_memory_to_others() -> None:
+    """vLLM by itself wants 92 % of all memory, and does not start without."""
+
+    def chosen(*extra: str, **given: str) -> str | None:
+        return prepare(Options(run="run", extra=extra), "m", VLLM, given)[1].get(CPU_KV)
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    assert 1 <= int(chosen() or 0) <= max(1, memory / 2)
+    assert chosen(VLLM_CPU_KVCACHE_SPACE="7") == "7"
+    for flag in ("--gpu-memory-utilization=0.5", "--gpu_memory_utilization", "--kv-cache-memory-bytes"):
+        assert chosen(flag) is None
 
 
 def test_what_every_process_of_a_server_imports_is_light() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,9 @@ from ..live import settings
 from ..live.launch import Options
 
 BACKEND = '{"backend": "deltawire"}'
+CPU_KV = "VLLM_CPU_KVCACHE_SPACE"
+"""GiB for keys and values, which only vLLM's CPU backend reads."""
+MEMORY_FLAGS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}
 
 
 def find() -> list[str]:
@@ -33,12 +37,28 @@ def prepare(
     logprobs = ["--logprobs-mode", options.logprobs_mode] if options.logprobs_mode else []
     backend = ["--weight-transfer-config", BACKEND] if options.run else []
     variables = {**environment, "VLLM_PLUGINS": ",".join([*plugins, "deltawire"]), **options.variables()}
+    if not variables.get(CPU_KV) and not MEMORY_FLAGS & {_flag(part) for part in options.extra}:
+        variables.update(_cpu_kv())
     return (
         [
             *command, str(model), *options.listen, *backend, *_room(variables), *length, *logprobs, *options.extra,
         ],
         variables,
     )  # fmt: skip
+
+
+def _flag(part: str) -> str:
+    return part.partition("=")[0].replace("_", "-")
+
+
+def _cpu_kv() -> dict[str, str]:
+    """Half of the memory that is available, for keys and values on a CPU. vLLM itself takes 92 % of all memory there,
+    and does not start where other programs use more than the rest."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return {}
+    return {CPU_KV: str(max(1, int(found[1]) >> 21))} if found else {}
 
 
 def _room(variables: Mapping[str, str]) -> list[str]:
