@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -383,3 +384,15 @@ def test_waiting_for_a_run(store: Store, caplog: pytest.LogCaptureFixture) -> No
     add(store, history(1)[0])
     waiter.join(120)
     assert not waiter.is_alive()
+
+
+def test_a_run_that_is_missing_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = str(tmp_path / "run")
+    waiter = threading.Thread(target=wait_for_run, args=(place, 0.01))
+    waiter.start()
+    while not caplog.records:
+        waiter.join(0.01)
+    publish(LocalStore(place), history(1))
+    waiter.join(120)
+    assert not waiter.is_alive()
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1

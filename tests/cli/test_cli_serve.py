@@ -67,7 +67,8 @@ def slow_clients(port: int) -> Iterator[None]:
 def refused(*arguments: str, **environment: str) -> str:
     answer = CliRunner().invoke(app, ["serve", *arguments], env=environment)
     assert answer.exit_code == 2
-    return answer.output
+    # without the frame, which breaks lines
+    return " ".join(answer.output.replace("│", " ").split())
 
 
 def line(out: IO[str]) -> dict[str, Any]:
@@ -167,6 +168,29 @@ def test_what_it_refuses() -> None:
     assert "DELTAWIRE_TOKEN" in refused("run", "--host", "0.0.0.0", DELTAWIRE_TOKEN="")
     assert "--engine vllm or sglang" in refused("run", "--", "--max-model-len", "9")
     assert "--engine vllm" in refused("run", "--folder", "weights")
+    assert "only --engine vllm follows adapters" in refused("run", DELTAWIRE_ADAPTERS="policy=run")
+    assert "[-- FLAGS OF THE ENGINE]" in refused("run", "--engine", "sglang", "--tp-size", "2")
+
+
+def test_adapters_that_are_named_wrongly() -> None:
+    """Also where vLLM is not installed: what was typed is reported first."""
+    for wrong in ("runs/lora", "=run", "policy=", "a b=run", ""):
+        said = refused("--engine", "vllm", "base", "--adapter", "judge=run", "--adapter", wrong)
+        assert f"--adapter has {wrong!r}; write NAME=RUN" in said
+        assert "A-Z a-z 0-9" in said
+    assert "--adapter names 'p' twice" in refused("--engine", "vllm", "base", "--adapter", "p=a", "--adapter", "p=b")
+    assert "name the base model" in refused("--engine", "vllm", "--adapter", "policy=run")
+
+
+@pytest.mark.parametrize("engine", ["builtin", "vllm", "sglang"])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_a_checkpoint_is_not_waited_for(
+    engine: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base").mkdir()
+    Path("base", file).touch()
+    assert "base is a checkpoint, not a run: add --run" in refused("base", "--engine", engine)
 
 
 def installed(engine: str) -> bool:

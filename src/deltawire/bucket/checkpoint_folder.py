@@ -62,7 +62,8 @@ def fill_for_engine(folder: Path, run: Run, version: int, resolve: Resolve) -> N
     if run.info.base is not None:
         raise SchemaMismatch(
             f"{run.store.url} has adapters of {run.info.base.model or 'a model'}, not a model: deltawire serve "
-            f"--engine vllm {run.info.base.model or 'MODEL'} --adapter policy={run.store.url}"
+            f"--engine vllm {run.info.base.model or 'MODEL'} --adapter policy={run.store.url}, or "
+            "publish merged(model) to another run"
         )
     if not any(file.name == "config.json" for file in manifest.files):
         raise SchemaMismatch(

@@ -101,11 +101,12 @@ def watch(
 
 def wait_for_run(run: str | Store, poll: float = 1.0) -> Run:
     """Open a run once it has a version: trainer and server start in any order."""
+    # of a run that is not there, watch says so
     with suppress(RunNotFound):
         opened = Run.open(run)
         if opened.newest() is not None:
             return opened
-    log.warning("there is no version at %s yet; waiting for it", open_store(address_only(run)).url)
+        log.warning("there is no version at %s yet; waiting for it", opened.store.url)
     next(watch(run, poll=poll))
     return Run.open(run)
 

@@ -14,7 +14,7 @@ import time
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from .common import clean, complain
 
@@ -51,6 +51,13 @@ class Commands(TyperGroup):
                 raise  # the reader of our output has closed it
             complain(str(error))
             raise typer.Exit(1) from None
+
+
+class PassesFlagsOn(TyperCommand):
+    """A command that becomes another program, which has flags of its own."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- FLAGS OF THE ENGINE]"]
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -142,9 +149,11 @@ COMMANDS = {
 """The module of each command. This table is the only place where deltawire refers to deltawire_wordle."""
 
 for _name, _module in COMMANDS.items():
-    # only `serve` passes arguments on, to another program
-    _settings = {**HELP, "allow_extra_args": _name == "serve"}
-    app.command(_name, context_settings=_settings)(importlib.import_module(_module).command)
+    _passes_on = _name == "serve"
+    _settings = {**HELP, "allow_extra_args": _passes_on}
+    app.command(_name, cls=PassesFlagsOn if _passes_on else TyperCommand, context_settings=_settings)(
+        importlib.import_module(_module).command
+    )
 
 
 def main() -> None:

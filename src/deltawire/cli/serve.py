@@ -179,10 +179,18 @@ def command(
       deltawire serve --engine vllm my-model --adapter policy=s3://runs/lora
       deltawire serve --engine sglang s3://runs/chat -- --tp-size 2
     """
+    if adapter and engine is not Engine.vllm:
+        raise typer.BadParameter("--adapter is for --engine vllm")
+    if engine is not Engine.vllm and os.environ.get("DELTAWIRE_ADAPTERS"):
+        raise typer.BadParameter("DELTAWIRE_ADAPTERS is set, and only --engine vllm follows adapters: unset it")
     if run is None and not adapter:
         model, run = None, model
-    if run is None and not (adapter and model):
-        raise typer.BadParameter("name a run: deltawire serve RUN, or deltawire serve MODEL --run RUN")
+    if run is None and not model:
+        raise typer.BadParameter(
+            "name the base model: deltawire serve --engine vllm MODEL --adapter NAME=RUN"
+            if adapter
+            else "name a run: deltawire serve RUN, or deltawire serve MODEL --run RUN"
+        )
     if run is None and model and "://" in model:
         raise typer.BadParameter(
             f"with --adapter the argument is a model, and {model} is a run: give it as --run, with or without a model"
@@ -194,13 +202,13 @@ def command(
         raise typer.BadParameter(
             "--kv version is for --engine vllm or sglang; this server keeps no prefixes: clear or keep"
         )
-    if adapter and engine is not Engine.vllm:
-        raise typer.BadParameter("--adapter is for --engine vllm")
     if ctx.args and builtin:
         raise typer.BadParameter(f"{ctx.args[0]!r} is a flag of another server, and needs --engine vllm or sglang")
 
     from ..engines.access import check_guarded, listen, read_token
+    from ..engines.live.settings import named_adapters
 
+    adapters = named_adapters("--adapter", adapter or ())
     if trust:
         # read wherever the run is opened, also in the processes of an engine
         os.environ["DELTAWIRE_TRUST"] = trust
@@ -228,7 +236,7 @@ def command(
             version_wait=version_wait,
             max_model_len=max_model_len,
             logprobs_mode=logprobs_mode.value,
-            adapters=", ".join(adapter or ()),
+            adapters=", ".join(f"{name}={place}" for name, place in adapters.items()),
             extra=ctx.args,
         )
         live.launch(vllm if engine is Engine.vllm else sglang, following, model, folder)
@@ -275,10 +283,21 @@ def _pin(text: str) -> tuple[str, int | None]:
     from ..bucket.versions import NEWEST, number, resolve, split
 
     where, version = split(text)
+    if _is_checkpoint(where):
+        raise typer.BadParameter(
+            f"{where} is a checkpoint, not a run: add --run RUN (or --adapter NAME=RUN with --engine vllm)"
+        )
     if version is None or version in NEWEST:
         return where, None
     exact = number(version)
     return where, exact if exact is not None and exact >= 0 else resolve(Run.open(where), version)
+
+
+def _is_checkpoint(folder: str) -> bool:
+    from ..core import keys
+
+    found = os.listdir(folder) if os.path.isdir(folder) else []
+    return keys.RUN not in found and any(name == "config.json" or name.endswith(".safetensors") for name in found)
 
 
 def _listening(server: RolloutServer, host: str, json: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...core.errors import Misconfigured
@@ -90,16 +90,23 @@ _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 
 def _adapters(text: str) -> dict[str, str]:
     """Read `policy=s3://runs/lora, judge=s3://runs/judge@41`. Each run may have several addresses."""
-    found: dict[str, str] = {}
     # a comma before `name=` begins the next adapter, any other one separates two addresses of the same run
-    for entry in re.split(r",(?=\s*[^\s,=:?]+\s*=)", text):
-        if not entry.strip():
-            continue
+    entries = re.split(r",(?=\s*[^\s,=:?]+\s*=)", text)
+    return named_adapters("DELTAWIRE_ADAPTERS", [entry for entry in entries if entry.strip()])
+
+
+def named_adapters(setting: str, entries: Iterable[str]) -> dict[str, str]:
+    """Read NAME=RUN, NAME=RUN, … of a setting: the runs by name."""
+    found: dict[str, str] = {}
+    for entry in entries:
         name, _, run = (part.strip() for part in entry.partition("="))
         if not _ADAPTER.fullmatch(name) or not run:
-            raise Misconfigured(f"DELTAWIRE_ADAPTERS has {entry.strip()[:200]!r}; write NAME=RUN, NAME=RUN, …")
+            raise Misconfigured(
+                f"{setting} has {entry.strip()[:200]!r}; write NAME=RUN, where a name is up to 100 of "
+                "A-Z a-z 0-9 . _ / - and begins with a letter or a digit"
+            )
         if name in found:
-            raise Misconfigured(f"DELTAWIRE_ADAPTERS names {name!r} twice")
+            raise Misconfigured(f"{setting} names {name!r} twice")
         found[name] = run
     return found
 
