@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deltawire.engines.live.samples import VersionMiddleware, current
+from deltawire.engines.live.samples import VersionMiddleware, current, route
 from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
 from deltawire.engines.vllm.samples import observe
 
@@ -126,6 +126,12 @@ def test_a_bound_that_would_not_hold_is_refused(path: str) -> None:
     # without one they are answered, and so is a command whatever else its client sends
     assert call(engine, plain(engine), path=path)[0][b"status"] == 200
     assert call(engine, plain(engine), path="/deltawire/pin", bound=(MIN_VERSION_HEADER, "7"))[0][b"status"] == 200
+
+
+def test_the_prefix_of_a_proxy_is_no_part_of_a_route() -> None:
+    assert route({"path": "/v1/completions"}) == "/v1/completions"
+    assert route({"path": "/chat/v1/completions", "root_path": "/chat"}) == "/v1/completions"
+    assert route({"path": "/chatty/health", "root_path": "/chat"}) == "/chatty/health"
 
 
 def test_a_bound_on_a_websocket_is_refused() -> None:

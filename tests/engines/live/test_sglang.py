@@ -330,6 +330,9 @@ def test_a_client_cannot_call_the_schedulers() -> None:
 def test_a_plugin_that_cannot_hook_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang would only log it, and serve the weights it started with."""
     monkeypatch.setenv("DELTAWIRE_RUN", "s3://runs/chat")
+    for name in ("SGLANG_WARMUP_TIMEOUT", "DELTAWIRE_SECRET"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(SystemExit, match="cannot follow a run: ModuleNotFoundError"):
         register()
 
@@ -456,7 +459,8 @@ def test_sglangs_own_routes_change_nothing_behind_the_follower(server: Any, monk
     # no such routes here: the application was asked
     assert server("POST", "/pause_generation", json={}).status_code == 404
     monkeypatch.setattr(Endpoint, "_authorize", _unauthorized)
-    assert server("POST", "/pause_generation", json={}).status_code == 401
+    for route in ("/pause_generation", "/weights_checker"):
+        assert server("POST", route, json={}).status_code == 401
 
 
 def _unauthorized(self: Any, request: Request) -> None:

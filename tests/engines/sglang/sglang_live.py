@@ -45,7 +45,9 @@ class Server(live_server.Server):
         ]  # fmt: skip
 
     def checksums(self) -> dict[str, str]:
-        answer = self.http.post("/weights_checker", json={"action": "checksum"}).raise_for_status().json()
+        answer = (
+            self.http.post("/weights_checker", json={"action": "checksum"}, headers=BEARER).raise_for_status().json()
+        )
         return answer  # type: ignore[no-any-return]
 
     @classmethod

@@ -359,9 +359,12 @@ class Adapters:
     # ── called by followers ──────────────────────────────────────────────────────────────────────────────────────────
 
     def base_digest(self, *, wait: bool = True) -> str:
-        follower = self._base()
-        if follower is not None:
-            return str(follower.replica.digest) if follower.caught_up.wait(None if wait else 0) else ""
+        # asked again and again: a follower that can never catch up is replaced by another one or none
+        while (follower := self._base()) is not None:
+            if follower.caught_up.wait(1 if wait else 0):
+                return str(follower.replica.digest)
+            if not wait:
+                return ""
         with self._digesting:
             if not self._base_digest:
                 folder = source_folder(self._source, self._revision)

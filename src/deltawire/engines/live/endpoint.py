@@ -25,7 +25,7 @@ from . import settings
 from .adapters import AdapterMetrics, Adapters
 from .engine import Engine
 from .follower import EngineFollower
-from .samples import PATHS, VersionMiddleware
+from .samples import PATHS, VersionMiddleware, route
 from .target import EngineTarget
 
 log = logging.getLogger("deltawire")
@@ -218,7 +218,7 @@ class HealthMiddleware:
         self._app, self._health = app, health
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] not in ("/health", "/health_generate"):
+        if scope["type"] != "http" or route(scope) not in ("/health", "/health_generate"):
             await self._app(scope, receive, send)
             return
         answer: list[Any] = []

@@ -64,6 +64,13 @@ Adapter = tuple[Following, Callable[[], int | None]]
 """What leads an adapter from version to version, and what returns the version that a request for it gets."""
 
 
+def route(scope: Any) -> str:
+    """Return the path by which a request's route is found: without the prefix of a server behind a proxy."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
 class VersionMiddleware:
     """Middleware that adds versions to responses, and answers 409 where they are not those that a request accepts.
 
@@ -85,16 +92,17 @@ class VersionMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         asks = scope["type"] == "websocket" or (scope["type"] == "http" and scope["method"] in ASKING)
-        if not asks or scope["path"].startswith(CONTROL):
+        path = route(scope)
+        if not asks or path.startswith(CONTROL):
             await self._app(scope, receive, send)
             return
-        labelled = scope["type"] == "http" and scope["path"] in self._paths
+        labelled = scope["type"] == "http" and path in self._paths
         try:
             bound = Bound.of(scope.get("headers", ()))
             if bound is not None and not labelled:
                 # whatever the route does: a bound that does not hold must not seem to
                 routes = ", ".join(f"POST {path}" for path in self._paths)
-                raise BadBound(f"{bound.header} does not hold for {scope['path'][:80]}: leave it out, or use {routes}")
+                raise BadBound(f"{bound.header} does not hold for {path[:80]}: leave it out, or use {routes}")
         except BadBound as error:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})

@@ -41,7 +41,7 @@ def register() -> None:
 def following() -> bool:
     """Whether this server was told to follow a run, or to wait for one to be named."""
     told = any(os.environ.get(name) for name in ("DELTAWIRE_RUN", "DELTAWIRE_ADAPTERS"))
-    return told or NAME in os.environ.get("SGLANG_PLUGINS", "").split(",")
+    return told or NAME in map(str.strip, os.environ.get("SGLANG_PLUGINS", "").split(","))
 
 
 def _hook() -> None:
@@ -60,7 +60,7 @@ def _hook_server() -> None:
 
     # its first request waits until the weights are a version; by default SGLang ends the server after ten minutes
     os.environ.setdefault("SGLANG_WARMUP_TIMEOUT", "86400")
-    os.environ.setdefault(SECRET, secrets.token_hex(16))
+    os.environ[SECRET] = os.environ.get(SECRET) or secrets.token_hex(16)
     _add(f"{_SERVER}.launch_server", guard.check_server, "before")
     _add(f"{_SERVER}._setup_and_run_http_server", _attach, "before")
 

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, generate_latest
 
 from ..live.endpoint import Endpoint
-from ..live.samples import PATHS, Record, current, number
+from ..live.samples import PATHS, Record, current, number, route
 from .engine import SglangEngine
 
 WEIGHTS = (
@@ -22,7 +22,8 @@ WEIGHTS = (
 )  # fmt: skip
 """How routes of SGLang begin that change weights, where they are, or their label."""
 
-PAUSES = ("/pause_generation", "/continue_generation")
+GUARDED = ("/pause_generation", "/continue_generation", "/weights_checker")
+"""Routes of SGLang that need the token: they stop generation, or may write random weights."""
 
 
 class Server(Endpoint):
@@ -59,9 +60,10 @@ class Server(Endpoint):
         pause the server without leave."""
         if self._follower is None:
             return
-        if request.url.path.startswith(WEIGHTS):
+        path = route(request.scope)
+        if path.startswith(WEIGHTS):
             raise HTTPException(409, f"this server follows {self._follower.replica.url}, which its weights come from")
-        if request.url.path in PAUSES:
+        if path in GUARDED:
             self._authorize(request)
 
     def _end(self) -> None:
@@ -114,7 +116,7 @@ class MetricsMiddleware:
         self._app, self._registry = app, registry
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"].rstrip("/") != "/metrics":
+        if scope["type"] != "http" or route(scope).rstrip("/") != "/metrics":
             await self._app(scope, receive, send)
             return
         status, body = 200, b""

@@ -38,6 +38,17 @@ def register() -> None:
         _prepare_core()
     elif (found := _asked_to_follow()) and multiprocessing.parent_process() is None:
         log.warning("%s is set, but nothing here follows it: %s", found, NEXT_STEP)
+    try:
+        _extend()
+    except Exception:
+        # merely installed, we end no server of a vLLM that we do not know
+        if named() or _asked_to_follow():
+            raise
+        log.debug("this vLLM cannot follow a run", exc_info=True)
+
+
+def _extend() -> None:
+    """Add our weight-transfer back end to vLLM, and the calls that its workers answer."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.v1.worker.worker_base import WorkerBase
 
