@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ...core.errors import MissingExtra
@@ -38,7 +39,7 @@ def prepare(
     backend = ["--weight-transfer-config", BACKEND] if options.run else []
     variables = {**environment, "VLLM_PLUGINS": ",".join([*plugins, "deltawire"]), **options.variables()}
     if not variables.get(CPU_KV) and not MEMORY_FLAGS & {_flag(part) for part in options.extra}:
-        variables.update(_cpu_kv())
+        variables[CPU_KV] = str(kv_gib())
     return (
         [
             *command, str(model), *options.listen, *backend, *_room(variables), *length, *logprobs, *options.extra,
@@ -51,14 +52,19 @@ def _flag(part: str) -> str:
     return part.partition("=")[0].replace("_", "-")
 
 
-def _cpu_kv() -> dict[str, str]:
-    """Half of the memory that is available, for keys and values on a CPU. vLLM itself takes 92 % of all memory there,
-    and does not start where other programs use more than the rest."""
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        return {}
-    return {CPU_KV: str(max(1, int(found[1]) >> 21))} if found else {}
+def kv_gib(root: Path = Path("/")) -> int:
+    """GiB for the keys and values of a rank on a CPU: half of the memory of its node that is available. vLLM itself
+    takes 92 % of all memory there, and does not start where other programs use more than the rest."""
+    bytes_free = []
+    with suppress(OSError):
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        nodes = len([*(root / "sys/devices/system/node").glob("node[0-9]*")])
+        bytes_free += [int(found[1]) * 1024 // max(1, nodes)] if found else []
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        # `max` where a container has no limit
+        with suppress(OSError, ValueError):
+            bytes_free.append(int((root / "sys/fs/cgroup" / limit).read_text()))
+    return max(1, min(bytes_free, default=0) >> 31)
 
 
 def _room(variables: Mapping[str, str]) -> list[str]:
