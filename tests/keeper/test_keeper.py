@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 
 from deltawire.bucket.prune import Retention, prune
+from deltawire.bucket.replay import State
 from deltawire.bucket.run import Run
 from deltawire.bucket.trust import delegate
 from deltawire.bucket.verify import verify
 from deltawire.bucket.walk import Walker
-from deltawire.core import keys
+from deltawire.core import full, keys
 from deltawire.core.added import spans
+from deltawire.core.change import whole
 from deltawire.core.errors import (
     DeltawireError,
     Misconfigured,
@@ -23,16 +27,18 @@ from deltawire.core.errors import (
     StoreUnavailable,
     Unsupported,
 )
-from deltawire.core.manifest import dump
+from deltawire.core.manifest import Link, dump
 from deltawire.core.signing import SigningKey
 from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.replica import Replica
+from deltawire.replica.model import ModelTarget
+from deltawire.replica.replica import TRIES
 from deltawire.store import LocalStore, Store
 from deltawire_wordle.counting import CountingStore
 from flaky_store import FlakyStore
 from keeping import Kept, copied, empty, fresh, publish, settings, step
-from support import same
+from support import HookedStore, same
 
 LAST = 69
 OPTIONS = KeeperOptions(since=0, anchor_every=32)
@@ -380,6 +386,49 @@ def test_an_anchor_takes_the_place_of_a_damaged_one(kept: Kept) -> None:
     prune(run, Retention(last=1, grace=0))
     assert run.listed() == [9]
     assert announce(run, "keeper", (), 9).damaged == {}
+
+
+def test_of_a_sharded_anchor_only_the_bad_shard_is_damaged(kept: Kept) -> None:
+    """So that the anchor counts again once that one is repaired."""
+    store = empty()
+    publish(store, kept.weights[:10], anchor_every=4)
+    run = Run.open(store)
+    state = State(run.schema)
+    with Replica(store, heartbeat=0) as replica:
+        replica.sync(ModelTarget(state), 8)
+    shards = []
+    for which, tensor in enumerate(run.schema.tensors):
+        metadata = {"run": run.info.run, "model_version": "8", "total_params": str(run.schema.elements)}
+        file = full.anchor([whole(tensor)], state.region, metadata)
+        shards.append(file.blob(keys.anchor(8, "0" * 8, (which, len(run.schema.tensors)))))
+        store.put(shards[-1].key, file.chunks)
+    manifest = run.manifest(8)
+    links = (*(x for x in manifest.links if x.kind != "anchor"), Link("anchor", None, tuple(shards)))
+    store.put(keys.manifest(8), dump(msgspec.structs.replace(manifest, links=links)))
+    bad = damage_anchor(store, 8)
+    keeper = Keeper(store, KeeperOptions(since=0, levels=0))
+    list(keeper.once())
+    keeper.close()
+    assert keeper.damaged == {bad: run.etag(bad)}
+
+
+def test_what_the_store_could_not_give_is_not_remembered_as_damaged(kept: Kept) -> None:
+    store = empty()
+    publish(store, kept.weights[:10], anchor_every=4)
+    away = Run.open(store).manifest(8).link("delta", 7).objects[0].key
+
+    def hook(moment: str, verb: str, key: str) -> None:
+        if key == away and verb != "head":
+            raise StoreUnavailable("away")
+
+    keeper = Keeper(HookedStore(store, hook), KeeperOptions(since=0, levels=0))
+    for _ in range(TRIES):
+        with suppress(StoreUnavailable):
+            list(keeper.once())
+    keeper.close()
+    assert "the delta to version 8 cannot be used: away" in keeper.bad[0]
+    assert keeper.damaged == {}
+    assert Run.open(store).added.index().damaged == {}  # type: ignore[union-attr]
 
 
 def test_mirrors(kept: Kept, tmp_path: Any) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..bucket.fetch import Progress
+from ..bucket.fetch import Progress, fetch
 from ..bucket.prune import Retention, prune
 from ..bucket.references import resolver
 from ..bucket.replay import State, require_digest
@@ -285,8 +285,8 @@ class Keeper:
         except DAMAGE as error:
             before = len(self.bad)
             if version not in self.run.pruned():
-                for step, _ in self.replica.rejected:
-                    self._remember_damaged(step)
+                for step, why in self.replica.rejected:
+                    self._remember_damaged(step, why)
                 self._report(f"version {version} cannot be reached: {error}")
             self._skips.start(version)
             if working:
@@ -349,14 +349,27 @@ class Keeper:
                 if tries == TRIES:
                     raise
         for step, why in self.replica.rejected:
-            self._remember_damaged(step)
+            self._remember_damaged(step, why)
             self._report(f"the {step.kind} to version {step.version} cannot be used: {why}")
         return self._weights.changes
 
-    def _remember_damaged(self, step: Step) -> None:
+    def _remember_damaged(self, step: Step, why: DeltawireError) -> None:
+        """Remember which objects of a link are damaged; none where the store could not be reached."""
+        if not isinstance(why, DAMAGE):
+            return
         with suppress(*DAMAGE):  # else there is no manifest that names its objects
-            for blob in self.run.link(self.run.manifest(step.version), step.kind, step.base).objects:
+            objects = self.run.link(self.run.manifest(step.version), step.kind, step.base).objects
+            # of several shards the bad ones: once these are repaired, the link can be used
+            bad = [*filter(self._is_damaged, objects)] if len(objects) > 1 else []
+            for blob in bad or objects:
                 self.damaged[blob.key] = self.run.etag(blob.key)
+
+    def _is_damaged(self, blob: Blob) -> bool:
+        try:
+            fetch(self.run.store, blob, shared=False).close()
+            return False
+        except DAMAGE:
+            return True
 
     def _report(self, text: str) -> None:
         """Report a bad object, in the heartbeats as long as this process lives."""
@@ -388,7 +401,7 @@ class Keeper:
                     else:
                         fetched.deltas()
                 except DAMAGE as error:
-                    self._remember_damaged(step)
+                    self._remember_damaged(step, error)
                     self._report(f"the {link.kind} to version {version} cannot be used: {error}")
         return self.bad[before:]
 

@@ -195,7 +195,7 @@ class Replica:
         self._may_not_beat = False
         self._reading: tuple[tuple[int, int], ...] = ()
         """Ranges of versions that prune must leave for this replica."""
-        self.rejected: list[tuple[Step, str]] = []
+        self.rejected: list[tuple[Step, DeltawireError]] = []
         """Links that the last sync could not use, and why; it found another way around them, or failed."""
         self.note = ""
         """Trouble that heartbeats report besides that of the last sync."""
@@ -522,7 +522,7 @@ class Replica:
                     walker.plan_again(error)
                 else:
                     walker.reject(step, error)
-                    self.rejected.append((step, str(error)))
+                    self.rejected.append((step, error))
 
     def _reserve(self, run: Run, walker: Walker, want: int, steps: list[Step]) -> bool:
         """Announce in the heartbeat what is about to be read, so that prune leaves it. False if some of it is marked.
