@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import deltawire as dw
 from deltawire.bucket.run import Run
-from deltawire.core.errors import PublishFailed, SchemaMismatch, StoreUnavailable, WriterConflict
+from deltawire.core.errors import Misconfigured, PublishFailed, SchemaMismatch, StoreUnavailable, WriterConflict
 from deltawire.core.full import digest_of
 from deltawire.engines.trl import BucketTransfer, DeltaSyncCallback, Sent, Syncs, versions_in
 from deltawire.models import ModelView
@@ -117,6 +117,20 @@ def test_of_a_peft_model_the_merged_weights_or_the_adapter_are_published(
     for sync in (DeltaSyncCallback, BucketTransfer):
         with pytest.raises(ValueError, match="'adapter' or 'merged'"):
             sync(store, peft="both")
+
+
+def test_an_adapter_that_servers_cannot_take_alone_is_logged(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["linear"], use_dora=True)
+    trained(tmp_path, [DeltaSyncCallback(store)], model=peft.get_peft_model(Regression(), config))
+    assert ["has DoRA;" in message for message in caplog.messages if "cannot serve" in message] == [True]
+
+
+def test_a_name_that_no_server_takes_is_refused(store: Store) -> None:
+    with pytest.raises(Misconfigured, match="'pol@1'"):
+        BucketTransfer(store, adapter_name="pol@1")
 
 
 def test_a_sync_of_an_adapter_leaves_the_base_model_alone(store: Store) -> None:

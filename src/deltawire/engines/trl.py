@@ -24,11 +24,12 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import BadURL, MissingExtra, ObjectNotFound, PublishFailed, StoreError
+from ..core.errors import BadURL, Misconfigured, MissingExtra, ObjectNotFound, PublishFailed, StoreError
 from ..core.extras import install_command
 from ..models import is_peft, unwrapped
 from ..trainer import Published, Publisher, PublishHandle, adapter, merged
 from ..trainer.adapters import Adapter
+from .live.settings import ADAPTER_NAME
 from .names import versions_of
 
 if TYPE_CHECKING:
@@ -70,6 +71,11 @@ class BucketTransfer:
     def __init__(self, run: str, *, peft: str = "adapter", adapter_name: str = "policy", **options: Any) -> None:
         self._run, self._options = run, options
         self._of_peft, self._adapter_name = _check_peft(peft), adapter_name
+        if not ADAPTER_NAME.fullmatch(adapter_name):
+            raise Misconfigured(
+                f"no server takes {adapter_name!r:.120} as the name of an adapter: it begins with a letter or digit, "
+                "and has up to 100 of these and . _ / -"
+            )
         self._publisher: Publisher | None = None
         self._model: Any = None
         """The trainer's model, once it is attached."""
@@ -189,6 +195,17 @@ def _unsent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name.replace(".base_layer.", "."), tensor
 
 
+def _unservable(config: Any) -> str:
+    """What of a PEFT adapter vLLM does not serve; empty if it serves it."""
+    found = {
+        f"the type {config.peft_type.value}": config.peft_type.value != "LORA",
+        "DoRA": getattr(config, "use_dora", False),
+        "modules_to_save": getattr(config, "modules_to_save", None),
+        "trained biases": getattr(config, "bias", "none") != "none",
+    }
+    return ", ".join(what for what, has in found.items() if has)
+
+
 class DeltaSyncCallback(TrainerCallback):
     """Publishes the model of any transformers or TRL trainer: at the start, then after every `every` optimizer steps.
 
@@ -214,6 +231,14 @@ class DeltaSyncCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **around: Any) -> None:
         # on every process: a model that several of them train is published by all of them together
         self._publisher = self._open(around.get("processing_class"))
+        model = unwrapped(around["model"])
+        alone = is_peft(model) and self._of_peft is adapter and state.is_world_process_zero
+        if alone and (special := _unservable(model.peft_config[model.active_adapter])):
+            log.warning(
+                'vLLM cannot serve this adapter beside its base model, since it has %s; pass peft="merged" where '
+                "servers are to follow the run",
+                special,
+            )
         self._publish(self._publisher, around["model"], state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **around: Any) -> None:

@@ -85,7 +85,8 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
     )
 
 
-_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
+"""Names of adapters. `@` separates one from a version: policy@41."""
 
 
 def _adapters(text: str) -> dict[str, str]:
@@ -100,7 +101,7 @@ def named_adapters(setting: str, entries: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in entries:
         name, _, run = (part.strip() for part in entry.partition("="))
-        if not _ADAPTER.fullmatch(name) or not run:
+        if not ADAPTER_NAME.fullmatch(name) or not run:
             raise Misconfigured(
                 f"{setting} has {entry.strip()[:200]!r}; write NAME=RUN, where a name is up to 100 of "
                 "A-Z a-z 0-9 . _ / - and begins with a letter or a digit"
