@@ -21,9 +21,11 @@ from deltawire.bucket.checkpoint_folder import fill_for_engine  # noqa: E402
 from deltawire.bucket.references import resolver  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.cli import app  # noqa: E402
-from deltawire.core.errors import SchemaMismatch, UnsupportedTensor  # noqa: E402
+from deltawire.core.errors import Misconfigured, SchemaMismatch, UnsupportedTensor  # noqa: E402
 from deltawire.core.full import Checkpoint, digest_of  # noqa: E402
 from deltawire.core.manifest import Base  # noqa: E402
+from deltawire.derive.deriver import Deriver  # noqa: E402
+from deltawire.models import ModelView  # noqa: E402
 from deltawire.store import Store  # noqa: E402
 from deltawire.trainer import DeltaAdamW, adapter, merged  # noqa: E402
 from deltawire.trainer.adapters import BaseWeights  # noqa: E402
@@ -274,8 +276,89 @@ def test_an_adapter_of_another_base_is_refused(store: Store, tmp_path: Path) -> 
         with Publisher(store) as publisher, pytest.raises(SchemaMismatch, match=r"has adapters of .* of its own"):
             getattr(publisher, attempt)(adapter(other))
     assert Run.open(store).newest() == 0
+    before, replica = state_of(other), Replica(store, heartbeat=0)
+    with pytest.raises(SchemaMismatch, match="load the base model") as refused:
+        replica.sync(adapter(other))
+    assert base_of(store).digests[0] in str(refused.value)
+    assert str(digest_of(ModelView(BaseWeights(other)))) in str(refused.value)
+    assert state_of(other) == before
+    # once it has the right bits
+    other.get_base_model().model.layers[0].mlp.up_proj.weight.data.view(torch.int32)[3, 5] ^= 1
+    assert replica.sync(adapter(other)) == 0
     with Publisher(store) as publisher:
         publisher.publish(adapter(loaded(tmp_path / "base", dtype=torch.bfloat16)), wait=True)
+
+
+def test_a_replica_reads_the_base_of_a_model_once(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, follower = loaded(tmp_path / "base"), loaded(tmp_path / "base", dtype=torch.bfloat16)
+    optimizer = optimizer_of(model)
+    read: list[BaseWeights] = []
+    with Publisher(store) as publisher:
+        publisher.publish(adapter(model)).result(WAIT)
+        plain = BaseWeights.state_dict
+        monkeypatch.setattr(BaseWeights, "state_dict", lambda self: (read.append(self), plain(self))[1])
+        replica = Replica(store, heartbeat=0)
+        replica.sync(adapter(follower))
+        first = len(read)
+        train(model, optimizer)
+        publisher.publish(adapter(model)).result(WAIT)
+        assert replica.sync(adapter(follower)) == 1
+    assert len(read) == first > 0
+    # what it has been loaded from is unknown, so nothing is checked
+    quantised(follower)
+    assert Replica(store, heartbeat=0).sync(adapter(follower)) == 1
+    other = loaded(tmp_path / "base")
+    train_a_norm(other)
+    assert Replica(store, heartbeat=0).sync(adapter(other)) == 1
+
+
+def test_adapters_and_full_weights_are_told_apart(store: Store, tmp_path: Path) -> None:
+    model = loaded(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    full = tmp_path / "full"
+    with Publisher(full) as publisher:
+        publisher.publish(merged(model))
+    with Publisher(tmp_path / "run") as publisher:
+        publisher.publish(adapter(model))
+    said = r"run has adapters of .*, and these are full weights"
+    with Publisher(tmp_path / "run") as publisher, pytest.raises(SchemaMismatch, match=said):
+        publisher.publish(merged(model))
+    with pytest.raises(SchemaMismatch, match=said):
+        Replica(tmp_path / "run", heartbeat=0).sync(base_model())
+    said = "full has full weights, and this is an adapter"
+    with Publisher(full) as publisher, pytest.raises(SchemaMismatch, match=said):
+        publisher.publish(adapter(model))
+    with pytest.raises(SchemaMismatch, match=said):
+        Replica(full, heartbeat=0).sync(adapter(model))
+    for folder, run, said in (("base", "run", "has adapters of"), ("adapter", "full", "has full weights")):
+        result = CliRunner().invoke(app, ["publish", str(tmp_path / folder), str(tmp_path / run)])
+        assert result.exit_code != 0
+        assert said in f"{result.output} {result.exception}"
+
+
+def test_adapters_have_no_view(tmp_path: Path) -> None:
+    model = loaded(tmp_path / "base")
+    with Publisher(tmp_path / "run") as publisher:
+        publisher.publish(adapter(model))
+    said = "a run of adapters has no fp8-block view; serve it as it is"
+    with Publisher(tmp_path / "fp8", view="fp8-block") as publisher, pytest.raises(Misconfigured, match=said):
+        publisher.publish(adapter(model))
+    with pytest.raises(Misconfigured, match=said):
+        Deriver(Run.open(str(tmp_path / "run")), str(tmp_path / "fp8"), "fp8-block")
+    assert not (tmp_path / "fp8" / "run.json").exists()
+
+
+def test_a_base_without_a_name_is_described(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = peft_model()
+    assert not model.peft_config["default"].base_model_name_or_path
+    with Publisher(tmp_path / "run") as publisher:
+        publisher.publish(adapter(model))
+    assert str(base_of(tmp_path / "run")).startswith("a base model that adapter_config.json does not name (")
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    assert CliRunner().invoke(app, ["publish", str(tmp_path / "adapter"), str(tmp_path / "other")]).exit_code == 0
+    assert "adapter_config.json names no base model (base_model_name_or_path)" in caplog.text
 
 
 def quantised(model: Any) -> None:

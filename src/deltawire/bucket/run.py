@@ -24,6 +24,7 @@ from ..core.errors import (
     RunNotFound,
     RunReplaced,
     SchemaError,
+    SchemaMismatch,
     VersionNotFound,
 )
 from ..core.manifest import (
@@ -116,6 +117,20 @@ class Run:
     @property
     def schema(self) -> Schema:
         return self.info.schema
+
+    def check_kind(self, is_adapter: bool | None) -> None:
+        """Raise SchemaMismatch if the run has adapters and some weights are full ones, or the reverse. For weights that
+        do not have the run's schema, since that is then why; None where their kind is unknown."""
+        base, url = self.info.base, self.store.url
+        if base is not None and is_adapter is False:
+            raise SchemaMismatch(
+                f"{url} has adapters of {base}, and these are full weights: publish them to a run of their own. To "
+                f"follow the adapters, start a server with --adapter policy={url}, or sync adapter(model)"
+            )
+        if base is None and is_adapter:
+            raise SchemaMismatch(
+                f"{url} has full weights, and this is an adapter: publish it to a run of its own, and follow that one"
+            )
 
     @classmethod
     def open(

@@ -194,8 +194,8 @@ def _absolute(reference: str | None) -> str | None:
 def _source(checkpoint: Path, run: str) -> Source:
     from ..bucket.references import as_run
     from ..bucket.run import Run
-    from ..core.errors import RunNotFound
-    from ..core.full import Checkpoint
+    from ..core.errors import RunNotFound, SchemaMismatch
+    from ..core.full import ADAPTER_CONFIG, Checkpoint
     from ..core.keys import RUN
     from ..trainer.resume import OTHER_MODEL
 
@@ -203,9 +203,13 @@ def _source(checkpoint: Path, run: str) -> Source:
         raise typer.BadParameter(f"{checkpoint} is a run: the checkpoint folder comes first, then the run")
     source = Checkpoint(checkpoint)
     try:
-        return as_run(source, Run.open(run).schema, f"the checkpoint {checkpoint}", OTHER_MODEL)
+        opened = Run.open(run)
+        return as_run(source, opened.schema, f"the checkpoint {checkpoint}", OTHER_MODEL)
     except RunNotFound:
         return source
+    except SchemaMismatch:
+        opened.check_kind((checkpoint / ADAPTER_CONFIG).is_file())
+        raise
 
 
 # ── the folder published last ────────────────────────────────────────────────────────────────────────────────────────

@@ -195,8 +195,14 @@ class Base(msgspec.Struct, frozen=True, omit_defaults=True):
         """Whether a checkpoint with this state digest is the base model; None if that is unknown."""
         return digest in self.digests if self.digests else None
 
+    def same(self, other: Base) -> bool:
+        """Whether both are one checkpoint. The dtype in memory may be another one, but two models that differ in it
+        are not equal because both round to the same. Both have digests."""
+        return bool(self.fits(other.digests[0]) or other.fits(self.digests[0]))
+
     def __str__(self) -> str:
-        return f"{self.model or 'a model without a name'} ({', '.join(self.digests) or 'its digest is unknown'})"
+        name = self.model[:200] or "a base model that adapter_config.json does not name"
+        return f"{name} ({', '.join(self.digests) or 'its digest is unknown'})"
 
 
 class RunInfo(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -54,8 +54,8 @@ class Deriver:
         self, source: Run, run: str | Path | Store, view: str, *, resolve: Resolve = find_reference, **options: Any
     ) -> None:
         """`options` are those of `Publisher`. Raises DivergedRun if the run at the address is derived from another one,
-        or not at all; SchemaMismatch if the view converts no tensor of the source."""
-        check_view(view)
+        or not at all; SchemaMismatch if the view converts no tensor of the source; Misconfigured if it has adapters."""
+        check_view(view, of_adapters=source.info.base is not None)
         self._source, self._view_name, self._resolve = source, view, resolve
         self._blocks = Blocks(source.schema)
         self._files: dict[str, bytes] = {}

@@ -9,10 +9,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -37,6 +38,7 @@ from ..core.errors import (
     RunNotFound,
     RunReplaced,
     SchemaError,
+    SchemaMismatch,
     StoreError,
     StoreUnavailable,
     VersionNotFound,
@@ -455,7 +457,7 @@ class Replica:
             target = model if isinstance(model, Target) else ModelTarget(model, strict=self._strict, prove=self._prove)
         self._target = _UNBOUND
         try:
-            moved = target.bind(run.schema)
+            moved = self._fit(target, run)
         except BaseException:
             self._version = None
             raise
@@ -468,6 +470,20 @@ class Replica:
             if self._version is not None:
                 log.info("%s: the weights are version %d already", self._id, self._version)
         return target
+
+    def _fit(self, target: AnyTarget, run: Run) -> bool:
+        """Bind a target to a run, whose adapters are for one base model. Returns whether the weights lie elsewhere."""
+        model = target.model if isinstance(target, ModelTarget) else target
+        try:
+            moved = target.bind(run.schema)
+        except SchemaMismatch:
+            # a mapping may be meant to be either
+            run.check_kind(None if isinstance(model, Mapping | State) else getattr(model, "is_adapter", False))
+            raise
+        check_base: Any = getattr(model, "check_base", None)
+        if moved and run.info.base is not None and check_base is not None:
+            check_base(run.info.base, run.store.url)
+        return moved
 
     def _lose_version(self) -> None:
         self._version = None

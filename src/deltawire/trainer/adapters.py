@@ -9,16 +9,28 @@ Both are views: make one once and publish it again and again, or make one for ev
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from ..core.errors import SchemaMismatch
+from ..core.errors import SchemaError, SchemaMismatch
 from ..core.full import ADAPTER_CONFIG
+from ..core.manifest import Base
 from ..core.schema import listed
-from ..models import is_peft, unwrapped
+from ..models import AUTO, ModelView, is_peft, unwrapped
+from .detectors import default_detector
+
+log = logging.getLogger("deltawire")
+
+BASE_DTYPES = (None, AUTO, "fp16")
+"""Wire dtypes in which the digest of a base model is computed: as it is, and those it may have been loaded from."""
+
+_fitting: WeakKeyDictionary[Any, set[Base]] = WeakKeyDictionary()
+"""The bases of runs whose adapters were found to fit a PEFT model."""
 
 
 def adapter(model: Any, name: str | None = None) -> Adapter:
@@ -93,6 +105,8 @@ class _View:
 class Adapter(_View):
     """An adapter's tensors, live, under the names of PEFT's checkpoint."""
 
+    is_adapter = True
+
     def __init__(self, peft_model: Any, name: str) -> None:
         super().__init__(peft_model)
         self._name = name
@@ -122,6 +136,35 @@ class Adapter(_View):
     def base(self) -> BaseWeights:
         """The weights that the adapter is trained on."""
         return BaseWeights(self._model)
+
+    def check_base(self, base: Base, run: str) -> None:
+        """Raise SchemaMismatch if the adapters of a run are trained on another base model than this one is on.
+
+        A base that fits is not read again for the same model. Where a digest is unknown, nothing is checked.
+        """
+        fitting = _fitting.setdefault(self._model, set())
+        if not base.digests or base in fitting:
+            return
+        found: dict[str, str] = {}
+        try:
+            if any(hasattr(tensor, "to_local") for tensor in self.base.state_dict().values()):
+                raise SchemaMismatch("it is spread over several processes")
+            for wire in BASE_DTYPES:
+                view = ModelView(self.base, wire)
+                if view.schema.hash in found:
+                    break
+                found[view.schema.hash] = str(default_detector(view).digest_of(view))
+        except SchemaError as error:
+            log.info("not checked that the adapters in %s are for this base model: %s", run, error)
+            return
+        mine = Base(self._model.peft_config[self._name].base_model_name_or_path or "", tuple(found.values()))
+        if base.same(mine):
+            fitting.add(base)
+            return
+        raise SchemaMismatch(
+            f"the run {run} has adapters of {base}, and this model's base is {mine}: load the base model that they are "
+            "trained on"
+        )
 
 
 class BaseWeights(_View):

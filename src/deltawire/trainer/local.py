@@ -14,10 +14,10 @@ from ..core.digest import StateDigest
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.schema import Schema
-from ..models import AUTO, Known, ModelView
+from ..models import Known, ModelView
 from ..views.blocks import Blocks
 from ..views.host import BlockView, is_view
-from .adapters import Adapter
+from .adapters import BASE_DTYPES, Adapter
 from .collective import Group
 from .detectors import Detector, HostDetector, default_detector
 from .resume import OTHER_MODEL
@@ -78,13 +78,15 @@ class LocalModel:
         All ranks call it. Raises SchemaMismatch where the weights are not here.
         """
         if not isinstance(model, Adapter):
-            if not Path(name).is_dir() or not name:
+            if not name:
+                raise SchemaMismatch("adapter_config.json names no base model (base_model_name_or_path)")
+            if not Path(name).is_dir():
                 raise SchemaMismatch("it is not a folder here")
             return (str(full.digest_of(full.Checkpoint(name))),)
         if self.streams and any(hasattr(tensor, "to_local") for tensor in model.base.state_dict().values()):
             raise SchemaMismatch("it is spread over several processes, and one alone publishes")
         found: dict[str, str] = {}
-        for wire in (None, AUTO, "fp16"):
+        for wire in BASE_DTYPES:
             local = type(self)(replace(self._options, wire_dtype=wire, buffers=True, view=None), self._url)
             schema, source = local.open(model.base, group)
             if schema.hash in found:

@@ -181,7 +181,8 @@ class Pipeline:
         group, options = self._group, self._options
         schema, source = self._local.open(model, group)
         base = self._base(model)
-        newest = group.first(lambda: self._newest(schema, base, must_match))
+        is_adapter = self._options.files.base_name is not None or (None if isinstance(model, Mapping) else False)
+        newest = group.first(lambda: self._newest(schema, base, must_match, is_adapter))
         run = group.each(lambda: self._committer.run if self._committer else self._open_run())
         detector = group.each(lambda: self._local.detector(source))
         state, start_over, watched = None, False, source
@@ -232,15 +233,16 @@ class Pipeline:
             if self._group.rank == 0:
                 log.warning(
                     "servers cannot check that their base model is the one that the adapters in %s need: the digest of "
-                    "%r is unknown, %s",
+                    "%s is unknown, %s",
                     self._store.url,
-                    name,
+                    repr(name) if name else "the base model",
                     error,
                 )
             return Base(name)
 
-    def _newest(self, schema: Schema, base: Base | None, must_match: bool) -> Manifest | None:
-        """On rank 0: the run's newest version, made from the reference where there is none yet."""
+    def _newest(self, schema: Schema, base: Base | None, must_match: bool, is_adapter: bool | None) -> Manifest | None:
+        """On rank 0: the run's newest version, made from the reference where there is none yet. `is_adapter` is None
+        where that is unknown."""
         options, url = self._options, self._store.url
         self.look()
         committer = self._committer
@@ -251,6 +253,8 @@ class Pipeline:
             committer = self._commit_to(Run.create(self._store, schema, name, self._trust, base))
         committer.check_run()
         committer.catch_up()
+        if committer.run.schema != schema:
+            committer.run.check_kind(is_adapter)
         committer.run.schema.require_equal(schema, ours=f"the run {url}", theirs="this model", advice=OTHER_MODEL)
         check_base(committer.run, base)
         if committer.newest is None and options.reference is not None:

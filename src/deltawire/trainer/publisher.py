@@ -174,7 +174,7 @@ class Publisher:
         the next version. WriterConflict, RunNotFound and RunReplaced are raised every time.
         """
         with self._in_turn():
-            self._options.files.find(model)
+            self._find_files(model)
             pipeline = self._pipeline_for(model)
             handle = pipeline.publish(model, step, metrics or {}, wait, progress, origin)
             if wait and pipeline.together:
@@ -188,7 +188,7 @@ class Publisher:
     def resume(self, model: Model) -> int:
         """Check that these weights are the run's newest version, and return its number. DivergedRun if they are not."""
         with self._in_turn():
-            self._options.files.find(model)
+            self._find_files(model)
             return self._pipeline_for(model).resume(model)
 
     def flush(self, timeout: float | None = None) -> None:
@@ -252,6 +252,12 @@ class Publisher:
         return self._pipeline.background.depth
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _find_files(self, model: Model) -> None:
+        files, view = self._options.files, self._options.view
+        files.find(model)
+        if view is not None:
+            check_view(view, of_adapters=files.base_name is not None)
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:

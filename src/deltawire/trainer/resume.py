@@ -27,14 +27,11 @@ OTHER_MODEL = "; another model, or the same in another dtype, needs an address o
 
 
 def check_base(run: Run, base: Base | None) -> None:
-    """Raise SchemaMismatch where a run has adapters of another base model. Where a digest is unknown, nothing is.
-
-    The dtype may be another one, but two models that differ in it are not equal because both round to the same.
-    """
+    """Raise SchemaMismatch where a run has adapters of another base model. Where a digest is unknown, nothing is."""
     before = run.info.base
     if not (before and base and before.digests and base.digests):
         return
-    if not (before.fits(base.digests[0]) or base.fits(before.digests[0])):
+    if not before.same(base):
         raise SchemaMismatch(
             f"the run {run.store.url} has adapters of {before}, and this one is trained on {base}{OTHER_MODEL}"
         )

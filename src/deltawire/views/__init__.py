@@ -17,7 +17,9 @@ FP8_BLOCK = "fp8-block"
 VIEWS = (FP8_BLOCK,)
 
 
-def check_view(name: str) -> None:
-    """Raise Misconfigured for a name that no view has."""
+def check_view(name: str, *, of_adapters: bool = False) -> None:
+    """Raise Misconfigured for a name that no view has, and for a view of adapters."""
     if name not in VIEWS:
         raise Misconfigured(f"there is no view {name!r:.40}; known: {', '.join(VIEWS)}")
+    if of_adapters:
+        raise Misconfigured(f"a run of adapters has no {name} view; serve it as it is")

@@ -305,7 +305,7 @@ def test_a_run_of_full_weights_is_no_adapter(scene: Scene, tmp_path: Path) -> No
         publisher.publish({"w": np.zeros(8, np.uint16)}).result(60)
     scene.trainer.run = tmp_path / "full"
     scene.follow()
-    assert "is not a run of adapters" in scene.until(state="failed")["reason"]
+    assert "has full weights, and this is an adapter" in scene.until(state="failed")["reason"]
 
 
 def test_a_pinned_adapter_goes_back_and_stays(scene: Scene) -> None:

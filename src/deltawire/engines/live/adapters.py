@@ -154,6 +154,7 @@ class AdapterTarget:
     new copy, so a failure leaves nothing to undo."""
 
     takes_deltas = True
+    is_adapter = True
 
     def __init__(self, name: str, loader: Loader, room: Path, run: Callable[[], Run]) -> None:
         self._name, self._loader, self._room, self._run = name, loader, room, run
@@ -170,11 +171,8 @@ class AdapterTarget:
             return False
         run = self._run()
         self._base = run.info.base
-        if self._base is None:
-            raise SchemaMismatch(
-                f"{run.store.url} is not a run of adapters: publish one with deltawire.trainer.adapter(model)"
-            )
-        if not self._base.digests:
+        run.check_kind(self.is_adapter)
+        if self._base is not None and not self._base.digests:
             log.warning("%s names no digest of its base model: not checked", run.store.url)
         if misfit := self.misfit():
             raise SchemaMismatch(misfit)
@@ -192,8 +190,8 @@ class AdapterTarget:
         if not found or self._base.fits(found):
             return ""
         return (
-            f"these adapters are for another base model, {self._base.model[:200]!r} with the digest "
-            f"{self._base.digests[0]}; this server has {found}: start it from the checkpoint that they are trained on"
+            f"these adapters are for another base model, {str(self._base)[:400]}; this server has {found}: start it "
+            "from the checkpoint that they are trained on"
         )
 
     def digest(self) -> StateDigest:
