@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import wait
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -366,8 +368,42 @@ def test_retention_keeps_the_way_around_a_damaged_anchor(kept: Kept, tmp_path: A
         assert same(live, kept.weights[9])
 
 
+@pytest.mark.parametrize("by", ["trainer", "keeper"])
+@pytest.mark.parametrize("once", [True, False])
+def test_retention_keeps_the_way_around_an_anchor_that_a_mirror_found_damaged(
+    kept: Kept, tmp_path: Any, by: str, once: bool
+) -> None:
+    store = empty()
+    publish(store, kept.weights[:10], **({"anchor_every": 4} if by == "trainer" else {}))
+    options = KeeperOptions(since=0, levels=0, anchor_every=4)
+    Kept(store, kept.weights).keep(options)
+    # after the keeper has proved it
+    bad = damage_anchor(store, 8)
+    options = replace(options, retention=Retention(last=2, grace=0), mirrors=(str(tmp_path),))
+    keeper = Keeper(store, options)
+    if once:
+        list(keeper.once())
+    else:
+        keeper._lease.hold()
+        keeper._pruned_at = float("inf")
+        keeper.tend(9)
+        wait(keeper._beside.values())
+        keeper._pruned_at = -float("inf")
+        keeper.tend(9)
+    keeper.close()
+    assert [*keeper.damaged] == [bad]
+    run = Run.open(store)
+    assert run.listed() == [4, 5, 6, 7, 8, 9]
+    live = kept.blank()
+    with Replica(store, heartbeat=0) as replica:
+        assert replica.sync(live) == 9
+    assert same(live, kept.weights[9])
+
+
 def damage_anchor(store: Store, version: int) -> str:
-    key = next(x for x in Run.open(store).manifest(version).links if x.kind == "anchor").objects[0].key
+    run = Run.open(store)
+    run.added.between(version - 1, version)
+    key = run.link(run.manifest(version), "anchor", None).objects[0].key
     data = bytearray(store.get(key).data)
     data[-1] ^= 1
     store.put(key, bytes(data))

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -162,6 +163,8 @@ class Keeper:
         """Up to this version each is gone through, however far behind."""
         self._pruned_at = -float("inf")
         self._mirrors: dict[str, Mirror] = {}
+        self._lacking: dict[str, dict[str, str | None]] = {url: {} for url in options.mirrors}
+        """What each mirror found damaged when it was last updated, as `damaged`."""
         self._derivers: dict[str, Deriver] = {}
         self._beside: dict[str, Future[str]] = {}
         """The latest work on each mirror and view, and what it could not do."""
@@ -218,7 +221,7 @@ class Keeper:
                     yield kept
             except NotTheSigner as error:
                 refused = error
-        self.tend(newest, may_prune=refused is None)
+        self.tend(newest, may_prune=refused is None, wait=True)
         for what, work in self._beside.items():
             self._note(what, work.result())
         if refused is not None:
@@ -486,8 +489,10 @@ class Keeper:
 
     # ── mirrors, views, retention ────────────────────────────────────────────────────────────────────────────────────
 
-    def tend(self, newest: int, *, may_prune: bool = True) -> None:
+    def tend(self, newest: int, *, may_prune: bool = True, wait: bool = False) -> None:
         """Update mirrors and views, and delete what the retention rule lets go. What fails is tried again later.
+
+        wait   delete only after the mirrors and views are updated: a mirror may find something damaged
 
         Until the run's new key has made this a keeper again, mirrors and views go on, and nothing is deleted: what
         keepers added is not trusted meanwhile, and would be taken for garbage.
@@ -508,6 +513,10 @@ class Keeper:
                 failed = before.exception() if before is not None else None
                 self._note(what, f"{what} is behind: {failed}" if failed else before.result() if before else "")
                 self._beside[what] = self._threads.submit(work)
+        if wait:
+            wait_for(self._beside.values())
+        for found in self._lacking.values():
+            self.damaged.update(found)
         if due and rule is not None:
             self._pruned_at = time.monotonic()  # also where it fails: not again at once
             plan = prune(self.run, rule, self.damaged)
@@ -517,7 +526,10 @@ class Keeper:
     def _copy(self, url: str, newest: int, rule: Retention | None) -> str:
         # after a failure, what it holds is looked up again
         mirror = self._mirrors.pop(url, None) or Mirror(self.run, open_store(url), self._ending)
-        mirror.update(newest, rule)
+        try:
+            mirror.update(newest, rule)
+        finally:
+            self._lacking[url] = {key: one.etag for key, one in mirror.damaged.items()}
         self._mirrors[url] = mirror
         why = "; ".join(one.why for one in mirror.damaged.values())
         return f"the mirror {mirror.store.url} lacks what is damaged here, until it is repaired: {why}" if why else ""

@@ -162,13 +162,16 @@ class Mirror:
                 return
             pruned = self._run.pruned()
             for added in self._run.added.between(-1, keys.MAX_VERSION):
-                if added.version in pruned or added.link.base in pruned:
-                    continue
-                try:
-                    for blob in added.link.objects:
+                for blob in added.link.objects:
+                    self.damaged.pop(blob.key, None)
+                    if added.version in pruned or added.link.base in pruned:
+                        continue
+                    try:
                         self._data(blob)
-                except DAMAGE as error:
-                    log.warning("%s goes without an added link to version %d: %s", self.store.url, added.version, error)
+                    except DAMAGE as error:
+                        pruned = self._run.pruned()  # perhaps just now
+                        if added.version not in pruned and added.link.base not in pruned:
+                            self._note(blob.key, added.version, error)
             try:
                 for key in index.pages:
                     self._small(key, PAGE_BYTES)
