@@ -137,8 +137,27 @@ def test_the_way_around_an_anchor_that_cannot_be_used_stays(wrong: str) -> None:
     # all that was marked before the anchor was found damaged: only what is of no use goes
     marks, marked = ObjectInfo(keys.PRUNED, 1, HOUR), Pruned.of("r", range(4))
     plan = plan_prune(manifests, [*listing, marks], rule, 10 * HOUR, marked, damaged=damaged)
-    assert (plan.waiting, plan.going) == (((), (0, 1, 2, 3)) if wrong == "repaired" else ((2, 3), (0, 1)))
+    assert (plan.restored, plan.going) == (((), (0, 1, 2, 3)) if wrong == "repaired" else ((2, 3), (0, 1)))
     assert not plan.marked
+    assert not plan.waiting
+
+
+def test_a_mark_is_taken_back_where_nothing_else_leads_to_what_stays(run: Store, models: list[Model]) -> None:
+    rule = Retention(last=5)
+    apply_prune(Run.open(run), later(run, rule))
+    assert Run.open(run).pruned().versions == ((0, 31),)
+    run.delete(Run.open(run).manifest(32).link("anchor", None).objects[0].key)
+    plan = later(run, rule)
+    assert plan.restored
+    assert not set(plan.restored) & set(plan.going)
+    apply_prune(Run.open(run), plan)
+    live = blank(models[0])
+    with Replica(run, heartbeat=0) as replica:
+        assert replica.sync(live) == 39
+    assert same(live, models[39])
+    # once is enough
+    plan = later(run, rule)
+    assert (plan.restored, plan.marked, plan.going, plan.waiting) == ((), (), (), ())
 
 
 LinkKinds = st.lists(st.sampled_from(["delta", "anchor", "both"]), min_size=1, max_size=40)

@@ -33,6 +33,7 @@ from deltawire.core.manifest import Link, dump
 from deltawire.core.signing import SigningKey
 from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import Keeper, KeeperOptions
+from deltawire.keeper.mirror import Mirror
 from deltawire.replica import Replica
 from deltawire.replica.model import ModelTarget
 from deltawire.replica.replica import TRIES
@@ -364,6 +365,23 @@ def test_retention_keeps_the_way_around_a_damaged_anchor(kept: Kept, tmp_path: A
         assert Run.open(place).listed() == [4, 5, 6, 7, 8, 9]
         live = kept.blank()
         with Replica(place, heartbeat=0) as replica:
+            assert replica.sync(live) == 9
+        assert same(live, kept.weights[9])
+
+
+def test_a_mirror_takes_over_no_mark_of_what_alone_leads_on_there(kept: Kept, tmp_path: Any) -> None:
+    store = empty()
+    publish(store, kept.weights[:10], anchor_every=4)
+    damage_anchor(store, 8)
+    mirror = Mirror(Run.open(store), LocalStore(tmp_path))
+    mirror.update(9)
+    # by one that does not know of the damage
+    prune(Run.open(store), Retention(last=2, grace=0))
+    for rule in (None, Retention(last=2, grace=0)):
+        mirror.update(9, rule)
+        assert Run.open(mirror.store).pruned().versions == ((0, 3),)
+        live = kept.blank()
+        with Replica(mirror.store, heartbeat=0) as replica:
             assert replica.sync(live) == 9
         assert same(live, kept.weights[9])
 

@@ -12,7 +12,8 @@ suspended for longer finds objects missing and plans again, as with any other da
 
 A version with a tag stays. A version that stays keeps its manifest and all that lies on its cheapest path from nothing,
 as `checkout` takes it, by links that were added later too. A link counts as a way only if its objects are there, in
-their size, and no keeper found one of them damaged. Versions stay or go whole: a manifest cannot be rewritten, and one
+their size, and no keeper found one of them damaged. Where only marked versions lead to one that stays, their marks are
+taken back, so that readers find them. Versions stay or go whole: a manifest cannot be rewritten, and one
 that names a missing object would be a broken one.
 
 Time is the store's: `modified` of what lies there, against that of an object written for the purpose. No clock of a
@@ -75,8 +76,9 @@ class PrunePlan:
     later: int
     """Bytes of the marked versions."""
     waiting: tuple[int, ...]
-    """Marked before and not deleted yet: the period is not over, a replica reads them, or one that stays has no other
-    way that is whole."""
+    """Marked before and not deleted yet: the period is not over, or a replica reads them."""
+    restored: tuple[int, ...]
+    """Marked before and no longer: one that stays has no other way that is whole."""
     going: tuple[int, ...]
     """Marked before and deleted now."""
     manifests: tuple[ObjectInfo, ...]
@@ -165,14 +167,16 @@ def plan_prune(
     if cut_off:
         # by their manifests alone: what is damaged may be repaired
         on_the_way |= chain.needed(cut_off, {v: m.summary() for v, m in live.items()})
-    kept = dict(sorted({**dict.fromkeys(on_the_way, "on the way to one that stays"), **kept}.items()))
     # readers do not take a marked version, but it may be all that is left
     last_way = chain.needed(cut_off & chain.reachable(usable), usable)
+    on_the_way |= last_way
+    kept = dict(sorted({**dict.fromkeys(on_the_way, "on the way to one that stays"), **kept}.items()))
+    restored = {v for v in last_way if v in pruned}
 
     def waits(version: int | None) -> bool:
-        return version in pruned and (not ripe or version in reading or version in last_way)
+        return version in pruned and version not in restored and (not ripe or version in reading)
 
-    going = {v for v in manifests if v in pruned and not waits(v)}
+    going = {v for v in manifests if v in pruned and v not in restored and not waits(v)}
 
     def objects(versions: Collection[int], gone: Collection[int]) -> set[str]:
         """What these versions name. A link that was added later is of no use without its base."""
@@ -205,6 +209,7 @@ def plan_prune(
         tuple(sorted(marked)),
         sum(item.size for item in listing if item.key in leaves),
         tuple(sorted(v for v in manifests if waits(v))),
+        tuple(sorted(restored)),
         tuple(sorted(going)),
         tuple(item for item in listing if keys.version_of(item.key) in going),
         (
@@ -345,15 +350,19 @@ def apply_prune(run: Run, plan: PrunePlan) -> None:
     for group in (plan.manifests, (*plan.data, *plan.files, *plan.heartbeats)):
         for_each(delete, group, REQUESTS)
     # those that went are named again in case another prune, writing at the same moment, has lost them
-    _mark(run, plan.marked, gone=plan.going)
+    _mark(run, plan.marked, gone=plan.going, restored=plan.restored)
 
 
-def _mark(run: Run, versions: Iterable[int], gone: Iterable[int] = ()) -> None:
-    """A tag that was set since the survey, or is set just now, takes the mark back: `set_tag` looks at the marks after
+def _mark(run: Run, versions: Iterable[int], gone: Iterable[int] = (), restored: Iterable[int] = ()) -> None:
+    """Marks of versions in `restored` are taken back, if they still have a manifest: another prune may delete it.
+
+    A tag that was set since the survey, or is set just now, takes the mark back: `set_tag` looks at the marks after
     it has set the tag, so one of the two sees the other."""
     pruned = run.pruned()
     lost, new = ([v for v in group if v not in pruned] for group in (gone, versions))
-    if lost or new:
+    back = [v for v in restored if v in pruned and run.etag(keys.manifest(v)) is not None]
+    if lost or new or back:
+        pruned = pruned.without(back)
         run.store.put(keys.PRUNED, dump(pruned.also([*lost, *new])))
         if new and any(tag.version in new for tag in tags(run, strict=True).values()):
             run.store.put(keys.PRUNED, dump(pruned.also(lost)))

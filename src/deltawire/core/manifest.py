@@ -250,6 +250,13 @@ class Pruned(msgspec.Struct, frozen=True):
                 found.append((first, last))
         return Pruned(self.run, tuple(found))
 
+    def without(self, versions: Iterable[int]) -> Pruned:
+        found = [*self.versions]
+        for first, last in spans(versions):
+            parts = (part for a, b in found for part in ((a, min(b, first - 1)), (max(a, last + 1), b)))
+            found = [(a, b) for a, b in parts if a <= b]
+        return Pruned(self.run, tuple(found))
+
     def __contains__(self, version: object) -> bool:
         if not isinstance(version, int):
             return False

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from ..bucket.fetch import fetch
 from ..bucket.prune import Retention, prune
-from ..bucket.run import DAMAGE, MANIFEST, RUN, SMALL, Run, blobs
-from ..core import history, keys
+from ..bucket.run import DAMAGE, MANIFEST, RUN, SMALL, Run, blobs, with_added
+from ..core import chain, history, keys
 from ..core.added import INDEX_BYTES, PAGE_BYTES, AddedIndex
 from ..core.errors import AlreadyExists, ObjectNotFound, RunNotFound, RunReplaced
-from ..core.manifest import Blob, File, Head, Manifest, dump
+from ..core.manifest import Blob, File, Head, Link, Manifest, Pruned, Summary, dump
 from ..store import Store
 
 log = logging.getLogger("deltawire")
@@ -95,7 +98,7 @@ class Mirror:
                     raise  # else it was pruned meanwhile
             self._next += 1
         # only now: older versions are all that readers have here until newer ones are copied
-        self._mark((first, last) for first, last in pruned.versions if last < newest)
+        self._mark(((first, last) for first, last in pruned.versions if last < newest), spare=bool(self.damaged))
         if count or self.copy.head_hint() != newest:
             self.store.put(keys.HEAD, dump(Head(self._run.info.run, newest)))
         self._tags()
@@ -105,13 +108,32 @@ class Mirror:
                 self._sizes.pop(item.key, None)
         return count
 
-    def _mark(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Mark versions that no reader starts to read at the source: nor are they read here then."""
+    def _mark(self, ranges: Iterable[tuple[int, int]], *, spare: bool = False) -> None:
+        """Mark versions that no reader starts to read at the source: nor are they read here then.
+
+        spare   none that is all that leads to one that stays
+        """
         if wanted := [*ranges]:
             marked = self.copy.pruned()
             every = marked.also_ranges(wanted)
+            if spare:
+                every = every.without(self._last_way(every))
             if every != marked:
                 self.store.put(keys.PRUNED, dump(every))
+
+    def _last_way(self, gone: Pruned) -> set[int]:
+        """Versions that are all that leads to one that stays: without what is damaged, ways of the source end here."""
+        added: dict[int, list[Link]] = defaultdict(list)
+        for each in self.copy.added.between(-1, keys.MAX_VERSION):
+            added[each.version].append(each.link)
+        usable: dict[int, Summary] = {}
+        for version, found in self._copied(self.copy.listed()):
+            links = with_added(found, added[version]).links
+            whole = tuple(link for link in links if all(self._sizes.get(x.key) == x.size for x in link.objects))
+            usable[version] = msgspec.structs.replace(found, links=whole).summary()
+        live = {version: usable[version] for version in usable if version not in gone}
+        cut_off = live.keys() - chain.reachable(live)
+        return chain.needed(cut_off & chain.reachable(usable), usable)
 
     def _version(self, version: int, first: int) -> None:
         """Copy a version; those from `first` to it are pruned at the source."""
@@ -226,10 +248,15 @@ class Mirror:
         """Versions that were copied without some of their objects, by an earlier process."""
         gone = self.copy.pruned()
         copied = sorted(v for key in self._sizes if (v := keys.version_of(key)) is not None and v not in gone)
-        for start in range(0, len(copied), AT_ONCE):
-            for version, found in self.copy.manifests(copied[start : start + AT_ONCE]):
-                if isinstance(found, Manifest) and any(self._sizes.get(x.key) != x.size for x in blobs(found)):
-                    yield version
+        for version, found in self._copied(copied):
+            if any(self._sizes.get(x.key) != x.size for x in blobs(found)):
+                yield version
+
+    def _copied(self, versions: Sequence[int]) -> Iterator[tuple[int, Manifest]]:
+        for start in range(0, len(versions), AT_ONCE):
+            for version, found in self.copy.manifests(versions[start : start + AT_ONCE]):
+                if isinstance(found, Manifest):
+                    yield version, found
 
     def _missing(self) -> int:
         """The first version that was not copied yet: manifests are copied in order."""
