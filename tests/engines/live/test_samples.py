@@ -134,6 +134,17 @@ def test_the_prefix_of_a_proxy_is_no_part_of_a_route() -> None:
     assert route({"path": "/chatty/health", "root_path": "/chat"}) == "/chatty/health"
 
 
+def test_what_is_no_request_is_passed_on() -> None:
+    passed: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope)
+
+    scope = {"type": "lifespan"}
+    asyncio.run(VersionMiddleware(app, lambda: None)(scope, None, None))
+    assert passed == [scope]
+
+
 def test_a_bound_on_a_websocket_is_refused() -> None:
     sent: list[dict[str, Any]] = []
     opened: list[Any] = []

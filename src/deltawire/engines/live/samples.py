@@ -92,7 +92,7 @@ class VersionMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         asks = scope["type"] == "websocket" or (scope["type"] == "http" and scope["method"] in ASKING)
-        path = route(scope)
+        path = route(scope) if asks else ""
         if not asks or path.startswith(CONTROL):
             await self._app(scope, receive, send)
             return
