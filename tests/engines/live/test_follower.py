@@ -473,7 +473,7 @@ def test_a_trainer_that_paused_the_server_finds_it_paused(world: World) -> None:
     world.sync()
     world.publish()
     world.client.paused = True
-    world.sync()
+    assert world.sync() == 1
     assert world.client.paused
     assert world.client.bytes() == world.expected(1)
 

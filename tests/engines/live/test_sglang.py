@@ -24,9 +24,17 @@ import torch
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
 from prometheus_client import REGISTRY
-from test_follower import Client, World, loop, until
+from test_follower import (
+    Client,
+    World,
+    loop,
+    test_a_rank_that_fails_half_way_takes_all_back,
+    test_a_trainer_that_paused_the_server_finds_it_paused,
+    test_what_cannot_be_put_back_stays_paused_until_it_is_loaded_anew,
+    until,
+)
 
-from deltawire.core.errors import Misconfigured, NotRestored
+from deltawire.core.errors import Misconfigured
 from deltawire.engines.live.endpoint import Endpoint
 from deltawire.engines.live.engine import Engine
 from deltawire.engines.live.learn import copy_of
@@ -35,7 +43,13 @@ from deltawire.engines.live.target import WorkerError
 from deltawire.engines.sglang import SECRET, core, following, guard, hooks, register
 from deltawire.store import ObjectStore, open_store
 
-__all__ = ["loop"]
+__all__ = [
+    "loop",
+    # what holds for any engine, with the `world` of this file
+    "test_a_rank_that_fails_half_way_takes_all_back",
+    "test_a_trainer_that_paused_the_server_finds_it_paused",
+    "test_what_cannot_be_put_back_stays_paused_until_it_is_loaded_anew",
+]
 
 _here = threading.local()
 """The rank whose scheduler runs in this thread."""
@@ -202,29 +216,6 @@ def test_a_server_follows_and_what_was_in_flight_keeps_its_version(world: World)
         assert (scheduler.done, scheduler.version) == (["a batch under 0"], str(version))
 
 
-@pytest.mark.parametrize("rank", (0, 1))
-def test_a_rank_that_fails_half_way_takes_all_back(world: World, rank: int) -> None:
-    world.sync()
-    version = world.publish()
-    world.client.fail[rank, "apply"] = 1
-    with pytest.raises(WorkerError, match=f"rank {rank}"):
-        world.sync()
-    world.holds(0)
-    assert world.sync() == version
-    world.holds(version)
-
-
-def test_what_cannot_be_put_back_stays_paused_until_it_is_loaded_anew(world: World) -> None:
-    world.sync()
-    world.publish()
-    world.client.fail |= {(1, "apply"): 1, (1, "undo"): 1}
-    with pytest.raises(NotRestored):
-        world.sync()
-    assert (world.follower.state, world.follower.version, world.client.paused) == ("paused", None, True)
-    assert world.sync() == 1
-    world.holds(1)
-
-
 def test_a_server_that_cannot_drop_its_caches_stays_where_it_is(world: World) -> None:
     manager: Any = world.client
     manager.policy = world.target.engine._policy = Policy(kv="clear")  # type: ignore[attr-defined]
@@ -245,15 +236,6 @@ def test_a_server_that_cannot_drop_its_caches_stays_where_it_is(world: World) ->
     assert world.sync() == version
     world.holds(version)
     assert all("retract" in scheduler.done for scheduler in manager.schedulers)
-
-
-def test_a_trainer_that_paused_the_server_finds_it_paused(world: World) -> None:
-    world.sync()
-    world.publish()
-    world.client.paused = True
-    assert world.sync() == 1
-    assert world.client.paused
-    assert world.client.bytes() == world.expected(1)
 
 
 def test_cached_keys_and_values_are_found_by_requests_of_the_same_weights(world: World) -> None:
