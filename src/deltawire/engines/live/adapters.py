@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -265,7 +266,7 @@ class AdapterFollower(Follower):
             self.caught_up.set()
 
 
-class Adapters:
+class Adapters(ABC):
     """Follows the runs of all adapters of a server. Made in the event loop of the engine; each engine extends it.
 
     runs      name → address
@@ -338,21 +339,21 @@ class Adapters:
 
     # ── what the engine does ─────────────────────────────────────────────────────────────────────────────────────────
 
+    @abstractmethod
     async def add(self, loaded: Loaded) -> None:
         """Load a version on all ranks under its full name, while requests run. Raises if a rank cannot."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def remove(self, loaded: Loaded) -> None:
         """Drop a version from all ranks, also if only some have it. Once this returns, no step can need it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def serve(self, loaded: Loaded) -> None:
         """Let requests name this version, and have new requests for its adapter use it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def withdraw(self, loaded: Loaded) -> None:
         """Let no request name this version any more."""
-        raise NotImplementedError
 
     # ── called by followers ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -21,12 +21,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..live.channel import Answer
+from ..live.swap import errors, salted, write_all
 from . import NAME, SECRET
 
 log = logging.getLogger("deltawire")
-
-KEEP = "keep:"
-"""How a client's salt begins that stays the same across versions."""
 
 _OWN = "deltawire_own_key"
 """Attribute of a request: the `extra_key` its client gave it."""
@@ -68,9 +66,8 @@ def salt(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     """Set the present salt on a request that is put into the queue; again when it was retracted, and starts anew."""
     if not hasattr(request, _OWN):
         setattr(request, _OWN, request.extra_key)
-    own = getattr(request, _OWN)
-    if not any(key and key.startswith(KEEP) for key in (own, request.cache_salt)):
-        request.extra_key = f"{own or ''}@deltawire:{getattr(scheduler, 'deltawire_salt', '0')}"
+    present = getattr(scheduler, "deltawire_salt", "0")
+    request.extra_key = salted(getattr(request, _OWN), present, request.cache_salt)
 
 
 class Core:
@@ -115,7 +112,7 @@ class Core:
         stopped = time.perf_counter()
         answer: Answer = self._cleared() if clear else {}
         if "failure" not in answer:
-            answer = self._apply()
+            answer = write_all(self._everywhere)
         if "failure" not in answer and version:
             self._name(version)
         if "lost" in answer:
@@ -123,13 +120,6 @@ class Core:
         elif clear and not paused:
             self._continue()
         return answer | {"stop": stopped - began, "pause": time.perf_counter() - began}
-
-    def _apply(self) -> Answer:
-        answers = self._everywhere("apply")
-        if failed := _errors(answers):
-            undone = _errors(self._everywhere("undo"))
-            return {"failure": failed[0]} | ({"lost": undone[0]} if undone else {})
-        return {phase: max(answer[phase] for answer in answers) for phase in ("apply", "prove")}
 
     def _name(self, version: str) -> Answer:
         scheduler = self._scheduler
@@ -141,7 +131,7 @@ class Core:
         return {}
 
     def _cleared(self) -> Answer:
-        failed = _errors(self._gather(self._clear()))
+        failed = errors(self._gather(self._clear()))
         return {"failure": failed[0]} if failed else {}
 
     def _clear(self) -> Answer:
@@ -195,7 +185,3 @@ class Core:
         done, message = updater.update_weights_from_disk(folder, "auto")
         if not done:
             raise RuntimeError(message)
-
-
-def _errors(answers: list[Answer]) -> list[str]:
-    return [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]

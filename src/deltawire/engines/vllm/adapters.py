@@ -14,7 +14,10 @@ from typing import Any
 
 from ...core.errors import Misconfigured
 from ..live.adapters import AdapterRefused, Adapters, Loaded
+from ..live.channel import Answer
 from ..live.samples import current
+from ..live.swap import errors
+from .engine import call_ranks
 
 _ASK_S = 0.01
 """Seconds between two questions to the workers whether they have read an adapter."""
@@ -75,18 +78,11 @@ class VllmAdapters(Adapters):
         # vLLM's own route may have unloaded it
         self._models.lora_requests.pop(loaded.full_name, None)
 
-    async def _call(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
+    async def _call(self, operation: str, **arguments: Any) -> list[Answer]:
         """Call all ranks of all engines, between two steps."""
-        core = self._client.engine_core
-        what = ("collective_rpc", "deltawire_adapter", None, (operation,), arguments)
-        if len(getattr(core, "core_engines", "1")) > 1:
-            engines = await core.call_utility_all_async(*what)
-        else:
-            engines = [await core.call_utility_async(*what)]
-        answers = [answer for ranks in engines for answer in ranks]
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                raise AdapterRefused(f"rank {rank}: {answer['error']}")
+        answers = await call_ranks(self._client, "deltawire_adapter", operation, **arguments)
+        if failed := errors(answers):
+            raise AdapterRefused(failed[0])
         return answers
 
     def _lend_to(self, client: Any) -> None:

@@ -14,11 +14,11 @@ beside that; one that begins with `keep:` is left alone, so that the turns of a 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-KEEP = "keep:"
-"""How a client's salt begins that stays the same across versions."""
+from ..live.swap import salted, undo_all, write_all
 
 _OWN = "deltawire_own_salt"
 """Attribute of a request: the salt its client gave it."""
@@ -43,7 +43,7 @@ def _salt_requests(core_class: Any, scheduler_class: Any) -> None:
     def preprocessed(core: Any, request: Any) -> Any:
         # in the thread that reads requests, which hashes their prompts too
         own = request.cache_salt
-        request.cache_salt = _salted(own, core.scheduler.deltawire_salt)
+        request.cache_salt = salted(own, core.scheduler.deltawire_salt)
         made, wave = preprocess(core, request)
         setattr(made, _OWN, own)
         return made, wave
@@ -91,7 +91,7 @@ def swap(core: Any, version: str, clear: bool) -> dict[str, Any]:
             if clear:
                 core.reset_mm_cache()
                 core.reset_encoder_cache()
-            answer = _apply(core)
+            answer = write_all(_everywhere(core))
         if "failure" not in answer and version:
             core.set_weight_version(version)
     except Exception as error:
@@ -104,22 +104,11 @@ def swap(core: Any, version: str, clear: bool) -> dict[str, Any]:
 
 def undo(core: Any) -> dict[str, Any]:
     """Put the previous weights back on all ranks, because another engine of the server failed; `lost` if that fails."""
-    try:
-        undone = core.collective_rpc("deltawire", args=("undo",))
-    except Exception as error:
-        return {"lost": f"{type(error).__name__}: {error}"}
-    return {"lost": found[0]} if (found := _errors(undone)) else {}
+    return undo_all(_everywhere(core))
 
 
-def _apply(core: Any) -> dict[str, Any]:
-    answers = core.collective_rpc("deltawire", args=("apply",))
-    if failed := _errors(answers):
-        return {"failure": failed[0]} | undo(core)
-    return {phase: max(answer[phase] for answer in answers) for phase in ("apply", "prove")}
-
-
-def _errors(answers: list[dict[str, Any]]) -> list[str]:
-    return [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
+def _everywhere(core: Any) -> Callable[[str], list[dict[str, Any]]]:
+    return lambda operation: core.collective_rpc("deltawire", args=(operation,))
 
 
 def _waiting(scheduler: Any) -> list[Any]:
@@ -130,12 +119,8 @@ def _waiting(scheduler: Any) -> list[Any]:
 
 def _salt(request: Any, salt: str) -> None:
     """Set the present salt on a request of which nothing is computed yet."""
-    salted = _salted(getattr(request, _OWN, None), salt)
-    if request.cache_salt != salted:
-        request.cache_salt = salted
+    wanted = salted(getattr(request, _OWN, None), salt)
+    if request.cache_salt != wanted:
+        request.cache_salt = wanted
         request.block_hashes.clear()
         request.update_block_hashes()
-
-
-def _salted(own: str | None, salt: str) -> str:
-    return own if own is not None and own.startswith(KEEP) else f"{own or ''}@deltawire:{salt}"

@@ -21,16 +21,14 @@ class VllmEngine:
         config = client.vllm_config
         self.source = str(config.model_config.model)
         self.has_draft = has_draft(config)
-        self._engines = len(getattr(client.engine_core, "core_engines", "1"))
-        """Number of engine cores: one per data-parallel rank."""
+        self._engines = engines(client)
         first = getattr(client.engine_core, "engine_ranks_managed", [0])[0]
         self.first_rank = first * config.parallel_config.world_size if first else 0
 
     async def call(self, operation: str, **arguments: object) -> list[Answer]:
         if self._engines == 1:
             return await self._client.collective_rpc("deltawire", args=(operation,), kwargs=arguments)  # type: ignore[no-any-return]
-        found = await self._core_call("collective_rpc", "deltawire", None, (operation,), arguments)
-        return [answer for ranks in found for answer in ranks]
+        return await call_ranks(self._client, "deltawire", operation, **arguments)
 
     async def swap(self, version: str) -> Answer:
         """One call to the engine core (core.py). Requests that are not to be kept are stopped before, and so are all
@@ -51,15 +49,15 @@ class VllmEngine:
         """Swap on all engines, or on none; they get the name when all of them have the weights."""
         clear = self._policy.kv == "clear"
         if self._engines == 1:
-            return (await self._core_call("deltawire_swap", version, clear))[0]  # type: ignore[no-any-return]
-        answers = await self._core_call("deltawire_swap", "", clear)
+            return (await call_cores(self._client, "deltawire_swap", version, clear))[0]  # type: ignore[no-any-return]
+        answers = await call_cores(self._client, "deltawire_swap", "", clear)
         failed = [f"engine {n}: {answer['failure']}" for n, answer in enumerate(answers) if "failure" in answer]
         if failed:
-            undone = await self._core_call("deltawire_undo")
+            undone = await call_cores(self._client, "deltawire_undo")
             lost = [answer["lost"] for answer in undone if "lost" in answer]
             return {"failure": failed[0]} | ({"lost": lost[0]} if lost else {})
         if version:
-            await self._core_call("set_weight_version", version)
+            await call_cores(self._client, "set_weight_version", version)
         return {phase: max(answer[phase] for answer in answers) for phase in ("stop", "apply", "prove")}
 
     async def hold(self) -> None:
@@ -84,9 +82,21 @@ class VllmEngine:
         if resume:
             await self._client.wake_up(["scheduling"])
 
-    async def _core_call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every engine core: one, or one per data-parallel rank."""
-        core = self._client.engine_core
-        if self._engines == 1:
-            return [await core.call_utility_async(method, *args)]
-        return await core.call_utility_all_async(method, *args)  # type: ignore[no-any-return]
+
+def engines(client: Any) -> int:
+    """Number of engine cores: one per data-parallel rank."""
+    return len(getattr(client.engine_core, "core_engines", "1"))
+
+
+async def call_cores(client: Any, method: str, *args: Any) -> list[Any]:
+    """Call a method of every engine core."""
+    core = client.engine_core
+    if engines(client) == 1:
+        return [await core.call_utility_async(method, *args)]
+    return await core.call_utility_all_async(method, *args)  # type: ignore[no-any-return]
+
+
+async def call_ranks(client: Any, method: str, operation: str, **arguments: object) -> list[Answer]:
+    """Call a method of every worker of every engine, between two steps."""
+    found = await call_cores(client, "collective_rpc", method, None, (operation,), arguments)
+    return [answer for ranks in found for answer in ranks]
