@@ -27,6 +27,7 @@ after it is served. The control phase is cut into windows of the same lengths. I
     step       median time between two tokens of a stream
     served     from the commit of a version until it is served and proven, the wait for the next poll included
     total      the same from when the server has noticed it; fetch, decode, pause, stop, apply, prove: parts of it
+`--view fp8-block` publishes the same steps as fp8 (docs/fp8.md), to a server that was started from an fp8 checkpoint.
 `--chart RESULT.json CHART.svg` draws tokens around a sync.
 `--make FOLDER` only makes the versions of these phases; `--made FOLDER` measures with what that has made, or is making.
 `--turns FOLDER` is for measuring several servers that are started at once: before each phase it waits for a file of its
@@ -231,8 +232,11 @@ def _pin_session(session: int, cores: list[int]) -> None:
 # ── the versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_versions(model: Path, folder: Path, device: str, order: list[tuple[str, float]], last: bool) -> None:
+def make_versions(
+    model: Path, folder: Path, device: str, order: list[tuple[str, float]], last: bool, view: str | None = None
+) -> None:
     """Publish version 0, a reference to the model, version 1, which is the same, and one for each (encoding, density).
+    With a view, version 0 is the view of the model's weights, written to folder/served too.
 
     What each adds to the bucket is kept as folder/VERSION, as links (that of 0 with 1), and a line about it in
     folder/made.jsonl. With `last`, the newest version is written as a checkpoint, and what one more step would change
@@ -241,6 +245,7 @@ def make_versions(model: Path, folder: Path, device: str, order: list[tuple[str,
     import torch
     from safetensors.torch import load_file, save_file
 
+    from deltawire.engines.live.launch import write_version
     from deltawire.trainer import Publisher
 
     def note(line: dict[str, Any]) -> None:
@@ -261,9 +266,13 @@ def make_versions(model: Path, folder: Path, device: str, order: list[tuple[str,
                 gc.collect()
                 if device == "cuda":
                     torch.cuda.empty_cache()
-            publisher, current = Publisher(bucket, encoding=encoding, anchor_ratio=100.0, reference=model), encoding
+            source: dict[str, Any] = {"view": view, "files": model} if view else {"reference": model}
+            publisher, current = Publisher(bucket, encoding=encoding, anchor_ratio=100.0, **source), encoding
             if version > 1:
                 publisher.resume(weights)
+            elif view:
+                publisher.publish(weights).result(600)
+                write_version(str(bucket), 0, folder / "served")
         if density:
             for tensor in weights.values():
                 _move(tensor, density, generator)
@@ -277,7 +286,9 @@ def make_versions(model: Path, folder: Path, device: str, order: list[tuple[str,
         })  # fmt: skip
     assert publisher is not None
     publisher.close()
-    if last:
+    if last and view:
+        write_version(str(bucket), version, folder / "last")
+    elif last:
         full = folder / "last"
         shutil.copytree(model, full, ignore=shutil.ignore_patterns("*.safetensors"))
         save_file(weights, full / "model.safetensors", metadata={"format": "pt"})
@@ -359,6 +370,7 @@ def measure(options: argparse.Namespace, report: dict[str, Any], save: Callable[
     report |= {
         "shape": options.shape, "sizes": sizes, "density": options.density, "streams": options.streams,
         "weights": sum(int(np.prod(shape)) for _, shape in _tensors(sizes)), "poll_s": options.poll,
+        "view": options.view,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="deltawire-pause-", dir=options.scratch) as name:
         folder = Path(name)
@@ -373,7 +385,8 @@ def measure(options: argparse.Namespace, report: dict[str, Any], save: Callable[
         flags = ["--no-enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "4096", "--max-num-seqs",
                  str(max(64, options.streams)), "--worker-extension-cls", "vllm_test_plugin.Probe",
                  *shlex.split(options.flags)]  # fmt: skip
-        server = Server(model, folder / "log", run=followed, flags=flags, DELTAWIRE_POLL=str(options.poll),
+        served = making.folder / "served" if options.view else model
+        server = Server(served, folder / "log", run=followed, flags=flags, DELTAWIRE_POLL=str(options.poll),
                         DELTAWIRE_HEARTBEAT=None)  # fmt: skip
         try:
             server.wait(limit=500)
@@ -434,7 +447,7 @@ class _Making:
         if not options.made:
             last = {"equal", "rivals"} & {*options.phases} != set()
             command = [sys.executable, __file__, "--as", "publisher", str(model), str(folder), device,
-                       json.dumps([*_order(options)]), str(int(last))]  # fmt: skip
+                       json.dumps([*_order(options)]), str(int(last)), options.view or ""]  # fmt: skip
             self._process = subprocess.Popen(command)
 
     def wait(self, version: int | None = None) -> None:
@@ -817,8 +830,8 @@ def main() -> None:
             folder, shape, layers, device = sys.argv[3:]
             make_model(Path(folder), _sizes(shape, int(layers)), device)
         else:
-            model, folder, device, order, last = sys.argv[3:]
-            make_versions(Path(model), Path(folder), device, json.loads(order), last=last == "1")
+            model, folder, device, order, last, view = sys.argv[3:]
+            make_versions(Path(model), Path(folder), device, json.loads(order), last == "1", view or None)
         return
     from _report import about, print_about, write_json
     from deltawire.cli.common import ended_by_sigterm
@@ -829,6 +842,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="made before, by `--as model FOLDER SHAPE LAYERS DEVICE`")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=["control", "packed", "context"])
     parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--view", choices=("fp8-block",), help="publish and serve this view of the weights; no rivals")
     parser.add_argument("--syncs", type=int, nargs="+", default=[50], help="of each encoding in turn, the last for all")
     parser.add_argument("--control", type=int, help="windows of the control phase; as many as syncs by default")
     parser.add_argument("--streams", type=int, default=64)
@@ -850,7 +864,7 @@ def main() -> None:
     if options.make:
         last = {"equal", "rivals"} & {*options.phases} != set()
         device = "cuda" if os.environ.get("DEVICE") == "cuda" else "cpu"
-        make_versions(options.model, options.make, device, [*_order(options)], last)
+        make_versions(options.model, options.make, device, [*_order(options)], last, options.view)
         return
     facts = about()
     print_about(facts)

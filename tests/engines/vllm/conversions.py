@@ -1,11 +1,13 @@
 """The functions of a real vLLM that lay out weights for kernels, as plain functions: `make test-vllm`.
 
 Each one is run as the hook of a layer; what `learn` takes for a permutation must be one for other random bits too.
-Which of these kernels can compute on this machine does not matter: the functions only move bytes.
+Which of these kernels can compute on this machine does not matter: the functions only move bytes. With DEVICE=cuda they
+do so on a GPU.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,9 @@ from deltawire.core.schema import TensorSpec
 from deltawire.engines.live.learn import Layer, Learned
 from deltawire.engines.live.placement import Piece
 
+DEVICE = os.environ.get("DEVICE", "cpu")
+of_the_cpu_build = pytest.mark.skipif(DEVICE != "cpu", reason="an operator of vLLM's CPU build")
+
 Convert = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Both projections of experts, [experts, 2 · inner, hidden] and [experts, hidden, inner]."""
 
@@ -29,8 +34,9 @@ SHAPES = [(2, 64, 128), (4, 96, 64), (3, 256, 192)]
 class Experts(nn.Module):
     def __init__(self, experts: int, inner: int, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.w13_weight = nn.Parameter(torch.zeros(experts, 2 * inner, hidden, dtype=dtype), requires_grad=False)
-        self.w2_weight = nn.Parameter(torch.zeros(experts, hidden, inner, dtype=dtype), requires_grad=False)
+        w13, w2 = (experts, 2 * inner, hidden), (experts, hidden, inner)
+        self.w13_weight = nn.Parameter(torch.zeros(w13, dtype=dtype, device=DEVICE), requires_grad=False)
+        self.w2_weight = nn.Parameter(torch.zeros(w2, dtype=dtype, device=DEVICE), requires_grad=False)
 
     def fill(self, seed: int) -> dict[str, Tensor]:
         """Random bits; a copy of them."""
@@ -83,7 +89,7 @@ def is_learned(convert: Convert, shape: tuple[int, int, int], dtype: torch.dtype
         if place.places is None:
             live = place.view
         else:
-            at = torch.from_numpy(place.places.rows[:, None] + place.places.columns)
+            at = torch.from_numpy(place.places.rows[:, None] + place.places.columns).to(DEVICE)
             live = place.view[at]
         assert torch.equal(live.view(units), expected.view(units)), piece.region.tensor.name
 
@@ -127,12 +133,14 @@ def test_experts_for_a_gpu(backend: str, shape: tuple[int, int, int]) -> None:
     is_learned(unquantized(backend), shape, torch.bfloat16)
 
 
+@of_the_cpu_build
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("isa", ("vec", "amx"))
 def test_experts_packed_for_a_cpu(isa: str, shape: tuple[int, int, int]) -> None:
     is_learned(packed_for_cpu(isa), shape, torch.bfloat16)
 
 
+@of_the_cpu_build
 @pytest.mark.parametrize("shape", [(2, 48, 64), (3, 40, 96)])
 def test_experts_padded_for_a_cpu(shape: tuple[int, int, int]) -> None:
     is_learned(padded_for_cpu, shape, torch.bfloat16)
@@ -153,7 +161,8 @@ def test_requantization_to_powers_of_two_is_refused() -> None:
     def convert(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
         for weight in (w13, w2):
             experts, rows, columns = weight.shape
-            requant_weight_ue8m0_inplace(weight, torch.full((experts, rows // 128, columns // 128), 0.3), (128, 128))
+            scales = torch.full((experts, rows // 128, columns // 128), 0.3, device=weight.device)
+            requant_weight_ue8m0_inplace(weight, scales, (128, 128))
         return w13, w2
 
     layer = Experts(2, 128, 128, torch.float8_e4m3fn)

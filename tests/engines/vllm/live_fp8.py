@@ -108,10 +108,19 @@ SIZES = {"head_dim": 64, "moe_intermediate_size": 128}
 """vLLM's kernels want whole blocks of each projection."""
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_a_server_follows_a_derived_run(kind: str, tmp_path: Path) -> None:
+KERNELS = {
+    ("qwen3", "cutlass"): "Selected CutlassFp8BlockScaledMMKernel for Fp8LinearMethod",
+    ("qwen3", "triton"): "Selected TritonFp8BlockScaledMMKernel for Fp8LinearMethod",
+    ("qwen3_moe", "triton"): "Using TRITON Fp8 MoE backend",
+}
+"""Kind of model and back end, and what vLLM's log says where it computes with that one."""
+
+
+@pytest.mark.parametrize("kind, backend", [*KERNELS] if ON_GPU else [("qwen3", "cpu"), ("qwen3_moe", "cpu")])
+def test_a_server_follows_a_derived_run(kind: str, backend: str, tmp_path: Path) -> None:
     """A bf16 trainer, `derive` beside it, and vLLM on the derived run: patched in place, equal to fresh loads."""
     sizes = SIZES if kind == "qwen3_moe" else {"head_dim": 64}
+    flags = [f"--{'moe' if kind == 'qwen3_moe' else 'linear'}-backend", backend] if ON_GPU else []
     trainer = Trainer(make_model(tmp_path / "model", kind, **sizes), tmp_path / "bf16")
     trainer.publish(0)
     derived, noted = tmp_path / "fp8", {}
@@ -122,12 +131,13 @@ def test_a_server_follows_a_derived_run(kind: str, tmp_path: Path) -> None:
 
     with Deriver(Run.open(str(trainer.run)), derived, "fp8-block") as deriver:
         list(deriver.follow(once=True))
-        server = Server(checked_out(0), tmp_path / "log", run=derived)
+        server = Server(checked_out(0), tmp_path / "log", run=derived, flags=flags)
         try:
             if not ON_GPU and not _computes_in_fp8():
                 assert "AMX" in server.ended()
                 return
             server.wait().until(version=0, state="healthy")
+            assert not ON_GPU or KERNELS[kind, backend] in server.log.read_text()
             for version in range(1, VERSIONS + 1):
                 trainer.publish(0.002)
                 list(deriver.follow(once=True))
@@ -136,7 +146,7 @@ def test_a_server_follows_a_derived_run(kind: str, tmp_path: Path) -> None:
         finally:
             server.stop()
             trainer.close()
-    fresh = fresh_checksums([checked_out(version) for version in noted], 1)
+    fresh = fresh_checksums([checked_out(version) for version in noted], 1, flags)
     assert [*noted.values()] == fresh
 
 

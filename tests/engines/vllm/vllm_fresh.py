@@ -64,12 +64,13 @@ def main() -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    flags = ["--model", folders[0], "--dtype", "bfloat16", "--max-model-len", "512", "--enforce-eager",
+             "--tensor-parallel-size", str(tp), *os.environ["FLAGS"].split()]  # fmt: skip
+    parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
     # made once for all versions of a model: it takes as long as to load one
-    made = EngineArgs(
-        model=folders[0], dtype="bfloat16", max_model_len=512, enforce_eager=True, tensor_parallel_size=tp,
-        enable_expert_parallel="--enable-expert-parallel" in os.environ["FLAGS"],
-    ).create_engine_config()  # fmt: skip
+    made = EngineArgs.from_cli_args(parsed).create_engine_config()
     with set_current_vllm_config(made):
         init_distributed_environment(tp, rank, "env://", rank, backend="nccl" if torch.cuda.is_available() else "gloo")
         initialize_model_parallel(tp)
