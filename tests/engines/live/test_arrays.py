@@ -22,6 +22,19 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert all(np.array_equal(found[name], given[name]) for name in given)
 
 
+def test_what_is_written_is_read_in_parts(tmp_path: Path) -> None:
+    given = np.arange(1000, dtype=np.uint16).reshape(10, 100)
+    arrays.write(tmp_path / "file", {"before": np.ones(3, np.uint8), "a": given})
+    found = arrays.open_stored(tmp_path / "file")["a"]
+    (tmp_path / "file").unlink()
+    assert (found.dtype, found.shape, found.nbytes) == (given.dtype, given.shape, given.nbytes)
+    part = np.empty(600, np.uint8)
+    found.read(1400, part)
+    assert part.tobytes() == given.tobytes()[1400:]
+    with pytest.raises(OSError, match="ends within an array"):
+        found.read(1900, part)
+
+
 FILL = """
 import sys
 from pathlib import Path

@@ -1,4 +1,8 @@
-"""Arrays in files that one process of a node writes and another maps: a header in JSON, then the arrays."""
+"""Arrays in files that one process of a node writes and another reads: a header in JSON, then the arrays.
+
+Where a model is served, large ones are read in parts and not mapped: to unmap hundreds of megabytes takes tens of
+milliseconds, in which other threads of the process may wait for memory.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +22,30 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 _ALIGNED = 64
 _PREFIX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An array that stays in its file."""
+
+    file: FileIO
+    start: int
+    """Where in the file it begins."""
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape))
+
+    def read(self, start: int, out: Array) -> None:
+        """Fill `out`, which is bytes, from byte `start` of the array on."""
+        view = out.data
+        while view:
+            count = os.preadv(self.file.fileno(), [view], self.start + start)
+            if not count:
+                raise OSError(f"{self.file.name!r} ends within an array")
+            start, view = start + count, view[count:]
 
 
 def folder() -> tempfile.TemporaryDirectory[str]:
@@ -52,10 +82,15 @@ def create(path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dic
 def open_arrays(path: Path) -> dict[str, Array]:
     """Map the arrays of a file. The file may be removed while they are in use."""
     with open(path, "rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    size = int.from_bytes(memory[:_PREFIX], "little")
-    layout = json.loads(memory[_PREFIX : _PREFIX + size])
-    return _views(memory, layout, -(-(_PREFIX + size) // _ALIGNED) * _ALIGNED)
+        layout, start = _head(file.read)
+        return _views(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), layout, start)
+
+
+def open_stored(path: Path) -> dict[str, Stored]:
+    """The arrays of a file, to be read in parts. The file may be removed while they are in use."""
+    file = FileIO(path)
+    layout, start = _head(file.read)
+    return {name: Stored(file, start + at, np.dtype(dtype), tuple(shape)) for name, dtype, shape, at in layout}
 
 
 def write(path: Path, arrays: Mapping[str, Array]) -> None:
@@ -63,6 +98,12 @@ def write(path: Path, arrays: Mapping[str, Array]) -> None:
     made = create(path, {name: (array.dtype.str, array.shape) for name, array in arrays.items()})
     for name, array in arrays.items():
         made[name][...] = array
+
+
+def _head(read: Callable[[int], bytes]) -> tuple[Any, int]:
+    """Names, dtypes, shapes and places of the arrays, and where the first one begins."""
+    size = int.from_bytes(read(_PREFIX), "little")
+    return json.loads(read(size)), -(-(_PREFIX + size) // _ALIGNED) * _ALIGNED
 
 
 def _views(memory: mmap.mmap, layout: Any, start: int) -> dict[str, Array]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ class DeviceShard:
 
     def receive(self, moves: Path, parts: Sequence[tuple[int, int]], ranks: Path | None, sheet: Path | None) -> Patch:
         """What the decoder wrote for this rank: moves of several kinds, and ranks of the tiles that were counted."""
-        found = arrays.open_arrays(moves)
+        found = arrays.open_stored(moves)
         with self._beside():
             ready = []
             for kind, count in parts:
@@ -115,7 +116,7 @@ class DeviceShard:
                     ready.append((self._plan, kernels.resolve(self._views, sent_moves, plan=self._plan)))
             if ranks is not None and sheet is not None:
                 plan, rules = kernels.read_sheet(arrays.open_arrays(sheet), self._views, self._tile_plans)
-                placed = (self._send(array) for array in arrays.open_arrays(ranks).values())
+                placed = [self._send(array) for array in arrays.open_stored(ranks).values()]
                 ready.append((plan, kernels.place(self._views, plan, rules, *placed)))
         return self._patch(*ready)
 
@@ -139,7 +140,7 @@ class DeviceShard:
         """Count the classes of old weights in the tiles of a sheet."""
         with self._beside():
             plan, rules = kernels.read_sheet(arrays.open_arrays(sheet), self._views, self._tile_plans)
-            sizes = kernels.class_counts(self._views, plan, rules).cpu().numpy()
+            sizes = self._fetch(kernels.class_counts(self._views, plan, rules))
         arrays.write(out, {"sizes": sizes})
 
     def moved(self, patch: Patch, groups: Sequence[int]) -> Sums:
@@ -161,17 +162,33 @@ class DeviceShard:
         table = np.array(rows, np.int64).reshape(-1, 4)[plan.tensor]
         return kernels.Origins(torch.from_numpy(table).to(self._device), len(numbers))
 
-    def _send(self, array: arrays.Array) -> Tensor:
+    def _send(self, array: arrays.Array | arrays.Stored) -> Tensor:
         """A copy on the device. Pinned memory is filled while the interpreter is free for others."""
-        flat = array.reshape(-1).view(np.uint8)
         dtype = {"u2": torch.uint16, "u4": torch.uint32, "u1": torch.uint8, "i8": torch.int64, "i4": torch.int32}
         out = torch.empty(array.shape, dtype=dtype[array.dtype.str[1:]], device=self._device)
-        if not self._slots:
-            out.view(torch.uint8).reshape(-1).copy_(torch.from_numpy(flat.copy()))
-            return out
         to = out.view(torch.uint8).reshape(-1)
-        for number, start in enumerate(range(0, flat.size, _SLOT)):
-            self._slots[number % 2].send(flat[start : start + _SLOT], to[start : start + _SLOT])
+
+        def read(start: int, part: arrays.Array) -> None:
+            if isinstance(array, arrays.Stored):
+                array.read(start, part)
+            else:
+                np.copyto(part, array.reshape(-1).view(np.uint8)[start : start + part.size])
+
+        if not self._slots:
+            read(0, to.numpy())
+            return out
+        for number, start in enumerate(range(0, to.numel(), _SLOT)):
+            self._slots[number % 2].send(partial(read, start), to[start : start + _SLOT])
+        return out
+
+    def _fetch(self, tensor: Tensor) -> arrays.Array:
+        """A copy of 32-bit integers in host memory."""
+        if not self._slots:
+            return tensor.numpy()
+        out = np.empty(tuple(tensor.shape), np.int32)
+        flat, to = tensor.reshape(-1).view(torch.uint8), out.reshape(-1).view(np.uint8)
+        for start in range(0, to.size, _SLOT):
+            self._slots[0].fetch(flat[start : start + _SLOT], to[start : start + _SLOT])
         return out
 
     @contextmanager
@@ -252,18 +269,26 @@ class _Shadow:
 
 
 class _Slot:
-    """Pinned memory on the way to the device."""
+    """Pinned memory on the way to the device, or from it."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(_SLOT, dtype=torch.uint8, pin_memory=True)
         self._bytes = self._memory.numpy()
         self._sent = torch.cuda.Event()
 
-    def send(self, data: arrays.Array, to: Tensor) -> None:
+    def send(self, read: Callable[[arrays.Array], None], to: Tensor) -> None:
+        """Copy what `read` puts into its argument."""
         self._sent.synchronize()
-        np.copyto(self._bytes[: data.size], data)
-        to.copy_(self._memory[: data.size], non_blocking=True)
+        read(self._bytes[: to.numel()])
+        to.copy_(self._memory[: to.numel()], non_blocking=True)
         self._sent.record()
+
+    def fetch(self, data: Tensor, to: arrays.Array) -> None:
+        self._sent.synchronize()
+        self._memory[: to.size].copy_(data, non_blocking=True)
+        self._sent.record()
+        self._sent.synchronize()
+        np.copyto(to, self._bytes[: to.size])
 
 
 class _Proof:

@@ -6,6 +6,7 @@ $VLLM_TEST_REFUSE is a reason to refuse deltas: every version is then reloaded i
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from itertools import cycle, pairwise
@@ -134,11 +135,13 @@ class Probe:
     def note_staging(self, on: bool) -> dict[str, Any]:
         """Note when the model computes and when staging does what, or stop that. Returns [name, begin, end] of each
         call and the begin of each step, by the clock of `time.monotonic`, since it was switched on."""
+        from deltawire import kernels
         from deltawire.engines.live.device import DeviceShard
         from deltawire.engines.live.rank import Rank
         from deltawire.kernels import triton_ops
 
         if not on:
+            gc.callbacks.remove(self.collecting)
             for owner, name, original in self.replaced:
                 setattr(owner, name, original)
             return {"calls": self.noted, "steps": self.begun}
@@ -148,13 +151,24 @@ class Probe:
             (owner, name, getattr(owner, name))
             for owner, names in (
                 (DeviceShard, ("count", "receive", "moved", "digests_beside", "_send", "_patch", "write", "digests")),
+                (DeviceShard, ("_fetch",)),
                 (Rank, ("_require_in_place",)),
+                (kernels, ("read_sheet",)),
                 (triton_ops, ("class_counts", "place", "resolve", "digest_change")),
             )
             for name in names
         ]
         for owner, name, original in self.replaced:
             setattr(owner, name, _timed(original, name, self.noted))
+
+        def collecting(phase: str, info: dict[str, int]) -> None:
+            if phase == "start":
+                self.collecting_since = time.monotonic()
+            else:
+                self.noted.append((f"gc {info['generation']}", self.collecting_since, time.monotonic()))
+
+        self.collecting = collecting
+        gc.callbacks.append(collecting)
         runner = self.model_runner  # type: ignore[attr-defined]
         compute = runner.execute_model
 

@@ -103,14 +103,43 @@ class _Block:
 
     def __init__(self, changes: Sequence[Change], tile: int) -> None:
         dtype = lookup(changes[0].region.tensor.dtype)
-        self.exponent = exponent(dtype)
+        self.exponent = shift, mask = exponent(dtype)
         """Lowest bit and mask of the exponent."""
-        self.regions = [_prepare(change, dtype.steps_are_signed, self.exponent, tile) for change in changes]
+        # all regions at once: each call gives up the interpreter's lock, which other blocks are waiting for
+        positions, old, new = (
+            np.concatenate([getattr(change, part) for change in changes]) for part in ("positions", "old", "new")
+        )
+        positions = positions.astype(np.uint32, copy=False)
+        shapes = np.array([walked(change.region.rows, change.region.columns) for change in changes], np.int64)
+        counts = np.array([change.count for change in changes], np.int64)
+        zigzags, exponents = np.empty(positions.size, np.uint32), np.empty(positions.size, np.uint8)
+        lines = np.zeros(shapes.sum(), np.int64)
+        self._hits = np.zeros((len(changes), mask + 1), np.int64)
+        """Changes of each region by their old exponent."""
+        self._steps = np.zeros((mask + 1, SYMBOLS), np.int64)
+        """Changes by old exponent and step."""
+        good = _survey(
+            positions, old, new, dtype.steps_are_signed, shift, mask, counts, shapes, zigzags, exponents, lines,
+            self._hits, self._steps,
+        )  # fmt: skip
+        if good < len(changes):
+            name = changes[good].region.tensor.name
+            raise PositionError(f"the changed positions of {name!r} are not ascending in their region")
+        self.regions: list[_Prepared] = []
+        at = line = 0
+        for (rows, columns), count in zip(shapes.tolist(), counts.tolist(), strict=True):
+            here, middle, last = slice(at, at + count), line + rows, line + rows + columns
+            changed = positions[here], zigzags[here], exponents[here]
+            per_line = lines[line:middle], lines[middle:last]
+            self.regions.append(_Prepared(rows, columns, *changed, grid_of(rows, columns, tile), *per_line))
+            at, line = here.stop, last
 
     def choose(self, old: OldBlock, first: int, seen: Counts, use_levels: bool) -> None:
         """Choose classes and levels. The regions are those of `old` from `first` on; `seen` are their exponents."""
         shift, mask = self.exponent
-        total, changed = _exponents(self.regions, seen, mask)
+        # from a sample of rows
+        scale = np.array([s.rows / -(-s.rows // s.every) for s in self.regions])[:, None]
+        total, changed = np.maximum(seen[:, : mask + 1] * scale, self._hits).sum(0), self._steps
         self.rule = _choose_rule(total, changed, shift, mask, False)
         if use_levels:
             self._choose_levels(old, first, total, changed)
@@ -131,19 +160,6 @@ class _Block:
 
     def code(self, ranked: Sequence[RankedChanges]) -> Coded:
         return _code(self.regions, ranked, self.rule, self.classes)
-
-
-def _prepare(change: Change, signed: bool, field: tuple[int, int], tile: int) -> _Prepared:
-    rows, columns = walked(change.region.rows, change.region.columns)
-    positions = np.ascontiguousarray(change.positions, np.uint32)
-    zigzags = np.empty(change.count, np.uint32)
-    zigzags_of(np.ascontiguousarray(change.old), np.ascontiguousarray(change.new), signed, zigzags)
-    unit = change.old.dtype.type
-    exponents = ((change.old >> unit(field[0])) & unit(field[1])).astype(np.uint8)
-    per_row, per_column = np.zeros(rows, np.int64), np.zeros(columns, np.int64)
-    if not _count_lines(positions, columns, per_row, per_column):
-        raise PositionError(f"the changed positions of {change.region.tensor.name!r} are not ascending in their region")
-    return _Prepared(rows, columns, positions, zigzags, exponents, grid_of(rows, columns, tile), per_row, per_column)
 
 
 def _code(regions: list[_Prepared], ranked: Sequence[RankedChanges], rule: Rule, classes: int) -> Coded:
@@ -180,17 +196,6 @@ def _code(regions: list[_Prepared], ranked: Sequence[RankedChanges], rule: Rule,
 
 
 # ── what the head says ──
-
-
-def _exponents(regions: list[_Prepared], seen: Counts, mask: int) -> tuple[Floats, Floats]:
-    """How many weights have each exponent (from a sample of rows), and the steps of those that changed."""
-    total, changed = np.zeros(mask + 1), np.zeros((mask + 1, SYMBOLS), np.int64)
-    for s, sample in zip(regions, seen, strict=True):
-        hit = np.zeros((mask + 1, SYMBOLS), np.int64)
-        runs.step_histogram(s.exponents, s.zigzags, hit)
-        total += np.maximum(sample[: mask + 1] * (s.rows / -(-s.rows // s.every)), hit.sum(1))
-        changed += hit
-    return total, changed
 
 
 def _choose_rule(total: Floats, changed: Floats, shift: int, mask: int, leveled: bool) -> Rule:
@@ -241,17 +246,9 @@ def _choose_spread(n: Floats, k: Floats, rates: npt.NDArray[np.uint8], inverse: 
 
 def _step_tables(histogram: npt.NDArray[np.int64]) -> tuple[list[list[int]], npt.NDArray[np.uint8]]:
     """Scaled step tables, and which one each class uses: neighbours share where a table of one's own does not pay."""
-    groups: list[npt.NDArray[np.int64]] = []
-    table = np.zeros(CLASSES, np.uint8)
-    for c, own in enumerate(histogram):
-        if own.any():
-            price = 8 * (int(np.flatnonzero(own)[-1]) + 2)
-            if groups and _entropy(groups[-1] + own) <= _entropy(groups[-1]) + _entropy(own) + price:
-                groups[-1] = groups[-1] + own
-            else:
-                groups.append(own)
-        table[c] = max(len(groups) - 1, 0)
-    return [scale(group[: np.flatnonzero(group)[-1] + 1]) for group in groups], table
+    groups, table = np.zeros_like(histogram), np.zeros(CLASSES, np.uint8)
+    count = _group_steps(histogram, groups, np.empty(SYMBOLS, np.int64), table)
+    return [scale(group[: np.flatnonzero(group)[-1] + 1]) for group in groups[:count]], table
 
 
 # ── kernels ──
@@ -264,6 +261,31 @@ def _entropy(counts: Any) -> Any:
         if count > 0:
             bits -= count * np.log2(count / total)
     return bits
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _group_steps(histogram: Any, groups: Any, both: Any, table: Any) -> Any:
+    """Sums of the rows that share a table, which one each row uses, and how many there are. `both` is scratch."""
+    count = 0
+    for c in range(len(histogram)):
+        last = -1
+        for i in range(both.size):
+            both[i] = histogram[c, i]
+            if both[i]:
+                last = i
+        if last >= 0:
+            apart = _entropy(both) + 8 * (last + 2)
+            if count:
+                apart += _entropy(groups[count - 1])
+                for i in range(both.size):
+                    both[i] += groups[count - 1, i]
+            if count == 0 or _entropy(both) > apart:
+                groups[count] = histogram[c]
+                count += 1
+            else:
+                groups[count - 1] = both
+        table[c] = max(count - 1, 0)
+    return count
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -310,17 +332,31 @@ def _merge_ends(total: Any, changed: Any, most: Any) -> Any:
 
 
 @njit(**LEAN)
-def _count_lines(positions: Any, columns: Any, per_row: Any, per_column: Any) -> Any:
-    """Changes per row and column; False where positions do not ascend or leave the segment."""
-    row, start, last = 0, 0, -1
-    for i in range(positions.size):
-        p = np.int64(positions[i])
-        if p <= last or p >= per_row.size * columns:
-            return False
-        last = p
-        if p - start >= columns:
-            row = p // columns
-            start = row * columns
-        per_row[row] += 1
-        per_column[p - start] += 1
-    return True
+def _survey(
+    positions: Any, old: Any, new: Any, signed: Any, shift: Any, mask: Any, counts: Any, shapes: Any, zigzags: Any,
+    exponents: Any, lines: Any, hits: Any, steps: Any,
+) -> Any:  # fmt: skip
+    """All about the changes of each region that needs no other weights. `lines` are changes per row, then per column,
+    region by region. Returns the number of the first region whose positions do not ascend or leave it; all: none."""
+    zigzags_of(old, new, signed, zigzags)
+    at = line = 0
+    for number in range(counts.size):
+        rows, columns = shapes[number, 0], shapes[number, 1]
+        row, start, last = 0, 0, -1
+        for i in range(at, at + counts[number]):
+            p = np.int64(positions[i])
+            if p <= last or p >= rows * columns:
+                return number
+            last = p
+            if p - start >= columns:
+                row = p // columns
+                start = row * columns
+            lines[line + row] += 1
+            lines[line + rows + p - start] += 1
+            exponent = (np.int64(old[i]) >> shift) & mask
+            exponents[i] = exponent
+            hits[number, exponent] += 1
+            steps[exponent, runs.step_symbol(zigzags[i])[0]] += 1
+        at += counts[number]
+        line += rows + columns
+    return counts.size

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from ...simd import LEAN
 from .classes import COLUMN_NEUTRAL, DEAD, LEVELS, ROW_NEUTRAL, Table, changes_by_line
 from .head import LEVEL_HEAD
 from .old_weights import OldBlock
@@ -73,10 +74,16 @@ def choose_levels(
     return of_rows, of_columns
 
 
-def _scatters(changed: Floats) -> bool:
+@njit(**LEAN)
+def _scatters(changed: Any) -> Any:
     """Whether counts differ by more than chance makes them (a variance equal to the mean)."""
-    mean = changed.mean()
-    return bool(((changed - mean) ** 2).sum() > 1.2 * (mean + 0.5) * len(changed))
+    total, squares = 0, 0.0
+    for count in changed:
+        total += count
+    mean = total / changed.size
+    for count in changed:
+        squares += (count - mean) ** 2
+    return squares > 1.2 * (mean + 0.5) * changed.size
 
 
 def _choose(seen: Floats, hit: Floats, base: Floats, neutral: int, dead: bool) -> LevelBytes | None:

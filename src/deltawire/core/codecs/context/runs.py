@@ -53,7 +53,7 @@ _TAIL = 4
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
-def _step_symbol(zigzag: Any) -> Any:
+def step_symbol(zigzag: Any) -> Any:
     """Symbol of a zigzagged step, its raw bits and how many."""
     z = uint64(zigzag)
     if z < uint64(DIRECT):
@@ -66,21 +66,13 @@ def _step_symbol(zigzag: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def step_histogram(keys: Any, zigzags: Any, out: Any) -> None:
-    """out[key, symbol] over steps."""
-    for i in range(zigzags.size):
-        symbol, _, _ = _step_symbol(zigzags[i])
-        out[keys[i], symbol] += 1
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def class_steps(k: Any, zigzags: Any, out: Any) -> None:
     """out[class, symbol] over steps that come tile by tile and class by class; k is [tiles, classes]."""
     i = 0
     for t in range(k.shape[0]):
         for c in range(k.shape[1]):
             for _ in range(k[t, c]):
-                symbol, _, _ = _step_symbol(zigzags[i])
+                symbol, _, _ = step_symbol(zigzags[i])
                 out[c, symbol] += 1
                 i += 1
 
@@ -149,7 +141,7 @@ def _tile_operations(
                 todo -= 1
                 previous = rank
         for i in range(at, at + kc):
-            symbol, raw, bits = _step_symbol(zigzags[i])
+            symbol, raw, bits = step_symbol(zigzags[i])
             count = put_symbol(ops, count, step_tables, step_table[c], symbol)
             count = put_bits(ops, count, raw, bits)
         at += kc
