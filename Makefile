@@ -72,7 +72,7 @@ setup-vllm:  ## make the environment of test-vllm (once, outside the clone)
 # With DEVICE=cuda: the environment of $(PYTHON), which has the GPU build of vLLM and deltawire in it.
 test-vllm:  ## run the tests against a real vLLM, on the CPU in an environment made for it, or on a GPU (DEVICE=cuda)
 ifeq ($(DEVICE),cuda)
-	@DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider -m "" --timeout 900 tests/engines/vllm/live.py tests/engines/vllm/live_fp8.py $(ARGS)
+	@DEVICE=cuda $(PYTHON) -m pytest -p no:cacheprovider -m "" --timeout 900 $(addprefix tests/engines/vllm/,live.py live_adapters.py live_fp8.py) $(ARGS)
 else
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \

@@ -1,97 +1,158 @@
 """Adapters followed by a real vLLM: from publish to served, and what clients of the base model notice.
 
     VLLM_ENVIRONMENT/bin/python benchmarks/lora_server.py      # on the CPU (tests/engines/vllm/environment.sh)
+    DEVICE=cuda python benchmarks/lora_server.py --shape 0.6B --streams 32 --rank 32
 
-A server follows two adapters while clients stream from its base model. Versions of both are published in turn, each
-in a window of its own; windows without a version lie between them. In the table, in milliseconds:
+A server follows two adapters of all linear layers while clients stream from its base model and from both adapters.
+Server, clients and trainer are processes of their own, on cores of their own where there are enough. Versions of both
+adapters are published in turn, each in a window of its own; after each comes a window of the same length without one.
+In milliseconds:
     served    from the call of `publish` until new requests get the version, as the server's status shows it
-    load      of that: all ranks register the version between two steps, after they have read it beside the model
-    step      between two tokens of a base request, in windows without a version
-    gap       the longest time between two tokens of a base request in a window
-and the memory of all processes of the server after the first tenth of the versions and at the end.
+    load      of that: all ranks read the version beside the model and register it between steps
+    step      median time between two tokens of a base request
+    gap       the longest time between two tokens of any base request in a window, with a version and without
+and the memory of all processes of the server, and of its device, after the first tenth of the versions and at the end.
+`--profile` also shows what the worker did in the longest gaps.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
+import pause_server
 from _report import about, print_about, write_json
 from deltawire.cli.common import ended_by_sigterm
-from pause import COMMON, SHAPES, spread
+from pause_server import SHAPES, Clients, Gaps, Window
+
+ADAPTERS = ("policy", "judge")
+ASK_S = 0.02
+"""Between two questions for the status, in windows with and without a version."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     from vllm_adapters import AdapterTrainer, start
-    from vllm_live import make_model
+    from vllm_live import ON_GPU
 
-    with tempfile.TemporaryDirectory(prefix="deltawire-lora-") as name:
+    cores = sorted(os.sched_getaffinity(0))
+    half, quarter = max(1, len(cores) // 2), max(1, len(cores) // 4)
+    with tempfile.TemporaryDirectory(prefix="deltawire-lora-", dir=options.scratch) as name:
         folder = Path(name)
-        model = make_model(folder / "model", "qwen3", **({**COMMON, **SHAPES[options.shape]} if options.shape else {}))
+        model = pause_server.make_model(folder / "model", SHAPES[options.shape], "cuda" if ON_GPU else "cpu")
         trainers = {
-            name: AdapterTrainer(folder / name, model, seed, options.rank)
-            for seed, name in enumerate(("policy", "judge"))
+            name: AdapterTrainer(folder / name, model, seed, options.rank, every_layer=True, small_steps=True)
+            for seed, name in enumerate(ADAPTERS)
         }
         for trainer in trainers.values():
             trainer.publish()
+        flags = [
+            "--max-lora-rank", str(max(16, options.rank)), "--max-model-len", "4096", "--no-enforce-eager",
+            "--max-num-seqs", str(max(64, options.streams + 2)), "--worker-extension-cls", "vllm_test_plugin.Probe",
+            *shlex.split(options.flags),
+        ]  # fmt: skip
         runs = {name: trainer.run for name, trainer in trainers.items()}
-        rank = ["--max-lora-rank", "64"]
-        server = start(model, folder / "log", runs, *rank, tp=options.tp, DELTAWIRE_POLL=str(options.poll))
+        server = start(model, folder / "log", runs, *flags, tp=options.tp, DELTAWIRE_POLL=str(options.poll))
         try:
-            server.wait()
-            return _versions(server, trainers, options)
+            server.wait(limit=500)
+            if len(cores) > 3:
+                # not before: what is compiled at the start may use all cores
+                pause_server._pin_session(server.process.pid, cores[:half])
+                os.sched_setaffinity(0, cores[half : half + quarter])
+            clients = cores[half + quarter :] if len(cores) > 3 else cores
+            return _versions(server, trainers, options, folder, clients)
+        except BaseException:
+            print(server.tail())
+            raise
         finally:
             server.stop()
+            if options.log:
+                options.log.write_bytes((folder / "log").read_bytes())
 
 
-def _versions(server: Any, trainers: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def _versions(
+    server: Any, trainers: dict[str, Any], options: argparse.Namespace, folder: Path, cores: list[int]
+) -> dict[str, Any]:
     from vllm_adapters import adapter
     from vllm_live import Streams
 
-    served, load, gaps, quiet, steps, memory = [], [], [], [], [], []
-    with Streams(server, count=options.streams, tokens=400) as streams:
-        while len(streams.gaps) < 50:
-            time.sleep(0.1)
-        for number in range(options.versions):
-            name = [*trainers][number % len(trainers)]
-            streams.gaps.clear()
-            clock = time.perf_counter()
-            version = trainers[name].publish()
-            status = adapter(server, name, version=version, state="healthy")
-            served.append(time.perf_counter() - clock)
+    served, load, memory = list[float](), list[float](), list[dict[str, float]]()
+    with_version, without = list[Window](), list[Window]()
+    base = Clients(server.port, options.streams, cores, folder, options.tokens)
+    mine = [Streams(SimpleNamespace(http=server.http, name=name), 1, options.tokens) for name in trainers]  # type: ignore[arg-type]
+    for streams in mine:
+        streams.__enter__()
+    # until requests have begun at many different times
+    time.sleep(options.settle)
+    # the first two of each are for what is compiled on first use
+    for number in range(-2 * len(trainers), options.versions):
+        name = [*trainers][number % len(trainers)]
+        if number == 0 and options.profile:
+            _rpc(server, "note_adapters", on=True)
+        trainers[name].step()
+        began = time.monotonic()
+        version = trainers[name].publish()
+        status = adapter(server, name, version=version, state="healthy", every=ASK_S)
+        done = time.monotonic()
+        time.sleep(options.window)
+        ended = time.monotonic()
+        while time.monotonic() < 2 * ended - began:
+            server.status()
+            time.sleep(ASK_S)
+        if number in (options.versions // 10, options.versions - 1):
+            memory.append(_memory(server))
+        if number >= 0:
+            served.append(done - began)
             load.append(status["timings"]["load"])
-            # at least one more token after the swap
-            time.sleep(options.window)
-            gaps.append(max(streams.gaps, default=0.0))
-            window = time.perf_counter() - clock
-            streams.gaps.clear()
-            time.sleep(window)
-            quiet.append(max(streams.gaps, default=0.0))
-            steps += streams.gaps
-            if number in (options.versions // 10, options.versions - 1):
-                memory.append(_memory(server))
-    assert not streams.failures, streams.failures
+            with_version.append((began, ended))
+            without.append((ended, 2 * ended - began))
+    noted = _rpc(server, "note_adapters", on=False)[0] if options.profile else None
+    gaps = Gaps(base.stop())
+    for streams in mine:
+        streams.__exit__()
+        assert not streams.failures, streams.failures
     statuses = server.status()["adapters"]
+    both = [*with_version, *without]
     return {
+        "shape": options.shape,
+        "rank": options.rank,
+        "streams": options.streams,
         "adapter_bytes": sum(2 * size[0] * size[1] for size in trainers["policy"].shapes.values()),
+        "version_bytes": int(np.median([size for trainer in trainers.values() for size in trainer.sizes])),
         "versions": options.versions,
         "failures": sum(status["failures"] for status in statuses),
         "loaded": {status["name"]: len(status["loaded"]) for status in statuses},
-        "served": spread(served),
-        "load": spread(load),
-        "step": spread(steps),
-        "longest gap, a version": spread(gaps),
-        "longest gap, none": spread(quiet),
+        "served_ms": pause_server._spread(served),
+        "load_ms": pause_server._spread(load),
+        "timings": {status["name"]: status["timings"] for status in statuses},
+        "step_ms": round(1e3 * float(np.median(np.concatenate([gaps.within(window) for window in both]))), 3),
+        "gap_with_version_ms": pause_server._spread(gaps.longest(with_version)),
+        "gap_without_ms": pause_server._spread(gaps.longest(without)),
+        "window_s": round(float(np.median([end - start for start, end in both])), 3),
+        "tokens_per_s": {
+            "with_version": round(float(np.mean([gaps.rate(window) for window in with_version])), 1),
+            "without": round(float(np.mean([gaps.rate(window) for window in without])), 1),
+        },
         "memory_mb": memory,
+        **({"profile": pause_server._explained(gaps, with_version, noted)} if noted else {}),
     }
 
 
-def _memory(server: Any) -> float:
-    """Megabytes that the processes of the server hold, shared ones counted once."""
+def _rpc(server: Any, method: str, **arguments: Any) -> list[Any]:
+    answer = server.http.post("/collective_rpc", json={"method": method, "kwargs": arguments})
+    return answer.raise_for_status().json()["results"]  # type: ignore[no-any-return]
+
+
+def _memory(server: Any) -> dict[str, float]:
+    """Megabytes that the processes of the server hold, shared ones counted once, and that its first rank has allocated
+    on the device."""
     total = 0
     for entry in Path("/proc").iterdir():
         try:
@@ -100,27 +161,34 @@ def _memory(server: Any) -> float:
                 total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
         except (ProcessLookupError, FileNotFoundError):
             continue
-    return round(total / 1e3, 1)
+    return {"host": round(total / 1e3, 1), "device": round(_rpc(server, "device_memory")[0]["now"] / 1e6, 1)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=[*SHAPES], help="the base model; a tiny one by default")
+    parser.add_argument("--shape", choices=[*SHAPES], default="tiny", help="the base model")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--versions", type=int, default=100)
-    parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument("--streams", type=int, default=2, help="requests of the base model at a time")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens of a completion, on average")
+    parser.add_argument("--settle", type=float, default=3.0, help="seconds of streaming before anything is measured")
     parser.add_argument("--poll", type=float, default=0.1)
     parser.add_argument("--window", type=float, default=0.2, metavar="SECONDS", help="after a version is served")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--flags", default="", help="more flags of vllm serve, in quotes")
+    parser.add_argument("--profile", action="store_true", help="note what the worker does in the longest gaps")
+    parser.add_argument("--scratch", type=Path, help="where model and buckets go while it runs")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    parser.add_argument("--log", type=Path, help="file for the server's log")
     options = parser.parse_args()
-    report = {"about": about(), **measure(options)}
-    print_about(report["about"])
-    for name in ("served", "load", "step", "longest gap, a version", "longest gap, none"):
-        print(f"{name:24}", "  ".join(f"{key} {value:8.1f}" for key, value in report[name].items()))
-    print({key: report[key] for key in ("adapter_bytes", "versions", "failures", "loaded", "memory_mb")})
-    if options.json:
-        write_json(options.json, report)
+    facts = about()
+    print_about(facts)
+    report = {**facts, **measure(options)}
+    for name, value in report.items():
+        if name not in facts:
+            print(f"{name:24} {value}")
+    if options.out:
+        write_json(options.out, report)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ DeltawireError
 │   ├── RolledBack
 │   └── ReferenceUnavailable
 ├── NotRestored
+├── VersionRefused
 ├── PublishError
 │   ├── WriterConflict
 │   ├── RunExists
@@ -197,6 +198,10 @@ class ReferenceUnavailable(ChainError):
 
 class NotRestored(DeltawireError):
     """Live weights were changed and could not be restored. Nothing may compute with them."""
+
+
+class VersionRefused(DeltawireError):
+    """The engine cannot serve this version. Nothing was changed, and no other object would help."""
 
 
 # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,6 +42,7 @@ from ..core.errors import (
     StoreError,
     StoreUnavailable,
     VersionNotFound,
+    VersionRefused,
 )
 from ..core.full import Source
 from ..core.manifest import Heartbeat, Manifest, SyncRecord, dump, now, spans
@@ -58,6 +59,9 @@ of every version to reach one before it skips it."""
 
 READING_EVERY = 60.0
 """Seconds, at most, between heartbeats of a replica that reads what prune must leave; `Retention.lease` is longer."""
+
+REFUSED_S = 60.0
+"""Seconds until a version that the target has refused is tried again; a later version is tried at once."""
 
 SYNCS = 24
 """Number of recent syncs that a heartbeat tells of; fewer where it would be larger than its readers allow."""
@@ -106,6 +110,20 @@ class _Repeated:
     def count(self, failed: object) -> int:
         self._last, self._times = failed, self._times + 1 if failed == self._last else 1
         return self._times
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """The version that the target has refused last."""
+
+    version: int = -1
+    reason: str = ""
+    until: float = 0.0
+    """When it is tried again, by the monotonic clock."""
+
+    def holds(self, version: int) -> bool:
+        """Whether this version is not to be tried now."""
+        return version == self.version and time.monotonic() < self.until
 
 
 class Replica:
@@ -181,6 +199,7 @@ class Replica:
         """Digest of the weights when they were last looked at."""
         self._strayed = False
         """Whether the weights were found changed by something else in this sync."""
+        self._refused = _Refused()
         self._failed, self._skipped = _Repeated(), -1
         """With `every`: the version that could not be reached, and the last one that was skipped for that."""
         self._unavailable = _Repeated()
@@ -236,7 +255,8 @@ class Replica:
         """Number of versions behind the newest that this replica knows of."""
         if self._newest is None:
             return None
-        return self._newest - (self._version if self._version is not None else -1)
+        served = self._served()
+        return self._newest - (served if served is not None else -1)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -289,7 +309,7 @@ class Replica:
                 raise
             finally:
                 self._on_name(self._version)
-            self._trouble, self._reading = "", ()
+            self._trouble, self._reading, self._refused = "", (), _Refused()
             seconds = time.perf_counter() - clock
             if want != previous:
                 self._record(want, previous, seconds)
@@ -358,13 +378,14 @@ class Replica:
             with self._lock:
                 pinned = pin()
                 if pinned is not None:
-                    want = pinned if self._version != pinned else None
+                    want = pinned if self._version != pinned and not self._refused.holds(pinned) else None
                 else:
                     want = self._next(model, every, watcher)
                 if want is not None:
                     return self.sync(model, want)
-            self._trouble = ""
-            self._beat()
+            due = self._newest if pinned is None else pinned
+            self._trouble = self._refused.reason if due == self._refused.version else ""
+            self._beat(error=self._trouble)
         except RunNotFound as error:
             if str(error) != before:
                 log.info("waiting for a run at %s", self._store.url)
@@ -378,6 +399,8 @@ class Replica:
             if every and want is not None and isinstance(error, DAMAGE) and self._failed.count(want) >= TRIES:
                 log.warning("%s: skipping version %d, which cannot be reached", self._id, want)
                 self._skipped = want
+            if want is not None and isinstance(error, VersionRefused):
+                self._refused = _Refused(want, str(error), time.monotonic() + REFUSED_S)
             watcher.forget()
             self._beat(error=str(error))
         except Exception as error:
@@ -435,6 +458,8 @@ class Replica:
         if newest is None:
             return None
         self._newest = newest
+        if self._refused.holds(newest):
+            return None
         if self._version is None:
             if every:
                 # continue from the version the model came with, which is yielded once, like any other
@@ -484,6 +509,11 @@ class Replica:
         if moved and run.info.base is not None and check_base is not None:
             check_base(run.info.base, run.store.url)
         return moved
+
+    def _served(self) -> int | None:
+        """The version that clients get, which some targets tell from that of the weights in host memory."""
+        found: int | None = getattr(self._target, "served", self._version)
+        return found
 
     def _lose_version(self) -> None:
         self._version = None
@@ -618,7 +648,7 @@ class Replica:
             self._beat_at = now()
             timings = {name: round(seconds, 6) for name, seconds in dict(self._timings).items()}
             beat = Heartbeat(
-                self._run.info.run, self._id, self._version, self._newest, not error, self._beat_at,
+                self._run.info.run, self._id, self._served(), self._newest, not error, self._beat_at,
                 _as_text(error)[:500], timings, self._reading, tuple(self._syncs), self._address,
                 self.role,
             )  # fmt: skip

@@ -6,7 +6,9 @@ import asyncio
 import gc
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from test_follower import loop, until
 
 from deltawire.bucket.replay import State
-from deltawire.core import full
+from deltawire.core import full, keys
 from deltawire.core.change import whole
+from deltawire.core.errors import VersionNotFound
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.engines.live.adapters import LEASE_S, AdapterMetrics, Adapters, Loaded, Registry
 from deltawire.trainer import Publisher
@@ -31,7 +34,7 @@ __all__ = ["loop"]
 
 def make_base(folder: Path, seed: int = 0) -> Path:
     folder.mkdir()
-    state = State(Schema.build([TensorSpec("model.q_proj.weight", "BF16", (8, 8))]))
+    state = State(Schema.build([TensorSpec("model.q_proj.weight", "BF16", (8, 4096))]))
     for bits in state.tensors.values():
         bits[:] = np.random.default_rng(seed).integers(0, 1 << 16, bits.size, np.uint16)
     full.write_checkpoint(folder, state)
@@ -45,9 +48,10 @@ class Trainer:
         config = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "base_model_name_or_path": str(base)}
         self.run, self._rng = run, np.random.default_rng(1)
         self.publisher = Publisher(run, files={"adapter_config.json": json.dumps(config).encode()})
+        # large enough for deltas to be smaller than full weights
         self.weights = {
             f"base_model.model.model.q_proj.lora_{half}.weight": self._rng.integers(0, 1 << 15, shape, np.uint16)
-            for half, shape in (("A", (2, 8)), ("B", (8, 2)))
+            for half, shape in (("A", (2, 4096)), ("B", (8, 2)))
         }
 
     def publish(self) -> int:
@@ -65,9 +69,11 @@ class Ranks(Adapters):
         self.names: dict[str, Loaded] = {}
         self.fail = ""
         self.refused: set[str] = set()
+        self.tried: list[str] = []
         self.added: list[str] = []
 
     async def add(self, loaded: Loaded) -> None:
+        self.tried.append(loaded.full_name)
         self.ranks[0][loaded.full_name] = {path.name: path.read_bytes() for path in sorted(loaded.folder.iterdir())}
         await asyncio.sleep(0)
         if self.fail or loaded.full_name in self.refused:
@@ -239,12 +245,76 @@ def test_a_failed_load_leaves_all_ranks_and_names_as_they_were(scene: Scene) -> 
     status = scene.until(state="degraded", version=0)
     assert "policy@1 cannot be loaded, nothing has changed: LoRA rank 64" in status["reason"]
     assert adapters.health("idle", "") == ("degraded", f"adapter policy: {status['reason']}")
-    assert status["failures"] >= 1
     assert adapters.names["policy"].version == 0
     until(lambda: adapters.held() == ["policy@0"])
     adapters.fail = ""
+    adapters.followers["policy"].command(None)
     scene.until(state="healthy", version=1)
     assert adapters.names["policy"].version == 1
+
+
+def test_a_refused_version_is_left_alone_until_there_is_a_later_one_or_time_has_passed(scene: Scene) -> None:
+    adapters = scene.follow()
+    scene.trainer.publish()
+    scene.until(version=0, state="healthy")
+    replica = adapters.followers["policy"].replica
+    looks, look = [0], replica._next
+
+    def looked(*args: Any) -> int | None:
+        looks[0] += 1
+        return look(*args)
+
+    replica._next = looked  # type: ignore[method-assign]
+    adapters.refused = {"policy@1"}
+    scene.trainer.publish()
+    reason = scene.until(state="degraded")["reason"]
+    before = looks[0]
+    until(lambda: looks[0] > before + 20)
+    assert adapters.tried == ["policy@0", "policy@1"]
+    assert scene.until(state="degraded")["reason"] == reason
+    replica._refused = replace(replica._refused, until=0.0)
+    until(lambda: adapters.tried == ["policy@0", "policy@1", "policy@1"])
+    scene.trainer.publish()
+    scene.until(state="healthy", version=2)
+
+
+def test_heartbeats_name_the_version_that_is_served(scene: Scene) -> None:
+    """Not one on the way to a version that was refused, which is in host memory alone."""
+    scene.trainer.publish()
+    adapters = scene.follow(pins={"policy": 0}, heartbeat=0.01)
+    scene.until(version=0, state="healthy")
+    adapters.refused = {"policy@2"}
+    for _ in range(2):
+        scene.trainer.publish()
+    follower = adapters.followers["policy"]
+    follower.command(None, pin=True)
+    assert scene.until(state="degraded", version=0, newest=2)["lag"] == 2
+    assert follower.replica.version == 1
+    beat = scene.trainer.run / keys.replica(follower.replica.id)
+    until(lambda: (said := json.loads(beat.read_text())).get("error") and said["version"] == 0)
+
+
+def test_a_leased_version_stays_loaded_until_the_lease_ends(scene: Scene) -> None:
+    adapters = scene.follow(keep=0)
+    scene.trainer.publish()
+    scene.until(version=0)
+
+    async def lease(version: int) -> None:
+        adapters.lease("policy", version, 1000)
+
+    scene.run(lease(0))
+    scene.trainer.publish()
+    scene.until(version=1, loaded=[0, 1])
+    with pytest.raises(VersionNotFound, match=r"policy@7 is not loaded; \[0, 1\] are"):
+        scene.run(lease(7))
+    # as long as the longest of its leases
+    scene.begin("policy@0")()
+    adapters._registry._clock = lambda: time.monotonic() + LEASE_S + 1
+    scene.trainer.publish()
+    scene.until(version=2, loaded=[0, 2])
+    adapters._registry._clock = lambda: time.monotonic() + 1001
+    scene.trainer.publish()
+    scene.until(version=3, loaded=[3])
 
 
 def test_a_version_that_cannot_be_loaded_is_no_obstacle_for_later_ones(scene: Scene) -> None:
@@ -332,7 +402,7 @@ def test_the_registry_keeps_what_is_used_named_or_recent() -> None:
     made[0].requests = 1
     assert registry.take_unneeded() == []
     made[0].requests = 0
-    registry.renew(made[0])
+    registry.lease(made[0])
     assert registry.take_unneeded() == []
     now[0] = LEASE_S
     assert registry.take_unneeded() == [made[0]]

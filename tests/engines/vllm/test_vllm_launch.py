@@ -40,7 +40,7 @@ def test_a_server_of_adapters_alone_has_room_for_them() -> None:
     options = Options(adapters="policy=/runs/a, judge=/runs/b")
     command, environment = prepare(options, "a/base", VLLM, {})
     assert command[:3] == ["vllm", "serve", "a/base"]
-    assert command[-5:] == ["--enable-lora", "--max-loras", "3", "--max-cpu-loras", "5"]
+    assert command[-5:] == ["--enable-lora", "--max-loras", "5", "--max-cpu-loras", "5"]
     assert not {"--weight-transfer-config", "--served-model-name"} & {*command}
     assert settings.read(environment).adapters == {"policy": "/runs/a", "judge": "/runs/b"}
     options = Options(run="s3://runs/chat", adapters="policy=/runs/a")

@@ -26,38 +26,72 @@ class AdapterServer(Server):
 
 def start(model: Path, log: Path, adapters: Mapping[str, Path], *flags: str, **options: Any) -> AdapterServer:
     """A server that follows these runs, by the names of adapters."""
-    room = ["--enable-lora", "--max-loras", str(len(adapters) + 1), "--max-cpu-loras", str(2 * len(adapters) + 1)]
+    versions = str(2 * len(adapters) + 1)
+    room = ["--enable-lora", "--max-loras", versions, "--max-cpu-loras", versions]
     named = ", ".join(f"{name}={run}" for name, run in adapters.items())
     return AdapterServer(model, log, flags=[*room, *flags], DELTAWIRE_ADAPTERS=named, **options)
 
 
 class AdapterTrainer:
-    """Versions of an adapter for a model of `make_model`, each far enough from the last to say something else."""
+    """Versions of an adapter for a model of `make_model`, each far enough from the last to say something else; with
+    `small_steps`, as far as training moves it. Of queries and values, or of `every_layer` that is linear."""
 
-    def __init__(self, run: Path, base: Path, seed: int = 0, rank: int = 4) -> None:
+    def __init__(
+        self,
+        run: Path,
+        base: Path,
+        seed: int = 0,
+        rank: int = 4,
+        *,
+        every_layer: bool = False,
+        small_steps: bool = False,
+    ) -> None:
         shape = json.loads((base / "config.json").read_text())
-        width, heads = shape["hidden_size"], shape["head_dim"]
-        modules = {"q_proj": shape["num_attention_heads"] * heads, "v_proj": shape["num_key_value_heads"] * heads}
-        self.run, self._rng = run, np.random.default_rng(seed)
+        width, inner = shape["hidden_size"], shape["intermediate_size"]
+        queries, keys = (shape[f"num_{name}_heads"] * shape["head_dim"] for name in ("attention", "key_value"))
+        # inputs and outputs
+        modules = {"self_attn.q_proj": (width, queries), "self_attn.v_proj": (width, keys)}
+        if every_layer:
+            modules |= {"self_attn.k_proj": (width, keys), "self_attn.o_proj": (queries, width)}
+            modules |= {"mlp.gate_proj": (width, inner), "mlp.up_proj": (width, inner), "mlp.down_proj": (inner, width)}
+        self.run, self._rng, self._small_steps = run, np.random.default_rng(seed), small_steps
         self.shapes = {
-            f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_{half}.weight": size
+            f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight": size
             for layer in range(shape["num_hidden_layers"])
-            for module, out in modules.items()
-            for half, size in (("A", (rank, width)), ("B", (out, rank)))
+            for module, (inputs, outputs) in modules.items()
+            for half, size in (("A", (rank, inputs)), ("B", (outputs, rank)))
         }
         config = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "bias": "none",
-            "r": rank, "lora_alpha": 2 * rank, "target_modules": [*modules], "inference_mode": True,
+            "r": rank, "lora_alpha": 2 * rank, "target_modules": [name.partition(".")[2] for name in modules],
+            "inference_mode": True,
         }  # fmt: skip
         self.publisher = Publisher(run, files={"adapter_config.json": json.dumps(config).encode()})
-
-    def publish(self) -> int:
-        # the upper half of a float32 is a bfloat16
-        weights = {
-            name: (self._rng.normal(0, 0.5, shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        self.sizes: list[int] = []
+        """Bytes of each version in the bucket."""
+        self._weights = {
+            name: self._rng.normal(0, 0.02, shape).astype(np.float32) if small_steps else np.zeros(shape, np.float32)
             for name, shape in self.shapes.items()
         }
-        return self.publisher.publish(weights).result(60).version
+
+    def step(self) -> None:
+        """Move the weights."""
+        for weights in self._weights.values():
+            moved = self._rng.standard_normal(weights.shape, np.float32)
+            if self._small_steps:
+                weights += 1e-4 * moved
+            else:
+                weights[:] = 0.5 * moved
+
+    def publish(self) -> int:
+        """A version of the weights as they are; without small steps, of new ones."""
+        if not self._small_steps:
+            self.step()
+        # the upper half of a float32 is a bfloat16
+        bits = {name: (w.view(np.uint32) >> 16).astype(np.uint16) for name, w in self._weights.items()}
+        result = self.publisher.publish(bits).result(60)
+        self.sizes.append(result.bytes)
+        return result.version
 
     def checkout(self, version: int, folder: Path) -> Path:
         run = Run.open(str(self.run))
@@ -66,7 +100,7 @@ class AdapterTrainer:
         return folder
 
 
-def adapter(server: Server, name: str, **expected: Any) -> dict[str, Any]:
+def adapter(server: Server, name: str, *, every: float = 0.01, **expected: Any) -> dict[str, Any]:
     """Wait until the status of an adapter is as expected, and return it."""
     end = time.monotonic() + 120
     while True:
@@ -74,4 +108,4 @@ def adapter(server: Server, name: str, **expected: Any) -> dict[str, Any]:
         if all(status[key] == value for key, value in expected.items()):
             return status
         assert time.monotonic() < end, f"wanted {expected}, found {status}\n{server.tail()}"
-        time.sleep(0.01)
+        time.sleep(every)

@@ -30,7 +30,7 @@ from ...bucket.replay import State
 from ...bucket.run import Run
 from ...core import full
 from ...core.digest import StateDigest
-from ...core.errors import DeltawireError, SchemaMismatch
+from ...core.errors import SchemaMismatch, VersionNotFound, VersionRefused
 from ...core.manifest import Base
 from ...core.schema import Schema
 from ...core.sparse import open_delta
@@ -53,10 +53,6 @@ _BADNESS = ("healthy", "degraded", "starting", "paused", "failed")
 """States of a follower, the best first."""
 
 
-class AdapterRefused(DeltawireError):
-    """The engine cannot serve this version of an adapter. Nothing was changed, and no other object would help."""
-
-
 @dataclass(slots=True)
 class Loaded:
     """A version of an adapter that the engine holds on all ranks."""
@@ -70,7 +66,7 @@ class Loaded:
     requests: int = 0
     """Number of requests that use it now."""
     leased_until: float = 0.0
-    """Until when a request that named this version may come back, by the monotonic clock."""
+    """Until when a client may come back for this version, by the monotonic clock."""
 
     @property
     def full_name(self) -> str:
@@ -108,9 +104,9 @@ class Registry:
             return self.current(model)
         return next((each for each in self._loaded.get(name, ()) if str(each.version) == version), None)
 
-    def renew(self, loaded: Loaded) -> None:
-        """Keep a version for a while, because a client that names it may come back."""
-        loaded.leased_until = self._clock() + LEASE_S
+    def lease(self, loaded: Loaded, seconds: float = LEASE_S) -> None:
+        """Keep a version for so long at least, because a client may come back for it."""
+        loaded.leased_until = max(loaded.leased_until, self._clock() + seconds)
 
     def take_unneeded(self) -> list[Loaded]:
         """Remove and return the versions that nothing uses and that need not be kept."""
@@ -129,7 +125,7 @@ class Loader(Protocol):
     def load(self, name: str, version: int, folder: Path) -> None:
         """Load a version on all ranks and make it the one that the name means. Owns the folder if it succeeds.
 
-        Raises AdapterRefused if a rank cannot load it: then no rank has it, and the name means what it meant.
+        Raises VersionRefused if a rank cannot load it: then no rank has it, and the name means what it meant.
         """
         ...
 
@@ -203,7 +199,7 @@ class AdapterTarget:
         clock, run, content = time.perf_counter(), self._run(), update.content
         if misfit := self.misfit():
             # the base has moved since the adapter was bound
-            raise AdapterRefused(misfit)
+            raise VersionRefused(misfit)
         made = State(run.schema)
         if isinstance(content, Delta):
             assert self._state is not None, "a replica plans deltas only from a version that it has"
@@ -385,7 +381,7 @@ class Adapters(ABC):
                 await self.add(loaded)
             except Exception as error:
                 await self._drop(loaded)
-                raise AdapterRefused(f"{loaded.full_name} cannot be loaded, nothing has changed: {error}") from error
+                raise VersionRefused(f"{loaded.full_name} cannot be loaded, nothing has changed: {error}") from error
         self._registry.put(loaded)
         self.serve(loaded)
         await self._sweep()
@@ -404,9 +400,19 @@ class Adapters(ABC):
     def ended(self, loaded: Loaded, named: bool) -> None:
         loaded.requests -= 1
         if named:
-            self._registry.renew(loaded)
-            self._loop.call_later(LEASE_S + 1, self._sweep_soon)
+            self._lease(loaded, LEASE_S)
         self._sweep_soon()
+
+    def lease(self, name: str, version: int, seconds: float) -> None:
+        """Keep a version loaded for so many seconds, also while no request uses it. Raises VersionNotFound."""
+        loaded = self._registry.find(f"{name}@{version}")
+        if loaded is None:
+            raise VersionNotFound(f"{name}@{version} is not loaded; {self._registry.versions(name)} are")
+        self._lease(loaded, seconds)
+
+    def _lease(self, loaded: Loaded, seconds: float) -> None:
+        self._registry.lease(loaded, seconds)
+        self._loop.call_later(seconds + 1, self._sweep_soon)
 
     def _sweep_soon(self) -> None:
         task = self._loop.create_task(self._sweep())

@@ -30,6 +30,9 @@ from .target import EngineTarget
 
 log = logging.getLogger("deltawire")
 
+MAX_LEASE_S = 86400
+"""Seconds that a version of an adapter may be kept by one request for it."""
+
 
 class Endpoint:
     """What a server with a follower answers. Each engine extends it: `attach` before the app starts, `open` in it."""
@@ -74,6 +77,7 @@ class Endpoint:
             self._followed, self._status, self._authorize, lambda: self._adapters.followers if self._adapters else {}
         )
         router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
+        router.add_api_route("/deltawire/lease", self.lease, methods=["POST"])
         app.include_router(router)
         app.add_middleware(HealthMiddleware, health=self._health)
 
@@ -152,6 +156,21 @@ class Endpoint:
         ):
             raise HTTPException(409, f"this server follows {follower.replica.url}; another run needs another server")
         return await control.command(follower, version, self._status)
+
+    async def lease(self, request: Request) -> dict[str, Any]:
+        """Keep a version of an adapter loaded for some time: {"adapter": "policy", "version": 41, "seconds": 600}."""
+        self._authorize(request)
+        info = await control.read(request, {"adapter", "version", "seconds"})
+        name, version, seconds = info.get("adapter"), info.get("version"), info.get("seconds")
+        if self._adapters is None or name not in self._adapters.followers:
+            raise HTTPException(404, f"this server follows no adapter {name!r:.100}")
+        if type(version) is not int or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_LEASE_S:
+            raise HTTPException(400, f"name a version by its number, and up to {MAX_LEASE_S} seconds")
+        try:
+            self._adapters.lease(name, version, seconds)
+        except DeltawireError as error:
+            raise control.refusal(error) from error
+        return {"model": f"{name}@{version}", "seconds": seconds}
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,9 +1,9 @@
 """Adapters in a vLLM server: `DELTAWIRE_ADAPTERS="policy=s3://runs/lora, judge=…"`.
 
-Every worker reads a new version in a thread beside the model (adapter_worker.py) and registers it between two steps,
-under an id and a name of its own, `policy@41`. When all ranks have it, the name `policy` in vLLM's list of models
-points to it. A request keeps the id that it began with. vLLM's prefix cache finds keys and values by name and folder of
-an adapter, which no two versions share.
+Every worker reads a new version in a thread beside the model (adapter_worker.py), registers it under an id and a name
+of its own, `policy@41`, and copies it to the device, a little between every two steps. When all ranks have it, the name
+`policy` in vLLM's list of models points to it. A request keeps the id that it began with. vLLM's prefix cache finds
+keys and values by name and folder of an adapter, which no two versions share.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from ...core.errors import Misconfigured
-from ..live.adapters import AdapterRefused, Adapters, Loaded
+from ...core.errors import Misconfigured, VersionRefused
+from ..live.adapters import Adapters, Loaded
 from ..live.channel import Answer
 from ..live.samples import current
 from ..live.swap import errors
@@ -64,6 +64,9 @@ class VllmAdapters(Adapters):
         while not all(answer["done"] for answer in await self._call("staged", id=loaded.id)):
             await asyncio.sleep(_ASK_S)
         await self._call("load", **what)
+        while not all(answer["done"] for answer in await self._call("copy", id=loaded.id)):
+            # the ranks take a step between two calls
+            pass
 
     async def remove(self, loaded: Loaded) -> None:
         await self._call("unload", id=loaded.id)
@@ -82,7 +85,7 @@ class VllmAdapters(Adapters):
         """Call all ranks of all engines, between two steps."""
         answers = await call_ranks(self._client, "deltawire_adapter", operation, **arguments)
         if failed := errors(answers):
-            raise AdapterRefused(failed[0])
+            raise VersionRefused(failed[0])
         return answers
 
     def _lend_to(self, client: Any) -> None:

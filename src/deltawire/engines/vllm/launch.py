@@ -75,4 +75,5 @@ def _room(variables: Mapping[str, str]) -> list[str]:
     from .adapters import flags
 
     sizes = flags(len(config.adapters), config.adapters_keep)
-    return ["--enable-lora", *(part for flag, least in sizes.items() for part in (flag, str(least)))]
+    # all versions that are kept fit into a batch: requests do not wait for those that use an older one
+    return ["--enable-lora", *(part for flag in sizes for part in (flag, str(max(sizes.values()))))]

@@ -180,6 +180,41 @@ class Probe:
         runner.execute_model = step
         return {}
 
+    def note_adapters(self, on: bool) -> dict[str, Any]:
+        """The same of calls that concern adapters: those of the API server by their names, and vLLM's own in them."""
+        from vllm.lora.model_manager import LoRAModelManager
+        from vllm.lora.worker_manager import WorkerLoRAManager
+
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if not on:
+            for owner, name, original in self.replaced:
+                setattr(owner, name, original)
+            return {"calls": self.noted, "steps": self.begun}
+        self.noted, self.begun = [], []
+        self.replaced = [
+            (owner, name, getattr(owner, name))
+            for owner, name in (
+                (WorkerLoRAManager, "_load_adapter"),
+                (LoRAModelManager, "_add_adapter"),
+                (LoRAModelManager, "activate_adapter"),
+                (self, "deltawire_adapter"),
+                (runner, "execute_model"),
+            )
+        ]
+        for owner, name, original in self.replaced[:3]:
+            setattr(owner, name, _timed(original, name, self.noted))
+        called, compute = self.replaced[3][2], self.replaced[4][2]
+
+        def call(operation: str, **arguments: Any) -> Any:
+            return _timed(called, operation, self.noted)(operation, **arguments)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self.begun.append(time.monotonic())
+            return compute(*args, **kwargs)
+
+        self.deltawire_adapter, runner.execute_model = call, step
+        return {}
+
     def tune(self, tiles: int = 0, rest: float = -1.0, switch_s: float = 0.0) -> None:
         """Try other breaks of staging, and another time after which Python threads take turns."""
         import sys
