@@ -51,6 +51,7 @@ class DeviceBlock:
         ends = np.cumsum(sizes + spaces)
         self._starts = ends - spaces - sizes
         self._beside = counting
+        self._placed: tuple[list[Change], Tensor] = [], torch.empty(0)
         with copying():
             parts = [read(region) for region in regions]
             self._units = torch.empty(int(ends[-1]), dtype=parts[0].dtype, device=parts[0].device)
@@ -104,7 +105,7 @@ class DeviceBlock:
             found = class_ranks([self._units], plan, make_rules(plan, rules, levels), changed)
             fetching = [fetched(part) for part in (found.sizes, found.counts, found.ranks, found.steps)]
             wait(self._units.device)
-        self._units = self._units.new_empty(0)
+        self._units, self._placed = self._units.new_empty(0), ([], torch.empty(0))
         n, k = (counted.numpy().astype(np.int64) for counted in fetching[:2])
         ranks, steps = (each.numpy().astype(np.uint32) for each in fetching[2:])
         tiles, ends = plan.first_tile.tolist(), np.cumsum([0, *(change.count for change in changes)]).tolist()
@@ -132,13 +133,21 @@ class DeviceBlock:
         return top - (units >> shift).bitwise_and_(mask).to(torch.int16).clamp_(low, top)
 
     def _put(self, units: Tensor, changes: Sequence[Change], bits: Sequence[Bits]) -> None:
-        positions, values = np.concatenate([change.positions for change in changes]), np.concatenate(bits)
-        starts = np.stack([self._starts, [change.count for change in changes]])
+        values = np.concatenate(bits)
         signed = values.view(f"i{values.itemsize}") if values.itemsize > 1 else values
         with self._beside():
-            first, counts = self._sent(starts)
-            where = self._sent(positions.view(np.int32)) + first.repeat_interleave(counts, output_size=positions.size)
-            units[where] = self._sent(signed)
+            units[self._places(changes)] = self._sent(signed)
+
+    def _places(self, changes: Sequence[Change]) -> Tensor:
+        """Where changes lie in the copy. Those that are undone first are ranked last: they are sent once."""
+        known, where = self._placed
+        if len(known) != len(changes) or any(a is not b for a, b in zip(known, changes, strict=True)):
+            positions = np.concatenate([change.positions for change in changes])
+            first, counts = self._sent(np.stack([self._starts, [change.count for change in changes]]))
+            starts = first.repeat_interleave(counts, output_size=positions.size)
+            where = self._sent(positions.view(np.int32)) + starts
+            self._placed = [*changes], where
+        return where
 
     def _sent(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._units.device)
