@@ -20,6 +20,7 @@ from deltawire.core.change import Region, whole
 from deltawire.core.schema import TensorSpec
 from deltawire.engines.live.learn import Layer, Learned
 from deltawire.engines.live.placement import Piece
+from deltawire.engines.vllm.guard import experts_in_first_places, hold_experts
 
 DEVICE = os.environ.get("DEVICE", "cpu")
 of_the_cpu_build = pytest.mark.skipif(DEVICE != "cpu", reason="an operator of vLLM's CPU build")
@@ -170,3 +171,42 @@ def test_requantization_to_powers_of_two_is_refused() -> None:
     _, problems = Learned([Layer("experts", layer, loaded, hook_of(convert))]).compose(pieces_of(loaded, "F8_E4M3"))
     assert len(problems) == 1
     assert "'0.w13_weight.0'" in problems[0]
+
+
+# ── experts that move ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_requests_find_experts_that_a_reload_put_back() -> None:
+    """vLLM loads all experts to their first places; its own tables must say so, whatever EPLB moved before."""
+    from vllm.distributed.eplb.eplb_state import EplbModelState, EplbState, compute_logical_maps
+
+    layers, experts, redundant = 2, 4, 2
+    routed = SimpleNamespace(num_routed_experts=experts, num_redundant_experts=redundant, num_logical_experts=experts)
+    first = torch.tensor(EplbState.build_initial_global_physical_to_logical_map(experts, redundant)).expand(layers, -1)
+    moved = torch.tensor([[3, 1, 2, 0, 1, 2], [0, 2, 0, 1, 0, 3]])
+
+    def tables(places: Tensor) -> dict[str, Tensor]:
+        logical, count = compute_logical_maps(places, experts)
+        padded = torch.nn.functional.pad(logical, (0, 8 - logical.shape[-1]), value=-1)
+        return {
+            "physical_to_logical_map": places.clone(),
+            "logical_to_physical_map": padded,
+            "logical_replica_count": count,
+        }
+
+    state: Any = EplbState.__new__(EplbState)
+    state.is_async, state.device = False, torch.device("cpu")
+    made: Any = EplbModelState.__new__(EplbModelState)
+    vars(made).update(tables(moved), model=routed, expert_load_pass=torch.ones(layers, experts + redundant))
+    made.physical_to_logical_map_buffer = made.physical_to_logical_map
+    made.expert_load_window = torch.ones(3, layers, experts + redundant)
+    state.model_states = {"a": made}
+    runner = SimpleNamespace(eplb_state=state, model_config=SimpleNamespace(compute_hash=lambda: "a"))
+    hold_experts(runner)
+    assert runner.eep_eplb_suppressed
+    with experts_in_first_places(runner):
+        assert torch.equal(made.physical_to_logical_map, moved)
+    for name, expected in tables(first).items():
+        assert torch.equal(getattr(made, name), expected), name
+    assert not made.expert_load_window.any()
+    assert not runner.eep_eplb_suppressed

@@ -127,14 +127,19 @@ def _call(worker: Any, operation: str, **arguments: Any) -> dict[str, Any]:
     if rank is None:
         return {"error": f"start the server with {BACKEND_FLAG}"}
     rank.reload = lambda folder: _reload(worker, folder)
+    if operation == "layout":
+        from .guard import hold_experts
+
+        hold_experts(worker.model_runner)
     return rank.call(operation, **arguments)  # type: ignore[no-any-return]
 
 
 def _reload(worker: Any, folder: str) -> None:
-    from .guard import pack_again
+    from .guard import experts_in_first_places, pack_again
 
     pack_again(worker.weight_transfer_engine.model)
-    worker.reload_weights(weights_path=folder)
+    with experts_in_first_places(worker.model_runner):
+        worker.reload_weights(weights_path=folder)
 
 
 def _keep_weights_plain() -> None:

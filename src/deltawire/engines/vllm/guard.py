@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..live.guard import derived_problem
@@ -29,6 +32,34 @@ def problems_of(model: nn.Module, config: Any) -> list[str]:
     if derived := derived_problem(model):
         problems.append(derived)
     return problems
+
+
+def hold_experts(runner: Any) -> None:
+    """Keep EPLB from moving experts until a reload was tried: that compares memory before and after."""
+    if getattr(runner, "eplb_state", None) is not None:
+        runner.eep_eplb_suppressed = True
+
+
+@contextmanager
+def experts_in_first_places(runner: Any) -> Iterator[None]:
+    """Around a reload: vLLM's loader puts experts where they were at the start, but routes requests to where EPLB has
+    moved them since. Afterwards they are routed to where experts are, and EPLB begins anew."""
+    state = getattr(runner, "eplb_state", None)
+    if state is None:
+        yield
+        return
+    # experts on their way to another rank are of the old weights
+    state.drain_async()
+    yield
+    moved = state.model_states[runner.model_config.compute_hash()]
+    first = torch.full_like(moved.physical_to_logical_map_buffer, -1)
+    placed = state.build_initial_global_physical_to_logical_map(
+        moved.model.num_routed_experts, moved.model.num_redundant_experts
+    )
+    first[:, : len(placed)] = torch.tensor(placed, dtype=first.dtype)
+    state.update_mapping(runner.model_config, first)
+    moved.expert_load_window.zero_()
+    runner.eep_eplb_suppressed = False
 
 
 def has_draft(config: Any) -> bool:
