@@ -2,14 +2,18 @@
 
 Each one is run as the hook of a layer; what `learn` takes for a permutation must be one for other random bits too.
 Which of these kernels can compute on this machine does not matter: the functions only move bytes. With DEVICE=cuda they
-do so on a GPU.
+do so on a GPU. Two back ends lay weights out by functions of their own packages, whose tests are skipped without them:
+`pip install --no-deps flashinfer-python==0.7.0.post1 nvidia-ml-py apache-tvm-ffi einops tabulate`, and `amd-aiter`.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +138,45 @@ def test_experts_for_a_gpu(backend: str, shape: tuple[int, int, int]) -> None:
     is_learned(unquantized(backend), shape, torch.bfloat16)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_for_trtllm(shape: tuple[int, int, int]) -> None:
+    """Padded to 128, rows in the order of the kernel's tiles, blocks of 128 bytes after one another."""
+    is_learned(unquantized("FLASHINFER_TRTLLM"), shape, torch.bfloat16)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed")
+@pytest.mark.parametrize("shape", [(2, 128, 128), (3, 256, 128)])
+def test_fp8_experts_for_trtllm(shape: tuple[int, int, int]) -> None:
+    """The weights' part of it."""
+    from vllm.model_executor.layers.quantization.utils import flashinfer_utils as utils
+
+    is_learned(
+        lambda w13, w2: utils._shuffle_deepseek_fp8_moe_weights(utils.swap_w13_to_w31(w13), w2),
+        shape,
+        torch.float8_e4m3fn,
+    )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("aiter") is None, reason="AITER is not installed")
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float8_e4m3fn))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_experts_for_aiter(shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its package imports only where there is ROCm; the module with this function needs none."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    package: Any = importlib.util.find_spec("aiter")
+    spec: Any = importlib.util.spec_from_file_location(
+        "aiter.ops.shuffle", Path(package.origin).parent / "ops" / "shuffle.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name in ("aiter", "aiter.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "aiter.ops.shuffle", module)
+    is_learned(lambda w13, w2: rocm_aiter_ops.shuffle_weights(w13, w2), shape, dtype)  # type: ignore[return-value]
+
+
 @of_the_cpu_build
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("isa", ("vec", "amx"))
@@ -171,6 +214,37 @@ def test_requantization_to_powers_of_two_is_refused() -> None:
     _, problems = Learned([Layer("experts", layer, loaded, hook_of(convert))]).compose(pieces_of(loaded, "F8_E4M3"))
     assert len(problems) == 1
     assert "'0.w13_weight.0'" in problems[0]
+
+
+def test_block_scales_that_a_hook_raises_are_refused() -> None:
+    """For both FlashInfer kernels vLLM raises scales to 1e-10: smaller ones would not be what a fresh load has."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.quantization.utils.flashinfer_utils import prepare_fp8_moe_layer_for_fi
+
+    names = ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv")
+    about: Any = SimpleNamespace(
+        moe_config=SimpleNamespace(is_act_and_mul=True), weight_block_size=[128, 128], activation=MoEActivation.SILU
+    )
+
+    def hook(layer: Any) -> None:
+        w13, w2, scales13, scales2 = (getattr(layer, name).data for name in names)
+        converted = prepare_fp8_moe_layer_for_fi(about, w13, w2, scales13, None, scales2, None)
+        for name, tensor in zip(names, converted, strict=True):
+            setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+
+    layer = Experts(2, 128, 256, torch.float8_e4m3fn)
+    for name in names[:2]:
+        experts, rows, columns = getattr(layer, name).shape
+        scales = torch.zeros(experts, rows // 128, columns // 128, device=DEVICE)
+        layer.register_parameter(f"{name}_scale_inv", nn.Parameter(scales, requires_grad=False))
+    loaded = {name: torch.empty_like(p, device="meta") for name, p in layer.named_parameters()}
+    of_kind = {
+        kind: {n: t for n, t in loaded.items() if n.endswith("inv") == (kind == "F32")} for kind in ("F8_E4M3", "F32")
+    }
+    pieces = [piece for kind, tensors in of_kind.items() for piece in pieces_of(tensors, kind)]
+    _, problems = Learned([Layer("experts", layer, loaded, hook)]).compose(pieces)
+    assert len(problems) == 1
+    assert "_scale_inv" in problems[0]
 
 
 # ── experts that move ────────────────────────────────────────────────────────────────────────────────────────────────
