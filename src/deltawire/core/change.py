@@ -11,7 +11,7 @@ import numpy.typing as npt
 from numba import njit
 
 from . import digest
-from .dtypes import Bits, lookup
+from .dtypes import Bits, lookup, read_only
 from .errors import SchemaMismatch
 from .scatter import gather as _gather
 from .scatter import scatter as _scatter
@@ -314,7 +314,7 @@ def compare(region: Region, old: Bits, new: Bits) -> Change:
     count = 0
     for start in range(0, region.units, size):
         end = min(start + size, region.units)
-        n = _compare(old[start:end], new[start:end], start, *scratch)
+        n = _compare(read_only(old[start:end]), read_only(new[start:end]), start, *scratch)
         if count + n > parts[0].size:
             # as if the rest were as dense, and a little denser: touching fresh memory costs more than comparing
             room = count + n if end == region.units else (count + n) * region.units // end * 17 // 16

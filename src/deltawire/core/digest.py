@@ -26,7 +26,7 @@ import numpy.typing as npt
 from blake3 import blake3
 from numba import njit
 
-from .dtypes import Bits
+from .dtypes import Bits, read_only
 from .scatter import place
 
 BLOCK = 1024
@@ -153,7 +153,7 @@ def of_bits(name: str, bits: Bits, start: int = 0) -> StateDigest:
     out = np.zeros(2, np.uint64)
     if bits.itemsize == 4:
         bits, start = bits.view(np.uint16), 2 * start
-    _dense(bits, start, tensor_keys(name), TABLE, out)
+    _dense(read_only(bits), start, tensor_keys(name), TABLE, out)
     return StateDigest(int(out[0]), int(out[1]))
 
 
@@ -164,7 +164,7 @@ def of_rows(name: str, matrix: Bits, start: int, stride: int) -> StateDigest:
     out = np.zeros(2, np.uint64)
     if matrix.itemsize == 4:
         matrix, start, stride = matrix.view(np.uint16), 2 * start, 2 * stride
-    _rows(matrix, start, stride, tensor_keys(name), TABLE, out)
+    _rows(read_only(matrix), start, stride, tensor_keys(name), TABLE, out)
     return StateDigest(int(out[0]), int(out[1]))
 
 

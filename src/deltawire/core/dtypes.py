@@ -160,3 +160,11 @@ def _float8(name: str) -> npt.NDArray[np.float64]:
         top = exponent == 31
         values[top] = np.where(rest[top] == 0, np.where(codes[top] > 127, -np.inf, np.inf), np.nan)
     return values
+
+
+def read_only(bits: Bits) -> Bits:
+    """A view for a kernel that only reads: numba compiles a kernel once for memory that may be written and once more
+    for memory that may not."""
+    view: Bits = bits.view()
+    view.flags.writeable = False
+    return view

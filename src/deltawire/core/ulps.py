@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from .dtypes import Bits, Dtype
+from .dtypes import Bits, Dtype, read_only
 from .scatter import gather, scatter
 
 _PIECE = 256
@@ -90,7 +90,7 @@ def step_in_place(
 def in_ulps(old: Bits, new: Bits, dtype: Dtype) -> npt.NDArray[np.int64]:
     """How far each pattern is from another, in ulps; 0 where they are equal."""
     steps = np.empty(old.size, np.int64)
-    _steps(old, new, dtype.steps_are_signed, steps)
+    _steps(read_only(old), read_only(new), dtype.steps_are_signed, steps)
     return steps
 
 

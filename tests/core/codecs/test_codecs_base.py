@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deltawire.core.change import Region, blocks, compare
 from deltawire.core.codecs import BLOCK_ENCODINGS, ENCODINGS, packed, raw
-from deltawire.core.codecs.base import BlockRecord, Stream
+from deltawire.core.codecs.base import BlockRecord, Stream, exactly
 from deltawire.core.dtypes import DTYPES, lookup
 from deltawire.core.errors import PositionError
 from deltawire.core.schema import Schema, TensorSpec
@@ -209,3 +209,14 @@ def test_a_block_is_checked_before_any_of_it_is_written() -> None:
     for moves in packed.moves(record, [(c.region, c.count) for c in changes], coded.streams):
         moves.apply(live[moves.region.tensor.name])
     assert all(np.array_equal(live[name], before[name] ^ np.uint16(1)) for name in live)
+
+
+@pytest.mark.parametrize("held", [bytes, bytearray])
+def test_kernels_are_compiled_for_one_kind_of_memory(held: type[bytes | bytearray]) -> None:
+    """Numba compiles a kernel once more for arrays that may not be written, seconds each."""
+    data = held(b"1234")
+    record = BlockRecord(packed.name, [], {"gaps": Stream(4, 4)}, {})
+    assert not exactly(record, {"gaps": data}, "gaps", (0, 4)).flags.writeable
+    tensor = TensorSpec("w", "U8", (9,))
+    (moves,) = raw.moves(tensor, "I32", np.arange(4, dtype=np.int32).tobytes(), data)
+    assert moves.values.flags.writeable

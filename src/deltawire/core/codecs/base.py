@@ -20,7 +20,7 @@ import numpy.typing as npt
 import zstandard
 
 from ..change import Region
-from ..dtypes import Bits
+from ..dtypes import Bits, read_only
 from ..errors import CorruptStream, CountMismatch
 
 BaseBits = Callable[[str], Bits]
@@ -119,4 +119,4 @@ def exactly(record: BlockRecord, streams: dict[str, bytes], name: str, limits: t
     data = expand(stream, data, high, f"stream {name!r}")
     if len(data) < low:
         raise CountMismatch(f"stream {name!r} holds {len(data)} bytes, its counts need {low}")
-    return np.frombuffer(data, np.uint8)
+    return read_only(np.frombuffer(data, np.uint8))

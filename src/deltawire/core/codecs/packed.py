@@ -18,7 +18,7 @@ import numpy.typing as npt
 from numba import njit
 
 from ..change import BIT_STEPS, NUMBER_STEPS, Change, RegionMoves
-from ..dtypes import Bits, lookup
+from ..dtypes import Bits, lookup, read_only
 from ..errors import CorruptStream, CountMismatch, PositionError
 from ..simd import LANES, equal_mask, trailing_zeros
 from ..ulps import zigzags_of
@@ -71,7 +71,7 @@ def moves(record: BlockRecord, regions: CountedRegions, streams: dict[str, bytes
     wide = _unplanes(exactly(record, streams, "wide", (0, total * dtype.unit_size)), dtype.unit)
     # of the unit's width: a step that does not fit was refused
     zigzags, nibbles = np.empty(total, dtype.unit), np.zeros(2 * steps.size + LANES, np.uint8)
-    _raise_for(_read_zigzags(steps, wide, 8 * dtype.unit_size, nibbles, zigzags))
+    _raise_for(_read_zigzags(steps, read_only(wide), 8 * dtype.unit_size, nibbles, zigzags))
     positions = np.empty(total, np.uint32)
     _raise_for(_read_gaps(gaps, low, counts, sizes, shift, positions))
     kind = NUMBER_STEPS if dtype.steps_are_signed else BIT_STEPS

@@ -68,7 +68,8 @@ def tensors(header: Header) -> dict[str, tuple[Item, Item]]:
 def moves(tensor: TensorSpec, index_dtype: str, indices: bytes, values: bytes) -> list[RegionMoves]:
     """New bits of a tensor, checked; several where it is so large that positions in it do not fit 32 bits."""
     flat = np.frombuffer(indices, {"I32": np.int32, "I64": np.int64, "U32": np.uint32}[index_dtype]).astype(np.int64)
-    new: Bits = np.frombuffer(values, lookup(tensor.dtype).unit)
+    # copied: memory of its own, as that of other encodings, else every kernel that takes new bits is compiled twice
+    new: Bits = np.frombuffer(values, lookup(tensor.dtype).unit).copy()
     if flat.size and (flat[0] < 0 or flat[-1] >= tensor.units):
         raise PositionError(f"an index of {tensor.name!r} lies outside its {tensor.units} units")
     # compared, not subtracted: a difference of two hostile 64-bit indices may wrap around
