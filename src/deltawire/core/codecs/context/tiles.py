@@ -66,11 +66,9 @@ def widest(lines: Any) -> Any:
 def grid_of(rows: int, columns: int, tile: int = TILE) -> tuple[int, int]:
     """Tiles per axis: about `tile` elements each, lines where shards of 8, 4 or 2 have theirs as far as that allows.
 
-    Columns are cut only into whole chunks, or into pieces so wide that a part chunk is nothing.
+    Columns are cut only into pieces that fill at least three quarters of their chunks.
     """
-    across = next(
-        (d for d in (8, 4, 2) if columns % (d * CHUNK) == 0 or (columns % d == 0 and columns >= 4 * d * CHUNK)), 1
-    )
+    across = next((d for d in (8, 4, 2) if columns % d == 0 and _fills_chunks(columns // d)), 1)
     down = next((d for d in (8, 4, 2) if rows % d == 0), 1)
     while down * across > 1 and rows * columns < down * across * min(TILE_MIN, tile):
         down, across = (down // 2, across) if down > 1 else (down, across // 2)
@@ -79,6 +77,10 @@ def grid_of(rows: int, columns: int, tile: int = TILE) -> tuple[int, int]:
     if rows * columns > down * across * tile:
         down *= -(-rows * columns // (down * across * tile))
     return min(down, max(rows, 1)), across
+
+
+def _fills_chunks(columns: int) -> bool:
+    return 4 * columns >= 3 * CHUNK * -(-columns // CHUNK)
 
 
 def walked(rows: int, columns: int) -> tuple[int, int]:
