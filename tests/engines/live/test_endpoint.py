@@ -311,7 +311,9 @@ def test_a_server_that_cannot_follow_adapters_does_not_start(make: Any, caplog: 
 
 def test_reasons_not_to_patch_that_memory_does_not_show() -> None:
     def reasons(**config: Any) -> list[str]:
-        model = SimpleNamespace(quantization=config.pop("quantization", None), hf_config=SimpleNamespace(**config))
+        model = SimpleNamespace(
+            quantization=config.pop("quantization", None), hf_config=SimpleNamespace(**config), is_moe=config.get("moe")
+        )
         parallel = SimpleNamespace(enable_eplb=config.get("eplb", False))
         lora = config.get("lora")
         return problems_of(
@@ -323,7 +325,8 @@ def test_reasons_not_to_patch_that_memory_does_not_show() -> None:
     # a checkpoint that is quantized already: what its layers do with it is learned
     assert reasons(quantization="fp8", quantization_config={"quant_method": "fp8"}) == []
     assert "EPLB" in reasons(eplb=True)[0]
-    assert "LoRA" in reasons(lora=True)[0]
+    assert reasons(lora=True) == []
+    assert "LoRA" in reasons(lora=True, moe=True)[0]
 
 
 @contextmanager

@@ -16,8 +16,10 @@ from typing import Any
 import httpx
 import pytest
 from vllm_adapters import AdapterServer, AdapterTrainer, adapter, start
+from vllm_fresh import fresh_checksums
 from vllm_live import ON_GPU, Server, Streams, Trainer, make_model, ranks, serving
 
+from deltawire.engines.live.launch import write_version
 from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
 from tests.engines.live import live_server
 
@@ -127,6 +129,23 @@ def test_bounds_are_about_the_adapter(scene: Scene) -> None:
     assert (waited.status_code, waited.headers[VERSION_HEADER]) == (200, str(present + 1))
 
 
+def test_a_leased_version_stays(scene: Scene) -> None:
+    server, leased = scene.server, scene.note("judge")
+    body = {"adapter": "judge", "version": leased, "seconds": 600}
+    assert server.http.post("/deltawire/lease", json=body).json() == {"model": f"judge@{leased}", "seconds": 600}
+    for _ in range(3):
+        newest = scene.publish("judge")
+    assert adapter(server, "judge", loaded=[leased, newest - 1, newest])
+    assert greedy(server, f"judge@{leased}") == scene.tokens[f"judge@{leased}"]
+    for wrong, status in (
+        ({"version": 77}, 404),
+        ({"adapter": "x"}, 404),
+        ({"seconds": -1}, 400),
+        ({"seconds": "1"}, 400),
+    ):
+        assert server.http.post("/deltawire/lease", json={**body, **wrong}).status_code == status
+
+
 def test_every_version_answers_as_a_server_that_was_started_with_it(scene: Scene) -> None:
     names = sorted(scene.tokens)
     folders = {
@@ -170,6 +189,8 @@ def test_all_ranks_switch_or_none(tmp_path: Path) -> None:
         assert greedy(server, "policy") == before
         assert server.complete([5], model="policy").headers[VERSION_HEADER] == "0"
         (faults / f"adapter-{ranks() - 1}").unlink()
+        # at once, not a minute later
+        server.http.post("/deltawire/sync", json={"adapter": "policy"}).raise_for_status()
         adapter(server, "policy", state="healthy", version=1)
         assert greedy(server, "policy") != before
         assert greedy(server, "policy@0") == before
@@ -186,14 +207,17 @@ def test_adapters_beside_a_base_that_follows_a_run(tmp_path: Path) -> None:
     named = {"DELTAWIRE_ADAPTERS": f"policy={adapters.run}"}
     with serving(model, tmp_path / "log", run=trainer.run, flags=flags, **named) as server:
         status = adapter(server, "policy", state="healthy", version=0)
-        assert (status["failures"], server.status()["guard"][:7]) == (0, "reload:")
+        # layers that LoRA wraps are patched like others
+        assert (status["failures"], server.status()["guard"]) == (0, "patch")
         base, policy = greedy(server, "m"), greedy(server, "policy")
         assert server.complete([5]).headers[VERSION_HEADER] == "0"
         server.until(version=trainer.publish(0.2))
-        # vLLM has dropped all adapters with the old weights, and reads them again
         assert "are for another base model" in adapter(server, "policy", state="degraded", version=0)["reason"]
         assert greedy(server, "m") != base
         assert greedy(server, "policy") != policy
         answer = server.complete([5], model="policy")
         assert (answer.headers[VERSION_HEADER], server.complete([5]).headers[VERSION_HEADER]) == ("0", "1")
+        sums = {name.replace(".base_layer.", "."): value for name, value in server.checksums().items()}
+    write_version(str(trainer.run), 1, tmp_path / "fresh")
+    assert [sums] == fresh_checksums([tmp_path / "fresh"], 1)
     trainer.close()

@@ -1,14 +1,20 @@
-"""What a vLLM server with adapters refuses at its start. The rest needs vLLM: live_adapters.py."""
+"""What a vLLM server with adapters refuses at its start, and how a worker copies them. The rest needs vLLM:
+live_adapters.py."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+import time
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
 from deltawire.core.errors import Misconfigured
+from deltawire.engines.vllm import adapter_worker
 from deltawire.engines.vllm.adapters import VllmAdapters, require_room
 
 
@@ -27,3 +33,98 @@ def test_a_name_that_is_taken_is_refused() -> None:
     for name in ("chat", "static"):
         with pytest.raises(Misconfigured, match=f"names '{name}', which this server already has"):
             VllmAdapters(room, models, {name: "s3://runs/lora"})
+
+
+class Layer:
+    def __init__(self) -> None:
+        self.slots: dict[int, str] = {}
+
+    def set_lora(self, slot: int, weights: str) -> None:
+        self.slots[slot] = weights
+
+    def reset_lora(self, slot: int) -> None:
+        self.slots.pop(slot, None)
+
+
+class Manager:
+    """As much of vLLM's managers as a load uses: one reads adapters, the other has slots for them."""
+
+    def __init__(self) -> None:
+        self.modules = {f"layer {number}": Layer() for number in range(6)}
+        self.lora_index_to_id: list[int | None] = [None, None]
+        self._adapter_manager = self
+        self.merged: list[str] = []
+
+    def _load_adapter(self, request: Any) -> str:
+        return f"weights of {request.name}"
+
+    def _create_merged_loras_inplace(self, found: str) -> None:
+        self.merged.append(found)
+
+    def add_adapter(self, request: Any) -> bool:
+        found = self._load_adapter(request)
+        # vLLM has two objects, of which one calls the other
+        slots = self._adapter_manager
+        slots._create_merged_loras_inplace(found)
+        slot = slots.lora_index_to_id.index(None)
+        slots.lora_index_to_id[slot] = request.lora_int_id
+        for name, module in slots.modules.items():
+            if name == "layer 5":
+                module.reset_lora(slot)
+            else:
+                module.set_lora(slot, found)
+        return True
+
+    def filled(self, slot: int) -> int:
+        return sum(slot in layer.slots for layer in self.modules.values())
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
+    request = ModuleType("vllm.lora.request")
+    request.LoRARequest = lambda name, id, folder: SimpleNamespace(name=name, lora_int_id=id)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
+    # every copy takes longer than a turn
+    monkeypatch.setattr(adapter_worker, "TURN_S", -1.0)
+    made = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=Manager()), device=SimpleNamespace(type="cpu"))
+    made.call = partial(adapter_worker.call, made)
+    return made
+
+
+def load(worker: Any, id: int) -> None:
+    assert worker.call("stage", id, f"policy@{id}") == {}
+    end = time.monotonic() + 60
+    while not worker.call("staged", id)["done"]:
+        assert time.monotonic() < end
+    assert worker.call("load", id) == {}
+
+
+def test_an_adapter_is_copied_a_little_between_every_two_steps(worker: Any) -> None:
+    manager = worker.model_runner.lora_manager
+    load(worker, 7)
+    assert (manager.lora_index_to_id, manager.merged, manager.filled(0)) == ([7, None], ["weights of policy@7"], 0)
+    for copied in range(1, 6):
+        assert worker.call("copy", 7) == {"done": False}
+        assert manager.filled(0) == copied
+    # the layer that it has nothing for
+    assert [worker.call("copy", 7)["done"] for _ in range(2)] == [False, True]
+    # another rank may need longer
+    assert worker.call("copy", 7) == {"done": True}
+    assert worker.deltawire_loading == {}
+
+
+def test_an_adapter_whose_slot_was_taken_is_not_copied_over_another(worker: Any) -> None:
+    manager = worker.model_runner.lora_manager
+    load(worker, 7)
+    assert worker.call("copy", 7) == {"done": False}
+    manager.lora_index_to_id[0] = 8
+    assert worker.call("copy", 7) == {"done": True}
+    assert manager.filled(0) == 1
+
+
+def test_what_a_rank_cannot_read_is_an_error_and_nothing_is_registered(worker: Any) -> None:
+    manager = worker.model_runner.lora_manager
+    manager._load_adapter = lambda request: 1 // 0
+    worker.call("stage", 7, "policy@7")
+    assert worker.call("load", 7) == {"error": "ZeroDivisionError: integer division or modulo by zero"}
+    assert manager.lora_index_to_id == [None, None]

@@ -21,8 +21,8 @@ def problems_of(model: nn.Module, config: Any) -> list[str]:
     elif quantization and quantization != "fp8":
         # hooks of other schemes note things in objects that a copy of the layer shares with the live one
         problems.append(f"layouts of {quantization} weights are not learned")
-    if getattr(config, "lora_config", None):
-        problems.append("the server was started with LoRA, which wraps the layers")
+    if getattr(config, "lora_config", None) and config.model_config.is_moe:
+        problems.append("the server was started with LoRA, which wraps the experts")
     if getattr(config.parallel_config, "enable_eplb", False):
         problems.append("the server moves experts between ranks (EPLB)")
     for name, module in model.named_modules():
