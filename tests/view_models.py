@@ -67,7 +67,7 @@ def defined(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         place = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
         block = matrix[place]
         with np.errstate(all="ignore"):
-            scale = np.maximum(np.abs(block).max(), np.float32(1e-4)) / np.float32(448)
+            scale = np.maximum(np.abs(block).max(), np.float32(1e-4)) * (np.float32(1) / np.float32(448))
             products = block * (np.float32(1) / scale)
         scales[i, j] = scale if not np.isnan(scale) else np.nan
         codes[place] = rounded(products)

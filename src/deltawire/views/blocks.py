@@ -21,8 +21,9 @@ from ..core.schema import Schema, TensorSpec
 SIDE = 128
 """Rows and columns of a block."""
 
-MOST = np.float32(448.0)
-"""The largest e4m3 number."""
+SHARE = np.float32(1) / np.float32(448)
+"""What the largest weight of a block is multiplied by for its scale: 448 is the largest e4m3 number. On a GPU, torch
+multiplies where a number is divided by a constant."""
 
 LEAST = np.float32(1e-4)
 """A block whose weights are all smaller is scaled as if its largest were this."""
@@ -118,7 +119,7 @@ class Blocks:
 def scales_of(maxima: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
     """Scales of blocks whose largest weights have these magnitudes, as bits of float32."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        scales: npt.NDArray[np.float32] = np.maximum(maxima.view(np.float32), LEAST) / MOST
+        scales: npt.NDArray[np.float32] = np.maximum(maxima.view(np.float32), LEAST) * SHARE
     # one NaN for all: which one arithmetic gives depends on the machine
     scales[np.isnan(scales)] = np.float32(np.nan)
     return scales

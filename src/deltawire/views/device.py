@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models import ModelView
-from .blocks import LEAST, MOST, SIDE, Blocks, Grid
+from .blocks import LEAST, SHARE, SIDE, Blocks, Grid
 from .host import Maxima, Place, view_schema
 
 _AT_ONCE = 1 << 26
@@ -57,10 +57,7 @@ class BlockModel(ModelView):
 
 
 def _scales(maxima: Tensor) -> Tensor:
-    # by a tensor: a division by a number is a multiplication by its reciprocal on a GPU, which rounds differently
-    scales = maxima.view(torch.float32).clamp(min=float(LEAST)) / torch.full_like(
-        maxima, float(MOST), dtype=torch.float32
-    )
+    scales = maxima.view(torch.float32).clamp(min=float(LEAST)) * float(SHARE)
     return torch.where(scales.isnan(), torch.nan, scales)
 
 

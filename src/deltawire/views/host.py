@@ -1,6 +1,6 @@
-"""fp8-block in host memory, equal to vLLM's `per_block_cast_to_fp8` bit by bit.
+"""fp8-block in host memory, equal to vLLM's `per_block_cast_to_fp8` on a GPU bit by bit.
 
-    scale   = max(largest magnitude of the block, 1e-4) / 448
+    scale   = max(largest magnitude of the block, 1e-4) · (1 / 448)
     weight  = e4m3(w · (1 / scale)), rounded to nearest, ties to even
 
 All in float32, each operation rounded by itself. A NaN anywhere in a block makes its scale and all its weights NaN; an

@@ -1,8 +1,9 @@
 """fp8-block against a real vLLM: `make test-vllm`. Not collected by the everyday run, whose environment has none.
 
-The function: vLLM's own `per_block_cast_to_fp8`, as it casts a bf16 checkpoint online. Then a server that follows a run
-derived from a bf16 run, dense and with experts, patched in place, on a GPU (DEVICE=cuda). On a CPU vLLM itself refuses
-such a checkpoint, unless it has AMX and the operator for it.
+The function: vLLM's own `per_block_cast_to_fp8`, as it casts a bf16 checkpoint online; on a GPU bit by bit. On a CPU
+torch divides by 448 where it multiplies by 1/448 on a GPU, so that scales may differ by their last bit. Then a server
+that follows a run derived from a bf16 run, dense and with experts, patched in place, on a GPU (DEVICE=cuda). On a CPU
+vLLM itself refuses such a checkpoint, unless it has AMX and the operator for it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ DEVICE = os.environ.get("DEVICE", "cpu")
 SHAPES = ((128, 128), (256, 384), (1, 1), (130, 70), (300, 257), (127, 129), (1024, 640))
 
 
-def cast(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales by vLLM."""
+def cast(weights: torch.Tensor, compiled: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales by vLLM. Compiled, as vLLM runs it, a GPU divides 1 by a scale only almost exactly."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-    codes, scales = per_block_cast_to_fp8(weights.to(DEVICE), block_size=[128, 128], use_ue8m0=False)
+    with torch.compiler.set_stance("default" if compiled else "force_eager"):
+        codes, scales = per_block_cast_to_fp8(weights.to(DEVICE), block_size=[128, 128], use_ue8m0=False)
     return torch_bits(codes), torch_bits(scales)
 
 
@@ -52,10 +54,20 @@ def ours(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def assert_same(weights: torch.Tensor) -> None:
     (codes, scales), (our_codes, our_scales) = cast(weights), ours(weights)
-    assert np.array_equal(scales, our_scales), (
-        f"{np.count_nonzero(scales != our_scales)} of {scales.size} scales differ"
-    )
-    assert np.array_equal(codes, our_codes), f"{np.count_nonzero(codes != our_codes)} of {codes.size} weights differ"
+    apart = np.abs(scales.astype(np.int64) - our_scales)
+    assert apart.max() <= (0 if ON_GPU else 1), f"{np.count_nonzero(apart)} of {apart.size} scales differ"
+    steps = np.abs(_in_order(codes) - _in_order(our_codes))
+    # of blocks with the same scale, all weights are the same
+    rows, columns = weights.shape
+    blocks = (apart == 0).reshape(-(-rows // 128), -1).repeat(128, 0).repeat(128, 1)
+    differing = np.count_nonzero(steps[blocks[:rows, :columns].reshape(-1)])
+    assert differing == 0, f"{differing} of {codes.size} weights differ"
+    assert steps.max() <= 1
+
+
+def _in_order(codes: np.ndarray) -> np.ndarray:
+    """Numbers that rise by one from each e4m3 number to the next."""
+    return np.where(codes & 0x80, -(codes & 0x7F).astype(np.int64), codes)
 
 
 def drawn(shape: tuple[int, ...], seed: int, size: float = 0.02) -> torch.Tensor:
@@ -80,6 +92,16 @@ def test_every_finite_bit_pattern() -> None:
         assert_same(finite[order].view(torch.bfloat16)[: finite.numel() // 128 * 128].view(-1, 128))
 
 
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU compiled divisions are exact")
+def test_compiled_casts_differ_in_ties_alone() -> None:
+    """Weights half-way between two e4m3 numbers, if the scale has few bits: one in 100,000, by one step."""
+    weights = drawn((4096, 4096), 8)
+    (codes, scales), (our_codes, our_scales) = cast(weights, compiled=True), ours(weights)
+    assert np.array_equal(scales, our_scales)
+    assert np.count_nonzero(codes != our_codes) <= codes.size / 100_000
+    assert np.abs(_in_order(codes) - _in_order(our_codes)).max() <= 1
+
+
 def test_zeros_negative_zeros_and_denormals() -> None:
     assert_same(torch.zeros(256, 256, dtype=torch.bfloat16))
     assert_same(-torch.zeros(256, 256, dtype=torch.bfloat16))
@@ -100,7 +122,7 @@ def test_nan_and_infinity_are_the_same_but_for_the_sign_of_a_nan() -> None:
     assert np.array_equal(codes & 0x7F, our_codes & 0x7F)
     nan = np.isnan(scales.view(np.float32))
     assert np.array_equal(nan, np.isnan(our_scales.view(np.float32)))
-    assert np.array_equal(scales[~nan], our_scales[~nan])
+    assert np.abs(scales[~nan].astype(np.int64) - our_scales[~nan]).max() <= (0 if ON_GPU else 1)
 
 
 VERSIONS = 5
