@@ -12,6 +12,7 @@ In milliseconds:
     step      median time between two tokens of a base request
     gap       the longest time between two tokens of any base request in a window, with a version and without
 and the memory of all processes of the server, and of its device, after the first tenth of the versions and at the end.
+`--compare N` repeats it with other ways to load a version, N versions each.
 `--profile` also shows what the worker did in the longest gaps.
 """
 
@@ -22,6 +23,7 @@ import os
 import shlex
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,11 +33,14 @@ import numpy as np
 import pause_server
 from _report import about, print_about, write_json
 from deltawire.cli.common import ended_by_sigterm
-from pause_server import SHAPES, Clients, Gaps, Window
+from pause_server import SHAPES, Clients, Gaps
 
 ADAPTERS = ("policy", "judge")
 ASK_S = 0.02
 """Between two questions for the status, in windows with and without a version."""
+USUAL = {"turn_s": 0.0005, "switch_s": 0.005}
+OTHERS = {"copied at once": {"turn_s": 1e3}, "threads in short turns": {"switch_s": 0.0005}}
+"""Other ways to load, for comparison: all layers between the same two steps; reading with less of Python at a time."""
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 pause_server._pin_session(server.process.pid, cores[:half])
                 os.sched_setaffinity(0, cores[half : half + quarter])
             clients = cores[half + quarter :] if len(cores) > 3 else cores
-            return _versions(server, trainers, options, folder, clients)
+            return _Measurement(server, trainers, options, folder, clients).run()
         except BaseException:
             print(server.tail())
             raise
@@ -77,72 +82,99 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 options.log.write_bytes((folder / "log").read_bytes())
 
 
-def _versions(
-    server: Any, trainers: dict[str, Any], options: argparse.Namespace, folder: Path, cores: list[int]
-) -> dict[str, Any]:
-    from vllm_adapters import adapter
-    from vllm_live import Streams
+class _Measurement:
+    """Versions of all adapters in turn, under streams."""
 
-    served, load, memory = list[float](), list[float](), list[dict[str, float]]()
-    with_version, without = list[Window](), list[Window]()
-    base = Clients(server.port, options.streams, cores, folder, options.tokens)
-    mine = [Streams(SimpleNamespace(http=server.http, name=name), 1, options.tokens) for name in trainers]  # type: ignore[arg-type]
-    for streams in mine:
-        streams.__enter__()
-    # until requests have begun at many different times
-    time.sleep(options.settle)
-    # the first two of each are for what is compiled on first use
-    for number in range(-2 * len(trainers), options.versions):
-        name = [*trainers][number % len(trainers)]
-        if number == 0 and options.profile:
-            _rpc(server, "note_adapters", on=True)
-        trainers[name].step()
+    def __init__(
+        self, server: Any, trainers: dict[str, Any], options: argparse.Namespace, folder: Path, cores: list[int]
+    ) -> None:
+        self.server, self.trainers, self.options, self.folder, self.cores = server, trainers, options, folder, cores
+        self.memory: list[dict[str, float]] = []
+
+    def run(self) -> dict[str, Any]:
+        options, trainers = self.options, self.trainers
+        found = {
+            "shape": options.shape,
+            "rank": options.rank,
+            "streams": options.streams,
+            "adapter_bytes": sum(2 * size[0] * size[1] for size in trainers["policy"].shapes.values()),
+            **self._figures(options.versions, (options.versions // 10, options.versions - 1)),
+            "version_bytes": int(np.median([size for trainer in trainers.values() for size in trainer.sizes])),
+            "memory_mb": self.memory,
+        }
+        for name, tuning in OTHERS.items() if options.compare else ():
+            _rpc(self.server, "tune", **tuning)
+            found[name] = self._figures(options.compare)
+            _rpc(self.server, "tune", **USUAL)
+        statuses = self.server.status()["adapters"]
+        return found | {
+            "failures": sum(status["failures"] for status in statuses),
+            "loaded": {status["name"]: len(status["loaded"]) for status in statuses},
+        }
+
+    def _figures(self, versions: int, remember: tuple[int, ...] = ()) -> dict[str, Any]:
+        from vllm_live import Streams
+
+        base = Clients(self.server.port, self.options.streams, self.cores, self.folder, self.options.tokens)
+        with ExitStack() as mine:
+            others = [
+                mine.enter_context(Streams(SimpleNamespace(http=self.server.http, name=name), 1, 100))  # type: ignore[arg-type]
+                for name in self.trainers
+            ]
+            # until requests have begun at many different times
+            time.sleep(self.options.settle)
+            # the first two of each are for what is compiled on first use
+            for number in range(-2 * len(self.trainers), 0):
+                self._version(number)
+            if self.options.profile:
+                _rpc(self.server, "note_adapters", on=True)
+            rows = []
+            for number in range(versions):
+                rows.append(self._version(number))
+                if number in remember:
+                    self.memory.append(_memory(self.server))
+            noted = _rpc(self.server, "note_adapters", on=False)[0] if self.options.profile else None
+            gaps = Gaps(base.stop())
+        for streams in others:
+            assert not streams.failures, streams.failures
+        with_version = [(began, ended) for began, _, ended, _ in rows]
+        without = [(ended, 2 * ended - began) for began, ended in with_version]
+        both = [*with_version, *without]
+        return {
+            "versions": versions,
+            "served_ms": pause_server._spread([done - began for began, done, _, _ in rows]),
+            **{
+                f"{phase}_ms": pause_server._spread([timings[phase] for *_, timings in rows])
+                for phase in ("fetch", "decode", "stage", "load", "total")
+            },
+            "step_ms": round(1e3 * float(np.median(np.concatenate([gaps.within(window) for window in both]))), 3),
+            "gap_with_version_ms": pause_server._spread(gaps.longest(with_version)),
+            "gap_without_ms": pause_server._spread(gaps.longest(without)),
+            "window_s": round(float(np.median([end - start for start, end in both])), 3),
+            "tokens_per_s": {
+                "with_version": round(float(np.mean([gaps.rate(window) for window in with_version])), 1),
+                "without": round(float(np.mean([gaps.rate(window) for window in without])), 1),
+            },
+            **({"profile": pause_server._explained(gaps, with_version, noted)} if noted else {}),
+        }
+
+    def _version(self, number: int) -> tuple[float, float, float, dict[str, float]]:
+        """Publish a version, and wait as long again without one. Returns when it was published and served, when its
+        window ended, and how long the server's phases took."""
+        from vllm_adapters import adapter
+
+        name = [*self.trainers][number % len(self.trainers)]
+        self.trainers[name].step()
         began = time.monotonic()
-        version = trainers[name].publish()
-        status = adapter(server, name, version=version, state="healthy", every=ASK_S)
+        version = self.trainers[name].publish()
+        status = adapter(self.server, name, version=version, state="healthy", every=ASK_S)
         done = time.monotonic()
-        time.sleep(options.window)
+        time.sleep(self.options.window)
         ended = time.monotonic()
         while time.monotonic() < 2 * ended - began:
-            server.status()
+            self.server.status()
             time.sleep(ASK_S)
-        if number in (options.versions // 10, options.versions - 1):
-            memory.append(_memory(server))
-        if number >= 0:
-            served.append(done - began)
-            load.append(status["timings"]["load"])
-            with_version.append((began, ended))
-            without.append((ended, 2 * ended - began))
-    noted = _rpc(server, "note_adapters", on=False)[0] if options.profile else None
-    gaps = Gaps(base.stop())
-    for streams in mine:
-        streams.__exit__()
-        assert not streams.failures, streams.failures
-    statuses = server.status()["adapters"]
-    both = [*with_version, *without]
-    return {
-        "shape": options.shape,
-        "rank": options.rank,
-        "streams": options.streams,
-        "adapter_bytes": sum(2 * size[0] * size[1] for size in trainers["policy"].shapes.values()),
-        "version_bytes": int(np.median([size for trainer in trainers.values() for size in trainer.sizes])),
-        "versions": options.versions,
-        "failures": sum(status["failures"] for status in statuses),
-        "loaded": {status["name"]: len(status["loaded"]) for status in statuses},
-        "served_ms": pause_server._spread(served),
-        "load_ms": pause_server._spread(load),
-        "timings": {status["name"]: status["timings"] for status in statuses},
-        "step_ms": round(1e3 * float(np.median(np.concatenate([gaps.within(window) for window in both]))), 3),
-        "gap_with_version_ms": pause_server._spread(gaps.longest(with_version)),
-        "gap_without_ms": pause_server._spread(gaps.longest(without)),
-        "window_s": round(float(np.median([end - start for start, end in both])), 3),
-        "tokens_per_s": {
-            "with_version": round(float(np.mean([gaps.rate(window) for window in with_version])), 1),
-            "without": round(float(np.mean([gaps.rate(window) for window in without])), 1),
-        },
-        "memory_mb": memory,
-        **({"profile": pause_server._explained(gaps, with_version, noted)} if noted else {}),
-    }
+        return began, done, ended, status["timings"]
 
 
 def _rpc(server: Any, method: str, **arguments: Any) -> list[Any]:
@@ -176,6 +208,7 @@ def main() -> None:
     parser.add_argument("--poll", type=float, default=0.1)
     parser.add_argument("--window", type=float, default=0.2, metavar="SECONDS", help="after a version is served")
     parser.add_argument("--flags", default="", help="more flags of vllm serve, in quotes")
+    parser.add_argument("--compare", type=int, default=0, metavar="VERSIONS", help="measure other ways to load too")
     parser.add_argument("--profile", action="store_true", help="note what the worker does in the longest gaps")
     parser.add_argument("--scratch", type=Path, help="where model and buckets go while it runs")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")

@@ -215,11 +215,15 @@ class Probe:
         self.deltawire_adapter, runner.execute_model = call, step
         return {}
 
-    def tune(self, tiles: int = 0, rest: float = -1.0, switch_s: float = 0.0) -> None:
-        """Try other breaks of staging, and another time after which Python threads take turns."""
+    def tune(self, tiles: int = 0, rest: float = -1.0, switch_s: float = 0.0, turn_s: float = 0.0) -> None:
+        """Try other breaks of staging, another time after which Python threads take turns, and another one for which
+        adapters are copied between two steps."""
         import sys
 
+        from deltawire.engines.vllm import adapter_worker
         from deltawire.kernels import pace
+
+        adapter_worker.TURN_S = turn_s or adapter_worker.TURN_S
 
         pace.TURN = tiles or pace.TURN
         pace.REST = rest if rest >= 0 else pace.REST
