@@ -3,6 +3,7 @@ what takes long is done in a thread, or a little between every two steps."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -13,6 +14,11 @@ from typing import Any
 
 TURN_S = 0.0005
 """Seconds of copying to the device between two steps."""
+
+SWITCH_S = 0.0005
+"""Seconds after which a thread that reads yields Python to the model. The default, 5 ms, is longer than many a step."""
+
+_USUAL_SWITCH_S = sys.getswitchinterval()
 
 
 def call(worker: Any, operation: str, id: int, name: str = "", folder: str = "") -> dict[str, Any]:
@@ -66,6 +72,7 @@ class _Loading(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        sys.setswitchinterval(SWITCH_S)
         try:
             if self._device.type != "cpu":
                 import torch
@@ -77,6 +84,8 @@ class _Loading(threading.Thread):
             self._found = found
         except Exception as error:
             self._error = error
+        finally:
+            sys.setswitchinterval(_USUAL_SWITCH_S)
 
     def register(self) -> None:
         """Have vLLM add the adapter, less what was done already, and note what it copies instead of copying it."""

@@ -224,6 +224,7 @@ class Probe:
         from deltawire.kernels import pace
 
         adapter_worker.TURN_S = turn_s or adapter_worker.TURN_S
+        adapter_worker.SWITCH_S = switch_s or adapter_worker.SWITCH_S
 
         pace.TURN = tiles or pace.TURN
         pace.REST = rest if rest >= 0 else pace.REST
