@@ -9,7 +9,9 @@ vLLM itself refuses such a checkpoint, unless it has AMX and the operator for it
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -130,20 +132,42 @@ SIZES = {"head_dim": 64, "moe_intermediate_size": 128}
 """vLLM's kernels want whole blocks of each projection."""
 
 
-KERNELS = {
-    ("qwen3", "cutlass"): "Selected CutlassFp8BlockScaledMMKernel for Fp8LinearMethod",
-    ("qwen3", "triton"): "Selected TritonFp8BlockScaledMMKernel for Fp8LinearMethod",
-    ("qwen3_moe", "triton"): "Using TRITON Fp8 MoE backend",
+class Cell(NamedTuple):
+    """A back end, and what becomes of versions there."""
+
+    kind: str
+    backend: str
+    said: str
+    """In vLLM's log, where it computes with that back end."""
+    guard: str = "patch"
+    variables: Mapping[str, str] = {}
+
+
+EXACT = {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+"""By default, vLLM requantizes weights for DeepGEMM."""
+CELLS = {
+    "cutlass": Cell("qwen3", "cutlass", "Selected CutlassFp8BlockScaledMMKernel"),
+    "triton": Cell("qwen3", "triton", "Selected TritonFp8BlockScaledMMKernel"),
+    "deep_gemm": Cell("qwen3", "deep_gemm", "Selected DeepGemmFp8BlockScaledMMKernel", variables=EXACT),
+    "deep_gemm-e8m0": Cell("qwen3", "deep_gemm", "Selected DeepGemmFp8BlockScaledMMKernel", "reload: "),
+    "marlin": Cell("qwen3", "marlin", "Selected MarlinFP8ScaledMMLinearKernel", "reload: "),
+    "experts-triton": Cell(
+        "qwen3_moe", "triton", "Using TRITON Fp8 MoE backend", variables={"VLLM_USE_DEEP_GEMM": "0"}
+    ),
+    "experts-deep_gemm": Cell("qwen3_moe", "deep_gemm", "Using DEEPGEMM Fp8 MoE backend", variables=EXACT),
 }
-"""Kind of model and back end, and what vLLM's log says where it computes with that one."""
+ON_CPU = {"dense": Cell("qwen3", "", ""), "experts": Cell("qwen3_moe", "", "")}
 
 
-@pytest.mark.parametrize("kind, backend", [*KERNELS] if ON_GPU else [("qwen3", "cpu"), ("qwen3_moe", "cpu")])
-def test_a_server_follows_a_derived_run(kind: str, backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CELLS if ON_GPU else ON_CPU)
+def test_a_server_follows_a_derived_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bf16 trainer, `derive` beside it, and vLLM on the derived run: patched in place, equal to fresh loads."""
-    sizes = SIZES if kind == "qwen3_moe" else {"head_dim": 64}
-    flags = [f"--{'moe' if kind == 'qwen3_moe' else 'linear'}-backend", backend] if ON_GPU else []
-    trainer = Trainer(make_model(tmp_path / "model", kind, **sizes), tmp_path / "bf16")
+    cell = (CELLS if ON_GPU else ON_CPU)[name]
+    for variable, value in {"VLLM_DEEP_GEMM_WARMUP": "skip", **cell.variables}.items():
+        monkeypatch.setenv(variable, value)
+    sizes = SIZES if cell.kind == "qwen3_moe" else {"head_dim": 64}
+    flags = [f"--{'moe' if cell.kind == 'qwen3_moe' else 'linear'}-backend", cell.backend] if ON_GPU else []
+    trainer = Trainer(make_model(tmp_path / "model", cell.kind, **sizes), tmp_path / "bf16")
     trainer.publish(0)
     derived, noted = tmp_path / "fp8", {}
 
@@ -159,12 +183,14 @@ def test_a_server_follows_a_derived_run(kind: str, backend: str, tmp_path: Path)
                 assert "AMX" in server.ended()
                 return
             server.wait().until(version=0, state="healthy")
-            assert not ON_GPU or KERNELS[kind, backend] in server.log.read_text()
+            assert cell.said in server.log.read_text()
             for version in range(1, VERSIONS + 1):
                 trainer.publish(0.002)
                 list(deriver.follow(once=True))
-                assert server.until(version=version, state="healthy")["guard"] == "patch"
+                status = server.until(version=version, state="healthy")
+                assert status["guard"][: len(cell.guard)] == cell.guard, status
                 noted[version] = server.checksums()
+                assert len(server.greedy([5, 9, 11])) == 24
         finally:
             server.stop()
             trainer.close()
