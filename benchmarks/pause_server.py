@@ -1,4 +1,4 @@
-"""What clients of a real vLLM notice of a sync: server and clients are processes of their own, on cores of their own.
+"""What clients of a real vLLM or SGLang notice of a sync: server and clients are processes on cores of their own.
 
     python benchmarks/pause_server.py --shape 0.6B --phases control packed context throughput prefixes rivals
     python benchmarks/pause_server.py --shape 8B --phases control packed
@@ -14,7 +14,7 @@ Phases, one after the other, against one server:
     throughput   slots of ten seconds with one sync and with none, in turn, under the same streams
     memory       versions while nothing is generated: what the worker allocates on its device for them
     prefixes     requests with one prefix under every version: none may find what another version computed
-    equal        the weights of the server against a fresh load of the last version by vLLM's own loader
+    equal        the weights of the server against a fresh load of the last version by the engine's own loader
     rivals       other ways to new weights, driven as trainers do, with generation paused around them: vLLM's
                  `reload_weights`; its sparse loader (`load_checkpoint_weight_patches`), which is given what changed,
                  decoded, in the worker's memory; and ModelExpress (where it is installed), from its delta in host
@@ -28,6 +28,7 @@ after it is served. The control phase is cut into windows of the same lengths. I
     served     from the commit of a version until it is served and proven, the wait for the next poll included
     total      the same from when the server has noticed it; fetch, decode, pause, stop, apply, prove: parts of it
 `--view fp8-block` publishes the same steps as fp8 (docs/fp8.md), to a server that was started from an fp8 checkpoint.
+With `--engine sglang`, memory and rivals are not measured.
 `--chart RESULT.json CHART.svg` draws tokens around a sync.
 `--make FOLDER` only makes the versions of these phases; `--made FOLDER` measures with what that has made, or is making.
 `--turns FOLDER` is for measuring several servers that are started at once: before each phase it waits for a file of its
@@ -39,6 +40,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import importlib
 import json
 import os
 import random
@@ -57,7 +59,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "engines" / "vllm")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / "engines" / engine) for engine in ("vllm", "sglang"))]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -361,16 +363,16 @@ class Versions:
 
 def measure(options: argparse.Namespace, report: dict[str, Any], save: Callable[[], None]) -> None:
     """Fill the report phase by phase: what is there when a later one fails was measured."""
-    from vllm_live import ON_GPU, Server
+    from tests.engines.live.live_server import ON_GPU
 
     cores = sorted(os.sched_getaffinity(0))
     half, quarter = max(1, len(cores) // 2), max(1, len(cores) // 4)
     server_cores, client_cores = cores[:half], cores[half + quarter :] or cores
     sizes = _sizes(options.shape, options.layers)
     report |= {
-        "shape": options.shape, "sizes": sizes, "density": options.density, "streams": options.streams,
-        "weights": sum(int(np.prod(shape)) for _, shape in _tensors(sizes)), "poll_s": options.poll,
-        "view": options.view,
+        "engine": options.engine, "shape": options.shape, "sizes": sizes, "density": options.density,
+        "streams": options.streams, "poll_s": options.poll, "view": options.view,
+        "weights": sum(int(np.prod(shape)) for _, shape in _tensors(sizes)),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="deltawire-pause-", dir=options.scratch) as name:
         folder = Path(name)
@@ -382,12 +384,10 @@ def measure(options: argparse.Namespace, report: dict[str, Any], save: Callable[
         versions = Versions(making.folder, making.made)
         versions.publish(followed)
         versions.publish(other, 1)
-        flags = ["--no-enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "4096", "--max-num-seqs",
-                 str(max(64, options.streams)), "--worker-extension-cls", "vllm_test_plugin.Probe",
-                 *shlex.split(options.flags)]  # fmt: skip
+        made = importlib.import_module(f"{options.engine}_live").Server
         served = making.folder / "served" if options.view else model
-        server = Server(served, folder / "log", run=followed, flags=flags, DELTAWIRE_POLL=str(options.poll),
-                        DELTAWIRE_HEARTBEAT=None)  # fmt: skip
+        server = made(served, folder / "log", run=followed, flags=_flags(options), DELTAWIRE_POLL=str(options.poll),
+                      DELTAWIRE_HEARTBEAT=None)  # fmt: skip
         try:
             server.wait(limit=500)
             print(f"server is up: {server.status()}", flush=True)
@@ -405,6 +405,17 @@ def measure(options: argparse.Namespace, report: dict[str, Any], save: Callable[
             server.stop()
             if options.log:
                 options.log.write_bytes((folder / "log").read_bytes())
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    requests = str(max(64, options.streams))
+    if options.engine == "sglang":
+        own = ["--context-length", "4096", "--max-running-requests", requests, "--cuda-graph-max-bs-decode", requests,
+               "--max-total-tokens", str(2048 * options.streams), "--mem-fraction-static", "0.4"]  # fmt: skip
+    else:
+        own = ["--no-enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "4096", "--max-num-seqs",
+               requests, "--worker-extension-cls", "vllm_test_plugin.Probe"]  # fmt: skip
+    return [*own, *shlex.split(options.flags)]
 
 
 def _order(options: argparse.Namespace) -> Iterator[tuple[str, float]]:
@@ -614,9 +625,9 @@ class _Phases:
         return {"requests": each * count, "versions": count, "hits_across": across, "hits_within": within}
 
     def _equal(self) -> dict[str, Any]:
-        from vllm_fresh import fresh_checksums
-
-        live, fresh = self.server.checksums(), fresh_checksums([self.folder / "last"], 1)[0]
+        # a fresh SGLang is a server too, and needs the same flags to start here
+        flags = shlex.split(self.options.flags) if self.options.engine == "sglang" else []
+        live, fresh = self.server.checksums(), self.server.fresh_checksums([self.folder / "last"], 1, flags)[0]
         return {
             "tensors": len(live), "equal": live == fresh, "version": self.server.status()["version"],
             "guard": self.server.status()["guard"],
@@ -852,7 +863,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="of the throughput phase, in slots of ten")
     parser.add_argument("--rivals", type=int, default=10, help="times that each rival is measured; even")
     parser.add_argument("--requests", type=int, default=1000, help="of the prefix phase")
-    parser.add_argument("--flags", default="--gpu-memory-utilization 0.5", help="more flags of vllm serve, in quotes")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--flags", help="more flags of the server, in quotes (vLLM: --gpu-memory-utilization 0.5)")
     parser.add_argument("--profile", action="store_true", help="note what the worker does while versions are staged")
     parser.add_argument("--make", type=Path, help="only make the versions, in this folder")
     parser.add_argument("--made", type=Path, help="folder with versions that --make has made, or is making")
@@ -861,6 +873,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")
     parser.add_argument("--log", type=Path, help="file for the server's log")
     options = parser.parse_args()
+    if options.engine == "sglang" and ({"memory", "rivals"} & {*options.phases} or options.profile):
+        parser.error("memory, rivals and --profile are measured in vLLM's worker only")
+    if options.flags is None:
+        options.flags = "--gpu-memory-utilization 0.5" if options.engine == "vllm" else ""
     if options.make:
         last = {"equal", "rivals"} & {*options.phases} != set()
         device = "cuda" if os.environ.get("DEVICE") == "cuda" else "cpu"

@@ -25,6 +25,8 @@ from deltawire_wordle.processes import free_port
 
 BIN = Path(sys.executable).parent
 START_S = 400
+ON_GPU = os.environ.get("DEVICE", "cpu") == "cuda"
+"""With DEVICE=cuda: the GPU build of the engine, in the environment that runs the tests."""
 S = TypeVar("S", bound="Server")
 
 

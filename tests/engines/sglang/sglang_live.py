@@ -1,4 +1,4 @@
-"""A real SGLang server on a CPU, and what live_server.py has for all engines."""
+"""A real SGLang server, on a CPU or a GPU, and what live_server.py has for all engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.live import live_server
-from tests.engines.live.live_server import python_path, serving
+from tests.engines.live.live_server import ON_GPU, python_path, serving
 
 HERE = Path(__file__).parent
 BEARER = {"Authorization": "Bearer secret"}
@@ -23,18 +23,18 @@ class Server(live_server.Server):
     @staticmethod
     def variables(tp: int) -> dict[str, str | None]:
         return {
-            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_USE_CPU_ENGINE": None if ON_GPU else "1",
             "SGLANG_PLUGINS": "deltawire,sglang_test_plugin",
             "PYTHONPATH": python_path(HERE / "plugin", HERE.parent / "live" / "plugin"),
             "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": None if ON_GPU else "1",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tp))) if tp > 1 else None,
         }
 
     def program(self, model: Path) -> list[str]:
+        cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
         return [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu",
-            "--attention-backend", "torch_native", "--disable-overlap-schedule",
+            sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *([] if ON_GPU else cpu)
         ]  # fmt: skip
 
     def options(self, tp: int) -> list[str]:

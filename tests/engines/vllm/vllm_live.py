@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.engines.live import live_server
-from tests.engines.live.live_server import BIN, Streams, Trainer, make_model, python_path
+from tests.engines.live.live_server import BIN, ON_GPU, Streams, Trainer, make_model, python_path
 
 __all__ = ["ON_GPU", "Server", "Streams", "Trainer", "environment", "make_model", "ranks", "serving"]
 
 HERE = Path(__file__).parent
-ON_GPU = os.environ.get("DEVICE", "cpu") == "cuda"
-"""`make test-vllm DEVICE=cuda`: the GPU build of vLLM, in the environment that runs the tests."""
 
 
 def ranks() -> int:
