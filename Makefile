@@ -86,7 +86,7 @@ setup-sglang:  ## make the environment of test-sglang (once, outside the clone)
 test-sglang:  ## run the tests against a real SGLang on the CPU, in an environment made for it
 	@place=$$(tests/engines/sglang/environment.sh $(PYTHON)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
-	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 tests/engines/sglang/live.py $(ARGS)
+	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 $(addprefix tests/engines/sglang/,live.py live_sglang_adapters.py) $(ARGS)
 
 # these files are not named test_…: the everyday tests need no browser
 test-browser: $(READY)  ## open every page in a real Chromium (Debian's package chromium) and use its controls

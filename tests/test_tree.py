@@ -61,8 +61,10 @@ ELSEWHERE = {
     "deltawire/engines/sglang/engine.py": "engines/live/test_sglang.py",
     "deltawire/engines/sglang/guard.py": "engines/live/test_sglang.py",
     "deltawire/engines/sglang/hooks.py": "engines/live/test_sglang.py",
-    # nothing of it runs without vLLM
+    # nothing of it runs without its engine
     "deltawire/engines/vllm/adapter_worker.py": "engines/vllm/live_adapters.py",
+    "deltawire/engines/sglang/adapter_worker.py": "engines/sglang/live_sglang_adapters.py",
+    "deltawire/engines/sglang/adapters.py": "engines/sglang/live_sglang_adapters.py",
     "deltawire/engines/vllm/hooks.py": "engines/vllm/live.py",
     "deltawire/engines/vllm/worker.py": "engines/vllm/live.py",
     # stages of one publish, tested through it

@@ -168,7 +168,7 @@ def test_what_it_refuses() -> None:
     assert "DELTAWIRE_TOKEN" in refused("run", "--host", "0.0.0.0", DELTAWIRE_TOKEN="")
     assert "--engine vllm or sglang" in refused("run", "--", "--max-model-len", "9")
     assert "--engine vllm" in refused("run", "--folder", "weights")
-    assert "only --engine vllm follows adapters" in refused("run", DELTAWIRE_ADAPTERS="policy=run")
+    assert "this server follows none" in refused("run", DELTAWIRE_ADAPTERS="policy=run")
     assert "[-- FLAGS OF THE ENGINE]" in refused("run", "--engine", "sglang", "--tp-size", "2")
 
 

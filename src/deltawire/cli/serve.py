@@ -59,7 +59,8 @@ def command(
         typer.Option(
             "--adapter",
             metavar="NAME=RUN",
-            help="With --engine vllm: follow a run of adapters too, or without --run them alone. May be repeated.",
+            help="With --engine vllm or sglang: follow a run of adapters too, or without --run them alone. "
+            "May be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -179,10 +180,11 @@ def command(
       deltawire serve --engine vllm my-model --adapter policy=s3://runs/lora
       deltawire serve --engine sglang s3://runs/chat -- --tp-size 2
     """
-    if adapter and engine is not Engine.vllm:
-        raise typer.BadParameter("--adapter is for --engine vllm")
-    if engine is not Engine.vllm and os.environ.get("DELTAWIRE_ADAPTERS"):
-        raise typer.BadParameter("DELTAWIRE_ADAPTERS is set, and only --engine vllm follows adapters: unset it")
+    builtin = engine is Engine.builtin
+    if adapter and builtin:
+        raise typer.BadParameter("--adapter is for --engine vllm or sglang")
+    if builtin and os.environ.get("DELTAWIRE_ADAPTERS"):
+        raise typer.BadParameter("DELTAWIRE_ADAPTERS is set, and this server follows none: unset it, or use --engine")
     if run is None and not adapter:
         model, run = None, model
     if run is None and not model:
@@ -195,7 +197,6 @@ def command(
         raise typer.BadParameter(
             f"with --adapter the argument is a model, and {model} is a run: give it as --run, with or without a model"
         )
-    builtin = engine is Engine.builtin
     if folder and (builtin or model):
         raise typer.BadParameter("--folder is for --engine vllm RUN and --engine sglang RUN")
     if kv is Kv.version and builtin:
@@ -285,7 +286,7 @@ def _pin(text: str) -> tuple[str, int | None]:
     where, version = split(text)
     if _is_checkpoint(where):
         raise typer.BadParameter(
-            f"{where} is a checkpoint, not a run: add --run RUN (or --adapter NAME=RUN with --engine vllm)"
+            f"{where} is a checkpoint, not a run: add --run RUN (or --adapter NAME=RUN with --engine vllm or sglang)"
         )
     if version is None or version in NEWEST:
         return where, None

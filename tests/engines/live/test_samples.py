@@ -267,6 +267,7 @@ def test_a_stream_that_breaks_its_bound_ends_with_the_error() -> None:
 # ── requests for adapters ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("field", ["model", "lora_path"])
 @pytest.mark.parametrize(
     "model, bound, status, version",
     [
@@ -277,13 +278,15 @@ def test_a_stream_that_breaks_its_bound_ends_with_the_error() -> None:
         ("base", "41", 409, b"7"),
     ],
 )
-def test_a_bound_is_about_the_adapter_that_a_request_names(model: str, bound: str, status: int, version: bytes) -> None:
+def test_a_bound_is_about_the_adapter_that_a_request_names(
+    model: str, bound: str, status: int, version: bytes, field: str
+) -> None:
     """The engine marks tokens with the version of the base weights, 7; the body comes in two parts and is passed on."""
     engine, answer = Engine([output(0, [span("7", 0, 2)])]), plain(None, prompts=0, content={"choices": [{"index": 0}]})
     observe(engine, lambda: 7)
     followed = SimpleNamespace(listeners=set(), pin=None, hurry=lambda seconds: None)
     versions = {"policy": 41, "policy@40": 40}
-    body = json.dumps({"model": model, "prompt": "t5"}).encode()
+    body = json.dumps({"model": "base", field: model, "prompt": "t5"}).encode()
     parts = [
         {"type": "http.request", "body": body[:9], "more_body": True},
         {"type": "http.request", "body": body[9:]},
@@ -315,6 +318,29 @@ def test_a_bound_is_about_the_adapter_that_a_request_names(model: str, bound: st
     if status == 200:
         [choice] = json.loads(sent[1]["body"])["choices"]
         assert choice["weight_versions"] == [{"version": int(version), "start": 0, "end": 2}]
+
+
+@pytest.mark.parametrize("adapters, version", [(lambda name: None, b"41"), (None, b"7")])
+def test_a_stream_of_another_route_begins_when_it_is_known_who_answers(adapters: Any, version: bytes) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        kind = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": kind})
+        record = current.get()
+        assert record is not None
+        record.adapter_version = 41
+        for more in (True, False):
+            await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": more})
+
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+    middleware = VersionMiddleware(app, lambda: 7, paths=("/generate",), adapters=lambda: adapters)
+    asyncio.run(middleware(scope, None, send))
+    assert [message["type"] for message in sent] == ["http.response.start", *["http.response.body"] * 2]
+    assert dict(sent[0]["headers"])[VERSION_HEADER.encode()] == version
 
 
 def test_a_server_without_a_version_sends_no_header() -> None:

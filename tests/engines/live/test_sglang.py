@@ -336,12 +336,22 @@ def test_other_servers_on_the_machine_are_left_alone(monkeypatch: pytest.MonkeyP
     assert following()
 
 
-def test_adapters_are_refused_and_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_need_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DELTAWIRE_RUN", raising=False)
-    monkeypatch.setenv("DELTAWIRE_ADAPTERS", "policy=s3://runs/lora")
+    monkeypatch.setenv("DELTAWIRE_ADAPTERS", "policy=s3://runs/lora, judge=s3://runs/judge")
     assert following()
-    with pytest.raises(Misconfigured, match="SGLang follows no adapters"):
-        guard.check_server(SimpleNamespace(resolved_dict=dict))
+
+    def check(**chosen: Any) -> None:
+        guard.check_server(SimpleNamespace(resolved_dict=lambda: chosen))
+
+    with pytest.raises(Misconfigured, match="add --enable-lora --max-loras-per-batch 4 --max-lora-rank RANK"):
+        check(enable_lora=None)
+    with pytest.raises(Misconfigured, match="2 adapters need --max-loras-per-batch 4; this server has 3"):
+        check(enable_lora=True, max_loras_per_batch=3)
+    with pytest.raises(Misconfigured, match="need --max-loaded-loras 5 or none; this server has 4"):
+        check(enable_lora=True, max_loras_per_batch=4, max_loaded_loras=4)
+    check(enable_lora=True, max_loras_per_batch=4, max_loaded_loras=5)
+    check(enable_lora=True, max_loras_per_batch=8, max_loaded_loras=None)
 
 
 # ── the HTTP server ──────────────────────────────────────────────────────────────────────────────────────────────────

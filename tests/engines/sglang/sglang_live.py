@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from tests.engines.live import live_server
 from tests.engines.live.live_server import ON_GPU, python_path, serving
 
 HERE = Path(__file__).parent
+FLAGS = os.environ.get("SGLANG_TEST_FLAGS", "").split()
+"""More flags for all servers, where SGLang's choices for a GPU are not installed."""
 BEARER = {"Authorization": "Bearer secret"}
 
 
@@ -32,7 +35,7 @@ class Server(live_server.Server):
         }
 
     def program(self, model: Path) -> list[str]:
-        cpu = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule"]
+        cpu = ["--device", "cpu", "--attention-backend", "torch_native"]
         return [
             sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *([] if ON_GPU else cpu)
         ]  # fmt: skip
@@ -41,7 +44,7 @@ class Server(live_server.Server):
         return [
             "--dtype", "bfloat16", "--context-length", "512", "--max-total-tokens", "4096",
             "--mem-fraction-static", "0.1", "--max-running-requests", "8", "--skip-server-warmup", "--enable-metrics",
-            "--enable-cache-report", "--sleep-on-idle", "--tp-size", str(tp),
+            "--enable-cache-report", "--sleep-on-idle", "--tp-size", str(tp), *FLAGS,
         ]  # fmt: skip
 
     def checksums(self) -> dict[str, str]:

@@ -41,3 +41,14 @@ def test_without_an_accelerator_it_computes_on_the_cpu() -> None:
     assert "torch_native" not in command
     assert command[-1] == "--attention-backend=intel_amx"
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1"
+
+
+def test_room_for_adapters() -> None:
+    options = Options(adapters="policy=s3://runs/lora, judge=s3://runs/judge", extra=["--max-lora-rank", "64"])
+    command, environment = prepare(options, "m", SGLANG, {}, accelerated=True)
+    room = ["--enable-lora", "--max-loras-per-batch", "4", "--max-lora-rank", "16", "--lora-target-modules", "all"]
+    at = command.index("--enable-lora")
+    assert command[at : at + 7] == room
+    # SGLang takes the last of a flag
+    assert command[-2:] == ["--max-lora-rank", "64"]
+    assert set(settings.read(environment).adapters) == {"policy", "judge"}

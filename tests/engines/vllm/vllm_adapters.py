@@ -1,20 +1,16 @@
-"""A vLLM server that follows adapters alone, and a trainer that publishes versions of one."""
+"""A vLLM server that follows adapters alone."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from vllm_live import BIN, Server
 
-from deltawire.bucket.checkpoint_folder import fill
-from deltawire.bucket.replay import checkout
-from deltawire.bucket.run import Run
-from deltawire.trainer import Publisher
+from tests.engines.live.adapter_trainer import AdapterTrainer, adapter
+
+__all__ = ["AdapterServer", "AdapterTrainer", "adapter", "start"]
 
 
 class AdapterServer(Server):
@@ -30,82 +26,3 @@ def start(model: Path, log: Path, adapters: Mapping[str, Path], *flags: str, **o
     room = ["--enable-lora", "--max-loras", versions, "--max-cpu-loras", versions]
     named = ", ".join(f"{name}={run}" for name, run in adapters.items())
     return AdapterServer(model, log, flags=[*room, *flags], DELTAWIRE_ADAPTERS=named, **options)
-
-
-class AdapterTrainer:
-    """Versions of an adapter for a model of `make_model`, each far enough from the last to say something else; with
-    `small_steps`, as far as training moves it. Of queries and values, or of `every_layer` that is linear."""
-
-    def __init__(
-        self,
-        run: Path,
-        base: Path,
-        seed: int = 0,
-        rank: int = 4,
-        *,
-        every_layer: bool = False,
-        small_steps: bool = False,
-    ) -> None:
-        shape = json.loads((base / "config.json").read_text())
-        width, inner = shape["hidden_size"], shape["intermediate_size"]
-        queries, keys = (shape[f"num_{name}_heads"] * shape["head_dim"] for name in ("attention", "key_value"))
-        # inputs and outputs
-        modules = {"self_attn.q_proj": (width, queries), "self_attn.v_proj": (width, keys)}
-        if every_layer:
-            modules |= {"self_attn.k_proj": (width, keys), "self_attn.o_proj": (queries, width)}
-            modules |= {"mlp.gate_proj": (width, inner), "mlp.up_proj": (width, inner), "mlp.down_proj": (inner, width)}
-        self.run, self._rng, self._small_steps = run, np.random.default_rng(seed), small_steps
-        self.shapes = {
-            f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight": size
-            for layer in range(shape["num_hidden_layers"])
-            for module, (inputs, outputs) in modules.items()
-            for half, size in (("A", (rank, inputs)), ("B", (outputs, rank)))
-        }
-        config = {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base), "bias": "none",
-            "r": rank, "lora_alpha": 2 * rank, "target_modules": [name.partition(".")[2] for name in modules],
-            "inference_mode": True,
-        }  # fmt: skip
-        self.publisher = Publisher(run, files={"adapter_config.json": json.dumps(config).encode()})
-        self.sizes: list[int] = []
-        """Bytes of each version in the bucket."""
-        self._weights = {
-            name: self._rng.normal(0, 0.02, shape).astype(np.float32) if small_steps else np.zeros(shape, np.float32)
-            for name, shape in self.shapes.items()
-        }
-
-    def step(self) -> None:
-        """Move the weights."""
-        for weights in self._weights.values():
-            moved = self._rng.standard_normal(weights.shape, np.float32)
-            if self._small_steps:
-                weights += 1e-4 * moved
-            else:
-                weights[:] = 0.5 * moved
-
-    def publish(self) -> int:
-        """A version of the weights as they are; without small steps, of new ones."""
-        if not self._small_steps:
-            self.step()
-        # the upper half of a float32 is a bfloat16
-        bits = {name: (w.view(np.uint32) >> 16).astype(np.uint16) for name, w in self._weights.items()}
-        result = self.publisher.publish(bits).result(60)
-        self.sizes.append(result.bytes)
-        return result.version
-
-    def checkout(self, version: int, folder: Path) -> Path:
-        run = Run.open(str(self.run))
-        folder.mkdir()
-        fill(folder, run, run.manifest(version), checkout(run, version))
-        return folder
-
-
-def adapter(server: Server, name: str, *, every: float = 0.01, **expected: Any) -> dict[str, Any]:
-    """Wait until the status of an adapter is as expected, and return it."""
-    end = time.monotonic() + 120
-    while True:
-        [status] = [each for each in server.status()["adapters"] if each["name"] == name]
-        if all(status[key] == value for key, value in expected.items()):
-            return status
-        assert time.monotonic() < end, f"wanted {expected}, found {status}\n{server.tail()}"
-        time.sleep(every)

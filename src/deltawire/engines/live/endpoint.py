@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from fastapi import HTTPException, Request
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
 
 from ...bucket.run import Run
 from ...bucket.versions import number, resolve, split
@@ -117,7 +117,7 @@ class Endpoint:
             atexit.register(self._follower.stop, 5.0)
         return self._follower
 
-    def _follow_adapters(self, make: Callable[..., Adapters]) -> None:
+    def _follow_adapters(self, make: Callable[..., Adapters], registry: CollectorRegistry = REGISTRY) -> None:
         """Follow the runs of adapters, with the engine's own kind of `Adapters`."""
         config = self._settings
         named = {name: split(text) for name, text in config.adapters.items()}
@@ -130,7 +130,7 @@ class Endpoint:
             address=self._address,
             poll=config.poll,
         )
-        REGISTRY.register(AdapterMetrics(self._adapters.followers))
+        registry.register(AdapterMetrics(self._adapters.followers))
         self._adapters.start()
         atexit.register(self._adapters.stop, 5.0)
 

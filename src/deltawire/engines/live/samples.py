@@ -117,7 +117,8 @@ class VersionMiddleware:
         if bound is not None:
             if (adapter := self._adapters()) is not None:
                 body, receive = await _read_ahead(receive)
-                follower, present = adapter(_model(body)) or (follower, present)
+                named = (found for name in _models(body) if (found := adapter(name)) is not None)
+                follower, present = next(named, (follower, present))
             if follower is None or not await reached(bound, follower, present, self._wait_s):
                 pin = None if follower is None else follower.pin
                 await _send_json(send, 409, bound.refusal(present(), pin=pin), present())
@@ -125,7 +126,9 @@ class VersionMiddleware:
         record = Record(bound)
         token = current.set(record)
         try:
-            await self._app(scope, receive, _Marked(send, record, present))
+            # other routes begin to answer before it is known which adapter does
+            late = path not in PATHS and self._adapters() is not None
+            await self._app(scope, receive, _Marked(send, record, present, late))
         finally:
             current.reset(token)
 
@@ -145,13 +148,13 @@ async def _read_ahead(receive: Any) -> tuple[bytes, Any]:
     return body, again
 
 
-def _model(body: bytes) -> str:
-    """The model that a request names; empty if it names none."""
+def _models(body: bytes) -> list[str]:
+    """What a request names as its model, and as its adapter by SGLang's own name for that."""
     try:
-        name = json.loads(body).get("model")
+        asked = json.loads(body)
+        return [name for field in ("model", "lora_path") if isinstance(name := asked.get(field), str)]
     except (ValueError, AttributeError, RecursionError):
-        return ""
-    return name if isinstance(name, str) else ""
+        return []
 
 
 async def _send_json(send: Any, status: int, content: Any, version: Any) -> None:
@@ -176,8 +179,8 @@ def _choices(content: Any) -> list[Any]:
 class _Marked:
     """Writes versions into a response on its way out."""
 
-    def __init__(self, send: Any, record: Record, present: Callable[[], Any]) -> None:
-        self._send, self._record, self._present = send, record, present
+    def __init__(self, send: Any, record: Record, present: Callable[[], Any], late: bool = False) -> None:
+        self._send, self._record, self._present, self._late = send, record, present, late
         self._start: Any = None
         self._streams = False
         self._body = b""
@@ -187,11 +190,15 @@ class _Marked:
             headers = {name.lower(): value for name, value in message["headers"]}
             self._streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
             self._start = message
-            if self._streams:
+            if self._streams and not self._late:
                 await self._begin(self._version(), None)
         elif message["type"] != "http.response.body":
             await self._send(message)
         elif self._streams:
+            if self._late:
+                # with its first token
+                self._late = False
+                await self._begin(self._version(), None)
             await self._events(message)
         else:
             self._body += message.get("body", b"")

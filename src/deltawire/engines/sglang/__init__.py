@@ -3,6 +3,7 @@
 core        in the scheduler of each rank: its `Rank`, the swap between two steps, salts of its cache
 engine      SGLang as a target sees it
 endpoint    the HTTP server: the follower, routes and metrics; versions of tokens
+adapters    followed adapters, named in the HTTP server; adapter_worker: read and registered by every rank
 hooks       layers that process their weights after loading
 guard       what makes patching wrong in SGLang
 launch      `deltawire serve --engine sglang`

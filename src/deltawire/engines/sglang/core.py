@@ -22,7 +22,7 @@ from typing import Any
 
 from ..live.channel import Answer
 from ..live.swap import errors, salted, write_all
-from . import NAME, SECRET
+from . import NAME, SECRET, adapter_worker
 
 log = logging.getLogger("deltawire")
 
@@ -97,6 +97,8 @@ class Core:
     def call(self, operation: str, arguments: dict[str, Any]) -> list[Answer]:
         """Call an operation on all ranks; every one of them runs this. Returns their answers in order, or one of all
         together."""
+        if operation == "adapter":
+            return self._gather(adapter_worker.call(self._scheduler, **arguments))
         together: dict[str, Callable[..., Answer]] = {"swap": self._swap, "name": self._name}
         own = together.get(operation)
         return [own(**arguments)] if own is not None else self._everywhere(operation, **arguments)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import HTTPException, Request
@@ -14,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from ..live.endpoint import Endpoint
 from ..live.samples import PATHS, Record, current, number, route
+from .adapters import SglangAdapters
 from .engine import SglangEngine
 
 WEIGHTS = (
@@ -50,6 +52,8 @@ class Server(Endpoint):
         @asynccontextmanager
         async def followed(app: Any) -> AsyncIterator[Any]:
             await self.open(SglangEngine(self._manager, self._settings.policy))
+            if self._settings.adapters:
+                self._follow_adapters(partial(SglangAdapters, self._manager), registry)
             async with inner(app) as state:
                 yield state
 
@@ -104,8 +108,12 @@ async def _noted(outputs: Any, record: Record) -> AsyncIterator[Any]:
         async for output in stream:
             for position, item in enumerate(output if isinstance(output, list) else [output]):
                 spans = item["meta_info"].get("weight_versions")
-                if spans is not None:
-                    record.spans[item.get("index", position)] = [{**s, "version": number(s["version"])} for s in spans]
+                if spans is None:
+                    continue
+                if (adapter := record.adapter_version) is not None:
+                    # SGLang marks tokens with the version of the base weights
+                    spans = [{"version": str(adapter), "start": 0, "end": spans[-1]["end"]}] if spans else []
+                record.spans[item.get("index", position)] = [{**s, "version": number(s["version"])} for s in spans]
             yield output
 
 

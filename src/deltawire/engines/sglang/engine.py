@@ -17,6 +17,15 @@ from ..live.settings import Policy
 from . import NAME, SECRET
 
 
+async def call(manager: Any, operation: str, arguments: dict[str, Any]) -> list[Answer]:
+    """Call all ranks, between two steps (core.py)."""
+    body = {"operation": operation, "arguments": arguments, "secret": os.environ[SECRET]}
+    (found,) = await manager.dumper_control(DumperControlReqInput(method=NAME, body=body))
+    if not found.success:
+        raise RuntimeError(f"the scheduler does not answer {operation!r}: {found.error}")
+    return found.response  # type: ignore[no-any-return]
+
+
 class SglangEngine:
     """One scheduler per rank, all of which take every step together."""
 
@@ -30,11 +39,7 @@ class SglangEngine:
         self.has_draft = manager.server_args.resolved_dict().get("speculative_algorithm") not in (None, "NGRAM")
 
     async def call(self, operation: str, **arguments: object) -> list[Answer]:
-        body = {"operation": operation, "arguments": arguments, "secret": os.environ[SECRET]}
-        (found,) = await self._manager.dumper_control(DumperControlReqInput(method=NAME, body=body))
-        if not found.success:
-            raise RuntimeError(f"the scheduler does not answer {operation!r}: {found.error}")
-        return found.response  # type: ignore[no-any-return]
+        return await call(self._manager, operation, arguments)
 
     async def swap(self, version: str) -> Answer:
         """One call to the schedulers (core.py). Requests that are not to be kept are waited for or stopped before."""

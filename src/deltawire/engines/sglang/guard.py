@@ -21,13 +21,37 @@ _NEEDED = {
 
 def check_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Raise Misconfigured for settings that cannot work, before a model is loaded."""
-    if settings.read().adapters:
-        raise Misconfigured("DELTAWIRE_ADAPTERS is set, but SGLang follows no adapters: unset it, or use vLLM")
-    chosen = server_args.resolved_dict()
+    chosen, config = server_args.resolved_dict(), settings.read()
+    if config.adapters:
+        _require_room(chosen, len(config.adapters), config.adapters_keep)
     for name, (needed, reason) in _NEEDED.items():
         if chosen.get(name, needed) != needed:
             flag = f"--{name.replace('_', '-')}"
             raise Misconfigured(f"this server can follow no run with {flag} {chosen[name]}: {reason}")
+
+
+def adapter_flags(adapters: int) -> dict[str, int]:
+    """What SGLang needs at least for so many adapters: in one batch, together with the base model and with a version
+    that takes the place of another."""
+    return {"--max-loras-per-batch": adapters + 2}
+
+
+def _require_room(chosen: dict[str, Any], adapters: int, keep: int) -> None:
+    """Raise Misconfigured if requests would wait for each other's adapters, or SGLang would drop versions in use."""
+    [(flag, least)] = adapter_flags(adapters).items()
+    if not chosen.get("enable_lora"):
+        raise Misconfigured(
+            f"DELTAWIRE_ADAPTERS is set, but this server takes no adapters: add --enable-lora {flag} {least} "
+            "--max-lora-rank RANK --lora-target-modules all"
+        )
+    if chosen["max_loras_per_batch"] < least:
+        raise Misconfigured(f"{adapters} adapters need {flag} {least}; this server has {chosen['max_loras_per_batch']}")
+    loaded, least = chosen.get("max_loaded_loras"), adapters * (1 + keep) + 1
+    if loaded is not None and loaded < least:
+        raise Misconfigured(
+            f"{adapters} adapters with {keep} older versions each (DELTAWIRE_ADAPTERS_KEEP) need --max-loaded-loras "
+            f"{least} or none; this server has {loaded}"
+        )
 
 
 def problems_of(model: Any, server_args: Any, model_config: Any) -> list[str]:

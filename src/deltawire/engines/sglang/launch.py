@@ -9,15 +9,19 @@ from pathlib import Path
 
 from ...core.errors import MissingExtra
 from ...core.extras import install_command
+from ..live import settings
 from ..live.launch import Options
+from .guard import adapter_flags
 
 ON_A_CPU = (
     ("--device", "cpu"),
     ("--attention-backend", "torch_native"),
-    ("--disable-overlap-schedule",),
     ("--sleep-on-idle",),
 )
 """Where there is no accelerator: plain PyTorch, and no core for a scheduler that waits for requests."""
+
+RANK = 16
+"""Of adapters at most, unless a flag says otherwise: SGLang has no default, vLLM has this one."""
 
 
 def find() -> list[str]:
@@ -56,9 +60,22 @@ def prepare(
         chosen = [part for flag in ON_A_CPU if flag[0] not in given for part in flag]
     length = ["--context-length", str(options.max_model_len)] if options.max_model_len else []
     return (
-        [*command, "--model-path", str(model), *options.listen, *length, *chosen, *options.extra],
+        [
+            *command, "--model-path", str(model), *options.listen, *_room({**environment, **variables}), *length,
+            *chosen, *options.extra,
+        ],
         {**environment, **variables},
-    )
+    )  # fmt: skip
+
+
+def _room(variables: Mapping[str, str]) -> list[str]:
+    """Flags for the adapters that a server is to follow."""
+    adapters = settings.read(variables).adapters
+    if not adapters:
+        return []
+    sizes = adapter_flags(len(adapters)) | {"--max-lora-rank": RANK}
+    pairs = [part for flag, least in sizes.items() for part in (flag, str(least))]
+    return ["--enable-lora", *pairs, "--lora-target-modules", "all"]
 
 
 def _accelerated() -> bool:

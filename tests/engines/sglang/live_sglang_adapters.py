@@ -1,0 +1,150 @@
+"""Adapters against a real SGLang: `make test-sglang`. Not collected by the everyday run, whose environment has none.
+
+SGLang's layers for adapters pin memory, which needs an accelerator: on a CPU the test plugin leaves that out, and the
+adapters are computed by its back end in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+from sglang_live import Server
+
+from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
+from tests.engines.live.adapter_trainer import AdapterTrainer, adapter
+from tests.engines.live.live_server import ON_GPU, Streams, make_model
+
+PROMPTS = ([*range(4, 104)], [5, 9, 11])
+
+
+def start(model: Path, log: Path, adapters: Mapping[str, Path], *flags: str, **options: Any) -> Server:
+    """A server that takes adapters, and follows these runs by their names."""
+    room = ["--enable-lora", "--max-loras-per-batch", "6", "--max-lora-rank", "16", "--lora-target-modules", "all"]
+    device = [] if ON_GPU else ["--lora-backend", "torch_native"]
+    named = ", ".join(f"{name}={run}" for name, run in adapters.items())
+    more = {"DELTAWIRE_ADAPTERS": named or None, "SGLANG_TEST_UNPINNED": None if ON_GPU else "1"}
+    return Server(model, log, flags=[*room, *device, *flags], **{**more, **options})
+
+
+def greedy(server: Server, model: str) -> list[list[int]]:
+    return [server.complete(p, model=model).json()["choices"][0]["token_ids"] for p in PROMPTS]
+
+
+def test_two_adapters_follow_beside_base_traffic(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3")
+    trainers = {name: AdapterTrainer(tmp_path / name, model, seed) for seed, name in enumerate(("policy", "judge"))}
+    for trainer in trainers.values():
+        trainer.publish()
+    server = start(model, tmp_path / "log", {name: trainer.run for name, trainer in trainers.items()})
+    said: dict[str, list[list[int]]] = {}
+    try:
+        server.wait()
+        of_base = greedy(server, "m")
+        with Streams(server) as streams:
+            for _ in range(3):
+                for name, trainer in trainers.items():
+                    adapter(server, name, version=trainer.publish(), state="healthy")
+        assert not streams.failures
+        assert streams.completions
+        for name in trainers:
+            status = adapter(server, name, loaded=[2, 3])
+            assert (status["failures"], server.status()["state"]) == (0, "healthy")
+            said |= {f"{name}@3": greedy(server, name), f"{name}@2": greedy(server, f"{name}@2")}
+            assert greedy(server, f"m:{name}@3") == greedy(server, f"{name}@3") == said[f"{name}@3"]
+            gone = server.http.post("/v1/completions", json={"model": f"{name}@1", "prompt": "t5"})
+            assert (gone.status_code, "is not loaded any more" in gone.text) == (404, True)
+        assert greedy(server, "m") == of_base
+        assert len({str(tokens) for tokens in (of_base, *said.values())}) == 5
+        models = [each["id"] for each in server.http.get("/v1/models").json()["data"]]
+        assert sorted(models) == ["judge", "judge@2", "judge@3", "m", "policy", "policy@2", "policy@3"]
+        assert 'deltawire_adapter_version{adapter="judge"} 3.0' in server.http.get("/metrics").text
+        an_answer_is_made_by_one_version(server, trainers["policy"], said["policy@3"][1])
+        bounds_are_about_the_adapter(server)
+    finally:
+        server.stop()
+    # every version answers as a server that was started with it
+    folders = {
+        name: trainers[name.partition("@")[0]].checkout(int(name.partition("@")[2]), tmp_path / name) for name in said
+    }
+    fresh = start(model, tmp_path / "fresh.log", {}, "--lora-paths", *(f"{name}={at}" for name, at in folders.items()))
+    try:
+        fresh.wait()
+        assert greedy(fresh, "m") == of_base
+        for name, tokens in said.items():
+            assert greedy(fresh, f"m:{name}") == tokens, name
+    finally:
+        fresh.stop()
+
+
+def an_answer_is_made_by_one_version(server: Server, trainer: AdapterTrainer, expected: list[int]) -> None:
+    body = {"prompt": PROMPTS[1], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    request = {"json": {**body, "model": "policy", "stream": True}, "timeout": 120}
+    with httpx.stream("POST", f"{server.http.base_url}/v1/completions", **request) as response:
+        lines = response.iter_lines()
+        events = [json.loads(next(line for line in lines if line.startswith("data: {"))[6:])]
+        for _ in range(2):
+            adapter(server, "policy", version=trainer.publish(), state="healthy")
+        events += [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert response.headers[VERSION_HEADER] == "3"
+    tokens = [token for event in events for token in event["choices"][0].get("token_ids") or ()]
+    [spans] = [found for event in events if (found := event["choices"][0].get("weight_versions"))]
+    assert spans == [{"version": 3, "start": 0, "end": 200}]
+    assert tokens[: len(expected)] == expected
+    # SGLang's own route, whose streams begin before it is known who answers
+    own = {"input_ids": PROMPTS[1], "lora_path": "policy", "sampling_params": {"max_new_tokens": 4}}
+    for streams in (False, True):
+        answer = server.http.post("/generate", json={**own, "stream": streams})
+        assert (answer.status_code, answer.headers[VERSION_HEADER]) == (200, "5")
+
+
+def bounds_are_about_the_adapter(server: Server) -> None:
+    def ask(header: str, version: int, model: str = "policy") -> httpx.Response:
+        body = {"model": model, "prompt": "t5", "max_tokens": 2}
+        return server.http.post("/v1/completions", json=body, headers={header: str(version)})
+
+    assert ask(EXACT_VERSION_HEADER, 5).headers[VERSION_HEADER] == "5"
+    assert ask(EXACT_VERSION_HEADER, 4).status_code == 409
+    assert ask(EXACT_VERSION_HEADER, 4, "policy@4").status_code == 200
+    assert ask(EXACT_VERSION_HEADER, 4, "m:policy@4").status_code == 200
+    # the base follows no run here
+    assert ask(MIN_VERSION_HEADER, 0, "m").status_code == 409
+
+
+def test_all_ranks_switch_or_none(tmp_path: Path) -> None:
+    """And what cannot be served is refused by name, beside what can."""
+    model, other = make_model(tmp_path / "model", "qwen3"), make_model(tmp_path / "other", "qwen3-tied")
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    trainers = {
+        "policy": AdapterTrainer(tmp_path / "policy", model, 0),
+        "stranger": AdapterTrainer(tmp_path / "stranger", other, 1),
+        "big": AdapterTrainer(tmp_path / "big", model, 2, rank=32),
+    }
+    for trainer in trainers.values():
+        trainer.publish()
+    runs = {name: trainer.run for name, trainer in trainers.items()}
+    tp = 1 if ON_GPU else 2
+    server = start(model, tmp_path / "log", runs, tp=tp, LIVE_TEST_FAULTS=str(faults), DELTAWIRE_POLL="1")
+    try:
+        server.wait("/v1/models")
+        adapter(server, "policy", state="healthy", version=0)
+        assert "are for another base model" in adapter(server, "stranger", state="failed")["reason"]
+        while "with rank 32 is incompatible" not in adapter(server, "big", state="starting")["reason"]:
+            time.sleep(0.1)
+        assert server.http.get("/health").status_code == 503
+        before = greedy(server, "policy")
+        (faults / f"adapter-{tp - 1}").touch()
+        trainers["policy"].publish()
+        assert f"rank {tp - 1}: " in adapter(server, "policy", state="degraded", version=0)["reason"]
+        assert greedy(server, "policy") == before
+        (faults / f"adapter-{tp - 1}").unlink()
+        adapter(server, "policy", state="healthy", version=trainers["policy"].publish())
+        assert greedy(server, "policy") != before
+        assert greedy(server, "policy@0") == before
+    finally:
+        server.stop()
