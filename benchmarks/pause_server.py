@@ -27,6 +27,7 @@ after it is served. The control phase is cut into windows of the same lengths. I
     step       median time between two tokens of a stream
     served     from the commit of a version until it is served and proven, the wait for the next poll included
     total      the same from when the server has noticed it; fetch, decode, pause, stop, apply, prove: parts of it
+A phase with `preemptions` above 0 measured a server with too little memory for the streams: clients wait for it.
 `--view fp8-block` publishes the same steps as fp8 (docs/fp8.md), to a server that was started from an fp8 checkpoint.
 With `--engine sglang`, memory and rivals are not measured.
 `--chart RESULT.json CHART.svg` draws tokens around a sync.
@@ -496,17 +497,23 @@ class _Phases:
             self._sync()
         for phase in self.options.phases:
             self._turn(phase)
-            clock = time.monotonic()
+            clock, preempted = time.monotonic(), self._preemptions()
             if phase in ENCODINGS:
                 found = self._syncs(phase)
             else:
                 found = getattr(self, f"_{phase}")()
+            found |= {"preemptions": self._preemptions() - preempted}
             self.report[phase] = {**found, "seconds": round(time.monotonic() - clock, 1)}
             shown = {key: value for key, value in self.report[phase].items() if key != "timeline"}
             print(f"{phase}: {json.dumps(shown)}", flush=True)
             self.save()
             if self.options.turns:
                 (self.options.turns / f"{phase}.done").touch()
+
+    def _preemptions(self) -> int:
+        """Requests that the server has interrupted for want of memory for keys and values: their clients wait."""
+        lines = self.server.http.get("/metrics").text.splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:num_preemptions_total"))
 
     def _turn(self, phase: str) -> None:
         if self.options.turns:

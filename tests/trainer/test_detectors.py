@@ -20,7 +20,7 @@ from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.bucket.verify import verify  # noqa: E402
 from deltawire.core import full  # noqa: E402
 from deltawire.core.codecs import context  # noqa: E402
-from deltawire.core.codecs.context.encoder import encode_tiles_together  # noqa: E402
+from deltawire.core.codecs.context.encoder import encode_tiles  # noqa: E402
 from deltawire.core.errors import SchemaMismatch  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
@@ -62,14 +62,14 @@ def test_old_weights_are_counted_where_they_are(
     coded: list[int] = []
     later = threading.Event()
 
-    def encode(blocks: Any, before: Any, each: Any) -> Any:
+    def encode(blocks: Any, before: Any, each: Any, finish: Any) -> Any:
         # captures come meanwhile: what is counted must be what was, not what is
         old = [before.block([change.region for change in changes]) for changes in blocks]
         assert later.wait(WAIT)
         del old
-        found = encode_tiles_together(blocks, before, each)
+        found = [encode_tiles(changes, before) for changes in blocks]
         coded.extend(len(block.streams["tiles"]) for block in found)
-        return found
+        return [*map(finish, blocks, found)]
 
     monkeypatch.setattr(context, "encode_together", encode)
     trainer = Trainer(kind, store, device, encoding="context")

@@ -97,11 +97,14 @@ def encode_counted(
     """
     pool = ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="deltawire")
 
+    def finish(changes: Sequence[Change], coded: Coded) -> EncodedBlock:
+        return _encoded(changes, context.name, coded)
+
     def together(batch: Sequence[Sequence[Change]]) -> list[EncodedBlock]:
         changed = [[change for change in changes if change.count] for changes in batch]
-        found = iter(context.encode_together([changes for changes in changed if changes], before, pool.map))
-        pairs = [(changes, next(found) if changes else None) for changes in changed]
-        return list(pool.map(lambda pair: _encoded(pair[0], context.name, pair[1]), pairs))
+        some = [changes for changes in changed if changes]
+        found = iter(context.encode_together(some, before, pool.map, finish))
+        return [next(found) if changes else _encoded([], context.name, None) for changes in changed]
 
     try:
         for found in ordered_map(together, _batches(blocks), BATCHES):

@@ -90,7 +90,7 @@ class DeviceBlock:
         rules: Sequence[Table],
         levels: Sequence[Levels],
         grids: Sequence[tuple[int, int]],
-    ) -> list[RankedChanges]:
+    ) -> RankedChanges:
         from . import class_ranks, detect
 
         plan = self._plan(grids)
@@ -108,12 +108,7 @@ class DeviceBlock:
         self._units, self._placed = self._units.new_empty(0), ([], torch.empty(0))
         n, k = (counted.numpy().astype(np.int64) for counted in fetching[:2])
         ranks, steps = (each.numpy().astype(np.uint32) for each in fetching[2:])
-        tiles, ends = plan.first_tile.tolist(), np.cumsum([0, *(change.count for change in changes)]).tolist()
-        result: list[RankedChanges] = []
-        for number in range(len(changes)):
-            own, here = slice(*tiles[number : number + 2]), slice(*ends[number : number + 2])
-            result.append((n[own], k[own], ranks[here], steps[here]))
-        return result
+        return n, k, ranks, steps
 
     def _plan(self, grids: Sequence[tuple[int, int]]) -> Plan:
         def make() -> Plan:

@@ -18,7 +18,8 @@ every byte of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -26,7 +27,7 @@ from ...change import Change
 from .. import packed, planes
 from ..base import Before, Coded, squeeze
 from .decoder import TiledBlock, TileSpan
-from .encoder import Each, encode_tiles, encode_tiles_together
+from .encoder import BlockEncoder, Each, encode_tiles, rank_together
 
 name = "context"
 
@@ -37,26 +38,43 @@ SMALL = 128
 """A head alone takes about half as many bytes: a block that is this small when packed stays so."""
 
 
+Finish = Callable[[Sequence[Change], Coded], Any]
+
+
 def encode(changes: Sequence[Change], before: Before) -> Coded:
     """The block in tiles where that is smallest, else `packed`, or `planes` where most of it changed.
 
     `packed` is always made: it takes a twentieth of the time, and nothing else says for sure how large it would be.
     """
-    return encode_together([changes], before)[0]
+    coded: Coded = encode_together([changes], before)[0]
+    return coded
 
 
-def encode_together(blocks: Sequence[Sequence[Change]], before: Before, each: Each = map) -> list[Coded]:
-    """`encode` for several blocks of one dtype, whose old weights are counted at once. `each` may use threads."""
-    plain: list[tuple[Coded, int]] = list(each(lambda changes: _without_tiles(changes, before), blocks))
-    result = [coded for coded, _ in plain]
-    tried = [number for number, (_, size) in enumerate(plain) if size]
-    if tried:
-        found = encode_tiles_together([blocks[number] for number in tried], before, each)
-        for number, own in zip(tried, found, strict=True):
+def encode_together(
+    blocks: Sequence[Sequence[Change]], before: Before, each: Each = map, finish: Finish = lambda _, coded: coded
+) -> list[Any]:
+    """`encode` for several blocks of one dtype, whose old weights are counted at once. `each` may use threads; `finish`
+    is called there with the changes of each block and its code, and what it returns is the result."""
+
+    def start(changes: Sequence[Change]) -> tuple[Coded, int, BlockEncoder | None]:
+        plain, size = _without_tiles(changes, before)
+        return plain, size, BlockEncoder(changes) if size else None
+
+    started: list[tuple[Coded, int, BlockEncoder | None]] = list(each(start, blocks))
+    tried = [encoder for _, _, encoder in started if encoder is not None]
+    ranked = rank_together(tried, before, each) if tried else iter(())
+    found = [next(ranked) if encoder is not None else None for _, _, encoder in started]
+
+    def end(number: int) -> Any:
+        (coded, size, encoder), ranks = started[number], found[number]
+        if encoder is not None and ranks is not None:
+            own = encoder.code(ranks)
             # not compressed yet, and hardly compressible
-            if sum(map(len, own.streams.values())) < plain[number][1]:
-                result[number] = own
-    return result
+            if sum(map(len, own.streams.values())) < size:
+                coded = own
+        return finish(blocks[number], coded)
+
+    return list(each(end, range(len(blocks))))
 
 
 def _without_tiles(changes: Sequence[Change], before: Before) -> tuple[Coded, int]:

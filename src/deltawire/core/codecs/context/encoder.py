@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,10 @@ class _Prepared:
     column_levels: LevelBytes | None = None
 
     @property
+    def tiles(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
     def every(self) -> int:
         """Of so many rows one is looked at, to see how many weights have each exponent."""
         return max(1, min(16, self.rows // 64))
@@ -64,24 +68,18 @@ Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 def encode_tiles(changes: Sequence[Change], before: Before, *, tile: int = TILE, use_levels: bool = True) -> Coded:
     """The block in tiles and classes, whether that pays or not."""
-    return encode_tiles_together([changes], before, tile=tile, use_levels=use_levels)[0]
+    block = BlockEncoder(changes, tile)
+    (ranked,) = rank_together([block], before, use_levels=use_levels)
+    return block.code(ranked)
 
 
-def encode_tiles_together(
-    blocks: Sequence[Sequence[Change]], before: Before, each: Each = map, *, tile: int = TILE, use_levels: bool = True
-) -> list[Coded]:
-    """Several blocks of one dtype. Their old weights are counted at once; all other work is done block by block."""
-    prepared: list[_Block] = list(each(lambda changes: _Block(changes, tile), blocks))
-    first = np.cumsum([0, *map(len, blocks)]).tolist()
-    # entropy coding needs no weights: what they take is free for other blocks by then
-    ranked = _rank(prepared, first, [change for block in blocks for change in block], before, each, use_levels)
-    return list(each(lambda n: prepared[n].code(ranked[first[n] : first[n + 1]]), range(len(blocks))))
-
-
-def _rank(
-    blocks: list[_Block], first: list[int], changes: list[Change], before: Before, each: Each, use_levels: bool
-) -> list[RankedChanges]:
-    """Choose the classes of all blocks, and rank the changes of all regions within them."""
+def rank_together(
+    blocks: Sequence[BlockEncoder], before: Before, each: Each = map, *, use_levels: bool = True
+) -> Iterator[RankedChanges]:
+    """Choose the classes of several blocks of one dtype, and rank their changes. Their old weights are counted at once,
+    and not needed any more then: what they take is free for other blocks."""
+    changes = [change for block in blocks for change in block.changes]
+    first = np.cumsum([0, *(len(block.regions) for block in blocks)]).tolist()
     old, regions = old_block(changes, before), [region for block in blocks for region in block.regions]
     seen = old.exponents(*blocks[0].exponent, [region.every for region in regions])
 
@@ -92,16 +90,23 @@ def _rank(
     list(each(choose, range(len(blocks))))
     rules = [block.rule.table(block.classes) for block in blocks for _ in block.regions]
     levels, grids = [(s.row_levels, s.column_levels) for s in regions], [s.grid for s in regions]
-    return old.ranks(changes, [s.zigzags for s in regions], rules, levels, grids)
+    n, k, ranks, steps = old.ranks(changes, [s.zigzags for s in regions], rules, levels, grids)
+    tile = change = 0
+    for block in blocks:
+        tiles = slice(tile, tile + sum(s.tiles for s in block.regions))
+        here = slice(change, change + sum(s.positions.size for s in block.regions))
+        yield n[tiles], k[tiles], ranks[here], steps[here]
+        tile, change = tiles.stop, here.stop
 
 
-class _Block:
+class BlockEncoder:
     """A block on its way: `choose`, once its old weights can be counted, then `code`."""
 
     rule: Rule
     classes: int
 
-    def __init__(self, changes: Sequence[Change], tile: int) -> None:
+    def __init__(self, changes: Sequence[Change], tile: int = TILE) -> None:
+        self.changes = changes
         dtype = lookup(changes[0].region.tensor.dtype)
         self.exponent = shift, mask = exponent(dtype)
         """Lowest bit and mask of the exponent."""
@@ -158,20 +163,19 @@ class _Block:
                     old, number, s.positions, s.exponents, counts, rule.table(CLASSES), rate
                 )
 
-    def code(self, ranked: Sequence[RankedChanges]) -> Coded:
+    def code(self, ranked: RankedChanges) -> Coded:
         return _code(self.regions, ranked, self.rule, self.classes)
 
 
-def _code(regions: list[_Prepared], ranked: Sequence[RankedChanges], rule: Rule, classes: int) -> Coded:
-    n, k, ranks, zigzags = (np.concatenate([found[part] for found in ranked]) for part in range(4))
-    tiles = np.array([len(found[0]) for found in ranked])
-    # all regions at once: what a call of numpy costs is the interpreter's lock, which other blocks are waiting for
-    first = np.cumsum(tiles) - tiles
-    rates, inverse = _class_rates(n.sum(0), k.sum(0))
-    offsets = _offsets(np.add.reduceat(n, first), np.add.reduceat(k, first), rates, inverse)
-    per_tile = np.repeat(shifted(rates, inverse, offsets[:, None]), tiles, axis=0)
+def _code(regions: list[_Prepared], ranked: RankedChanges, rule: Rule, classes: int) -> Coded:
+    n, k, ranks, zigzags = ranked
+    tiles = np.array([s.tiles for s in regions], np.int64)
     histogram = np.zeros((CLASSES, SYMBOLS), np.int64)
-    runs.class_steps(k, zigzags, histogram)
+    weights, changed = (np.zeros((len(regions), CLASSES), np.int64) for _ in range(2))
+    _sums(n, k, zigzags, tiles, weights, changed, histogram)
+    rates, inverse = _class_rates(weights.sum(0), changed.sum(0))
+    offsets = _offsets(weights, changed, rates, inverse)
+    per_tile = np.repeat(shifted(rates, inverse, offsets[:, None]), tiles, axis=0)
     steps, step_table = _step_tables(histogram)
     grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(regions, offsets.tolist(), strict=True)]
     spread = _choose_spread(n, k, per_tile, inverse)
@@ -231,16 +235,12 @@ def shifted(rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_], offset
     return np.where((rates == runs.NEVER) | inverse, rates, moved).astype(np.uint8)
 
 
-def _choose_spread(n: Floats, k: Floats, rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_]) -> int:
+def _choose_spread(n: Counts, k: Counts, rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_]) -> int:
     """The table set nearest to how much counts really scatter around what the rates expect."""
-    expected = n * RATE[rates]
-    seen = np.where(inverse, n - k, k)
-    use = (rates != runs.NEVER) & (expected > 4)
-    if not use.any():
+    excess, expected = _scatter(n, k, rates, inverse, RATE)
+    if not expected:
         return 1
-    seen, expected = seen[use], expected[use]
-    excess = ((seen - expected) ** 2 - expected) / expected**2
-    spread = float(np.sqrt(max(np.average(excess, weights=expected), 1e-6)))
+    spread = np.sqrt(max(excess / expected, 1e-6))
     return int(np.argmin([abs(np.log(spread / s)) for s in SPREADS]))
 
 
@@ -329,6 +329,35 @@ def _merge_ends(total: Any, changed: Any, most: Any) -> Any:
             changed[into, i] += changed[end, i]
         bits[into] = merged
     return low, high
+
+
+@njit(**LEAN)
+def _sums(n: Any, k: Any, zigzags: Any, tiles: Any, weights: Any, changed: Any, steps: Any) -> None:
+    """Of regions with so many tiles each, weights and changes by [region, class]; steps by [class, symbol]."""
+    tile = change = 0
+    for region in range(tiles.size):
+        for t in range(tile, tile + tiles[region]):
+            for c in range(k.shape[1]):
+                weights[region, c] += n[t, c]
+                changed[region, c] += k[t, c]
+                for i in range(change, change + k[t, c]):
+                    steps[c, runs.step_symbol(zigzags[i])[0]] += 1
+                change += k[t, c]
+        tile += tiles[region]
+
+
+@njit(**LEAN)
+def _scatter(n: Any, k: Any, rates: Any, inverse: Any, rate_of: Any) -> Any:
+    """How much the variance of counts exceeds what is expected, in sum, and what is expected of those counts."""
+    excess, total = 0.0, 0.0
+    for t in range(n.shape[0]):
+        for c in range(n.shape[1]):
+            expected = n[t, c] * rate_of[rates[t, c]]
+            if rates[t, c] != runs.NEVER and expected > 4:
+                seen = n[t, c] - k[t, c] if inverse[c] else k[t, c]
+                excess += ((seen - expected) ** 2 - expected) / expected
+                total += expected
+    return excess, total
 
 
 @njit(**LEAN)

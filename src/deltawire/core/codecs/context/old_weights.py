@@ -28,8 +28,8 @@ Counts = npt.NDArray[np.int64]
 Levels = tuple[LevelBytes | None, LevelBytes | None]
 """Of a region's rows and columns; None where all are neutral."""
 RankedChanges = tuple[Counts, Counts, npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
-"""Of a region, per tile and class: weights, changed ones; and of each change, tile by tile and class by class, its rank
-and zigzagged step."""
+"""Of regions one after the other, per tile and class: weights, changed ones; and of each change, tile by tile and class
+by class, its rank and zigzagged step."""
 
 
 class OldBlock(Protocol):
@@ -54,7 +54,7 @@ class OldBlock(Protocol):
         rules: Sequence[Table],
         levels: Sequence[Levels],
         grids: Sequence[tuple[int, int]],
-    ) -> list[RankedChanges]:
+    ) -> RankedChanges:
         """Changes of all regions within the tiles of grids. The last call: memory may be given back."""
         ...
 
@@ -107,18 +107,22 @@ class HostBlock:
         rules: Sequence[Table],
         levels: Sequence[Levels],
         grids: Sequence[tuple[int, int]],
-    ) -> list[RankedChanges]:
-        result: list[RankedChanges] = []
+    ) -> RankedChanges:
+        tiles = np.cumsum([0, *(down * across for down, across in grids)]).tolist()
+        ends = np.cumsum([0, *(change.count for change in changes)]).tolist()
+        n, k = (np.zeros((tiles[-1], CLASSES), np.int64) for _ in range(2))
+        ranks, found = np.empty(ends[-1], np.uint32), np.empty(ends[-1], np.uint32)
         parts = zip(self._old, changes, zigzags, rules, levels, grids, strict=True)
-        for old, change, steps, rule, pair, grid in parts:
+        for number, (old, change, steps, rule, pair, grid) in enumerate(parts):
+            own, here = slice(*tiles[number : number + 2]), slice(*ends[number : number + 2])
             positions = np.ascontiguousarray(change.positions, np.uint32)
-            n, k = (np.zeros((grid[0] * grid[1], CLASSES), np.int64) for _ in range(2))
-            ranks, source = np.empty(positions.size, np.uint32), np.empty(positions.size, np.uint32)
             lines = cuts(old.rows, grid[0]), cuts(old.columns, grid[1])
             lined = padded(pair[0], pair[1], (old.rows, old.columns))
-            _segment_ranks(old.units, old.size, old.stride, rule, *lined, *lines, positions, n, k, ranks, source)
-            result.append((n, k, ranks, steps[source]))
-        return result
+            source = np.empty(positions.size, np.uint32)
+            counted = n[own], k[own], ranks[here], source
+            _segment_ranks(old.units, old.size, old.stride, rule, *lined, *lines, positions, *counted)
+            found[here] = steps[source]
+        return n, k, ranks, found
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

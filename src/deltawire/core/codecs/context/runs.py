@@ -65,18 +65,6 @@ def step_symbol(zigzag: Any) -> Any:
     return DIRECT + bits, z - (uint64(1) << uint64(bits)), bits
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def class_steps(k: Any, zigzags: Any, out: Any) -> None:
-    """out[class, symbol] over steps that come tile by tile and class by class; k is [tiles, classes]."""
-    i = 0
-    for t in range(k.shape[0]):
-        for c in range(k.shape[1]):
-            for _ in range(k[t, c]):
-                symbol, _, _ = step_symbol(zigzags[i])
-                out[c, symbol] += 1
-                i += 1
-
-
 @njit(**LEAN)
 def _put_count(ops: Any, at: Any, sent: Any, expected: Any, spread: Any, tables: Any, shifts: Any) -> Any:
     level, extra = count_model(expected)
