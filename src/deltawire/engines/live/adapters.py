@@ -40,6 +40,7 @@ from ..follower import Follower
 from ..names import STATES
 from . import arrays
 from .target import source_folder
+from .turns import short_turns
 
 log = logging.getLogger("deltawire")
 
@@ -201,18 +202,20 @@ class AdapterTarget:
             # the base has moved since the adapter was bound
             raise VersionRefused(misfit)
         made = State(run.schema)
-        if isinstance(content, Delta):
-            assert self._state is not None, "a replica plans deltas only from a version that it has"
-            made.load(self._state)
-            for data in content.files:
-                for _ in open_delta(data.read, data.size, run.schema, content.claim).patches(made.bits):
-                    pass
-            update.require(full.digest_of(made))
-        else:
-            made.load(content)
-            update.require(made.digest)
-        decoded = time.perf_counter()
-        folder = self._written(run, update.version, made) if update.final else None
+        # the event loop of the server passes on the tokens of all requests
+        with short_turns():
+            if isinstance(content, Delta):
+                assert self._state is not None, "a replica plans deltas only from a version that it has"
+                made.load(self._state)
+                for data in content.files:
+                    for _ in open_delta(data.read, data.size, run.schema, content.claim).patches(made.bits):
+                        pass
+                update.require(full.digest_of(made))
+            else:
+                made.load(content)
+                update.require(made.digest)
+            decoded = time.perf_counter()
+            folder = self._written(run, update.version, made) if update.final else None
         staged = StagedAdapter(update=update, state=made, folder=folder)
         staged.timings |= {"decode": decoded - clock, "stage": time.perf_counter() - decoded}
         return staged

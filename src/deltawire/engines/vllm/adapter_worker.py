@@ -3,7 +3,6 @@ what takes long is done in a thread, or a little between every two steps."""
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -12,13 +11,10 @@ from copy import copy
 from functools import partial
 from typing import Any
 
+from ..live.turns import short_turns
+
 TURN_S = 0.0005
 """Seconds of copying to the device between two steps."""
-
-SWITCH_S = 0.0005
-"""Seconds after which a thread that reads yields Python to the model. The default, 5 ms, is longer than many a step."""
-
-_USUAL_SWITCH_S = sys.getswitchinterval()
 
 
 def call(worker: Any, operation: str, id: int, name: str = "", folder: str = "") -> dict[str, Any]:
@@ -72,20 +68,18 @@ class _Loading(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        sys.setswitchinterval(SWITCH_S)
         try:
             if self._device.type != "cpu":
                 import torch
 
                 # pinned memory belongs to the device of the thread that allocates it
                 torch.accelerator.set_device_index(self._device)
-            found = self._manager._load_adapter(self._request)
-            self._adapters._create_merged_loras_inplace(found)
+            with short_turns():
+                found = self._manager._load_adapter(self._request)
+                self._adapters._create_merged_loras_inplace(found)
             self._found = found
         except Exception as error:
             self._error = error
-        finally:
-            sys.setswitchinterval(_USUAL_SWITCH_S)
 
     def register(self) -> None:
         """Have vLLM add the adapter, less what was done already, and note what it copies instead of copying it."""

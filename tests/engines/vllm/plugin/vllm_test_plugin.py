@@ -220,11 +220,12 @@ class Probe:
         adapters are copied between two steps."""
         import sys
 
+        from deltawire.engines.live import turns
         from deltawire.engines.vllm import adapter_worker
         from deltawire.kernels import pace
 
         adapter_worker.TURN_S = turn_s or adapter_worker.TURN_S
-        adapter_worker.SWITCH_S = switch_s or adapter_worker.SWITCH_S
+        turns.SWITCH_S = switch_s or turns.SWITCH_S
 
         pace.TURN = tiles or pace.TURN
         pace.REST = rest if rest >= 0 else pace.REST
