@@ -13,6 +13,7 @@ each step in every encoding. The checkpoint folders are made by examples/models;
 With `--engine vllm` one real vLLM samples and follows, on the device of the trainer, while other clients stream from
 it: what they wait for between two tokens, and tokens per second of the server, are measured during the training.
 `--reloads` is the same with full weights: each version is an anchor, and vLLM's own loader reloads all of it.
+`--view fp8-block` publishes fp8, in which vLLM computes (docs/fp8.md); stories15M is widened to whole blocks for that.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -45,6 +46,7 @@ from _shapes import QWEN3_06B
 from deltawire.bucket.run import Run
 from deltawire.cli.common import ended_by_sigterm, sparkline
 from deltawire.engines.fingerprint import fingerprint
+from deltawire.engines.live.launch import write_version
 from deltawire_wordle.demo import QUIET
 from deltawire_wordle.errors import ServerUnavailable
 from deltawire_wordle.fleet import Fleet
@@ -101,6 +103,32 @@ def checkpoint(name: str, folder: Path) -> Subject:
     texts = STORIES if name == "stories15m" else TALK
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     return Subject(model, folder, [tokenizer(text).input_ids for text in texts], reward)
+
+
+def in_whole_blocks(subject: Subject, folder: Path) -> Subject:
+    """The same Llama with zeros around its weights, so that every matrix has whole blocks of fp8."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    old = subject.model.config
+    head = old.hidden_size // old.num_attention_heads
+    heads = next(n for n in itertools.count(old.num_attention_heads) if n * head % 128 == 0)
+    hidden = -(-old.hidden_size // 128) * 128
+    # the mean of the squares is taken over more numbers
+    share = old.hidden_size / hidden
+    config = LlamaConfig(**{
+        **old.to_dict(), "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "head_dim": head, "rms_norm_eps": old.rms_norm_eps * share,
+    })  # fmt: skip
+    model = LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            found = subject.model.get_parameter(name)
+            parameter.zero_()
+            parameter[tuple(slice(n) for n in found.shape)] = found * (share**0.5 if found.ndim == 1 else 1.0)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(subject.folder, trust_remote_code=False).save_pretrained(folder)
+    return replace(subject, model=model, folder=folder)
 
 
 def random_qwen3(folder: Path, device: str) -> Subject:
@@ -206,8 +234,11 @@ class Vllm:
         length = min(2048, subject.model.config.max_position_embeddings)
         # on a CPU compiling takes minutes, and the clients of pause_server.py call the model m
         mode = "--no-enforce-eager" if given.device == "cuda" else "--enforce-eager"
+        served = subject.folder
+        if given.view:
+            write_version(run, 0, served := folder / "served")
         self._server = Server(
-            subject.folder, folder / "vllm.log", run=Path(run.removeprefix("file://")),
+            served, folder / "vllm.log", run=Path(run.removeprefix("file://")),
             flags=[mode, "--max-model-len", str(length), "--max-num-seqs", "256", *shlex.split(given.flags)], **refuse,
         )  # fmt: skip
         self.urls, self.model = [f"http://127.0.0.1:{self._server.port}"], "m"
@@ -282,7 +313,8 @@ def run_once(subject: Subject, rate: float, given: argparse.Namespace, run: str,
     )
     learner = Learner(subject.model.to(given.device), settings)
     steps: list[Step] = []
-    options = {"anchor_every": 0} if given.reloads else {"encoding": given.encoding}
+    options: dict[str, Any] = {"anchor_every": 0} if given.reloads else {"encoding": given.encoding}
+    options |= {"view": given.view}
     with dw.Publisher(run, wire_dtype="bf16", files=subject.folder, **options) as publisher, ExitStack() as cleanup:
         publisher.publish(learner.model, step=0, wait=True)
         servers = (Vllm if given.engine == "vllm" else Builtin)(run, given, subject, folder)
@@ -385,6 +417,7 @@ def committed(where: str) -> Iterator[dict[str, Any]]:
                 "step": manifest.step,
                 "changed": manifest.changed,
                 "elements": run.schema.elements,
+                "full": sum(tensor.units * tensor.unit_size for tensor in run.schema.tensors),
                 "sent": sum(link.bytes for link in manifest.links),
                 "sent_as": manifest.links[0].encoding or manifest.links[0].kind,
             }
@@ -401,7 +434,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     tried = ENCODINGS if "encoded" in late[0] else ()
     bits = {name: middle(lambda one, name=name: 8 * one["encoded"][name] / one["changed"]) for name in tried}
     return {
-        "full": 2 * versions[0]["elements"],
+        "full": versions[0].get("full", 2 * versions[0]["elements"]),
         "sent": middle(lambda one: one["sent"]),
         "bytes": {name: middle(lambda one, name=name: one["encoded"][name]) for name in tried},
         "changed_first": versions[0]["changed"] / versions[0]["elements"],
@@ -446,6 +479,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the trainer and of each server (%(default)s)")
     parser.add_argument("--engine", choices=["builtin", "vllm"], default="builtin")
     parser.add_argument("--reloads", action="store_true", help="vllm: full weights, loaded by vLLM's own reload")
+    parser.add_argument("--view", choices=["fp8-block"], help="vllm: publish and serve this view of the weights")
     parser.add_argument("--streams", type=int, default=16, help="vllm: other clients that stream (%(default)s)")
     parser.add_argument("--flags", default="", help="vllm: more flags of vllm serve, in quotes")
     parser.add_argument("--turn", type=Path, help="wait for this file before training begins")
@@ -475,6 +509,8 @@ def main() -> None:
                     subject = random_qwen3(place / "shape", given.device)
                 else:
                     subject = checkpoint(given.model, given.folder or Path("models") / given.model)
+                    if given.view:
+                        subject = in_whole_blocks(subject, place / "blocks")
                 clock = time.monotonic()
                 result = run_once(subject, rate, given, f"{bucket}/run-{number}", folder)
                 results.append({**result, "summary": summary(result), "seconds_in_all": time.monotonic() - clock})
@@ -482,7 +518,7 @@ def main() -> None:
     engine = "" if given.engine == "builtin" else f"-{given.engine}"
     out = given.out or RESULTS / f"real-models-{given.model}{engine}.json"
     about_run = {"model": given.model, "device": given.device, "engine": given.engine, "encoding": given.encoding}
-    about_run |= {"reloads": given.reloads}
+    about_run |= {"reloads": given.reloads, "view": given.view}
     write_json(out, {"about": facts, **about_run, "results": results})
     if not all(one["equal"] for one in results):
         raise SystemExit("a replica does not hold the trainer's weights")
