@@ -18,9 +18,9 @@ BENCH  ?= $(filter-out $(APART:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[
 # without cached bytecode every worker and every program that a test starts compiles the package anew
 unexport PYTHONDONTWRITEBYTECODE
 
-# A file's tests stay in one worker, so that what they share is made once; long files come first (tests/conftest.py).
-# One worker more than two cores: tests also wait, for disks, servers and clocks.
-PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Processes fork when all tests are collected (tests/jobs.py). One more than two cores: tests also wait, for disks,
+# servers and clocks.
+PYTEST := $(VENV)/bin/python -m pytest --jobs $(JOBS)
 
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check

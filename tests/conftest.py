@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import signal
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,10 @@ from hypothesis import HealthCheck, settings
 from deltawire.store import ObjectStore, Store
 from deltawire_wordle.seaweed import SeaweedFS
 from precompile import precompile
+from tests import jobs
 from tests.hub_stand_in import HubStandIn
+
+_COMPILING = pytest.StashKey[list[subprocess.Popen[bytes]]]()
 
 # `make test-all` takes the second; no deadline: the first call of a kernel may compile it
 for profile, examples in (("everyday", 20), ("thorough", 200)):
@@ -48,10 +52,12 @@ def _interpret_triton() -> None:
     del os.environ["TRITON_INTERPRET"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--jobs", type=int, default=1, help="processes that run tests")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    # a process that only hands tests to workers needs no kernels
-    runs_tests = not getattr(config.option, "numprocesses", None)
-    if runs_tests and importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
+    if importlib.util.find_spec("torch") and importlib.util.find_spec("triton"):
         _interpret_triton()
 
 
@@ -61,9 +67,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Before the workers of a parallel run start."""
-    if getattr(session.config.option, "numprocesses", None):
-        precompile()
+    """Kernels are compiled while the tests are collected."""
+    if session.config.option.jobs > 1 and not session.config.option.collectonly:
+        session.stash[_COMPILING] = precompile()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    number = session.config.option.jobs
+    if number < 2 or session.config.option.collectonly or session.testsfailed:
+        return None
+    for process in session.stash[_COMPILING]:
+        process.wait()
+    jobs.Run(session, number)
+    return True
 
 
 # nothing that is imported or collected is ever garbage; to look through all of it takes half a second each time

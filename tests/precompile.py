@@ -43,18 +43,16 @@ def of_context() -> None:
 PARTS: dict[str, Callable[[], None]] = {"runs": of_runs, "context": of_context}
 
 
-def precompile() -> None:
-    """Fill the cache of compiled kernels, unless there is one."""
+def precompile() -> list[subprocess.Popen[bytes]]:
+    """Start to fill the cache of compiled kernels, unless there is one."""
     import deltawire
 
     if any(Path(deltawire.__file__).parent.rglob("*.nbi")):
-        return
+        return []
     path = os.pathsep.join([str(Path(deltawire.__file__).parents[1]), str(HERE)])
-    started = [
+    return [
         subprocess.Popen([sys.executable, __file__, part], env={**os.environ, "PYTHONPATH": path}) for part in PARTS
     ]
-    for process in started:
-        process.wait()
 
 
 if __name__ == "__main__":
