@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import uuid
@@ -32,6 +33,10 @@ for profile, examples in (("everyday", 20), ("thorough", 200)):
         profile, deadline=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.load_profile("everyday")
+
+# Files of tests lie in memory where there is room for them: a run in a folder waits for the disk at every object.
+if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 # Typer builds all commands anew for each call of one, which takes longer than most of them
 typer.testing._get_command = functools.cache(typer.testing._get_command)
@@ -148,9 +153,9 @@ def _few_certificates(_certificates: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture(scope="session")
-def seaweed() -> Iterator[SeaweedFS]:
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
     """A real S3 server; each worker of a parallel run has its own."""
-    with SeaweedFS() as server:
+    with SeaweedFS(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
 
 
