@@ -6,6 +6,7 @@ each. A file's tests stay in one worker, so that what they share is made once.
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import sys
@@ -179,4 +180,6 @@ def _work(session: pytest.Session, pipe: Connection, number: int) -> NoReturn:
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
     finally:
+        # not by way of the interpreter's end, which would go on where this process was forked
+        atexit._run_exitfuncs()
         os._exit(code)
