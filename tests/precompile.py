@@ -18,6 +18,8 @@ HERE = Path(__file__).parent
 def of_runs() -> None:
     """Kernels of `raw` and `packed`, of digests, publishers and replicas."""
     import deltawire as dw
+    from deltawire.bucket.replay import checkout
+    from deltawire.bucket.run import Run
     from deltawire.store import ObjectStore
     from support import blank, history, publish
 
@@ -25,7 +27,9 @@ def of_runs() -> None:
     dw.decode(dw.encode(*versions[:2], "raw"), versions[0])
     store = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
     publish(store, versions)
-    publish(f"memory://{uuid.uuid4()}", versions[:2], view="fp8-block")
+    derived = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+    publish(derived, versions, view="fp8-block")
+    checkout(Run.open(derived), 2)
     assert dw.Replica(store, heartbeat=0).sync(blank(versions[0])) == 2
 
 
