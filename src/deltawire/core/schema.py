@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 import msgspec
 from blake3 import blake3
@@ -54,7 +55,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return width * dtypes.lookup(self.dtype).units_per_element
 
 
-class Schema(msgspec.Struct, frozen=True):
+class Schema(msgspec.Struct, frozen=True, dict=True):
     tensors: tuple[TensorSpec, ...]
     """Sorted by name. Tied tensors are stored once."""
     ties: dict[str, str] = {}
@@ -88,11 +89,12 @@ class Schema(msgspec.Struct, frozen=True):
     def elements(self) -> int:
         return sum(t.elements for t in self.tensors)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
+        # asked for with every link of every manifest
         return sum(t.nbytes for t in self.tensors)
 
-    @property
+    @cached_property
     def hash(self) -> str:
         return blake3(msgspec.json.encode(self)).hexdigest(length=16)
 

@@ -7,6 +7,7 @@ as a whole or not at all. Errors of storage libraries are translated once, in `s
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ TEMP_PREFIX = ".tmp-"
 # A file system allows 255 bytes per part; S3 allows 1024 for the whole key, of which a run's prefix needs some.
 _MAX_PART_BYTES = 255
 _MAX_KEY_BYTES = 900
+_FORBIDDEN = re.compile("[\x00-\x1f\x7f\\\\\ud800-\udfff]")
 
 
 def check_size(where: str, size: int, limit: int | None) -> None:
@@ -231,13 +233,13 @@ def _part_problem(part: str) -> str | None:
         return f"it has a {part!r} part"
     if part.startswith(TEMP_PREFIX):
         return f"parts that start with {TEMP_PREFIX!r} are kept for unfinished files"
-    for char in part:
-        if char < " " or char == "\x7f":
-            return f"it contains the control character {char!r}"
+    if found := _FORBIDDEN.search(part):
+        char = found[0]
         if char == "\\":
             return "it contains a backslash, which some systems read as '/'"
-        if "\ud800" <= char <= "\udfff":
+        if char >= "\ud800":
             return "it is not valid Unicode"
+        return f"it contains the control character {char!r}"
     if len(part.encode()) > _MAX_PART_BYTES:
         return f"it has a part longer than {_MAX_PART_BYTES} bytes"
     return None

@@ -362,7 +362,11 @@ def test_nothing_in_the_project_trusts_remote_code() -> None:
     root = Path(__file__).parents[3]
     careless = []
     for path in (file for place in ("src", "examples", "benchmarks") for file in (root / place).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        # a call that is looked for below names one of them
+        if "trust_remote_code" not in text and "Auto" not in text:
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 loads = ast.unparse(node.func).startswith("Auto") and node.func.attr in (
                     "from_pretrained",
