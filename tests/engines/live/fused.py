@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from deltawire.core.schema import Schema, TensorSpec
-from deltawire.engines.live.learn import Layer
+from deltawire.engines.live.learn import Layer, without_data
 
 Hook = Callable[[nn.Module], object]
 """Processes the parameters of a module after they are loaded."""
@@ -76,7 +76,7 @@ class Fused(nn.Module):
         found = []
         for name in ("gate_up", "down") if hook else ():
             module = getattr(self, name)
-            loaded = {key: torch.empty_like(tensor, device="meta") for key, tensor in module._parameters.items()}
+            loaded = {key: without_data(tensor) for key, tensor in module._parameters.items()}
             found.append(Layer(name, module, loaded, hook))
         return found
 

@@ -137,6 +137,33 @@ def test_a_hook_that_leaves_weights_alone_is_not_run_on_copies(hook: Hook) -> No
     assert len(runs) == 2
 
 
+class OfLoader(nn.Parameter):
+    """A parameter that a model's loader fills by a method of its class, as those of vLLM's linear layers."""
+
+
+def of_loader(parameter: nn.Parameter) -> nn.Parameter:
+    return OfLoader(parameter.data, requires_grad=False)
+
+
+def with_loader(parameter: nn.Parameter) -> nn.Parameter:
+    parameter.weight_loader = print  # type: ignore[attr-defined]
+    return parameter
+
+
+@pytest.mark.parametrize("kind", (of_loader, with_loader))
+def test_loaders_are_traced_with_the_parameters_that_they_need(kind: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """vLLM's hooks for block-fp8 put a plain parameter with the same memory in the place of theirs."""
+    model = Fused()
+    for module in (model.gate_up, model.down):
+        for name, parameter in [*module._parameters.items()]:
+            module._parameters[name] = kind(parameter)
+    layers = model.hooked(each(lambda w: w))
+    stood = {(id(s.module), s.name): s.tensor for s in Learned(layers).standing()}
+    live = {(id(layer.module), n): p for layer in layers for n, p in layer.module._parameters.items()}
+    assert stood.keys() == live.keys()
+    assert all(type(stood[key]) is type(live[key]) and vars(stood[key]) == vars(live[key]) for key in live)
+
+
 def test_hooks_run_on_the_device_of_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[torch.device] = []
     outside = []

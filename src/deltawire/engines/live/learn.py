@@ -302,7 +302,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _touches(layer: Layer) -> bool:
-    """Whether the hook does anything with the weights; it is run without data, up to the first operation on them."""
+    """Whether the hook does anything with the weights; it is run without data, up to the first operation on them.
+
+    So does one that puts parameters of another class or with fewer attributes there: loaders may need what is gone."""
     made = copy_of(layer.module)
     made._parameters.update(layer.loaded)
     try:
@@ -311,7 +313,11 @@ def _touches(layer: Layer) -> bool:
     except Exception:
         return True
     return any(
-        (t := made._parameters.get(name)) is None or storage(t) != storage(meta) or _form(t) != _form(meta)
+        (t := made._parameters.get(name)) is None
+        or type(t) is not type(meta)
+        or not vars(meta).keys() <= vars(t).keys()
+        or storage(t) != storage(meta)
+        or _form(t) != _form(meta)
         for name, meta in layer.loaded.items()
     )
 
