@@ -55,6 +55,8 @@ This module is public as `deltawire.errors`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class DeltawireError(Exception):
     """Base of all errors that deltawire raises on purpose."""
@@ -201,7 +203,14 @@ class NotRestored(DeltawireError):
 
 
 class VersionRefused(DeltawireError):
-    """The engine cannot serve this version. Nothing was changed, and no other object would help."""
+    """The engine cannot serve this version. Nothing was changed, and no other object would help.
+
+    has_ended   returns whether the cause is gone, where that can be told
+    """
+
+    def __init__(self, message: str, has_ended: Callable[[], bool] = lambda: False) -> None:
+        super().__init__(message)
+        self.has_ended = has_ended
 
 
 # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────

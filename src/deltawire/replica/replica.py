@@ -120,10 +120,12 @@ class _Refused:
     reason: str = ""
     until: float = 0.0
     """When it is tried again, by the monotonic clock."""
+    has_ended: Callable[[], bool] = lambda: False
+    """Whether the cause is gone, so that it is tried before that."""
 
     def holds(self, version: int) -> bool:
         """Whether this version is not to be tried now."""
-        return version == self.version and time.monotonic() < self.until
+        return version == self.version and time.monotonic() < self.until and not self.has_ended()
 
 
 class Replica:
@@ -298,6 +300,9 @@ class Replica:
             previous = self._version
             try:
                 target = self._bind(model, run, want)
+                if self._version == want != self._served():
+                    # passed through on the way to another version: no delta leads to where the weights are
+                    self._version = None
                 previous = self._version
                 self._reach(run, target, want, progress)
             except Exception as error:
@@ -378,7 +383,7 @@ class Replica:
             with self._lock:
                 pinned = pin()
                 if pinned is not None:
-                    want = pinned if self._version != pinned and not self._refused.holds(pinned) else None
+                    want = pinned if self._served() != pinned and not self._refused.holds(pinned) else None
                 else:
                     want = self._next(model, every, watcher)
                 if want is not None:
@@ -400,7 +405,7 @@ class Replica:
                 log.warning("%s: skipping version %d, which cannot be reached", self._id, want)
                 self._skipped = want
             if want is not None and isinstance(error, VersionRefused):
-                self._refused = _Refused(want, str(error), time.monotonic() + REFUSED_S)
+                self._refused = _Refused(want, str(error), time.monotonic() + REFUSED_S, error.has_ended)
             watcher.forget()
             self._beat(error=str(error))
         except Exception as error:
@@ -465,7 +470,7 @@ class Replica:
                 # continue from the version the model came with, which is yielded once, like any other
                 self._bind(model, run, newest)
             return self._version if self._version is not None else newest
-        if newest <= self._version:
+        if newest < self._version or newest == self._served():
             return None
         if not every:
             return newest

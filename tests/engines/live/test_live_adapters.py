@@ -24,7 +24,7 @@ from test_follower import loop, until
 from deltawire.bucket.replay import State
 from deltawire.core import full, keys
 from deltawire.core.change import whole
-from deltawire.core.errors import VersionNotFound
+from deltawire.core.errors import VersionNotFound, VersionRefused
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.engines.live.adapters import LEASE_S, AdapterMetrics, Adapters, Loaded, Registry
 from deltawire.trainer import Publisher
@@ -294,6 +294,41 @@ def test_heartbeats_name_the_version_that_is_served(scene: Scene) -> None:
     until(lambda: (said := json.loads(beat.read_text())).get("error") and said["version"] == 0)
 
 
+@pytest.mark.parametrize("pin", (True, False), ids=("pin", "sync"))
+def test_a_version_that_was_passed_through_can_be_served(scene: Scene, pin: bool) -> None:
+    scene.trainer.publish()
+    adapters = scene.follow(pins={"policy": 0})
+    scene.until(version=0, state="healthy")
+    adapters.refused = {"policy@2"}
+    for _ in range(2):
+        scene.trainer.publish()
+    follower = adapters.followers["policy"]
+    with pytest.raises(VersionRefused):
+        follower.command(2)
+    assert (follower.replica.version, follower.version) == (1, 0)
+    follower.command(1, pin=pin)
+    assert (follower.version, adapters.names["policy"].version) == (1, 1)
+
+
+def test_a_new_version_does_not_wait_for_the_drop_of_an_older_one(scene: Scene) -> None:
+    adapters = scene.follow(keep=0)
+    scene.trainer.publish()
+    scene.until(version=0)
+    dropped, remove = asyncio.Event(), adapters.remove
+
+    async def removed(loaded: Loaded) -> None:
+        await dropped.wait()
+        await remove(loaded)
+
+    adapters.remove = removed  # type: ignore[method-assign]
+    try:
+        scene.trainer.publish()
+        scene.until(version=1, state="healthy", loaded=[1])
+    finally:
+        scene.loop.call_soon_threadsafe(dropped.set)
+    until(lambda: adapters.held() == ["policy@1"])
+
+
 def test_a_leased_version_stays_loaded_until_the_lease_ends(scene: Scene) -> None:
     adapters = scene.follow(keep=0)
     scene.trainer.publish()
@@ -349,7 +384,8 @@ def test_an_adapter_of_another_base_is_refused(scene: Scene, tmp_path: Path) -> 
     assert adapters.health("healthy", "")[0] == "failed"
 
 
-def test_adapters_of_a_base_that_has_moved_stay_where_they_are(scene: Scene) -> None:
+def test_adapters_of_a_base_that_has_moved_stay_where_they_are(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltawire.replica.replica.REFUSED_S", 1e9)
     scene.trainer.publish()
     digest = full.digest_of(full.Checkpoint(scene.base))
     base = SimpleNamespace(caught_up=threading.Event(), replica=SimpleNamespace(digest=digest))
@@ -364,10 +400,13 @@ def test_adapters_of_a_base_that_has_moved_stay_where_they_are(scene: Scene) -> 
     scene.trainer.publish()
     until(lambda: scene.until()["failures"] > failures)
     assert (adapters.names["policy"].version, adapters.held()) == (0, ["policy@0"])
+    # once it is back, they go on at the next poll
+    base.replica.digest = digest
+    scene.until(state="healthy", version=1)
     # a base that begins to follow: the event loop, which it needs for that, asks for the status and must not wait
     base.caught_up = threading.Event()
     assert "another base" not in adapters.followers["policy"]._adapter.misfit(wait=False)
-    assert adapters.status()[0]["version"] == 0
+    assert adapters.status()[0]["version"] == 1
 
 
 def test_a_run_of_full_weights_is_no_adapter(scene: Scene, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ class AdapterTarget:
         clock, run, content = time.perf_counter(), self._run(), update.content
         if misfit := self.misfit():
             # the base has moved since the adapter was bound
-            raise VersionRefused(misfit)
+            raise VersionRefused(misfit, has_ended=lambda: not self.misfit(wait=False))
         made = State(run.schema)
         # the event loop of the server passes on the tokens of all requests
         with short_turns():
@@ -387,7 +387,8 @@ class Adapters(ABC):
                 raise VersionRefused(f"{loaded.full_name} cannot be loaded, nothing has changed: {error}") from error
         self._registry.put(loaded)
         self.serve(loaded)
-        await self._sweep()
+        # not awaited: an engine may take long to drop a version, and this one is served already
+        self._sweep_soon()
 
     # ── called for requests ──────────────────────────────────────────────────────────────────────────────────────────
 
