@@ -33,7 +33,7 @@ def call(scheduler: Any, operation: str, id: str, name: str = "", folder: str = 
             reading.pop(id).register(manager)
         else:
             reading.pop(id, None)
-            _require(manager.unload_lora_adapter(reference))
+            _require(manager._unload_lora_adapter(reference))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     return {}
@@ -56,7 +56,8 @@ class _Reading(threading.Thread):
 
                 # pinned memory belongs to the device of the thread that allocates it
                 torch.accelerator.set_device_index(self._beside.device)
-            _require(self._beside.load_lora_adapter(self._reference))
+            # not load_lora_adapter: that empties the cache of the device's memory to log what is free
+            _require(self._beside._load_lora_adapter(self._reference))
         except Exception as error:
             self._error = error
 

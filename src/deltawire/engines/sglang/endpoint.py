@@ -24,6 +24,9 @@ WEIGHTS = (
 )  # fmt: skip
 """How routes of SGLang begin that change weights, where they are, or their label."""
 
+ADAPTERS = ("/load_lora_adapter", "/unload_lora_adapter")
+"""How routes of SGLang begin that load or drop adapters."""
+
 GUARDED = ("/pause_generation", "/continue_generation", "/weights_checker")
 """Routes of SGLang that need the token: they stop generation, or may write random weights."""
 
@@ -62,11 +65,16 @@ class Server(Endpoint):
     def _refuse(self, request: Request) -> None:
         """Raise HTTPException for routes of SGLang's own that would change weights or labels beside the follower, or
         pause the server without leave."""
-        if self._follower is None:
+        if self._follower is None and self._adapters is None:
             return
         path = route(request.scope)
         if path.startswith(WEIGHTS):
+            if self._follower is None:
+                raise HTTPException(409, "this server follows adapters, which fit only the weights it was started with")
             raise HTTPException(409, f"this server follows {self._follower.replica.url}, which its weights come from")
+        if self._adapters is not None and path.startswith(ADAPTERS):
+            followed = ", ".join(self._adapters.followers)
+            raise HTTPException(409, f"this server follows adapters ({followed}): name others in DELTAWIRE_ADAPTERS")
         if path in GUARDED:
             self._authorize(request)
 
