@@ -329,6 +329,33 @@ def test_a_new_version_does_not_wait_for_the_drop_of_an_older_one(scene: Scene) 
     until(lambda: adapters.held() == ["policy@1"])
 
 
+def test_a_version_is_loaded_again_only_after_it_was_dropped(scene: Scene) -> None:
+    adapters = scene.follow(keep=0)
+    scene.trainer.publish()
+    scene.until(version=0)
+    begun, dropped, remove = threading.Event(), asyncio.Event(), adapters.remove
+
+    async def removed(loaded: Loaded) -> None:
+        begun.set()
+        await dropped.wait()
+        await remove(loaded)
+
+    adapters.remove = removed  # type: ignore[method-assign]
+    scene.trainer.publish()
+    assert begun.wait(60)
+    follower = adapters.followers["policy"]
+    back = threading.Thread(target=follower.command, args=(0,), kwargs={"pin": True})
+    back.start()
+    try:
+        until(lambda: bool(adapters._dropping["policy@0"]._waiters))  # type: ignore[attr-defined]
+        assert adapters.tried == ["policy@0", "policy@1"]
+    finally:
+        scene.loop.call_soon_threadsafe(dropped.set)
+        back.join(60)
+    scene.until(version=0, loaded=[0])
+    until(lambda: adapters.held() == ["policy@0"])
+
+
 def test_a_leased_version_stays_loaded_until_the_lease_ends(scene: Scene) -> None:
     adapters = scene.follow(keep=0)
     scene.trainer.publish()

@@ -293,6 +293,8 @@ class Adapters(ABC):
         self._digesting = threading.Lock()
         self._base_digest = ""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._dropping: dict[str, asyncio.Event] = {}
+        """By full name, versions that the engine is about to drop; set once it has."""
         self.followers = {
             name: AdapterFollower(name, run, self, Path(self._room.name), pin=pins.get(name), **options)
             for name, run in runs.items()
@@ -380,6 +382,9 @@ class Adapters(ABC):
             shutil.rmtree(folder, ignore_errors=True)
         else:
             loaded = Loaded(name, version, folder)
+            if dropped := self._dropping.get(loaded.full_name):
+                # engines know versions by name
+                await dropped.wait()
             try:
                 await self.add(loaded)
             except Exception as error:
@@ -429,8 +434,10 @@ class Adapters(ABC):
         # all of them before the first is awaited: a request that comes meanwhile must not get one of the others
         for loaded in unneeded:
             self.withdraw(loaded)
+            self._dropping[loaded.full_name] = asyncio.Event()
         for loaded in unneeded:
             await self._drop(loaded)
+            self._dropping.pop(loaded.full_name).set()
             shutil.rmtree(loaded.folder, ignore_errors=True)
 
     async def _drop(self, loaded: Loaded) -> None:

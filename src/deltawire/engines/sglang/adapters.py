@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from fastapi import HTTPException
@@ -37,8 +36,8 @@ class SglangAdapters(Adapters):
                 raise Misconfigured(f"DELTAWIRE_ADAPTERS names {name!r}, which this server already has: rename one")
         super().__init__(runs, source=str(manager.model_path), revision=_revision(manager), **options)
         self._manager, self._registered = manager, manager.lora_registry
-        self._ids: dict[Path, str] = {}
-        """SGLang's ids, by folder: a version may be loaded again while it is dropped."""
+        self._ids: dict[str, str] = {}
+        """SGLang's ids, by full name."""
         self._lend_to(manager)
         self._name_models()
 
@@ -49,7 +48,7 @@ class SglangAdapters(Adapters):
     async def add(self, loaded: Loaded) -> None:
         from sglang.srt.lora.lora_registry import LoRARef
 
-        self._ids[loaded.folder] = id = LoRARef().lora_id
+        self._ids[loaded.full_name] = id = LoRARef().lora_id
         what = {"id": id, "name": loaded.full_name, "folder": str(loaded.folder)}
         await self._call("stage", **what)
         while not all(answer["done"] for answer in await self._call("staged", id=id)):
@@ -57,7 +56,7 @@ class SglangAdapters(Adapters):
         await self._call("load", **what)
 
     async def remove(self, loaded: Loaded) -> None:
-        id = self._ids.pop(loaded.folder)
+        id = self._ids.pop(loaded.full_name)
         # its requests have ended here; the schedulers may hold one whose client is gone
         await asyncio.wait_for(self._registered.wait_for_unload(id), _END_S)
         await self._call("unload", id=id)
@@ -75,7 +74,7 @@ class SglangAdapters(Adapters):
     def _reference(self, loaded: Loaded, name: str) -> Any:
         from sglang.srt.lora.lora_registry import LoRARef
 
-        id = self._ids[loaded.folder]
+        id = self._ids[loaded.full_name]
         return LoRARef(lora_id=id, lora_name=name, lora_path=str(loaded.folder), pinned=False)
 
     async def _call(self, operation: str, **arguments: Any) -> list[Answer]:
