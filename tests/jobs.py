@@ -59,6 +59,7 @@ class Run:
         self._files = deque([*tests] for _, tests in files)
         self._workers: dict[Connection, Worker] = {}
         self._numbers = count()
+        self._finished = 0
         # before the workers ask for it, each for itself
         self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         # tests of several files come in turn
@@ -77,6 +78,8 @@ class Run:
             raise session.Failed(session.shouldfail)
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
+        if self._finished != len(session.items):
+            raise RuntimeError(f"{self._finished} tests of {len(session.items)} were run")
 
     def _start(self, tests: list[int]) -> None:
         worker = Worker(self._session, next(self._numbers))
@@ -94,7 +97,10 @@ class Run:
         elif kind == "warning":
             self._hook.pytest_warning_recorded.call_historic(kwargs=value)
         elif kind == "finished":
-            worker.left.popleft()
+            self._finished += 1
+            # nothing is left where no further test is to run
+            if worker.left:
+                worker.left.popleft()
         else:
             worker.give(self._files.popleft() if self._files else [])
 
@@ -102,12 +108,13 @@ class Run:
         """A worker ended: in order, or in the middle of a test, and another one runs what it left."""
         del self._workers[worker.pipe]
         code = worker.ended()
-        if code == 0:
-            return
-        lost = worker.left.popleft() if worker.left else -1
-        how = f"the worker ended with exit code {code}" if code > 0 else f"the worker was ended by signal {-code}"
-        item = self._session.items[lost]
-        self._report(pytest.TestReport(item.nodeid, item.location, {}, "failed", how, "call"))
+        how = f"the worker ended with exit code {code}" if code >= 0 else f"the worker was ended by signal {-code}"
+        if worker.left:
+            item = self._session.items[worker.left.popleft()]
+            self._finished += 1
+            self._report(pytest.TestReport(item.nodeid, item.location, {}, "failed", how, "call"))
+        elif code:
+            raise RuntimeError(f"{how} after its last test: what its tests share did not end well")
         if worker.left or self._files:
             self._start([*worker.left] or self._files.popleft())
 

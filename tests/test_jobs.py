@@ -50,6 +50,9 @@ def test_fails():
 def test_kills_its_worker():
     os.kill(os.getpid(), signal.SIGKILL)
 
+def test_ends_its_worker():
+    os._exit(0)
+
 def test_after(of_file):
     assert of_file == os.getpid()
 """,
@@ -75,11 +78,12 @@ def run(folder: Path, *options: str) -> str:
 
 def test_all_tests_are_reported_whatever_becomes_of_their_worker(folder: Path) -> None:
     said = run(folder)
-    assert "2 failed, 4 passed, 1 warning" in said, said
+    assert "3 failed, 4 passed, 1 warning" in said, said
     assert "assert [1, 2] == [1, 3]" in said
     assert "what it said" in said
     assert "look here" in said
     assert "FAILED test_b.py::test_kills_its_worker - the worker was ended by signal 9" in said
+    assert "FAILED test_b.py::test_ends_its_worker - the worker ended with exit code 0" in said
     assert "PASSED test_b.py::test_after" in said, "by another worker"
     assert (folder / "ended").read_text(), "what the session shares is taken down"
 
@@ -87,4 +91,5 @@ def test_all_tests_are_reported_whatever_becomes_of_their_worker(folder: Path) -
 def test_it_stops_at_the_first_failure(folder: Path) -> None:
     said = run(folder, "-x")
     assert "stopping after 1 failures" in said, said
+    assert "INTERNALERROR" not in said, said
     assert "test_after" not in said
