@@ -22,6 +22,7 @@ from deltawire.core.signing import SigningKey
 from deltawire.derive.deriver import Deriver, recompute
 from deltawire.store import LocalStore
 from deltawire.trainer import Publisher
+from deltawire.views import blocks
 from deltawire.views.blocks import Blocks
 from deltawire.views.host import BlockView
 from support import Bag, HookedStore, moved_bag
@@ -105,6 +106,25 @@ def test_it_continues_where_it_ended_and_reads_no_more_than_the_deltas(source: P
     assert_derived(place, tmp_path / "fp8", [0, 1, 2, 3, 4, 5])
 
 
+def test_a_run_of_an_earlier_view_is_continued_and_its_versions_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scales of this view were once another float32 in the last bit."""
+    place, derived = tmp_path / "run", str(tmp_path / "fp8")
+    bags = versions(3)
+    publish(str(place), bags[:2])
+    with monkeypatch.context() as earlier:
+        earlier.setattr(blocks, "SHARE", np.nextafter(blocks.SHARE, np.float32(1)))
+        derive(place, derived)
+    publish(str(place), bags[2:], continues=True)
+    assert derive(place, derived) == [2]
+    source, run = Run.open(str(place)), Run.open(derived)
+    assert run.manifest(2).digest == str(full.digest_of(BlockView(checkout(source, 2), Blocks(source.schema))))
+    failure = recompute(run, source).failure
+    assert failure is not None
+    assert "other weights than fp8-block gives for version 0 of its source" in failure.message
+
+
 def test_a_new_run_begins_where_it_is_told_to(source: Path, tmp_path: Path) -> None:
     assert derive(source, str(tmp_path / "fp8"), first=3) == [0, 1]
     assert_derived(source, tmp_path / "fp8", [3, 4])
@@ -146,7 +166,10 @@ def test_a_run_that_is_not_what_it_claims_is_found(source: Path, tmp_path: Path)
     store = LocalStore(tmp_path / "fp8")
     for wrong, why in (
         (msgspec.structs.replace(honest.origin, version=3), "names the digest"),
-        (msgspec.structs.replace(honest.origin, version=3, digest=Run.open(str(source)).manifest(3).digest), "digest"),
+        (
+            msgspec.structs.replace(honest.origin, version=3, digest=Run.open(str(source)).manifest(3).digest),
+            "other weights",
+        ),
     ):
         store.put(keys.manifest(4), dump(msgspec.structs.replace(honest, origin=wrong)))
         result = recompute(Run.open(store), Run.open(str(source)))

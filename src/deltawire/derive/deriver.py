@@ -24,6 +24,7 @@ from ..bucket.verify import Problem, Verification
 from ..bucket.watch import watch
 from ..core import full, keys
 from ..core.errors import (
+    DigestMismatch,
     DivergedRun,
     Misconfigured,
     PublishFailed,
@@ -136,14 +137,14 @@ class Deriver:
         return origin.version
 
     def _continue_from(self, version: int) -> None:
-        """Read the version derived last, so that only later deltas need to be converted. Where it is gone, the first
-        publish compares with the newest version of the derived run."""
+        """Read the version derived last, so that only later deltas need to be converted. Where it is gone or gives
+        other weights than it did, the first publish compares with the newest version of the derived run."""
         try:
             self._go_to(version)
             assert self._view is not None
             self._publisher.resume(self._view)
-        except DAMAGE as error:
-            log.warning("version %d cannot be read any more, comparing with the derived run: %s", version, error)
+        except (DivergedRun, *DAMAGE) as error:
+            log.warning("not going on from version %d but comparing with the derived run: %s", version, error)
             self._state = self._view = None
 
     def _go_to(self, version: int) -> None:
@@ -208,7 +209,10 @@ def recompute(
                         f"it names the digest {origin.digest} for version {origin.version} of its source, which has "
                         f"{state.digest}"
                     )
-                require_digest(manifest, full.digest_of(BlockView(state, blocks)))
+                found = str(full.digest_of(BlockView(state, blocks)))
+                if found != manifest.digest:
+                    cause = f"other weights than {origin.view} gives for version {origin.version} of its source"
+                    raise DigestMismatch(version, manifest.digest, found, cause)
             except VersionNotFound:
                 reason = "the version it is derived from is gone"
             except (DivergedRun, *DAMAGE) as error:

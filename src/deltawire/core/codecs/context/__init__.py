@@ -62,7 +62,8 @@ def encode_together(
 
     started: list[tuple[Coded, int, BlockEncoder | None]] = list(each(start, blocks))
     tried = [encoder for _, _, encoder in started if encoder is not None]
-    ranked = rank_together(tried, before, each) if tried else iter(())
+    # all at once: what ranks them holds the old weights until its end
+    ranked = iter([*rank_together(tried, before, each)] if tried else [])
     found = [next(ranked) if encoder is not None else None for _, _, encoder in started]
 
     def end(number: int) -> Any:
