@@ -135,4 +135,4 @@ class Nursery:
 
 
 if __name__ == "__main__":
-    _rehearse() if sys.argv[1:] == ["compile"] else main()
+    _rehearse(rows=32, columns=256) if sys.argv[1:] == ["compile"] else main()

@@ -165,7 +165,7 @@ def test_a_chunk_at_the_end_of_memory_has_the_same_classes(width: int, leveled: 
 
 def test_the_tables_of_the_format() -> None:
     """Both sides make them from formulas: another bit in one of them, and nothing decodes any more."""
-    tables = b"".join(np.ascontiguousarray(table).tobytes() for table in entropy.MODELS)
+    tables = b"".join(np.ascontiguousarray(table).tobytes() for table in entropy.models())
     assert blake3(tables).hexdigest(length=16) == "aeb88441b43e7644329627e0423e6c26"
 
 

@@ -27,7 +27,7 @@ from ...ulps import take_steps
 from ..base import BaseBits, BlockRecord, CountedRegions, check_names, exactly
 from .classes import CHUNK, CLASSES, SPARE, classify_tile, place_tile
 from .encoder import shifted
-from .entropy import MODELS, coarse
+from .entropy import coarse, models
 from .head import (
     COLUMN_LEVELS,
     LEVEL_HEAD,
@@ -216,7 +216,7 @@ class TiledBlock:
         return (
             self._data, shifted(head.rates, head.inverse, head.grids[number].offset), head.inverse, head.spread,
             self._step_tables, self._step_coarse, head.step_table, np.uint64((1 << 8 * self._dtype.unit_size) - 1),
-            *MODELS,
+            *models(),
         )  # fmt: skip
 
     def _check(self, span: TileSpan, error: int, found: int) -> None:

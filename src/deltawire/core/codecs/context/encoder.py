@@ -18,7 +18,7 @@ from ...ulps import zigzags_of
 from ..base import Before, Coded
 from . import runs
 from .classes import CLASSES, COLUMN_NEUTRAL, LEVELS, ROW_NEUTRAL, Rule
-from .entropy import MODELS, RATE, SPREADS, SYMBOLS, scale
+from .entropy import RATE, SPREADS, SYMBOLS, models, scale
 from .head import COLUMN_LEVELS, ROW_LEVELS, BlockHead, Grid, exponent, pack_head, pack_levels, pack_sizes
 from .levels import Floats, choose_levels
 from .old_weights import Counts, OldBlock, RankedChanges, old_block
@@ -186,7 +186,7 @@ def _code(regions: list[_Prepared], ranked: RankedChanges, rule: Rule, classes: 
         room *= 4
         out = np.empty(room, np.uint8)
         size = runs.encode_tiles(
-            n, k, ranks, zigzags, per_tile, inverse, spread, tables, step_table, MODELS, out, sizes
+            n, k, ranks, zigzags, per_tile, inverse, spread, tables, step_table, models(), out, sizes
         )
     levels = [line for s in regions for line in (s.row_levels, s.column_levels) if line is not None]
     return Coded(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -150,18 +151,18 @@ def _count_tables() -> tuple[list[Cumulative], npt.NDArray[np.uint8]]:
     return tables, np.array(shifts, np.uint8)
 
 
-GAP_TABLES = _gap_tables()
-COUNT_TABLES, COUNT_SHIFT = _count_tables()
 _EIGHTH = np.sqrt(np.sqrt(np.sqrt(np.float64(0.5))))
 RATE = np.cumprod(np.concatenate([[1.0], np.full(255, _EIGHTH)]))
 """RATE[b] = 2^(−b/8): how often a class changes, in one byte."""
 
-MODELS = (
-    np.concatenate(GAP_TABLES), coarse(GAP_TABLES), np.concatenate(COUNT_TABLES), coarse(COUNT_TABLES),
-    COUNT_SHIFT, RATE,
-)  # fmt: skip
-"""As kernels take them: tables one behind the other, because a row of a matrix is an object with a reference count. As
-globals they would be compiled into every kernel that uses them and stay in its cache."""
+
+@cache
+def models() -> tuple[npt.NDArray[Any], ...]:
+    """The tables as kernels take them: one behind the other, because a row of a matrix is an object with a reference
+    count. As globals they would be compiled into every kernel that uses them and stay in its cache. Made on first use,
+    which is a tenth of the start of a command that codes nothing."""
+    gaps, (counts, shifts) = _gap_tables(), _count_tables()
+    return np.concatenate(gaps), coarse(gaps), np.concatenate(counts), coarse(counts), shifts, RATE
 
 
 # ── encoder: a tile is first a list of operations (start, frequency, bits), then one tight loop makes bytes of them ──
