@@ -1,7 +1,7 @@
 """Arrays in files that one process of a node writes and another reads: a header in JSON, then the arrays.
 
-Where a model is served, large ones are read in parts and not mapped: to unmap hundreds of megabytes takes tens of
-milliseconds, in which other threads of the process may wait for memory.
+Where a model is served, large ones are read in parts and not mapped: on some virtual machines it takes 0.1 s to unmap
+hundreds of megabytes, and other threads of the process may have to wait for that.
 """
 
 from __future__ import annotations
