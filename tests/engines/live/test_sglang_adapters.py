@@ -19,9 +19,10 @@ pytest.importorskip("torch")
 import httpx
 from fastapi import FastAPI, Request
 from prometheus_client import REGISTRY
-from test_follower import loop
+from test_follower import loop, until
 from test_sglang import sglang
 
+from deltawire.engines.live.adapters import DROP_AGAIN_S
 from deltawire.engines.sglang import adapter_worker
 
 __all__ = ["loop", "sglang"]
@@ -152,10 +153,15 @@ class Scene:
     def run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
-    def load(self, version: int) -> None:
+    def folder(self, version: int) -> Path:
         folder = self._folder / str(version)
         folder.mkdir(exist_ok=True)
-        self.run(self.adapters._load("policy", version, folder))
+        return folder
+
+    def load(self, version: int) -> None:
+        """Load a version, and wait until what it replaces was dropped or could not be."""
+        self.run(self.adapters._load("policy", version, self.folder(version)))
+        until(lambda: not self.adapters._tasks)
 
 
 @pytest.fixture
@@ -212,3 +218,47 @@ def test_versions_are_read_and_dropped_without_emptying_the_cache_of_the_device(
         scene.load(version)
         assert scene.manager.held() == [str(version)]
     assert sorted(scene.manager.lora_registry.get_all_adapters()) == ["policy", "policy@2"]
+
+
+def test_what_the_schedulers_still_use_is_dropped_later_and_can_be_loaded_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, later = scene.manager.lora_registry, []
+    monkeypatch.setattr(sys.modules[type(scene.adapters).__module__], "_END_S", 0.01)
+    monkeypatch.setattr(scene.adapters, "_loop", SimpleNamespace(
+        create_task=asyncio.ensure_future, call_later=lambda seconds, work: later.append((seconds, work))
+    ))  # fmt: skip
+    scene.load(0)
+    # of a client that is gone
+    request = registry.acquire("policy@0")
+    scene.load(1)
+    [(seconds, again)] = later
+    assert (seconds, scene.manager.held()) == (DROP_AGAIN_S, ["0", "1"])
+    scene.load(0)
+    assert scene.manager.held() == ["0", "0"]
+    assert registry.acquire("policy") == registry.acquire("policy@0") != request
+    registry.release(request)
+    scene._loop.call_soon_threadsafe(again)
+    until(lambda: scene.manager.held() == ["0"])
+    assert [*scene.manager.ranks[0].loras] == [registry.acquire("policy")]
+
+
+def test_a_version_that_waits_to_be_dropped_behind_another_can_be_loaded_again(scene: Scene) -> None:
+    registry, adapters = scene.manager.lora_registry, scene.adapters
+    for version in (0, 1):
+        scene.load(version)
+        adapters._registry.current("policy").requests += 1
+    scene.load(2)
+    request = registry.acquire("policy@0")
+
+    async def back() -> None:
+        for version in (0, 1):
+            adapters._registry.find(f"policy@{version}").requests -= 1
+        adapters._sweep_soon()
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(0.05, registry.release, request)
+        await adapters._load("policy", 1, scene.folder(1))
+
+    scene.run(back())
+    until(lambda: not adapters._tasks and scene.manager.held() == ["1"])
+    assert [*scene.manager.ranks[0].loras] == [registry.acquire("policy@1")]

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,9 @@ log = logging.getLogger("deltawire")
 LEASE_S = 60.0
 """Seconds that an older version stays loaded after the last request that named it."""
 
+DROP_AGAIN_S = 60.0
+"""Seconds until a version that the engine could not drop is dropped again."""
+
 _NOT_LOADED = StateDigest(1, 1)
 """Stands for the digest of an adapter of which no version is loaded yet."""
 
@@ -62,8 +65,8 @@ class Loaded:
     version: int
     folder: Path
     """Where the engine loads it from, also again after it has dropped it for others."""
-    id: int = 0
-    """The engine's number for it, if it has numbers; never used for another."""
+    id: Any = 0
+    """The engine's id of it; never used for another."""
     requests: int = 0
     """Number of requests that use it now."""
     leased_until: float = 0.0
@@ -424,7 +427,10 @@ class Adapters(ABC):
         self._loop.call_later(seconds + 1, self._sweep_soon)
 
     def _sweep_soon(self) -> None:
-        task = self._loop.create_task(self._sweep())
+        self._begin(self._sweep())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -443,8 +449,10 @@ class Adapters(ABC):
     async def _drop(self, loaded: Loaded) -> None:
         try:
             await self.remove(loaded)
-        except Exception:
-            log.exception("%s may stay in the memory of some ranks; no request uses it", loaded.full_name)
+        except Exception as error:
+            text = "%s may stay in the memory of some ranks; no request uses it; next try in %d s: %s: %s"
+            log.warning(text, loaded.full_name, DROP_AGAIN_S, type(error).__name__, error)
+            self._loop.call_later(DROP_AGAIN_S, lambda: self._begin(self._drop(loaded)))
 
 
 class _Use:

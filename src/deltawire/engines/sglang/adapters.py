@@ -23,8 +23,8 @@ from .engine import call
 _ASK_S = 0.01
 """Seconds between two questions to the schedulers whether they have read an adapter."""
 
-_END_S = 60.0
-"""Seconds that the schedulers have to end a request whose client is gone."""
+_END_S = 10.0
+"""Seconds that the schedulers have to end a request whose client is gone, until the version is dropped later."""
 
 
 class SglangAdapters(Adapters):
@@ -36,8 +36,6 @@ class SglangAdapters(Adapters):
                 raise Misconfigured(f"DELTAWIRE_ADAPTERS names {name!r}, which this server already has: rename one")
         super().__init__(runs, source=str(manager.model_path), revision=_revision(manager), **options)
         self._manager, self._registered = manager, manager.lora_registry
-        self._ids: dict[str, str] = {}
-        """SGLang's ids, by full name."""
         self._lend_to(manager)
         self._name_models()
 
@@ -48,18 +46,21 @@ class SglangAdapters(Adapters):
     async def add(self, loaded: Loaded) -> None:
         from sglang.srt.lora.lora_registry import LoRARef
 
-        self._ids[loaded.full_name] = id = LoRARef().lora_id
-        what = {"id": id, "name": loaded.full_name, "folder": str(loaded.folder)}
+        loaded.id = id = LoRARef().lora_id
+        # the ranks refuse a name that they have, also of a version that waits to be dropped
+        what = {"id": id, "name": f"{loaded.full_name}#{id}", "folder": str(loaded.folder)}
         await self._call("stage", **what)
         while not all(answer["done"] for answer in await self._call("staged", id=id)):
             await asyncio.sleep(_ASK_S)
         await self._call("load", **what)
 
     async def remove(self, loaded: Loaded) -> None:
-        id = self._ids.pop(loaded.full_name)
-        # its requests have ended here; the schedulers may hold one whose client is gone
-        await asyncio.wait_for(self._registered.wait_for_unload(id), _END_S)
-        await self._call("unload", id=id)
+        try:
+            # its requests have ended here; the schedulers may hold one whose client is gone
+            await asyncio.wait_for(self._registered.wait_for_unload(loaded.id), _END_S)
+        except asyncio.TimeoutError as error:
+            raise TimeoutError(f"schedulers did not end its requests within {_END_S:g} s") from error
+        await self._call("unload", id=loaded.id)
 
     def serve(self, loaded: Loaded) -> None:
         names = self._registered._registry
@@ -74,8 +75,7 @@ class SglangAdapters(Adapters):
     def _reference(self, loaded: Loaded, name: str) -> Any:
         from sglang.srt.lora.lora_registry import LoRARef
 
-        id = self._ids[loaded.full_name]
-        return LoRARef(lora_id=id, lora_name=name, lora_path=str(loaded.folder), pinned=False)
+        return LoRARef(lora_id=loaded.id, lora_name=name, lora_path=str(loaded.folder), pinned=False)
 
     async def _call(self, operation: str, **arguments: Any) -> list[Answer]:
         """Call all ranks, between two steps."""
