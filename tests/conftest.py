@@ -103,6 +103,10 @@ LONGEST = (
     "store/test_store_hub.py",
     "trainer/test_shards.py",
     "test_soak.py",
+    "abuse/test_abuse_context.py",
+    "engines/live/test_learn.py",
+    "core/codecs/test_codecs_base.py",
+    "keeper/test_keeper.py",
     "cli/test_cli_follow.py",
     "docs/test_documents.py",
     "abuse/test_abuse_limits.py",
@@ -120,6 +124,8 @@ LONGEST = (
     "fuzz/test_fuzz.py",
     "cli/test_cli_hostile.py",
     "test_imports.py",
+    "bucket/test_bucket_added.py",
+    "engines/server/test_server_requests.py",
 )
 """Files that take longest: run first, so that no worker waits for one of them at the end."""
 

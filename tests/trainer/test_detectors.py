@@ -89,7 +89,7 @@ def test_old_weights_are_counted_where_they_are(
     assert sum(coded) > 0
 
 
-@pytest.mark.parametrize("total", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("total", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_followed_bit_by_bit(kind: str, total: int, device: str, store: ObjectStore) -> None:
     """Real steps, a publish after one to seven of them: the replica is equal, and exactly what changed travels."""
