@@ -96,7 +96,7 @@ class Manager:
     """SGLang's tokenizer manager, with the adapters of two ranks."""
 
     def __init__(self, folder: Path) -> None:
-        self.model_path, self.served_model_name = folder / "base", "chat"
+        self.model_path, self.served_model_name = folder / "base", "policy:7b"
         self.server_args = SimpleNamespace(resolved_dict=lambda: {"host": "127.0.0.1", "port": 30000})
         self.lora_registry = LoRARegistry()
         self.ranks = [LoRAManager(), LoRAManager()]
@@ -211,6 +211,18 @@ def test_the_base_and_the_adapters_change_only_by_their_runs(server: Any) -> Non
     for route in ("/pause_generation", "/weights_checker"):
         assert server(route, {}).status_code == 401
         assert server(route, {}, authorization="Bearer a token").status_code == 200
+
+
+def test_routes_that_the_base_model_answers_refuse_the_name_of_an_adapter(server: Any) -> None:
+    for route in ("/v1/responses", "/v1/score", "/v1/rerank", "/v1/classify", "/api/chat", "/api/generate"):
+        for model in ("policy", "policy@3", "policy:7b:policy", "policy:latest"):
+            refused = server(route, {"model": model, "input": "x"})
+            assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+            assert f"{route} is answered by the base model alone: ask for policy" in refused.text
+        for body in ({"model": "policy:7b", "input": "x"}, {"input": "x"}, ["policy"]):
+            answer = server(route, body)
+            assert (answer.status_code, answer.json()) == (200, body)
+    assert server("/v1/tokenize", {"model": "policy"}).status_code == 200
 
 
 def test_versions_are_read_and_dropped_without_emptying_the_cache_of_the_device(scene: Scene) -> None:

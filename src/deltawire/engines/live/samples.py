@@ -116,8 +116,8 @@ class VersionMiddleware:
         follower, present = self._follower(), self._present
         if bound is not None:
             if (adapter := self._adapters()) is not None:
-                body, receive = await _read_ahead(receive)
-                named = (found for name in _models(body) if (found := adapter(name)) is not None)
+                body, receive = await read_ahead(receive)
+                named = (found for name in models(body) if (found := adapter(name)) is not None)
                 follower, present = next(named, (follower, present))
             if follower is None or not await reached(bound, follower, present, self._wait_s):
                 pin = None if follower is None else follower.pin
@@ -133,7 +133,7 @@ class VersionMiddleware:
             current.reset(token)
 
 
-async def _read_ahead(receive: Any) -> tuple[bytes, Any]:
+async def read_ahead(receive: Any) -> tuple[bytes, Any]:
     """Read the body of a request. Also returns what gives all messages again."""
     messages, body = [await receive()], b""
     while messages[-1]["type"] == "http.request":
@@ -148,7 +148,7 @@ async def _read_ahead(receive: Any) -> tuple[bytes, Any]:
     return body, again
 
 
-def _models(body: bytes) -> list[str]:
+def models(body: bytes) -> list[str]:
     """What a request names as its model, and as its adapter by SGLang's own name for that."""
     try:
         asked = json.loads(body)

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, generate_latest
 
 from ..live.endpoint import Endpoint
-from ..live.samples import PATHS, Record, current, number, route
+from ..live.samples import PATHS, Record, current, models, number, read_ahead, route
 from .adapters import SglangAdapters
 from .engine import SglangEngine
 
@@ -29,6 +29,13 @@ ADAPTERS = ("/load_lora_adapter", "/unload_lora_adapter")
 
 GUARDED = ("/pause_generation", "/continue_generation", "/weights_checker")
 """Routes of SGLang that need the token: they stop generation, or may write random weights."""
+
+BASE_ONLY = (
+    "/v1/responses", "/v1/score", "/v1/rerank", "/v1/classify",
+    os.environ.get("SGLANG_OLLAMA_CHAT_ROUTE", "/api/chat"),
+    os.environ.get("SGLANG_OLLAMA_GENERATE_ROUTE", "/api/generate"),
+)  # fmt: skip
+"""Routes that SGLang answers with the base model, also where a request names an adapter as its model."""
 
 
 class Server(Endpoint):
@@ -62,9 +69,9 @@ class Server(Endpoint):
 
         app.router.lifespan_context = followed
 
-    def _refuse(self, request: Request) -> None:
-        """Raise HTTPException for routes of SGLang's own that would change weights or labels beside the follower, or
-        pause the server without leave."""
+    def _refuse(self, request: Request, named: list[str]) -> None:
+        """Raise HTTPException for routes of SGLang's own that would change weights or labels beside the follower, pause
+        the server without leave, or answer with another model than a request asks for (`named`)."""
         if self._follower is None and self._adapters is None:
             return
         path = route(request.scope)
@@ -77,6 +84,13 @@ class Server(Endpoint):
             raise HTTPException(409, f"this server follows adapters ({followed}): name others in DELTAWIRE_ADAPTERS")
         if path in GUARDED:
             self._authorize(request)
+        if self._adapters is not None and path in BASE_ONLY:
+            # `base:policy` is SGLang's, `policy:latest` Ollama's way to name it
+            parts = (part.strip() for name in named if name != self._model for part in name.split(":"))
+            if asked := next(filter(self._adapters.followed, parts), None):
+                message = f"{path} is answered by the base model alone: ask for {asked} at {', '.join(self.paths)}"
+                said = {"message": message, "type": "invalid_request_error", "param": "model", "code": 400}
+                raise HTTPException(400, {"error": said})
 
     def _end(self) -> None:
         # SGLang would wait for requests to end, which in turn wait for a version
@@ -85,18 +99,22 @@ class Server(Endpoint):
 
 
 class OwnRoutesMiddleware:
-    """Asks `refuse` about requests to SGLang's own routes."""
+    """Asks `refuse` about requests to SGLang's own routes, with the models that they name where that matters."""
 
-    def __init__(self, app: Any, refuse: Callable[[Request], None]) -> None:
+    def __init__(self, app: Any, refuse: Callable[[Request, list[str]], None]) -> None:
         self._app, self._refuse = app, refuse
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         answer = self._app
         if scope["type"] == "http":
+            body = b""
+            if route(scope) in BASE_ONLY:
+                body, receive = await read_ahead(receive)
             try:
-                self._refuse(Request(scope))
+                self._refuse(Request(scope), models(body))
             except HTTPException as error:
-                answer = JSONResponse({"detail": error.detail}, error.status_code)
+                said: Any = error.detail
+                answer = JSONResponse(said if isinstance(said, dict) else {"detail": said}, error.status_code)
         await answer(scope, receive, send)
 
 
