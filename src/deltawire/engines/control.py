@@ -123,6 +123,8 @@ def routes(
         name = info.get("adapter")
         if name is None:
             return follower()
+        if not isinstance(name, str):
+            raise HTTPException(400, f"an adapter is named by a string, not {name!r:.40}")
         if name not in (found := adapters()):
             raise HTTPException(404, f"this server follows no adapter {name!r:.100}; it follows {[*found]}")
         return found[name]

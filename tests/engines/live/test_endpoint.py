@@ -25,6 +25,7 @@ import httpx
 from fastapi import FastAPI, Response
 from prometheus_client import REGISTRY
 from test_follower import World, loop, until
+from test_live_adapters import Scene
 from torch import nn
 
 from deltawire.bucket.run import Run
@@ -307,6 +308,36 @@ def test_a_server_that_cannot_follow_adapters_does_not_start(make: Any, caplog: 
     server.args.api_server_count = 2
     with pytest.raises(Misconfigured, match="--api-server-count 1"):
         server.start()
+
+
+def test_leases_need_the_token_and_a_version(make: Any, tmp_path: Path, loop: asyncio.AbstractEventLoop) -> None:
+    (tmp_path / "adapter").mkdir()
+    scene = Scene(tmp_path / "adapter", loop)
+    server = make("", {"backend": None, "host": "0.0.0.0"}, DELTAWIRE_TOKEN="secret")
+
+    def post(path: str, token: str = "secret", **body: Any) -> int:
+        headers = {"Authorization": f"Bearer {token}"}
+        return server.request("POST", f"/deltawire/{path}", json=body, headers=headers).status_code  # type: ignore[no-any-return]
+
+    try:
+        scene.trainer.publish()
+        server.plugin._adapters = adapters = scene.follow()
+        scene.until(version=0)
+        good = {"adapter": "policy", "version": 0, "seconds": 600}
+        assert post("lease", "wrong", **good) == 401
+        assert adapters.names["policy"].leased_until == 0
+        assert post("lease", **good) == 200
+        assert adapters.names["policy"].leased_until > 0
+        for wrong in ({"adapter": ["policy"]}, {"adapter": {}}, {"adapter": None}, {"seconds": True}, {"seconds": -1}):
+            assert post("lease", **{**good, **wrong}) == 400, wrong
+        assert (post("lease", **{**good, "adapter": "judge"}), post("lease", **{**good, "version": 7})) == (404, 404)
+        for path in ("pin", "sync"):
+            assert post(path, adapter=["policy"], version=0) == 400
+        assert post("lease", **{**good, "seconds": 0}) == 200
+        assert adapters.names["policy"].leased_until == 0
+    finally:
+        scene.trainer.publisher.close()
+        scene.adapters.stop(60)
 
 
 def test_reasons_not_to_patch_that_memory_does_not_show() -> None:

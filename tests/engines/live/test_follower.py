@@ -567,10 +567,12 @@ def test_a_loader_that_ignores_names_is_found_out(world: World, tmp_path: Path) 
         EngineFollower(store, world.target, heartbeat=0).command(None)
 
 
-def test_a_run_that_ties_what_the_server_holds_apart_is_refused(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapped", (False, True), ids=("plain", "with LoRA"))
+def test_a_run_that_ties_what_the_server_holds_apart_is_refused(world: World, tmp_path: Path, wrapped: bool) -> None:
     """Its loader is given one of the two names, and would serve the other with whatever lies there."""
     for model in world.client.models:
-        model.head = torch.nn.Linear(SIZES["hidden"], SIZES["vocab"], bias=False)
+        head = torch.nn.Linear(SIZES["hidden"], SIZES["vocab"], bias=False)
+        model.head = torch.nn.ModuleDict({"base_layer": head}) if wrapped else head
     before = world.client.bytes()
     weights = as_model(random_bag(Fused(world=1, **SIZES).schema(), 1))
     with Publisher(str(tmp_path / "tied")) as publisher:

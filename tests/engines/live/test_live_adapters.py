@@ -26,7 +26,7 @@ from deltawire.core import full, keys
 from deltawire.core.change import whole
 from deltawire.core.errors import VersionNotFound, VersionRefused
 from deltawire.core.schema import Schema, TensorSpec
-from deltawire.engines.live.adapters import LEASE_S, AdapterMetrics, Adapters, Loaded, Registry
+from deltawire.engines.live.adapters import KEPT, LEASE_S, AdapterMetrics, Adapters, Loaded, Registry
 from deltawire.trainer import Publisher
 
 __all__ = ["loop"]
@@ -468,13 +468,52 @@ def test_the_registry_keeps_what_is_used_named_or_recent() -> None:
     made[0].requests = 1
     assert registry.take_unneeded() == []
     made[0].requests = 0
-    registry.lease(made[0])
+    registry.name(made[0])
     assert registry.take_unneeded() == []
     now[0] = LEASE_S
     assert registry.take_unneeded() == [made[0]]
     assert registry.versions("policy") == [1, 2]
     registry.put(made[1])
     assert registry.current("policy") is made[1]
+
+
+def test_clients_keep_a_limited_number_of_versions() -> None:
+    registry = Registry(0, clock=lambda: 0.0)
+    made = [Loaded("policy", version, Path(str(version))) for version in range(2 * KEPT + 1)]
+    for loaded in made:
+        registry.put(loaded)
+    for loaded in made[:KEPT]:
+        registry.lease(loaded, 600)
+    with pytest.raises(VersionRefused, match=r"policy@8 cannot be leased: \[0, 1, 2, .*end one with 0 seconds"):
+        registry.lease(made[KEPT], 600)
+    registry.lease(made[0], 900)
+    # leases of others are no reason to interrupt a request
+    made[KEPT].requests = 1
+    for number, loaded in enumerate(made[KEPT:-1]):
+        registry.name(loaded)
+        loaded.named_until -= number
+    assert registry.take_unneeded() == made[KEPT + 1 : -1]
+    made[KEPT].requests = 0
+    for loaded in made[:2]:
+        registry.lease(loaded, 0)
+        registry.name(loaded)
+    for loaded in (made[0], made[KEPT]):
+        loaded.named_until += 1
+    assert registry.take_unneeded() == [made[1]]
+    assert registry.versions("policy") == [0, *range(2, KEPT + 1), 2 * KEPT]
+    registry.lease(made[KEPT], 600)
+
+
+def test_a_version_has_one_timer_however_often_it_is_named(scene: Scene) -> None:
+    adapters = scene.follow()
+    scene.trainer.publish()
+    scene.until(version=0)
+    loaded, timers = adapters.names["policy"], set()
+    for _ in range(3):
+        scene.begin("policy@0")()
+        timers.add(loaded.timer)
+    assert len(timers) == 3
+    assert [timer.cancelled() for timer in timers if timer is not loaded.timer] == [True, True]
 
 
 def test_metrics_name_every_adapter(scene: Scene) -> None:

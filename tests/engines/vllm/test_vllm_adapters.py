@@ -3,9 +3,11 @@ live_adapters.py."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from deltawire.core.errors import Misconfigured
+from deltawire.core.errors import Misconfigured, VersionRefused
+from deltawire.engines.live.adapters import Loaded
 from deltawire.engines.vllm import adapter_worker
+from deltawire.engines.vllm import adapters as vllm_adapters
 from deltawire.engines.vllm.adapters import VllmAdapters, require_room
 
 
@@ -120,6 +124,28 @@ def test_an_adapter_whose_slot_was_taken_is_not_copied_over_another(worker: Any)
     manager.lora_index_to_id[0] = 8
     assert worker.call("copy", 7) == {"done": True}
     assert manager.filled(0) == 1
+
+
+def test_a_rank_that_fails_to_copy_is_an_error_and_drops_the_adapter(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, dropped = worker.model_runner.lora_manager, []
+    worker.remove_lora = dropped.append
+    manager.modules["layer 2"].set_lora = lambda *args: 1 // 0
+
+    async def call_ranks(client: Any, method: str, operation: str, **arguments: Any) -> list[Any]:
+        # the other rank has copied all
+        return [{"done": True}, worker.call(operation, **arguments)]
+
+    monkeypatch.setattr(vllm_adapters, "call_ranks", call_ranks)
+    adapters: Any = vllm_adapters.VllmAdapters.__new__(vllm_adapters.VllmAdapters)
+    adapters._client, adapters._models = None, SimpleNamespace(lora_id_counter=SimpleNamespace(inc=lambda _: 7))
+    loaded = Loaded("policy", 41, Path("folder"))
+    with pytest.raises(VersionRefused, match="ZeroDivisionError"):
+        asyncio.run(adapters.add(loaded))
+    assert (manager.filled(0), loaded.id) == (2, 7)
+    asyncio.run(adapters.remove(loaded))
+    assert (dropped, worker.deltawire_loading) == ([7], {})
 
 
 def test_what_a_rank_cannot_read_is_an_error_and_nothing_is_registered(worker: Any) -> None:

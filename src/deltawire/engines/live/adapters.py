@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -50,6 +50,9 @@ LEASE_S = 60.0
 DROP_AGAIN_S = 60.0
 """Seconds until a version that the engine could not drop is dropped again."""
 
+KEPT = 8
+"""Number of versions of an adapter, at most, that stay loaded only because clients may come back for them."""
+
 _NOT_LOADED = StateDigest(1, 1)
 """Stands for the digest of an adapter of which no version is loaded yet."""
 
@@ -70,7 +73,11 @@ class Loaded:
     requests: int = 0
     """Number of requests that use it now."""
     leased_until: float = 0.0
-    """Until when a client may come back for this version, by the monotonic clock."""
+    """Until when it is promised to a client, by the monotonic clock."""
+    named_until: float = 0.0
+    """Until when a client that named it may come back for it, by the monotonic clock."""
+    timer: asyncio.TimerHandle | None = field(default=None, compare=False, repr=False)
+    """Goes off when no client can come back any more."""
 
     @property
     def full_name(self) -> str:
@@ -108,16 +115,36 @@ class Registry:
             return self.current(model)
         return next((each for each in self._loaded.get(name, ()) if str(each.version) == version), None)
 
-    def lease(self, loaded: Loaded, seconds: float = LEASE_S) -> None:
-        """Keep a version for so long at least, because a client may come back for it."""
-        loaded.leased_until = max(loaded.leased_until, self._clock() + seconds)
+    def lease(self, loaded: Loaded, seconds: float) -> None:
+        """Keep a version for so long at least; 0 ends its lease. Raises VersionRefused if too many are leased."""
+        now = self._clock()
+        others = [each for each in self._loaded[loaded.name] if each is not loaded and each.leased_until > now]
+        if seconds and len(others) >= KEPT:
+            raise VersionRefused(
+                f"{loaded.full_name} cannot be leased: {sorted(each.version for each in others)} are, and no more than "
+                f"{KEPT} versions of an adapter may be; end one with 0 seconds"
+            )
+        loaded.leased_until = max(loaded.leased_until, now + seconds) if seconds else 0.0
+
+    def name(self, loaded: Loaded) -> None:
+        """Keep a version that a request has named for some time, if there is room."""
+        loaded.named_until = self._clock() + LEASE_S
+
+    def remaining(self, loaded: Loaded) -> float:
+        """Return the seconds in which clients may come back for a version."""
+        return max(0.0, max(loaded.leased_until, loaded.named_until) - self._clock())
 
     def take_unneeded(self) -> list[Loaded]:
         """Remove and return the versions that nothing uses and that need not be kept."""
         taken: list[Loaded] = []
+        now = self._clock()
         for name, versions in self._loaded.items():
             older = versions[: max(0, len(versions) - 1 - self._keep)]
-            gone = [each for each in older if not each.requests and each.leased_until <= self._clock()]
+            idle = [each for each in older if not each.requests and each.leased_until <= now]
+            named = sorted((each for each in idle if each.named_until > now), key=lambda each: each.named_until)
+            # leases are promised, so what was only named gives way, the one named longest ago first
+            excess = len(named) + sum(each.leased_until > now for each in older) - KEPT
+            gone = [each for each in idle if each not in named[max(0, excess) :]]
             self._loaded[name] = [each for each in versions if each not in gone]
             taken += gone
         return taken
@@ -412,19 +439,25 @@ class Adapters(ABC):
     def ended(self, loaded: Loaded, named: bool) -> None:
         loaded.requests -= 1
         if named:
-            self._lease(loaded, LEASE_S)
+            self._registry.name(loaded)
+            self._sweep_later(loaded)
         self._sweep_soon()
 
     def lease(self, name: str, version: int, seconds: float) -> None:
-        """Keep a version loaded for so many seconds, also while no request uses it. Raises VersionNotFound."""
+        """Keep a version loaded for so many seconds, also while no request uses it; 0 ends its lease.
+
+        Raises VersionNotFound, or VersionRefused if too many are leased.
+        """
         loaded = self._registry.find(f"{name}@{version}")
         if loaded is None:
             raise VersionNotFound(f"{name}@{version} is not loaded; {self._registry.versions(name)} are")
-        self._lease(loaded, seconds)
-
-    def _lease(self, loaded: Loaded, seconds: float) -> None:
         self._registry.lease(loaded, seconds)
-        self._loop.call_later(seconds + 1, self._sweep_soon)
+        self._sweep_later(loaded)
+
+    def _sweep_later(self, loaded: Loaded) -> None:
+        if loaded.timer is not None:
+            loaded.timer.cancel()
+        loaded.timer = self._loop.call_later(self._registry.remaining(loaded) + 1, self._sweep_soon)
 
     def _sweep_soon(self) -> None:
         self._begin(self._sweep())
@@ -507,9 +540,9 @@ class AdapterMetrics(Collector):
         }
         for name, follower in self._followers.items():
             shown = figures(follower)
-            for field, gauge in gauges.items():
-                if shown[field] is not None:
-                    gauge.add_metric([name], float(shown[field]))
+            for key, gauge in gauges.items():
+                if shown[key] is not None:
+                    gauge.add_metric([name], float(shown[key]))
             for each in STATES:
                 state.add_metric([name, each], float(follower.state == each))
         yield state

@@ -162,10 +162,14 @@ class Endpoint:
         self._authorize(request)
         info = await control.read(request, {"adapter", "version", "seconds"})
         name, version, seconds = info.get("adapter"), info.get("version"), info.get("seconds")
+        if not isinstance(name, str):
+            raise HTTPException(400, "name an adapter")
         if self._adapters is None or name not in self._adapters.followers:
             raise HTTPException(404, f"this server follows no adapter {name!r:.100}")
-        if type(version) is not int or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_LEASE_S:
-            raise HTTPException(400, f"name a version by its number, and up to {MAX_LEASE_S} seconds")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_LEASE_S:
+            raise HTTPException(400, f"name up to {MAX_LEASE_S} seconds; 0 ends a lease")
+        if type(version) is not int:
+            raise HTTPException(400, "name a version by its number")
         try:
             self._adapters.lease(name, version, seconds)
         except DeltawireError as error:

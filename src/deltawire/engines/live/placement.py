@@ -82,7 +82,7 @@ class Placement:
     pieces: tuple[Piece, ...]
     problems: tuple[str, ...]
     untouched: tuple[str, ...] = ()
-    """Parameters of the model that the loader writes nothing to."""
+    """Parameters of the model that the loader writes nothing to, by their names without adapters around them."""
     failure: str = ""
     """What the loader raised; then nothing else is known."""
 
@@ -102,7 +102,8 @@ def trace(model: nn.Module, load: Loader, schema: Schema, standing: Sequence[Sta
             # names it does not know; or it computes with what it loads, and cannot be run without data
             failure = f"{type(error).__name__}: {error}"
             return Placement((), (f"the model's loader cannot be traced: {failure}",), failure=failure)
-        untouched = (name for name, tensor in model.named_parameters() if storage(tensor) not in tracer.written)
+        named = model.named_parameters()
+        untouched = [name.replace(".base_layer.", ".") for name, each in named if storage(each) not in tracer.written]
         return Placement(tuple(tracer.pieces), tuple(tracer.problems), tuple(untouched))
 
 
