@@ -270,23 +270,19 @@ def _attributes(module: nn.Module) -> dict[str, Tensor]:
     return {n: t for o in owners if o is not None for n, t in vars(o).items() if isinstance(t, Tensor) and t.numel()}
 
 
-_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-"""How a tensor becomes another parameter with the same memory."""
-
-
 class _Touched(Exception):
     pass
 
 
 class _Watch(TorchDispatchMode):
-    """Raises as soon as an operator other than an alias is called with one of some tensors."""
+    """Raises as soon as an operator is called with one of some tensors."""
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()
         self._storages = storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _ALIASES and any(storage(t) in self._storages for t in _tensors((args, kwargs))):
+        if any(storage(t) in self._storages for t in _tensors((args, kwargs))):
             raise _Touched
         return func(*args, **(kwargs or {}))
 
