@@ -582,6 +582,26 @@ def test_a_run_that_ties_what_the_server_holds_apart_is_refused(world: World, tm
     assert world.client.bytes() == before
 
 
+@pytest.mark.parametrize("harmful", (False, True), ids=("plain", "harmful"))
+def test_weights_that_the_engine_moved_are_put_back_before_reloads_are_compared(harmful: bool) -> None:
+    model = torch.nn.Linear(4, 4, bias=False)
+    first, moved = model.weight.detach().clone(), [True]
+
+    def reload(folder: str) -> None:
+        with torch.no_grad():
+            model.weight.copy_(first if not harmful else model.weight + 1)
+        moved[0] = False
+
+    with torch.no_grad():
+        model.weight.copy_(first.flip(0))
+    rank = Rank(model, 0, reload=reload)
+    rank.has_moved = lambda: moved[0]
+    assert rank.call("stage_reload", folder="", unchanged=True, prove=False) == {}
+    answer = rank.call("apply")
+    assert ("gave other ones" in answer.get("error", "")) == harmful
+    assert torch.equal(model.weight, first) != harmful
+
+
 def test_a_rank_whose_loader_drops_tensors_is_not_patched(world: World) -> None:
     world.client.models[0].load_weights = lambda weights: [_ for _ in weights]  # type: ignore[method-assign]
     world.sync()

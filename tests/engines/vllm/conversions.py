@@ -24,7 +24,7 @@ from deltawire.core.change import Region, whole
 from deltawire.core.schema import TensorSpec
 from deltawire.engines.live.learn import Layer, Learned
 from deltawire.engines.live.placement import Piece
-from deltawire.engines.vllm.guard import experts_in_first_places, hold_experts
+from deltawire.engines.vllm.guard import experts_in_first_places, have_experts_moved, hold_experts
 
 DEVICE = os.environ.get("DEVICE", "cpu")
 of_the_cpu_build = pytest.mark.skipif(DEVICE != "cpu", reason="an operator of vLLM's CPU build")
@@ -278,9 +278,11 @@ def test_requests_find_experts_that_a_reload_put_back() -> None:
     runner = SimpleNamespace(eplb_state=state, model_config=SimpleNamespace(compute_hash=lambda: "a"))
     hold_experts(runner)
     assert runner.eep_eplb_suppressed
+    assert have_experts_moved(runner)
     with experts_in_first_places(runner):
         assert torch.equal(made.physical_to_logical_map, moved)
     for name, expected in tables(first).items():
         assert torch.equal(getattr(made, name), expected), name
     assert not made.expert_load_window.any()
     assert not runner.eep_eplb_suppressed
+    assert not have_experts_moved(runner)

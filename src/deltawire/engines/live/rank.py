@@ -70,6 +70,8 @@ class Rank:
         reload: Callable[[str], object] = _cannot_reload,
     ) -> None:
         self.reload = reload
+        self.has_moved: Callable[[], bool] = lambda: False
+        """Whether weights are not where a reload puts them, because the engine has moved them since the start."""
         self._model, self._number, self._loading = model, number, loading
         self._counted = number
         """Number among the ranks of all data-parallel servers; `_number` counts from the first one of this server."""
@@ -206,6 +208,9 @@ class Rank:
         checkpoint."""
 
         def write() -> None:
+            if unchanged and self.has_moved():
+                # only a reload puts them back
+                self.reload(folder)
             before = fingerprint(self._model) if unchanged else ""
             self.reload(folder)
             if unchanged and fingerprint(self._model) != before:

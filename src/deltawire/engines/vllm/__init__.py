@@ -126,10 +126,11 @@ def _call(worker: Any, operation: str, **arguments: Any) -> dict[str, Any]:
     rank = getattr(worker.weight_transfer_engine, "rank", None)
     if rank is None:
         return {"error": f"start the server with {BACKEND_FLAG}"}
-    rank.reload = lambda folder: _reload(worker, folder)
-    if operation == "layout":
-        from .guard import hold_experts
+    from .guard import have_experts_moved, hold_experts
 
+    rank.reload = lambda folder: _reload(worker, folder)
+    rank.has_moved = lambda: have_experts_moved(worker.model_runner)
+    if operation == "layout":
         hold_experts(worker.model_runner)
     return rank.call(operation, **arguments)  # type: ignore[no-any-return]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from ..live.guard import derived_problem
+
+log = logging.getLogger("deltawire")
 
 
 def problems_of(model: nn.Module, config: Any) -> list[str]:
@@ -38,6 +41,16 @@ def hold_experts(runner: Any) -> None:
     """Keep EPLB from moving experts until a reload was tried: that compares memory before and after."""
     if getattr(runner, "eplb_state", None) is not None:
         runner.eep_eplb_suppressed = True
+        log.info("EPLB moves no experts until a version is loaded: the first reload is compared with what was there")
+
+
+def have_experts_moved(runner: Any) -> bool:
+    """Whether EPLB has moved experts from where vLLM's loader puts them."""
+    state = getattr(runner, "eplb_state", None)
+    if state is None:
+        return False
+    moved = state.model_states[runner.model_config.compute_hash()]
+    return not torch.equal(moved.physical_to_logical_map_buffer, _first_places(state, moved))
 
 
 @contextmanager
@@ -52,14 +65,18 @@ def experts_in_first_places(runner: Any) -> Iterator[None]:
     state.drain_async()
     yield
     moved = state.model_states[runner.model_config.compute_hash()]
+    state.update_mapping(runner.model_config, _first_places(state, moved))
+    moved.expert_load_window.zero_()
+    runner.eep_eplb_suppressed = False
+
+
+def _first_places(state: Any, moved: Any) -> torch.Tensor:
     first = torch.full_like(moved.physical_to_logical_map_buffer, -1)
     placed = state.build_initial_global_physical_to_logical_map(
         moved.model.num_routed_experts, moved.model.num_redundant_experts
     )
     first[:, : len(placed)] = torch.tensor(placed, dtype=first.dtype)
-    state.update_mapping(runner.model_config, first)
-    moved.expert_load_window.zero_()
-    runner.eep_eplb_suppressed = False
+    return first
 
 
 def has_draft(config: Any) -> bool:
