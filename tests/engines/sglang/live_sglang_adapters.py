@@ -66,6 +66,8 @@ def test_two_adapters_follow_beside_base_traffic(tmp_path: Path) -> None:
         assert 'deltawire_adapter_version{adapter="judge"} 3.0' in server.http.get("/metrics").text
         an_answer_is_made_by_one_version(server, trainers["policy"], said["policy@3"][1])
         bounds_are_about_the_adapter(server)
+        nothing_changes_or_answers_beside_the_runs(server)
+        assert greedy(server, "m") == of_base
     finally:
         server.stop()
     # every version answers as a server that was started with it
@@ -114,6 +116,19 @@ def bounds_are_about_the_adapter(server: Server) -> None:
     assert ask(EXACT_VERSION_HEADER, 4, "m:policy@4").status_code == 200
     # the base follows no run here
     assert ask(MIN_VERSION_HEADER, 0, "m").status_code == 409
+
+
+def nothing_changes_or_answers_beside_the_runs(server: Server) -> None:
+    for route in ("/update_weights_from_disk", "/unload_lora_adapter"):
+        refused = server.http.post(route, json={"model_path": "/nowhere", "lora_name": "policy"})
+        assert (refused.status_code, "this server follows adapters" in refused.text) == (409, True)
+    for route, prompt in (("/v1/responses", "input"), ("/api/generate", "prompt")):
+        refused = server.http.post(route, json={"model": "policy", prompt: "t5"})
+        assert (refused.status_code, "is answered by the base model alone" in refused.text) == (400, True)
+    answer = server.http.post(
+        "/api/generate", json={"model": "m", "prompt": "t5", "stream": False, "options": {"num_predict": 2}}
+    )
+    assert answer.status_code == 200, answer.text
 
 
 def test_all_ranks_switch_or_none(tmp_path: Path) -> None:
