@@ -81,6 +81,10 @@ class Run:
         if self._finished != len(session.items):
             raise RuntimeError(f"{self._finished} tests of {len(session.items)} were run")
 
+    @property
+    def _stopping(self) -> bool:
+        return bool(self._session.shouldfail or self._session.shouldstop)
+
     def _start(self, tests: list[int]) -> None:
         worker = Worker(self._session, next(self._numbers))
         self._workers[worker.pipe] = worker
@@ -98,9 +102,7 @@ class Run:
             self._hook.pytest_warning_recorded.call_historic(kwargs=value)
         elif kind == "finished":
             self._finished += 1
-            # nothing is left where no further test is to run
-            if worker.left:
-                worker.left.popleft()
+            worker.left.popleft()
         else:
             worker.give(self._files.popleft() if self._files else [])
 
@@ -108,6 +110,8 @@ class Run:
         """A worker ended: in order, or in the middle of a test, and another one runs what it left."""
         del self._workers[worker.pipe]
         code = worker.ended()
+        if self._stopping:
+            return
         how = f"the worker ended with exit code {code}" if code >= 0 else f"the worker was ended by signal {-code}"
         if worker.left:
             item = self._session.items[worker.left.popleft()]
@@ -115,7 +119,7 @@ class Run:
             self._report(pytest.TestReport(item.nodeid, item.location, {}, "failed", how, "call"))
         elif code:
             raise RuntimeError(f"{how} after its last test: what its tests share did not end well")
-        if worker.left or self._files:
+        if (worker.left or self._files) and not self._stopping:
             self._start([*worker.left] or self._files.popleft())
 
     def _report(self, report: pytest.TestReport) -> None:
@@ -124,11 +128,10 @@ class Run:
         self._hook.pytest_runtest_logreport(report=report)
         if report.when == "teardown":
             self._hook.pytest_runtest_logfinish(nodeid=report.nodeid, location=report.location)
-        if self._session.shouldfail or self._session.shouldstop:
+        if self._stopping:
             self._files.clear()
             for worker in self._workers.values():
                 worker.give([])
-                worker.left.clear()
 
 
 # ── in a worker ──────────────────────────────────────────────────────────────────────────────────────────────────────
