@@ -200,7 +200,8 @@ class Clients:
             self._files.append(folder / f"tokens-{core}-{time.monotonic_ns()}.npy")
             command = [sys.executable, __file__, "--as", "clients", str(port), str(share), str(tokens),
                        str(self._files[-1])]  # fmt: skip
-            self._processes.append(_pinned(command, [core], stdin=subprocess.PIPE))
+            # a session of its own: Linux shares cores between sessions, and one that is busy elsewhere may wait long
+            self._processes.append(_pinned(command, [core], stdin=subprocess.PIPE, start_new_session=True))
 
     def stop(self) -> list[np.ndarray]:
         for process in self._processes:
