@@ -58,7 +58,9 @@ def run_ranks(
     command = [sys.executable, *launcher, str(Path(__file__).parent / "sharded_rank.py"), scenarios, str(folder)]
     if not launcher:
         command.append(str(size))
-    code = run_to_end(command, folder / "log", LIMIT, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
+    # gloo else asks for the address of this host by its name, which not every machine knows
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
+    code = run_to_end(command, folder / "log", LIMIT, **settings)
     gone = dies is not None and not restarts
     assert (code != 0) == gone, (folder / "log").read_text()[-8000:]
     reports: list[dict[str, Any]] = [{} for _ in range(size)]
