@@ -26,7 +26,7 @@ from deltawire.core import full, keys
 from deltawire.core.change import whole
 from deltawire.core.errors import VersionNotFound, VersionRefused
 from deltawire.core.schema import Schema, TensorSpec
-from deltawire.engines.live.adapters import KEPT, LEASE_S, AdapterMetrics, Adapters, Loaded, Registry
+from deltawire.engines.live.adapters import KEPT, LEASE_S, AdapterFollower, AdapterMetrics, Adapters, Loaded, Registry
 from deltawire.trainer import Publisher
 
 __all__ = ["loop"]
@@ -278,10 +278,10 @@ def test_a_refused_version_is_left_alone_until_there_is_a_later_one_or_time_has_
     scene.until(state="healthy", version=2)
 
 
-def test_heartbeats_name_the_version_that_is_served(scene: Scene) -> None:
-    """Not one on the way to a version that was refused, which is in host memory alone."""
+def refuse_after_passing_one_through(scene: Scene, **options: Any) -> tuple[AdapterFollower, Ranks]:
+    """Version 0 is served, 1 was passed through on the way to 2, and 2 was refused."""
     scene.trainer.publish()
-    adapters = scene.follow(pins={"policy": 0}, heartbeat=0.01)
+    adapters = scene.follow(pins={"policy": 0}, **options)
     scene.until(version=0, state="healthy")
     adapters.refused = {"policy@2"}
     for _ in range(2):
@@ -290,22 +290,19 @@ def test_heartbeats_name_the_version_that_is_served(scene: Scene) -> None:
     follower.command(None, pin=True)
     assert scene.until(state="degraded", version=0, newest=2)["lag"] == 2
     assert follower.replica.version == 1
+    return follower, adapters
+
+
+def test_heartbeats_name_the_version_that_is_served(scene: Scene) -> None:
+    """Not one on the way to a version that was refused, which is in host memory alone."""
+    follower, _ = refuse_after_passing_one_through(scene, heartbeat=0.01)
     beat = scene.trainer.run / keys.replica(follower.replica.id)
     until(lambda: (said := json.loads(beat.read_text())).get("error") and said["version"] == 0)
 
 
 @pytest.mark.parametrize("pin", (True, False), ids=("pin", "sync"))
 def test_a_version_that_was_passed_through_can_be_served(scene: Scene, pin: bool) -> None:
-    scene.trainer.publish()
-    adapters = scene.follow(pins={"policy": 0})
-    scene.until(version=0, state="healthy")
-    adapters.refused = {"policy@2"}
-    for _ in range(2):
-        scene.trainer.publish()
-    follower = adapters.followers["policy"]
-    follower.command(None, pin=True)
-    scene.until(state="degraded", version=0, newest=2)
-    assert follower.replica.version == 1
+    follower, adapters = refuse_after_passing_one_through(scene)
     follower.command(1, pin=pin)
     assert (follower.version, adapters.names["policy"].version) == (1, 1)
 
