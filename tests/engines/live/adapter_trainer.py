@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import numpy as np
 from deltawire.bucket.checkpoint_folder import fill
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
+from deltawire.engines.names import VERSION_HEADER
 from deltawire.trainer import Publisher
 
-from .live_server import Server
+from .live_server import Server, make_model
 
 
 class AdapterTrainer:
@@ -94,3 +96,44 @@ def adapter(server: Server, name: str, *, every: float = 0.01, **expected: Any) 
             return status
         assert time.monotonic() < end, f"wanted {expected}, found {status}\n{server.tail()}"
         time.sleep(every)
+
+
+def switch_all_ranks_or_none(
+    folder: Path, start: Callable[..., Server], greedy: Callable[[Any, str], Any], ranks: int, too_large: str
+) -> None:
+    """One rank fails: no rank switches. Adapters of another base model and of a higher rank, for which the engine says
+    `too_large`, are refused by name, beside what can be served."""
+    model, other = make_model(folder / "model", "qwen3"), make_model(folder / "other", "qwen3-tied")
+    faults = folder / "faults"
+    faults.mkdir()
+    trainers = {
+        "policy": AdapterTrainer(folder / "policy", model, 0),
+        "stranger": AdapterTrainer(folder / "stranger", other, 1),
+        "big": AdapterTrainer(folder / "big", model, 2, rank=32),
+    }
+    for trainer in trainers.values():
+        trainer.publish()
+    runs = {name: trainer.run for name, trainer in trainers.items()}
+    server = start(model, folder / "log", runs, tp=ranks, LIVE_TEST_FAULTS=str(faults), DELTAWIRE_POLL="1")
+    try:
+        server.wait("/v1/models")
+        adapter(server, "policy", state="healthy", version=0)
+        assert "are for another base model" in adapter(server, "stranger", state="failed")["reason"]
+        while too_large not in adapter(server, "big", state="starting")["reason"]:
+            time.sleep(0.1)
+        assert server.http.get("/health").status_code == 503
+        before = greedy(server, "policy")
+        (faults / f"adapter-{ranks - 1}").touch()
+        trainers["policy"].publish()
+        assert f"rank {ranks - 1}: " in adapter(server, "policy", state="degraded", version=0)["reason"]
+        assert greedy(server, "policy") == before
+        assert server.complete([5], model="policy").headers[VERSION_HEADER] == "0"
+        (faults / f"adapter-{ranks - 1}").unlink()
+        # at once, not a minute later
+        server.http.post("/deltawire/sync", json={"adapter": "policy"}).raise_for_status()
+        adapter(server, "policy", state="healthy", version=1)
+        assert greedy(server, "policy") != before
+        assert greedy(server, "policy@0") == before
+        adapter(server, "policy", state="healthy", version=trainers["policy"].publish())
+    finally:
+        server.stop()

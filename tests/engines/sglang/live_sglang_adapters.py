@@ -7,7 +7,6 @@ adapters are computed by its back end in plain PyTorch.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from sglang_live import Server
 
 from deltawire.engines.live.launch import write_version
 from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
-from tests.engines.live.adapter_trainer import AdapterTrainer, adapter
+from tests.engines.live.adapter_trainer import AdapterTrainer, adapter, switch_all_ranks_or_none
 from tests.engines.live.live_server import ON_GPU, Streams, Trainer, make_model
 
 PROMPTS = ([*range(4, 104)], [5, 9, 11])
@@ -132,38 +131,7 @@ def nothing_changes_or_answers_beside_the_runs(server: Server) -> None:
 
 
 def test_all_ranks_switch_or_none(tmp_path: Path) -> None:
-    """And what cannot be served is refused by name, beside what can."""
-    model, other = make_model(tmp_path / "model", "qwen3"), make_model(tmp_path / "other", "qwen3-tied")
-    faults = tmp_path / "faults"
-    faults.mkdir()
-    trainers = {
-        "policy": AdapterTrainer(tmp_path / "policy", model, 0),
-        "stranger": AdapterTrainer(tmp_path / "stranger", other, 1),
-        "big": AdapterTrainer(tmp_path / "big", model, 2, rank=32),
-    }
-    for trainer in trainers.values():
-        trainer.publish()
-    runs = {name: trainer.run for name, trainer in trainers.items()}
-    tp = 1 if ON_GPU else 2
-    server = start(model, tmp_path / "log", runs, tp=tp, LIVE_TEST_FAULTS=str(faults), DELTAWIRE_POLL="1")
-    try:
-        server.wait("/v1/models")
-        adapter(server, "policy", state="healthy", version=0)
-        assert "are for another base model" in adapter(server, "stranger", state="failed")["reason"]
-        while "with rank 32 is incompatible" not in adapter(server, "big", state="starting")["reason"]:
-            time.sleep(0.1)
-        assert server.http.get("/health").status_code == 503
-        before = greedy(server, "policy")
-        (faults / f"adapter-{tp - 1}").touch()
-        trainers["policy"].publish()
-        assert f"rank {tp - 1}: " in adapter(server, "policy", state="degraded", version=0)["reason"]
-        assert greedy(server, "policy") == before
-        (faults / f"adapter-{tp - 1}").unlink()
-        adapter(server, "policy", state="healthy", version=trainers["policy"].publish())
-        assert greedy(server, "policy") != before
-        assert greedy(server, "policy@0") == before
-    finally:
-        server.stop()
+    switch_all_ranks_or_none(tmp_path, start, greedy, 1 if ON_GPU else 2, "with rank 32 is incompatible")
 
 
 def test_adapters_beside_a_base_that_follows_a_run(tmp_path: Path) -> None:

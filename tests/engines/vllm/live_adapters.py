@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from vllm_live import ON_GPU, Server, Streams, Trainer, make_model, ranks, servi
 from deltawire.engines.live.launch import write_version
 from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
 from tests.engines.live import live_server
+from tests.engines.live.adapter_trainer import switch_all_ranks_or_none
 
 # longer than a block of the prefix cache, and shorter. From 128 tokens on vLLM's kernels for GPUs add up in any order
 PROMPTS = ([*range(4, 104 if ON_GPU else 304)], [5, 9, 11])
@@ -162,40 +162,7 @@ def test_every_version_answers_as_a_server_that_was_started_with_it(scene: Scene
 
 
 def test_all_ranks_switch_or_none(tmp_path: Path) -> None:
-    """And what cannot be served is refused by name, beside what can."""
-    model, other = make_model(tmp_path / "model", "qwen3"), make_model(tmp_path / "other", "qwen3-tied")
-    faults = tmp_path / "faults"
-    faults.mkdir()
-    trainers = {
-        "policy": AdapterTrainer(tmp_path / "policy", model, 0),
-        "stranger": AdapterTrainer(tmp_path / "stranger", other, 1),
-        "big": AdapterTrainer(tmp_path / "big", model, 2, rank=32),
-    }
-    for trainer in trainers.values():
-        trainer.publish()
-    runs = {name: trainer.run for name, trainer in trainers.items()}
-    server = start(model, tmp_path / "log", runs, tp=ranks(), LIVE_TEST_FAULTS=str(faults), DELTAWIRE_POLL="1")
-    try:
-        server.wait("/v1/models")
-        adapter(server, "policy", state="healthy", version=0)
-        assert "are for another base model" in adapter(server, "stranger", state="failed")["reason"]
-        while "LoRA rank 32 is greater than max_lora_rank 16" not in adapter(server, "big", state="starting")["reason"]:
-            time.sleep(0.1)
-        assert server.http.get("/health").status_code == 503
-        before = greedy(server, "policy")
-        (faults / f"adapter-{ranks() - 1}").touch()
-        trainers["policy"].publish()
-        assert f"rank {ranks() - 1}: " in adapter(server, "policy", state="degraded", version=0)["reason"]
-        assert greedy(server, "policy") == before
-        assert server.complete([5], model="policy").headers[VERSION_HEADER] == "0"
-        (faults / f"adapter-{ranks() - 1}").unlink()
-        # at once, not a minute later
-        server.http.post("/deltawire/sync", json={"adapter": "policy"}).raise_for_status()
-        adapter(server, "policy", state="healthy", version=1)
-        assert greedy(server, "policy") != before
-        assert greedy(server, "policy@0") == before
-    finally:
-        server.stop()
+    switch_all_ranks_or_none(tmp_path, start, greedy, ranks(), "LoRA rank 32 is greater than max_lora_rank 16")
 
 
 def test_adapters_beside_a_base_that_follows_a_run(tmp_path: Path) -> None:
