@@ -60,6 +60,9 @@ def run_ranks(
         command.append(str(size))
     # gloo else asks for the address of this host by its name, which not every machine knows
     settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
+    if scenarios != "on_a_gpu":
+        # FSDP else takes a GPU that it finds, which gloo and forked processes cannot use
+        settings["CUDA_VISIBLE_DEVICES"] = ""
     code = run_to_end(command, folder / "log", LIMIT, **settings)
     gone = dies is not None and not restarts
     assert (code != 0) == gone, (folder / "log").read_text()[-8000:]
