@@ -61,6 +61,8 @@ ELSEWHERE = {
     "deltawire/engines/sglang/engine.py": "engines/live/test_sglang.py",
     "deltawire/engines/sglang/guard.py": "engines/live/test_sglang.py",
     "deltawire/engines/sglang/hooks.py": "engines/live/test_sglang.py",
+    # the part of each engine is tested with it
+    "deltawire/engines/live/adapter_worker.py": "engines/vllm/test_vllm_adapters.py",
     # nothing of it runs without its engine
     "deltawire/engines/vllm/adapter_worker.py": "engines/vllm/live_adapters.py",
     "deltawire/engines/sglang/adapter_worker.py": "engines/sglang/live_sglang_adapters.py",

@@ -71,19 +71,31 @@ class Ranks(Adapters):
         self.refused: set[str] = set()
         self.tried: list[str] = []
         self.added: list[str] = []
+        self.given = 0
+        self.asked: dict[int, int] = {}
 
-    async def add(self, loaded: Loaded) -> None:
-        self.tried.append(loaded.full_name)
-        self.ranks[0][loaded.full_name] = {path.name: path.read_bytes() for path in sorted(loaded.folder.iterdir())}
+    def new_id(self) -> int:
+        self.given += 1
+        return self.given
+
+    async def call_ranks(self, operation: str, **adapter: Any) -> list[Any]:
+        id, name = adapter["id"], adapter["name"]
+        if operation == "unload":
+            for rank in self.ranks:
+                rank.pop(name, None)
+            return [{}, {}]
+        if operation == "stage":
+            self.asked[id] = self.asked.get(id, 0) + 1
+            # the first rank reads longer
+            return [{"done": self.asked[id] > 1}, {"done": True}]
+        self.tried.append(name)
+        self.ranks[0][name] = {path.name: path.read_bytes() for path in sorted(Path(adapter["folder"]).iterdir())}
         await asyncio.sleep(0)
-        if self.fail or loaded.full_name in self.refused:
-            raise RuntimeError(self.fail or "refused")
-        self.added.append(loaded.full_name)
-        self.ranks[1][loaded.full_name] = self.ranks[0][loaded.full_name]
-
-    async def remove(self, loaded: Loaded) -> None:
-        for rank in self.ranks:
-            rank.pop(loaded.full_name, None)
+        if self.fail or name in self.refused:
+            return [{"done": True}, {"error": self.fail or "refused"}]
+        self.added.append(name)
+        self.ranks[1][name] = self.ranks[0][name]
+        return [{"done": True}, {"done": True}]
 
     def serve(self, loaded: Loaded) -> None:
         self.names |= {loaded.name: loaded, loaded.full_name: loaded}
@@ -243,7 +255,7 @@ def test_a_failed_load_leaves_all_ranks_and_names_as_they_were(scene: Scene) -> 
     adapters.fail = "LoRA rank 64 is greater than max_lora_rank 16."
     scene.trainer.publish()
     status = scene.until(state="degraded", version=0)
-    assert "policy@1 cannot be loaded, nothing has changed: LoRA rank 64" in status["reason"]
+    assert "policy@1 cannot be loaded, nothing has changed: rank 1: LoRA rank 64" in status["reason"]
     assert adapters.health("idle", "") == ("degraded", f"adapter policy: {status['reason']}")
     assert adapters.names["policy"].version == 0
     until(lambda: adapters.held() == ["policy@0"])

@@ -95,34 +95,37 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def load(worker: Any, id: int) -> None:
-    assert worker.call("stage", id, f"policy@{id}") == {}
+def stage(worker: Any, id: int) -> None:
     end = time.monotonic() + 60
-    while not worker.call("staged", id)["done"]:
+    while not worker.call("stage", id, f"policy@{id}")["done"]:
         assert time.monotonic() < end
-    assert worker.call("load", id) == {}
+
+
+def register(worker: Any, id: int) -> None:
+    stage(worker, id)
+    assert worker.call("load", id) == {"done": False}
 
 
 def test_an_adapter_is_copied_a_little_between_every_two_steps(worker: Any) -> None:
     manager = worker.model_runner.lora_manager
-    load(worker, 7)
+    register(worker, 7)
     assert (manager.lora_index_to_id, manager.merged, manager.filled(0)) == ([7, None], ["weights of policy@7"], 0)
     for copied in range(1, 6):
-        assert worker.call("copy", 7) == {"done": False}
+        assert worker.call("load", 7) == {"done": False}
         assert manager.filled(0) == copied
     # the layer that it has nothing for
-    assert [worker.call("copy", 7)["done"] for _ in range(2)] == [False, True]
+    assert [worker.call("load", 7)["done"] for _ in range(2)] == [False, True]
     # another rank may need longer
-    assert worker.call("copy", 7) == {"done": True}
-    assert worker.deltawire_loading == {}
+    assert worker.call("load", 7) == {"done": True}
+    assert manager.lora_index_to_id == [7, None]
 
 
 def test_an_adapter_whose_slot_was_taken_is_not_copied_over_another(worker: Any) -> None:
     manager = worker.model_runner.lora_manager
-    load(worker, 7)
-    assert worker.call("copy", 7) == {"done": False}
+    register(worker, 7)
+    assert worker.call("load", 7) == {"done": False}
     manager.lora_index_to_id[0] = 8
-    assert worker.call("copy", 7) == {"done": True}
+    assert worker.call("load", 7) == {"done": True}
     assert manager.filled(0) == 1
 
 
@@ -151,6 +154,6 @@ def test_a_rank_that_fails_to_copy_is_an_error_and_drops_the_adapter(
 def test_what_a_rank_cannot_read_is_an_error_and_nothing_is_registered(worker: Any) -> None:
     manager = worker.model_runner.lora_manager
     manager._load_adapter = lambda request: 1 // 0
-    worker.call("stage", 7, "policy@7")
+    stage(worker, 7)
     assert worker.call("load", 7) == {"error": "ZeroDivisionError: integer division or modulo by zero"}
     assert manager.lora_index_to_id == [None, None]

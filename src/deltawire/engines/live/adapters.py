@@ -39,6 +39,8 @@ from ..control import figures
 from ..follower import Follower
 from ..names import STATES
 from . import arrays
+from .channel import Answer
+from .swap import errors
 from .target import source_folder
 from .turns import short_turns
 
@@ -52,6 +54,9 @@ DROP_AGAIN_S = 60.0
 
 KEPT = 8
 """Number of versions of an adapter, at most, that stay loaded only because clients may come back for them."""
+
+_ASK_S = 0.01
+"""Seconds between two questions to the ranks whether they have read an adapter."""
 
 _NOT_LOADED = StateDigest(1, 1)
 """Stands for the digest of an adapter of which no version is loaded yet."""
@@ -371,12 +376,12 @@ class Adapters(ABC):
     # ── what the engine does ─────────────────────────────────────────────────────────────────────────────────────────
 
     @abstractmethod
-    async def add(self, loaded: Loaded) -> None:
-        """Load a version on all ranks under its full name, while requests run. Raises if a rank cannot."""
+    def new_id(self) -> Any:
+        """Return an id that no other adapter of the engine has."""
 
     @abstractmethod
-    async def remove(self, loaded: Loaded) -> None:
-        """Drop a version from all ranks, also if only some have it. Once this returns, no step can need it."""
+    async def call_ranks(self, operation: str, **arguments: Any) -> list[Answer]:
+        """Call `adapter_worker.call` of the engine on all ranks, between two steps."""
 
     @abstractmethod
     def serve(self, loaded: Loaded) -> None:
@@ -385,6 +390,25 @@ class Adapters(ABC):
     @abstractmethod
     def withdraw(self, loaded: Loaded) -> None:
         """Let no request name this version any more."""
+
+    async def add(self, loaded: Loaded) -> None:
+        """Load a version on all ranks, while requests run. Raises VersionRefused if a rank cannot."""
+        loaded.id = self.new_id()
+        # the ranks take a step between two calls
+        for operation, pause_s in (("stage", _ASK_S), ("load", 0.0)):
+            while not all(answer["done"] for answer in await self._called(operation, loaded)):
+                await asyncio.sleep(pause_s)
+
+    async def remove(self, loaded: Loaded) -> None:
+        """Drop a version from all ranks, also if only some have it. Once this returns, no step can need it."""
+        await self._called("unload", loaded)
+
+    async def _called(self, operation: str, loaded: Loaded) -> list[Answer]:
+        what = {"id": loaded.id, "name": loaded.full_name, "folder": str(loaded.folder)}
+        answers = await self.call_ranks(operation, **what)
+        if failed := errors(answers):
+            raise VersionRefused(failed[0])
+        return answers
 
     # ── called by followers ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -13,15 +13,11 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from ...core.errors import Misconfigured, VersionRefused
+from ...core.errors import Misconfigured
 from ..live.adapters import AdapterFollower, Adapters, Loaded
 from ..live.channel import Answer
 from ..live.samples import current
-from ..live.swap import errors
 from .engine import call
-
-_ASK_S = 0.01
-"""Seconds between two questions to the schedulers whether they have read an adapter."""
 
 _END_S = 10.0
 """Seconds that the schedulers have to end a request whose client is gone, until the version is dropped later."""
@@ -43,16 +39,10 @@ class SglangAdapters(Adapters):
         # SGLang also takes `base:policy`
         return super().followed(model) or super().followed(self._own_name(model))
 
-    async def add(self, loaded: Loaded) -> None:
+    def new_id(self) -> str:
         from sglang.srt.lora.lora_registry import LoRARef
 
-        loaded.id = id = LoRARef().lora_id
-        # the ranks refuse a name that they have, also of a version that waits to be dropped
-        what = {"id": id, "name": f"{loaded.full_name}#{id}", "folder": str(loaded.folder)}
-        await self._call("stage", **what)
-        while not all(answer["done"] for answer in await self._call("staged", id=id)):
-            await asyncio.sleep(_ASK_S)
-        await self._call("load", **what)
+        return str(LoRARef().lora_id)
 
     async def remove(self, loaded: Loaded) -> None:
         try:
@@ -60,7 +50,7 @@ class SglangAdapters(Adapters):
             await asyncio.wait_for(self._registered.wait_for_unload(loaded.id), _END_S)
         except asyncio.TimeoutError as error:
             raise TimeoutError(f"schedulers did not end its requests within {_END_S:g} s") from error
-        await self._call("unload", id=loaded.id)
+        await super().remove(loaded)
 
     def serve(self, loaded: Loaded) -> None:
         names = self._registered._registry
@@ -69,20 +59,15 @@ class SglangAdapters(Adapters):
         names[loaded.name] = self._reference(loaded, loaded.name)
 
     def withdraw(self, loaded: Loaded) -> None:
-        # SGLang's own route may have unloaded it
-        self._registered._registry.pop(loaded.full_name, None)
+        del self._registered._registry[loaded.full_name]
 
     def _reference(self, loaded: Loaded, name: str) -> Any:
         from sglang.srt.lora.lora_registry import LoRARef
 
         return LoRARef(lora_id=loaded.id, lora_name=name, lora_path=str(loaded.folder), pinned=False)
 
-    async def _call(self, operation: str, **arguments: Any) -> list[Answer]:
-        """Call all ranks, between two steps."""
-        answers = await call(self._manager, "adapter", {"operation": operation, **arguments})
-        if failed := errors(answers):
-            raise VersionRefused(failed[0])
-        return answers
+    async def call_ranks(self, operation: str, **arguments: Any) -> list[Answer]:
+        return await call(self._manager, "adapter", {"operation": operation, **arguments})
 
     def _own_name(self, model: str) -> str:
         return model.removeprefix(f"{self._manager.served_model_name}:")

@@ -8,19 +8,14 @@ keys and values by name and folder of an adapter, which no two versions share.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from ...core.errors import Misconfigured, VersionRefused
+from ...core.errors import Misconfigured
 from ..live.adapters import Adapters, Loaded
 from ..live.channel import Answer
 from ..live.samples import current
-from ..live.swap import errors
 from .engine import call_ranks
-
-_ASK_S = 0.01
-"""Seconds between two questions to the workers whether they have read an adapter."""
 
 
 def flags(adapters: int, keep: int = 1) -> dict[str, int]:
@@ -57,19 +52,8 @@ class VllmAdapters(Adapters):
         self._lend_to(client)
         self._count_together(client.output_processor.lora_states)
 
-    async def add(self, loaded: Loaded) -> None:
-        loaded.id = self._models.lora_id_counter.inc(1)
-        what = {"id": loaded.id, "name": loaded.full_name, "folder": str(loaded.folder)}
-        await self._call("stage", **what)
-        while not all(answer["done"] for answer in await self._call("staged", id=loaded.id)):
-            await asyncio.sleep(_ASK_S)
-        await self._call("load", **what)
-        while not all(answer["done"] for answer in await self._call("copy", id=loaded.id)):
-            # the ranks take a step between two calls
-            pass
-
-    async def remove(self, loaded: Loaded) -> None:
-        await self._call("unload", id=loaded.id)
+    def new_id(self) -> int:
+        return int(self._models.lora_id_counter.inc(1))
 
     def serve(self, loaded: Loaded) -> None:
         self._by_id[loaded.id] = loaded
@@ -81,12 +65,8 @@ class VllmAdapters(Adapters):
         # vLLM's own route may have unloaded it
         self._models.lora_requests.pop(loaded.full_name, None)
 
-    async def _call(self, operation: str, **arguments: Any) -> list[Answer]:
-        """Call all ranks of all engines, between two steps."""
-        answers = await call_ranks(self._client, "deltawire_adapter", operation, **arguments)
-        if failed := errors(answers):
-            raise VersionRefused(failed[0])
-        return answers
+    async def call_ranks(self, operation: str, **arguments: Any) -> list[Answer]:
+        return await call_ranks(self._client, "deltawire_adapter", operation, **arguments)
 
     def _lend_to(self, client: Any) -> None:
         """Have every request use one version to its end."""

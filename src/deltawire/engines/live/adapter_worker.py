@@ -1,0 +1,86 @@
+"""An adapter on its way into one rank of an engine. Runs between two steps of the model, so nothing heavy is imported
+here, and what takes long is done in a thread, or a little between every two steps."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from .channel import Answer
+from .turns import short_turns
+
+
+class LoadingAdapter(threading.Thread, ABC):
+    """Reads an adapter beside the model, then puts it in place. Each engine extends it.
+
+    device    of the rank
+    """
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(name="deltawire-adapter", daemon=True)
+        self._device = device
+        self._error: Exception | None = None
+        self._done = False
+
+    @abstractmethod
+    def read(self) -> None:
+        """Read the adapter, in a thread, while the model computes."""
+
+    @abstractmethod
+    def put(self) -> bool:
+        """Put what was read in place, or a part of it, between two steps; whether that was the last. Called again
+        after False."""
+
+    @abstractmethod
+    def unload(self) -> None:
+        """Drop it, whatever of it is there."""
+
+    def run(self) -> None:
+        try:
+            if self._device.type != "cpu":
+                import torch
+
+                # pinned memory belongs to the device of the thread that allocates it
+                torch.accelerator.set_device_index(self._device)
+            with short_turns():
+                self.read()
+        except Exception as error:
+            self._error = error
+
+    def proceed(self) -> bool:
+        """Put a part of it in place; whether all is. Raises what reading it has raised."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        # some ranks are done before others
+        self._done = self._done or self.put()
+        return self._done
+
+
+def call(rank: Any, begin: Callable[[], LoadingAdapter], operation: str, id: Any) -> Answer:
+    """What all ranks do at the same step with the adapter `id`.
+
+    stage     begin to read it, in a thread; whether it has been read
+    load      put what was read in place, or a part of it; whether all is
+    unload    drop it, whatever of it is there
+
+    Errors are returned: every rank must learn of those of the others, and vLLM loses count of the answers if one
+    raises. `rank` is the engine's object that keeps what is loaded.
+    """
+    loading: dict[Any, LoadingAdapter] = rank.__dict__.setdefault("deltawire_loading", {})
+    try:
+        if operation == "stage":
+            if id not in loading:
+                loading[id] = begin()
+                loading[id].start()
+            return {"done": not loading[id].is_alive()}
+        if operation == "load":
+            return {"done": loading[id].proceed()}
+        if id in loading:
+            loading[id].unload()
+            del loading[id]
+        return {}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
