@@ -42,7 +42,7 @@ def command(
     bucket: Annotated[
         str, typer.Option(metavar="file|s3|URL", help="A folder, an S3 server of its own, or any address.")
     ] = "file",
-    engine: Annotated[Engine, typer.Option(help="Inference engine of the rollout servers.")] = Engine.builtin,
+    engine: Annotated[Engine, typer.Option(help="Inference engine of the rollout servers.")] = "builtin",
     act: Annotated[int | None, typer.Option(min=1, max=2, help="Only this act.", show_default="both")] = None,
     goal: Annotated[
         float, typer.Option(min=0, max=1, help="End training once this share of recent games is solved.")
@@ -107,7 +107,7 @@ def command(
     plan = Plan(
         folder=folder,
         run=None if bucket == "file" else bucket,
-        engine=engine.value,
+        engine=engine,
         acts=(1, 2) if act is None else (act,),
         steps=steps,
         seconds=60 * minutes,

@@ -27,6 +27,7 @@ from ..core.errors import (
     RolledBack,
     RunReplaced,
     SignatureError,
+    StoreError,
 )
 from ..core.keys import DELEGATED
 from ..core.manifest import Delegated, Manifest, dump, parse
@@ -45,7 +46,7 @@ from ..core.signing import (
     public_keys,
 )
 from ..core.typed_json import decode
-from ..store.local import sync_folder
+from ..store import LocalStore
 
 if TYPE_CHECKING:
     from .run import Run
@@ -295,20 +296,14 @@ class Seen(msgspec.Struct, frozen=True):
                 seen = cls.read(folder)
                 addresses = {**seen.addresses, url: run}
                 runs = {**seen.runs, run: max(newest, seen.runs.get(run, newest))}
-                made = folder / f"{cls.NAME}.new"
-                with made.open("wb") as file:
-                    file.write(msgspec.json.encode(cls(addresses, runs)))
-                    file.flush()
-                    # else a power cut may leave an empty file, or forget the version
-                    os.fsync(file.fileno())
-                made.replace(folder / cls.NAME)
-                sync_folder(folder)
-        except OSError as error:
+                # durable: else a power cut may leave an empty file, or forget the version
+                LocalStore(folder).put(cls.NAME, msgspec.json.encode(cls(addresses, runs)))
+        except (OSError, StoreError) as error:
             raise _unusable(folder, error) from None
 
 
-def _unusable(folder: Path, error: OSError) -> Misconfigured:
+def _unusable(folder: Path, error: OSError | StoreError) -> Misconfigured:
     return Misconfigured(
-        f"{folder} cannot be used ({error.strerror}), where the newest version seen of signed runs is kept: set "
-        "DELTAWIRE_STATE to a folder that is kept"
+        f"{folder} cannot be used ({getattr(error, 'strerror', error)}), where the newest version seen of signed runs "
+        "is kept: set DELTAWIRE_STATE to a folder that is kept"
     )

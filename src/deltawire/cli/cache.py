@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import HostOption, JsonOption, RunArgument, TokenFileOption, emit_line, ended_by_sigterm
+from .common import HostOption, JsonOption, RunArgument, TokenFileOption, serve_until_ended
 
 PORT = 8330
 
@@ -47,9 +47,4 @@ def command(
     cache = Cache(folder.expanduser(), int(gigabytes * 1e9))
     server = CacheServer(run, cache, host=host, port=port, token=read_token(token_file))
     text = f"objects of {server.store.url} at {server.url}; Ctrl-C ends it"
-    with ended_by_sigterm():
-        try:
-            emit_line({"event": "listening", "url": server.url}, text, json)
-            server.serve_forever()
-        finally:
-            server.server_close()
+    serve_until_ended(server, {"event": "listening", "url": server.url}, text, json)

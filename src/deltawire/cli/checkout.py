@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def command(
     run: RunVersionArgument,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to make.", show_default=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to make.")],
     force: Annotated[bool, typer.Option("--force", help="Replace DIR if it is there and not empty.")] = False,
     reference: ReferenceOption = None,
     trust: TrustOption = None,

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from ..bucket.trust import Trust
     from ..core.chain import Step
     from ..core.ulps import Histogram
+    from ..engines.threaded import ThreadedServer
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for programs.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Address of the run.", show_default=False)]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Address of the run.")]
 RunVersionArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN[@VERSION]",
         help="Address of the run, and which version: @41, @v41, @latest (as without), @-2, or a tag as in @best.",
-        show_default=False,
     ),
 ]
 ReferenceOption = Annotated[
@@ -51,15 +51,12 @@ TrustOption = Annotated[
     typer.Option(
         metavar="KEY",
         help="Accept only versions signed by this public key, or by those in a file; else DELTAWIRE_TRUST.",
-        show_default=False,
     ),
 ]
 SignOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="PATH",
-        help="File with the private key that signs; else DELTAWIRE_SIGN. See deltawire keygen.",
-        show_default=False,
+        metavar="PATH", help="File with the private key that signs; else DELTAWIRE_SIGN. See deltawire keygen."
     ),
 ]
 
@@ -323,6 +320,16 @@ def ended_by_sigterm() -> Iterator[threading.Event]:
         yield stop
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def serve_until_ended(server: ThreadedServer, value: Any, text: str, as_json: bool = False) -> None:
+    """Say where a server is, as `emit_line` does, and serve until SIGTERM or Ctrl-C."""
+    with ended_by_sigterm():
+        try:
+            emit_line(value, text, as_json)
+            server.serve_forever()
+        finally:
+            server.server_close()
 
 
 # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────────────

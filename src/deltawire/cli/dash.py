@@ -16,9 +16,9 @@ from .common import (
     complain,
     duration,
     emit,
-    emit_line,
     ended_by_sigterm,
     percent,
+    serve_until_ended,
     size,
     times,
 )
@@ -36,12 +36,7 @@ def command(
     run: RunArgument,
     port: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            help=f"Serve the live page; 0: any port that is free.  [default: {PORT}]",
-            show_default=False,
-        ),
+        typer.Option(min=0, max=65535, help=f"Serve the live page; 0: any port that is free.  [default: {PORT}]"),
     ] = None,
     host: HostOption = "127.0.0.1",
     token_file: TokenFileOption = None,
@@ -61,7 +56,6 @@ def command(
             min=16,
             metavar="N",
             help="Most requests to the bucket before the page shows.  [default: 48, in a folder 400]",
-            show_default=False,
         ),
     ] = None,
     json: JsonOption = False,
@@ -137,12 +131,7 @@ def _serve(run: str, port: int, host: str, token_file: Path | None, requests: in
     token = read_token(token_file)
     server = Server(run, host=host, port=port, token=token, requests=requests)
     more = "; append #token=… to the address, or the page asks for it" if token else ""
-    with ended_by_sigterm():
-        try:
-            emit_line({"url": server.url}, f"{run} at {server.url}{more}; Ctrl-C ends it", False)
-            server.serve_forever()
-        finally:
-            server.server_close()
+    serve_until_ended(server, {"url": server.url}, f"{run} at {server.url}{more}; Ctrl-C ends it")
 
 
 def _slowest(document: Document) -> str:

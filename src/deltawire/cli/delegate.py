@@ -11,10 +11,7 @@ from .common import JsonOption, RunArgument, SignOption, emit, open_run
 
 def command(
     run: RunArgument,
-    keeper: Annotated[
-        str,
-        typer.Argument(metavar="KEEPER_KEY", help="Public key of the keeper, as keygen prints it.", show_default=False),
-    ],
+    keeper: Annotated[str, typer.Argument(metavar="KEEPER_KEY", help="Public key of the keeper, as keygen prints it.")],
     sign: SignOption = None,
     json: JsonOption = False,
 ) -> None:

@@ -29,14 +29,12 @@ if TYPE_CHECKING:
 
 def command(
     run: RunArgument,
-    derived: Annotated[str, typer.Argument(metavar="RUN2", help="Address of the derived run.", show_default=False)],
+    derived: Annotated[str, typer.Argument(metavar="RUN2", help="Address of the derived run.")],
     view: Annotated[str, typer.Option("--as", metavar="VIEW", help="What to make of the weights.")] = "fp8-block",
     once: Annotated[bool, typer.Option("--once", help="Derive the versions that are there, then end.")] = False,
     first: Annotated[
         str | None,
-        typer.Option(
-            "--from", metavar="VERSION", help="First version of a new RUN2; by default the oldest.", show_default=False
-        ),
+        typer.Option("--from", metavar="VERSION", help="First version of a new RUN2; by default the oldest."),
     ] = None,
     encoding: Annotated[str, typer.Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
     anchor_every: AnchorEveryOption = None,

@@ -41,13 +41,12 @@ _FIELDS = (
 
 
 def command(
-    old: Annotated[str, typer.Argument(metavar=_SIDE, help="The version to start from.", show_default=False)],
+    old: Annotated[str, typer.Argument(metavar=_SIDE, help="The version to start from.")],
     new: Annotated[
         str | None,
         typer.Argument(
             metavar=f"[{_SIDE}]",
             help="The version it became; @41 alone is one of the same run. Without it: the version before OLD and OLD.",
-            show_default=False,
         ),
     ] = None,
     all: Annotated[bool, typer.Option("--all", help="Also tensors that did not change.")] = False,

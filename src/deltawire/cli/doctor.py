@@ -15,9 +15,7 @@ _MARKS = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "–"}
 
 
 def command(
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Its address; with --server also a version.", show_default=False)
-    ] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Its address; with --server also a version.")] = None,
     server: Annotated[
         str | None, typer.Option(metavar="URL", help="Check this rollout server instead, and that it follows RUN.")
     ] = None,

@@ -47,15 +47,10 @@ def command(
         list[str] | None,
         typer.Option(metavar="NETWORK|DOMAIN", help="Only use addresses in there: 10.0.0.0/8, .example.internal."),
     ] = None,
-    nginx: Annotated[
-        Path | None, typer.Option(metavar="FILE|-", help="Write an upstream block for nginx.", show_default=False)
-    ] = None,
-    haproxy: Annotated[
-        Path | None, typer.Option(metavar="FILE|-", help="Write a backend for HAProxy.", show_default=False)
-    ] = None,
+    nginx: Annotated[Path | None, typer.Option(metavar="FILE|-", help="Write an upstream block for nginx.")] = None,
+    haproxy: Annotated[Path | None, typer.Option(metavar="FILE|-", help="Write a backend for HAProxy.")] = None,
     prometheus_sd: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE|-", help="Write all servers for Prometheus (file_sd).", show_default=False),
+        Path | None, typer.Option(metavar="FILE|-", help="Write all servers for Prometheus (file_sd).")
     ] = None,
     name: Annotated[str, typer.Option(help="Of the upstream or backend.")] = "deltawire",
     watch: Annotated[bool, typer.Option("--watch", help="Go on, and write files again when they change.")] = False,

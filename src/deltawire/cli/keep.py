@@ -31,43 +31,33 @@ def command(
     run: RunArgument,
     once: Annotated[bool, typer.Option("--once", help="Do what is due, then end.")] = False,
     anchor_every: Annotated[
-        int | None,
-        typer.Option(min=1, help="An anchor at the latest every so many versions.", show_default=False),
+        int | None, typer.Option(min=1, help="An anchor at the latest every so many versions.")
     ] = None,
     anchors: Annotated[bool, typer.Option("--anchors/--no-anchors", help="Make anchors.")] = True,
     longest_skip: Annotated[
         int, typer.Option(min=0, help="Longest skip delta, in versions; 0 makes none. Longer ones need more disk.")
     ] = 3072,
-    encoding: Annotated[
-        str | None, typer.Option(help="Encoding of skip deltas; the trainer's by default.", show_default=False)
-    ] = None,
+    encoding: Annotated[str | None, typer.Option(help="Encoding of skip deltas; the trainer's by default.")] = None,
     since: Annotated[
-        int | None,
-        typer.Option(min=0, help="Version to begin with, in a run that had no keeper.", show_default=False),
+        int | None, typer.Option(min=0, help="Version to begin with, in a run that had no keeper.")
     ] = None,
     mirror: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL", help="Copy the run to this address; repeatable.", show_default=False),
+        list[str] | None, typer.Option(metavar="URL", help="Copy the run to this address; repeatable.")
     ] = None,
     view: Annotated[
-        list[str] | None,
-        typer.Option(metavar="VIEW=RUN2", help="Keep a derived run, as `derive` does; repeatable.", show_default=False),
+        list[str] | None, typer.Option(metavar="VIEW=RUN2", help="Keep a derived run, as `derive` does; repeatable.")
     ] = None,
     keep_last: Annotated[
-        int | None,
-        typer.Option(min=1, help="Delete old versions, except so many newest ones.", show_default=False),
+        int | None, typer.Option(min=1, help="Delete old versions, except so many newest ones.")
     ] = None,
     keep_every: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --keep-last: and versions that divide by this.", show_default=False),
+        int | None, typer.Option(min=1, help="With --keep-last: and versions that divide by this.")
     ] = None,
     grace: Annotated[
-        float,
-        typer.Option(parser=seconds, metavar="TIME", help="With --keep-last: time that readers get."),
+        float, typer.Option(parser=seconds, metavar="TIME", help="With --keep-last: time that readers get.")
     ] = "1h",  # type: ignore[assignment]  # parsed like what is typed
     lease: Annotated[
-        float,
-        typer.Option(parser=seconds, metavar="TIME", help="Time after which a silent keeper is replaced."),
+        float, typer.Option(parser=seconds, metavar="TIME", help="Time after which a silent keeper is replaced.")
     ] = "1min",  # type: ignore[assignment]
     poll: PollOption = 1.0,
     reference: ReferenceOption = None,

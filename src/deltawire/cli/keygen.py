@@ -11,9 +11,9 @@ from .common import JsonOption, emit
 
 
 def command(
-    path: Annotated[
-        Path, typer.Argument(metavar="[PATH]", help="File to write the private key to.", show_default=True)
-    ] = Path("deltawire.key"),
+    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="File to write the private key to.")] = Path(
+        "deltawire.key"
+    ),
     json: JsonOption = False,
 ) -> None:
     """Make a key pair: the private key into a new file, the public key to stdout.

@@ -27,24 +27,14 @@ def command(
     replicas: Annotated[int, typer.Option(min=0, help="Number of replicas that follow.")] = 1,
     replica_bandwidth: Annotated[
         float | None,
-        typer.Option(
-            parser=rate,
-            metavar="RATE",
-            help="From the bucket to each replica; else as --bandwidth.",
-            show_default=False,
-        ),
+        typer.Option(parser=rate, metavar="RATE", help="From the bucket to each replica; else as --bandwidth."),
     ] = None,
     step_seconds: Annotated[
         float | None,
-        typer.Option(
-            parser=seconds,
-            metavar="TIME",
-            help="Time between two versions: 45s, 2min. By default 60s.",
-            show_default=False,
-        ),
+        typer.Option(parser=seconds, metavar="TIME", help="Time between two versions: 45s, 2min. By default 60s."),
     ] = None,
     steps_per_hour: Annotated[
-        float | None, typer.Option(min=0.001, help="The same as a rate: versions per hour.", show_default=False)
+        float | None, typer.Option(min=0.001, help="The same as a rate: versions per hour.")
     ] = None,
     density: Annotated[
         float | None,
@@ -57,10 +47,10 @@ def command(
     cores: Annotated[int, typer.Option(min=1, help="For deltawire, on the trainer and on each replica.")] = 16,
     keep_last: Annotated[int, typer.Option(min=0, help="As for `prune`.")] = 20,
     price_storage: Annotated[
-        float | None, typer.Option(min=0, metavar="USD", help="Per GB and month; no default.", show_default=False)
+        float | None, typer.Option(min=0, metavar="USD", help="Per GB and month; no default.")
     ] = None,
     price_egress: Annotated[
-        float | None, typer.Option(min=0, metavar="USD", help="Per GB fetched; no default.", show_default=False)
+        float | None, typer.Option(min=0, metavar="USD", help="Per GB fetched; no default.")
     ] = None,
     all: Annotated[bool, typer.Option("--all", help="Every figure, and where it comes from.")] = False,
     json: JsonOption = False,

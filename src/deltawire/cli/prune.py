@@ -19,15 +19,11 @@ def command(
     run: RunArgument,
     keep_last: Annotated[int, typer.Option(min=0, help="Number of newest versions to keep.")] = 20,
     keep_every: Annotated[
-        int | None, typer.Option(min=1, help="And every version whose number divides by this.", show_default=False)
+        int | None, typer.Option(min=1, help="And every version whose number divides by this.")
     ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="VERSION", help="And this version; repeatable.", show_default=False),
-    ] = None,
+    keep: Annotated[list[str] | None, typer.Option(metavar="VERSION", help="And this version; repeatable.")] = None,
     grace: Annotated[
-        float,
-        typer.Option(parser=seconds, metavar="TIME", help="Time that readers get: 90s, 30min, 1h, 2d."),
+        float, typer.Option(parser=seconds, metavar="TIME", help="Time that readers get: 90s, 30min, 1h, 2d.")
     ] = "1h",  # type: ignore[assignment]  # parsed like what is typed
     unfinished: Annotated[
         float,

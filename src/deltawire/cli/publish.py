@@ -44,7 +44,6 @@ def command(
             help="Hugging Face folder: *.safetensors, sharded or not, with config and tokenizer files.",
             exists=True,
             file_okay=False,
-            show_default=False,
         ),
     ],
     run: RunArgument,
@@ -76,13 +75,11 @@ def command(
             file_okay=False,
             help="A folder that holds a version of the run, such as the one published last, so that it need not be "
             "fetched to compare with. By default the folder that was published last from here.",
-            show_default=False,
         ),
     ] = None,
     sign: SignOption = None,
     next_key: Annotated[
-        str,
-        typer.Option(metavar="KEY", help="Public key that may sign the versions after this one.", show_default=False),
+        str, typer.Option(metavar="KEY", help="Public key that may sign the versions after this one.")
     ] = "",
     trust: TrustOption = None,
     new: Annotated[bool, typer.Option("--new", help="Make a new run; an error if there is one already.")] = False,

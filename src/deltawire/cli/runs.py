@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    bucket: Annotated[
-        str, typer.Argument(metavar="BUCKET", help="A bucket, or a folder in it: what lies below.", show_default=False)
-    ],
+    bucket: Annotated[str, typer.Argument(metavar="BUCKET", help="A bucket, or a folder in it: what lies below.")],
     depth: Annotated[int, typer.Option(min=0, max=20, help="How many folders deep to look.")] = 3,
     stored: Annotated[bool, typer.Option("--stored", help="Also what each run stores; lists all of it.")] = False,
     json: JsonOption = False,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,29 +15,7 @@ if TYPE_CHECKING:
     from ..engines.server import RolloutServer
 
 
-class Engine(str, Enum):
-    builtin = "builtin"
-    vllm = "vllm"
-    sglang = "sglang"
-
-
-class Dtype(str, Enum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Kv(str, Enum):
-    clear = "clear"
-    keep = "keep"
-    version = "version"
-
-
-class Logprobs(str, Enum):
-    raw = "raw_logprobs"
-    processed = "processed_logprobs"
-
+Engine = Literal["builtin", "vllm", "sglang"]
 
 _FLOW, _SIZE, _ACCESS = "Following the run", "Size", "Access"
 
@@ -46,10 +23,7 @@ _FLOW, _SIZE, _ACCESS = "Following the run", "Size", "Access"
 def command(
     ctx: typer.Context,
     model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="Checkpoint folder or hub id. Without --run: the run.", show_default=False
-        ),
+        str | None, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id. Without --run: the run.")
     ] = None,
     run: Annotated[
         str | None, typer.Option("--run", metavar="RUN[@VERSION]", help="The run to follow, or a version to stay at.")
@@ -61,22 +35,22 @@ def command(
             metavar="NAME=RUN",
             help="With --engine vllm or sglang: follow a run of adapters too, or without --run them alone. "
             "May be repeated.",
-            show_default=False,
         ),
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="Inference engine.")] = Engine.builtin,
+    engine: Annotated[Engine, typer.Option(help="Inference engine.")] = "builtin",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     name: Annotated[
         str | None, typer.Option("--served-model-name", metavar="NAME", help="What clients call the model.")
     ] = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="To compute in; auto is float32 on a CPU, elsewhere what most weights of the run are.")
-    ] = Dtype.auto,
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="To compute in; auto is float32 on a CPU, elsewhere what most weights of the run are."),
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
     threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads.")] = None,
     kv: Annotated[
-        Kv | None,
+        Literal["clear", "keep", "version"] | None,
         typer.Option(
             "--kv",
             help="Keys and values of the old weights: clear by default, with vLLM and SGLang version.",
@@ -100,7 +74,9 @@ def command(
             "the one wanted; else a temporary folder, which stays.",
         ),
     ] = None,
-    logprobs_mode: Annotated[Logprobs, typer.Option(help="Before or after temperature and top_p.")] = Logprobs.raw,
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs"], typer.Option(help="Before or after temperature and top_p.")
+    ] = "raw_logprobs",
     max_model_len: Annotated[
         int | None, typer.Option(metavar="N", min=2, help="Prompt and answer together.", rich_help_panel=_SIZE)
     ] = None,
@@ -139,7 +115,6 @@ def command(
             show_envvar=False,
             help="For clients, as `deltawire fleet` shows it; by default where it listens.",
             rich_help_panel=_FLOW,
-            show_default=False,
         ),
     ] = "",
     token_file: Annotated[
@@ -180,7 +155,7 @@ def command(
       deltawire serve --engine vllm my-model --adapter policy=s3://runs/lora
       deltawire serve --engine sglang s3://runs/chat -- --tp-size 2
     """
-    builtin = engine is Engine.builtin
+    builtin = engine == "builtin"
     if adapter and builtin:
         raise typer.BadParameter("--adapter is for --engine vllm or sglang")
     if builtin and os.environ.get("DELTAWIRE_ADAPTERS"):
@@ -199,7 +174,7 @@ def command(
         )
     if folder and (builtin or model):
         raise typer.BadParameter("--folder is for --engine vllm RUN and --engine sglang RUN")
-    if kv is Kv.version and builtin:
+    if kv == "version" and builtin:
         raise typer.BadParameter(
             "--kv version is for --engine vllm or sglang; this server keeps no prefixes: clear or keep"
         )
@@ -216,6 +191,20 @@ def command(
     token = read_token(token_file)
     check_guarded(host, token)
     where, pin = _pin(run) if run else ("", None)
+    following: dict[str, Any] = {
+        "run": where,
+        "pin": pin,
+        "host": host,
+        "port": port,
+        "name": name,
+        "reference": reference,
+        "poll": poll,
+        "token": token,
+        "address": address,
+        "version_wait": version_wait,
+        "max_model_len": max_model_len,
+        "logprobs_mode": logprobs_mode,
+    }
     if not builtin:
         from ..engines.live import launch as live
         from ..engines.sglang import launch as sglang
@@ -223,49 +212,23 @@ def command(
 
         # the engine says so only after minutes
         listen(host, port).close()
-        following = live.Options(
-            run=where,
-            host=host,
-            port=port,
-            version=pin,
-            name=name,
-            reference=str(reference) if reference else None,
-            poll=poll,
-            kv=kv.value if kv else None,
-            token=token,
-            address=address,
-            version_wait=version_wait,
-            max_model_len=max_model_len,
-            logprobs_mode=logprobs_mode.value,
-            adapters=", ".join(f"{name}={place}" for name, place in adapters.items()),
-            extra=ctx.args,
-        )
-        live.launch(vllm if engine is Engine.vllm else sglang, following, model, folder)
+        runs = ", ".join(f"{name}={place}" for name, place in adapters.items())
+        chosen = live.Options(**following, kv=kv, adapters=runs, extra=ctx.args)
+        live.launch(vllm if engine == "vllm" else sglang, chosen, model, folder)
     from ..engines.server import Connections, Limits, Options, RolloutServer
 
     options = Options(
-        run=where,
+        **following,
         model=model,
-        pin=pin,
-        host=host,
-        port=port,
-        name=name,
-        dtype=dtype.value,
+        dtype=dtype,
         device=device,
         threads=threads,
         limits=Limits(max_batch, max_queue, int(kv_memory * 1e9)),
-        max_model_len=max_model_len,
-        kv_policy="keep" if kv is Kv.keep else "clear",
-        logprobs_mode=logprobs_mode.value,
-        poll=poll,
+        kv_policy="keep" if kv == "keep" else "clear",
         id=id,
-        reference=reference,
-        token=token,
         guard_all=guard_all,
         max_body=int(max_body * 1e6),
         request_timeout=request_timeout,
-        version_wait=version_wait,
-        address=address,
         connections=Connections(max_connections),
         grace=grace,
     )

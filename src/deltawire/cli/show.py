@@ -41,10 +41,7 @@ SHOWN = 2000
 
 
 def command(
-    what: Annotated[
-        str,
-        typer.Argument(metavar="RUN[@VERSION]|FILE", help="A version of a run, or a local file.", show_default=False),
-    ],
+    what: Annotated[str, typer.Argument(metavar="RUN[@VERSION]|FILE", help="A version of a run, or a local file.")],
     steps: Annotated[
         bool,
         typer.Option("--steps", help="Step sizes also where they need the base version; rebuilds that from the run."),

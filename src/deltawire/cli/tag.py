@@ -16,12 +16,8 @@ if TYPE_CHECKING:
 
 def command(
     run: RunVersionArgument,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The tag to set; without it, list them.", show_default=False)
-    ] = None,
-    delete: Annotated[
-        str | None, typer.Option("--delete", metavar="NAME", help="Delete this tag.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The tag to set; without it, list them.")] = None,
+    delete: Annotated[str | None, typer.Option("--delete", metavar="NAME", help="Delete this tag.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Give a version a name, list the names there are, or delete one.

@@ -19,20 +19,13 @@ if TYPE_CHECKING:
 
 def command(
     run: RunArgument,
-    first: Annotated[
-        str | None, typer.Option("--from", metavar="VERSION", help="Start at this version.", show_default=False)
-    ] = None,
-    last: Annotated[
-        str | None, typer.Option("--to", metavar="VERSION", help="Stop after this one.", show_default=False)
-    ] = None,
+    first: Annotated[str | None, typer.Option("--from", metavar="VERSION", help="Start at this version.")] = None,
+    last: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Stop after this one.")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Hash everything, replay nothing: no memory for weights needed.")
     ] = False,
     source: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN", help="The run that this one is derived from, to compute it again.", show_default=False
-        ),
+        str | None, typer.Option(metavar="RUN", help="The run that this one is derived from, to compute it again.")
     ] = None,
     reference: ReferenceOption = None,
     trust: TrustOption = None,

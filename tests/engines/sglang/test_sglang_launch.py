@@ -11,7 +11,7 @@ SGLANG = ["python", "-m", "sglang.launch_server"]
 
 def test_the_server_is_told_what_to_follow() -> None:
     options = Options(
-        run="s3://runs/chat", port=9, version=41, token="t", max_model_len=64, logprobs_mode="raw_logprobs",
+        run="s3://runs/chat", port=9, pin=41, token="t", max_model_len=64, logprobs_mode="raw_logprobs",
         extra=["--tp-size", "2"],
     )  # fmt: skip
     command, environment = prepare(options, "/models/chat", SGLANG, {"HOME": "/root"}, accelerated=True)

@@ -15,7 +15,7 @@ VLLM = ["vllm", "serve"]
 
 
 def test_the_server_is_told_what_to_follow() -> None:
-    options = Options(run="s3://runs/chat", port=9, version=41, kv="keep", token="t", extra=["--max-model-len", "64"])
+    options = Options(run="s3://runs/chat", port=9, pin=41, kv="keep", token="t", extra=["--max-model-len", "64"])
     command, environment = prepare(options, "/models/chat", VLLM, {"VLLM_PLUGINS": "mine,deltawire", "HOME": "/root"})
     assert command[:3] == ["vllm", "serve", "/models/chat"]
     assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "deltawire"}

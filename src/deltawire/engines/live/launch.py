@@ -28,11 +28,11 @@ class Options:
     """Empty where only adapters are followed."""
     host: str = "127.0.0.1"
     port: int = 8000
-    version: int | None = None
-    """Start at this one and stay there."""
+    pin: int | None = None
+    """Start at this version and stay there."""
     name: str | None = None
     """What clients call the model; the name of the run by default."""
-    reference: str | None = None
+    reference: str | Path | None = None
     """Folder or hub id of the checkpoint that the run starts from, if its own name does not work here."""
     poll: float = 1.0
     kv: str | None = None
@@ -60,7 +60,7 @@ class Options:
         """What the plugin reads (settings.py), the token included: every process can read a command line."""
         chosen = {
             "DELTAWIRE_KV": self.kv,
-            "DELTAWIRE_PIN": self.version,
+            "DELTAWIRE_PIN": self.pin,
             "DELTAWIRE_REFERENCE": self.reference or None,
             "DELTAWIRE_TOKEN": self.token or None,
             "DELTAWIRE_ADDRESS": self.address or None,
@@ -101,14 +101,14 @@ def launch(
             Path(folder_for_weights) if folder_for_weights else Path(tempfile.mkdtemp(prefix="deltawire-model-")) / "m"
         )
         wait_for_run(options.run, options.poll)
-        write_version(options.run, options.version, place, reference=options.reference)
+        write_version(options.run, options.pin, place, reference=options.reference)
         model = place
     line, environment = engine.prepare(options, model, command, os.environ)
     sys.stdout.flush()
     os.execve(line[0], line, environment)
 
 
-def write_version(run: str, version: int | None, place: Path, *, reference: str | None = None) -> int:
+def write_version(run: str, version: int | None, place: Path, *, reference: str | Path | None = None) -> int:
     """A version of a run as a checkpoint folder (the newest by default), unless that is what `place` holds already."""
     opened = Run.open(run)
     want = resolve(opened, version)
