@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.core import change as changes
-from deltawire.core.change import Region, blocks, compare, compose, gather, regions
+from deltawire.core.change import Region, blocks, compare, compose, gather, join, regions
 from deltawire.core.digest import StateDigest
 from deltawire.core.schema import Schema, TensorSpec
 from support import Bag, column_cut, densities, diff, moved_bag, random_bag, schemas, seeds
@@ -129,3 +129,20 @@ def test_an_8_byte_element_counts_once_though_it_is_two_units() -> None:
     new[[0, 1, 4]] = 1
     c = compare(region, old, new)
     assert (c.count, c.elements) == (3, 2)
+
+
+def test_arrays_that_follow_each_other_are_joined_without_a_copy() -> None:
+    whole = np.arange(20, dtype=np.uint16)
+    found = join([whole[3:5], whole[5:5], whole[5:9]])
+    assert np.shares_memory(found, whole)
+    assert found.tolist() == [*range(3, 9)]
+    for parts in (
+        [whole[3:5], whole[6:9]],
+        [whole[5:9], whole[3:5]],
+        [whole[3:5], whole[3:5]],
+        [whole[3:5], np.arange(2, dtype=np.uint16)],
+        [whole.view(np.uint8)[3:5], whole.view(np.uint8)[5:9]],
+        [whole[::2], whole[1::2]],
+        [whole[::2]],
+    ):
+        assert join(parts).tolist() == [int(value) for part in parts for value in part]

@@ -62,7 +62,7 @@ def test_old_weights_are_counted_where_they_are(
     coded: list[int] = []
     later = threading.Event()
 
-    def encode(blocks: Any, before: Any, each: Any, finish: Any) -> Any:
+    def encode(blocks: Any, before: Any, each: Any, finish: Any, counting: Any) -> Any:
         # captures come meanwhile: what is counted must be what was, not what is
         old = [before.block([change.region for change in changes]) for changes in blocks]
         assert later.wait(WAIT)

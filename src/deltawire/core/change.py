@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,33 @@ class Change:
 
     def undo(self, bits: Bits) -> None:
         scatter(self.region, self.positions, self.old, bits)
+
+
+Units = tuple[npt.NDArray[np.uint32], Bits, Bits]
+"""Positions, old and new bits of several changes, one after the other."""
+
+
+def joined(changes: Sequence[Change]) -> Units:
+    """All units of changes; without a copy where they follow each other in one array, as those of a device do."""
+    positions, old, new = ([getattr(change, part) for change in changes] for part in ("positions", "old", "new"))
+    return join(positions), join(old), join(new)
+
+
+def join(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """One array of several; without a copy if they follow each other in one array already."""
+    # numpy says of an empty part that it is at the beginning
+    parts = [part for part in parts if part.size] or parts[:1]
+    whole, dense = parts[0].base, parts[0].dtype.itemsize
+    if isinstance(whole, np.ndarray) and whole.dtype == parts[0].dtype and whole.strides == (dense,):
+        first = at = parts[0].__array_interface__["data"][0]
+        for part in parts:
+            if part.base is not whole or part.strides != (dense,) or part.__array_interface__["data"][0] != at:
+                break
+            at += part.nbytes
+        else:
+            start = whole.__array_interface__["data"][0]
+            return whole[(first - start) // dense : (at - start) // dense]
+    return np.concatenate(parts)
 
 
 def moved(changes: Iterable[Change]) -> digest.StateDigest:

@@ -8,6 +8,7 @@ The full specification is docs/format.md.
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from blake3 import blake3
 from . import container, keys
 from .change import Change, Region, RegionMoves, whole
 from .codecs import block_encoding, check_encoding, context, raw, work
-from .codecs.base import BaseBits, Before, BlockRecord, Coded, CountedRegions, Stream, expand, squeeze
+from .codecs.base import BaseBits, Before, BlockRecord, Coded, CountedRegions, Stream, expand, squeeze, squeeze_all
 from .container import Read
 from .digest import StateDigest
 from .dtypes import lookup
@@ -56,8 +57,10 @@ _DECODED = 24
 _COPY = 4 << 20
 BATCH_UNITS = 1 << 26
 """Weights that are counted on a device at once, as four blocks of a publisher."""
-BATCHES = 3
-"""Batches that are encoded at a time: one is counted while another is coded."""
+BATCHES = 6
+"""Batches that are encoded at a time."""
+COUNTED_BATCHES = 2
+"""Of those, batches whose old weights are held: one is copied while another is counted."""
 
 T = TypeVar("T")
 
@@ -96,6 +99,7 @@ def encode_counted(
     turns with it wait for each other.
     """
     pool = ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="deltawire")
+    counting = threading.Semaphore(COUNTED_BATCHES)
 
     def finish(changes: Sequence[Change], coded: Coded) -> EncodedBlock:
         return _encoded(changes, context.name, coded)
@@ -103,7 +107,7 @@ def encode_counted(
     def together(batch: Sequence[Sequence[Change]]) -> list[EncodedBlock]:
         changed = [[change for change in changes if change.count] for changes in batch]
         some = [changes for changes in changed if changes]
-        found = iter(context.encode_together(some, before, pool.map, finish))
+        found = iter(context.encode_together(some, before, pool.map, finish, counting))
         return [next(found) if changes else _encoded([], context.name, None) for changes in changed]
 
     try:
@@ -134,12 +138,9 @@ def _encoded(changes: Sequence[Change], encoding: str, coded: Coded | None) -> E
     tensors = list(dict.fromkeys(change.region.tensor for change in changes))
     if coded is None:
         return EncodedBlock(tensors, None, raw.encode(changes), changed)
-    streams: dict[str, Stream] = {}
-    stored: list[bytes] = []
-    for name, data in coded.streams.items():
-        streams[name], packed = squeeze(data)
-        stored.append(packed)
-    payload = b"".join(stored)
+    squeezed = squeeze_all([*coded.streams.values()])
+    streams = dict(zip(coded.streams, (stream for stream, _ in squeezed), strict=True))
+    payload = b"".join(stored for _, stored in squeezed)
     number = {tensor: i for i, tensor in enumerate(tensors)}
     regions = [
         (number[c.region.tensor], c.region.row, c.region.rows, c.region.column, c.region.columns, c.count)

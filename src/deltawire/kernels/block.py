@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..core.change import Change, Region
+from ..core.change import Change, Region, join
 from ..core.codecs.context.classes import Table
 from ..core.codecs.context.old_weights import Counts, Levels, RankedChanges
 from ..core.codecs.context.tiles import LevelBytes, walked
@@ -61,7 +61,7 @@ class DeviceBlock:
 
     def undo(self, changes: Sequence[Change]) -> None:
         """Put old bits back; one change per region."""
-        self._put(self._units, changes, [change.old for change in changes])
+        self._put(self._units, changes, join([change.old for change in changes]))
 
     def exponents(self, shift: int, mask: int, every: Sequence[int]) -> Counts:
         from . import exponents
@@ -97,7 +97,7 @@ class DeviceBlock:
         with self._beside():
             # comparing is how positions get into the order of the tiles
             new = self._units.clone()
-        self._put(new, changes, [change.new for change in changes])
+        self._put(new, changes, join([change.new for change in changes]))
         with self._beside():
             changed = detect([self._units], [new], plan=plan)
             if changed.count != sum(change.count for change in changes):
@@ -127,8 +127,7 @@ class DeviceBlock:
         shift, mask, low, top = (int(value) for value in rule[:4])
         return top - (units >> shift).bitwise_and_(mask).to(torch.int16).clamp_(low, top)
 
-    def _put(self, units: Tensor, changes: Sequence[Change], bits: Sequence[Bits]) -> None:
-        values = np.concatenate(bits)
+    def _put(self, units: Tensor, changes: Sequence[Change], values: Bits) -> None:
         signed = values.view(f"i{values.itemsize}") if values.itemsize > 1 else values
         with self._beside():
             units[self._places(changes)] = self._sent(signed)
@@ -137,7 +136,7 @@ class DeviceBlock:
         """Where changes lie in the copy. Those that are undone first are ranked last: they are sent once."""
         known, where = self._placed
         if len(known) != len(changes) or any(a is not b for a, b in zip(known, changes, strict=True)):
-            positions = np.concatenate([change.positions for change in changes])
+            positions = join([change.positions for change in changes])
             first, counts = self._sent(np.stack([self._starts, [change.count for change in changes]]))
             starts = first.repeat_interleave(counts, output_size=positions.size)
             where = self._sent(positions.view(np.int32)) + starts

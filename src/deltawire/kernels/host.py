@@ -7,6 +7,7 @@ along memory where the region is in one piece, in bands of whole rows where it i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise, starmap
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..core.change import Change, Region, RegionMoves
 from ..core.dtypes import Bits, lookup
-from ..core.parallel import ordered_map
+from ..core.parallel import for_each, ordered_map
 from .plan import TILE, Plan, Segment
 from .results import Changed, Moves
 
@@ -49,18 +50,22 @@ def to_changes(plan: Plan, changed: Changed, regions: Sequence[Region]) -> list[
     """What `detect` found by a `region_plan`, on the host and in the core's terms. Waits for the device."""
     starts, positions, old, new = (fetched(t) for t in (changed.starts, changed.positions, changed.old, changed.new))
     wait(plan.device)
-    edges, first_tile = starts.numpy(), plan.first_tile.tolist()
+    edges, first_tile = starts.numpy(), plan.first_tile
+    bases = plan.remember("bases", lambda: np.concatenate([_bases(s)[: s.tiles] for s in plan.segments]))
+    flat = np.empty(changed.count, np.uint32)
 
-    def change(number: int) -> Change:
-        region = regions[number]
-        own = edges[first_tile[number] : first_tile[number + 1] + 1]
-        here = slice(int(own[0]), int(own[-1]))
-        flat = np.empty(here.stop - here.start, np.uint32)
-        _add_bases(positions.numpy()[here], own - own[0], _bases(plan.segments[number]), flat)
+    def place(tiles: slice) -> None:
+        _add_bases(positions.numpy(), edges[tiles.start : tiles.stop + 1], bases[tiles], flat)
+
+    # few calls, and views of what was fetched: each call gives up the interpreter's lock, for which others are waiting
+    pieces = min(8, -(-changed.count // _WORTH_THREADS))
+    cuts = [number * plan.tiles // max(pieces, 1) for number in range(pieces + 1)]
+    for_each(place, [slice(*cut) for cut in pairwise(cuts)], pieces)
+    result = []
+    for region, here in zip(regions, starmap(slice, pairwise(edges[first_tile].tolist())), strict=True):
         unit = lookup(region.tensor.dtype).unit
-        return Change(region, flat, *(bits.numpy()[here].astype(unit) for bits in (old, new)))
-
-    return _by_region(change, len(regions), changed.count)
+        result.append(Change(region, flat[here], *(bits.numpy()[here].astype(unit, copy=False) for bits in (old, new))))
+    return result
 
 
 def from_changes(plan: Plan, changes: Sequence[Change]) -> Changed:
@@ -92,7 +97,7 @@ def send_moves(plan: Plan, moves: Sequence[RegionMoves]) -> Moves:
     values = torch.empty(int(begin[-1]), dtype=plan.value_dtype, pin_memory=cuda)
     kinds = torch.empty(plan.tiles, dtype=torch.int32, pin_memory=cuda)
     starts[-1] = int(begin[-1])
-    bases = plan.remember("bases", lambda: [_bases(segment) for segment in plan.segments])
+    bases = plan.remember("bases by segment", lambda: [_bases(segment) for segment in plan.segments])
     out = starts.numpy(), kinds.numpy(), positions.numpy(), values.numpy()
     ends, tiles = begin.tolist(), plan.first_tile.tolist()
 
@@ -140,6 +145,7 @@ def _bases(segment: Segment) -> npt.NDArray[np.int64]:
 
 @njit(cache=True, nogil=True)
 def _add_bases(positions: Any, edges: Any, bases: Any, out: Any) -> None:
+    """Of changes between the edges of tiles, where they are in their region."""
     for tile in range(bases.size):
         for i in range(edges[tile], edges[tile + 1]):
             out[i] = bases[tile] + positions[i]

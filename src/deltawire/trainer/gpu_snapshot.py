@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..core.change import Block, Change, Region
+from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..kernels.plan import Plan, flat, units
 from ..models import ModelView, torch_bits
@@ -28,6 +29,11 @@ class TensorGroup(Protocol):
     @property
     def copy(self) -> Callable[[Region], Tensor] | None:
         """As `read`, but on the device, as flat units that are not to be written; None where they are not there."""
+        ...
+
+    @property
+    def moved(self) -> Callable[[Any], StateDigest] | None:
+        """How what was found moves the state digest, computed on the device; None where that is not possible."""
         ...
 
     def load(self, live: Sequence[Tensor]) -> None:
@@ -76,6 +82,9 @@ class DeviceCopy:
     def give_back(self, found: kernels.Changed) -> None:
         kernels.apply(self.held, found.swapped(), plan=self._plan)
 
+    def moved(self, found: kernels.Changed) -> StateDigest:
+        return kernels.digest_change(self.names, self.held, found, plan=self._plan)
+
     def changes(self, found: kernels.Changed) -> list[Change]:
         return kernels.to_changes(self._plan, found, self._regions)
 
@@ -121,7 +130,7 @@ class PinnedCopy:
     or whoever needs the captured weights before that, brings it to the host and writes it there.
     """
 
-    copy = None
+    copy = moved = None
 
     def __init__(self, specs: Mapping[str, tuple[int, torch.dtype]], regions: Sequence[Sequence[Region]], device: Any):
         self.names = list(specs)

@@ -11,6 +11,7 @@ nothing may be allocated or indexed on their word alone.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -79,12 +80,28 @@ _ENTROPY_ONLY = zstandard.ZstdCompressionParameters(
 )
 
 
+_compressors = threading.local()
+"""A compressor of each thread: making one takes as long as compressing a small stream."""
+
+
 def squeeze(data: bytes) -> tuple[Stream, bytes]:
     """Compress a stream if that pays."""
-    packed = zstandard.ZstdCompressor(compression_params=_ENTROPY_ONLY).compress(data) if data else b""
-    if len(packed) >= len(data):
-        packed = data
-    return Stream(len(data), len(packed)), packed
+    return squeeze_all([data])[0]
+
+
+def squeeze_all(streams: Sequence[bytes]) -> list[tuple[Stream, bytes]]:
+    """`squeeze` for several streams, in one call: each gives up the interpreter's lock."""
+    if not hasattr(_compressors, "own"):
+        _compressors.own = zstandard.ZstdCompressor(compression_params=_ENTROPY_ONLY)
+    some = [data for data in streams if data]
+    packed = iter(_compressors.own.multi_compress_to_buffer(some) if some else ())
+    result = []
+    for data in streams:
+        stored = data
+        if data and len(found := next(packed)) < len(data):
+            stored = found.tobytes()
+        result.append((Stream(len(data), len(stored)), stored))
+    return result
 
 
 def expand(stream: Stream, stored: bytes, limit: int, what: str) -> bytes:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from ..change import BIT_STEPS, NUMBER_STEPS, Change, RegionMoves
+from ..change import BIT_STEPS, NUMBER_STEPS, Change, RegionMoves, Units, joined
 from ..dtypes import Bits, lookup, read_only
 from ..errors import CorruptStream, CountMismatch, PositionError
 from ..simd import LANES, equal_mask, trailing_zeros
@@ -31,18 +31,21 @@ _OK, _RAN_OUT, _OUT_OF_RANGE, _LEFT_OVER, _BAD_STEP = range(5)
 
 
 def encode(changes: Sequence[Change], before: Before) -> Coded:
-    positions = np.concatenate([c.positions for c in changes])
-    old = np.concatenate([c.old for c in changes])
-    new = np.concatenate([c.new for c in changes])
+    return encode_units(changes, joined(changes))
+
+
+def encode_units(changes: Sequence[Change], units: Units) -> Coded:
+    """`encode` for changes whose units are joined already."""
+    positions, old, new = units
     counts = np.array([c.count for c in changes], np.int64)
     covered = sum(c.region.units for c in changes)
     shift = _shift(covered, positions.size)
-    gaps = np.full(positions.size + (covered >> shift) // 255 + 1, 255, np.uint8)
+    gaps = np.empty(positions.size + (covered >> shift) // 255 + 1, np.uint8)
     low = np.empty(_words(positions.size, shift), np.uint32)
-    used = _write_gaps(positions, counts, shift, gaps, low)
     steps = np.empty((positions.size + 1) // 2, np.uint8)
     wide = np.empty(positions.size, old.dtype)
-    n_wide = _write_steps(old, new, lookup(changes[0].region.tensor.dtype).steps_are_signed, steps, wide)
+    signed = lookup(changes[0].region.tensor.dtype).steps_are_signed
+    used, n_wide = _write(positions, old, new, counts, shift, signed, gaps, low, steps, wide)
     return Coded(
         {
             "gaps": gaps[:used].tobytes(),
@@ -117,7 +120,17 @@ def _raise_for(status: int) -> None:
 
 
 @njit(cache=True, nogil=True)
+def _write(
+    positions: Any, old: Any, new: Any, counts: Any, shift: int, signed: bool, gaps: Any, low: Any, steps: Any,
+    wide: Any,
+) -> Any:  # fmt: skip
+    """All streams, and how much of `gaps` and `wide` is used. One call: each gives up the interpreter's lock."""
+    return _write_gaps(positions, counts, shift, gaps, low), _write_steps(old, new, signed, steps, wide)
+
+
+@njit(cache=True, nogil=True)
 def _write_gaps(positions: Any, counts: Any, shift: int, gaps: Any, low: Any) -> int:
+    gaps[:] = 255
     n = 0
     i = 0
     word = 0
@@ -129,7 +142,7 @@ def _write_gaps(positions: Any, counts: Any, shift: int, gaps: Any, low: Any) ->
         for position in positions[i : i + count]:
             gap = np.int64(position) - previous - 1
             previous = np.int64(position)
-            # the gaps are full of 255 already; to skip them takes no branch
+            # all gaps are 255 already; to skip them takes no branch
             high = np.uint64(gap >> shift)
             over = high // np.uint64(255)
             n += np.int64(over)

@@ -19,13 +19,14 @@ every byte of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
 
-from ...change import Change
+from ...change import Change, Units, joined
 from .. import packed, planes
-from ..base import Before, Coded, squeeze
+from ..base import Before, Coded, squeeze_all
 from .decoder import TiledBlock, TileSpan
 from .encoder import BlockEncoder, Each, encode_tiles, rank_together
 
@@ -51,19 +52,26 @@ def encode(changes: Sequence[Change], before: Before) -> Coded:
 
 
 def encode_together(
-    blocks: Sequence[Sequence[Change]], before: Before, each: Each = map, finish: Finish = lambda _, coded: coded
+    blocks: Sequence[Sequence[Change]],
+    before: Before,
+    each: Each = map,
+    finish: Finish = lambda _, coded: coded,
+    counting: AbstractContextManager[Any] | None = None,
 ) -> list[Any]:
     """`encode` for several blocks of one dtype, whose old weights are counted at once. `each` may use threads; `finish`
-    is called there with the changes of each block and its code, and what it returns is the result."""
+    is called there with the changes of each block and its code, and what it returns is the result. `counting` is
+    entered while old weights are held."""
 
     def start(changes: Sequence[Change]) -> tuple[Coded, int, BlockEncoder | None]:
-        plain, size = _without_tiles(changes, before)
-        return plain, size, BlockEncoder(changes) if size else None
+        units = joined(changes)
+        plain, size = _without_tiles(changes, units, before)
+        return plain, size, BlockEncoder(changes, units) if size else None
 
     started: list[tuple[Coded, int, BlockEncoder | None]] = list(each(start, blocks))
     tried = [encoder for _, _, encoder in started if encoder is not None]
-    # all at once: what ranks them holds the old weights until its end
-    ranked = iter([*rank_together(tried, before, each)] if tried else [])
+    with counting or nullcontext():
+        # all at once: what ranks them holds the old weights until its end
+        ranked = iter([*rank_together(tried, before, each)] if tried else [])
     found = [next(ranked) if encoder is not None else None for _, _, encoder in started]
 
     def end(number: int) -> Any:
@@ -78,9 +86,9 @@ def encode_together(
     return list(each(end, range(len(blocks))))
 
 
-def _without_tiles(changes: Sequence[Change], before: Before) -> tuple[Coded, int]:
+def _without_tiles(changes: Sequence[Change], units: Units, before: Before) -> tuple[Coded, int]:
     """The block as `packed` or `planes`, and the size that tiles must be below; 0: not worth a try."""
-    plain = msgspec.structs.replace(packed.encode(changes, before), encoding=packed.name)
+    plain = msgspec.structs.replace(packed.encode_units(changes, units), encoding=packed.name)
     size = _stored(plain)
     if size <= SMALL:
         return plain, 0
@@ -91,7 +99,7 @@ def _without_tiles(changes: Sequence[Change], before: Before) -> tuple[Coded, in
 
 
 def _stored(coded: Coded) -> int:
-    return sum(squeeze(data)[0].stored for data in coded.streams.values())
+    return sum(stream.stored for stream, _ in squeeze_all([*coded.streams.values()]))
 
 
 __all__ = ["TileSpan", "TiledBlock", "encode", "encode_tiles", "encode_together", "name"]

@@ -26,8 +26,7 @@ from ...parallel import ordered_map
 from ...ulps import take_steps
 from ..base import BaseBits, BlockRecord, CountedRegions, check_names, exactly
 from .classes import CHUNK, CLASSES, SPARE, classify_tile, place_tile
-from .encoder import shifted
-from .entropy import coarse, models
+from .entropy import SYMBOLS, coarse, models
 from .head import (
     COLUMN_LEVELS,
     LEVEL_HEAD,
@@ -35,6 +34,7 @@ from .head import (
     SIZE_PLANES,
     head_limit,
     parse_head,
+    rates_of,
     unpack_levels,
     unpack_sizes,
 )
@@ -97,7 +97,7 @@ class TiledBlock:
         most = sum(2 * (LEVEL_HEAD + rows + columns + 8) for rows, columns in self._shapes)
         self._levels = self._read_levels(exactly(record, streams, "levels", (0, most)))
         tables = head.step_tables()
-        self._step_tables, self._step_coarse = np.concatenate(tables), coarse(tables)
+        self._step_tables, self._step_coarse = tables, coarse(tables.reshape(-1, SYMBOLS + 1))
 
     def _read_levels(self, data: npt.NDArray[np.uint8]) -> list[tuple[LevelBytes, LevelBytes]]:
         result, at = [], 0
@@ -214,7 +214,7 @@ class TiledBlock:
         """What decodes the strings of a region, as `decode_tile` takes it."""
         head = self._head
         return (
-            self._data, shifted(head.rates, head.inverse, head.grids[number].offset), head.inverse, head.spread,
+            self._data, rates_of(head, head.grids[number].offset), head.inverse, head.spread,
             self._step_tables, self._step_coarse, head.step_table, np.uint64((1 << 8 * self._dtype.unit_size) - 1),
             *models(),
         )  # fmt: skip

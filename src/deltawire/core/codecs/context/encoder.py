@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from ...change import Change
+from ...change import Change, Units, joined
 from ...dtypes import lookup
 from ...errors import PositionError
 from ...simd import LEAN
@@ -18,9 +18,20 @@ from ...ulps import zigzags_of
 from ..base import Before, Coded
 from . import runs
 from .classes import CLASSES, COLUMN_NEUTRAL, LEVELS, ROW_NEUTRAL, Rule
-from .entropy import RATE, SPREADS, SYMBOLS, models, scale
-from .head import COLUMN_LEVELS, ROW_LEVELS, BlockHead, Grid, exponent, pack_head, pack_levels, pack_sizes
-from .levels import Floats, choose_levels
+from .entropy import SPREADS, SYMBOLS, models, scale_counts, unscale_tables
+from .head import (
+    COLUMN_LEVELS,
+    NEVER,
+    ROW_LEVELS,
+    BlockHead,
+    Grid,
+    exponent,
+    pack_head,
+    pack_levels,
+    pack_sizes,
+    shift_rates,
+)
+from .levels import Floats, choose_levels, scatters
 from .old_weights import Counts, OldBlock, RankedChanges, old_block
 from .tiles import TILE, LevelBytes, grid_of, walked
 
@@ -41,10 +52,8 @@ class _Prepared:
     """Old exponent of each weight that changed."""
     grid: tuple[int, int]
     """Tiles down and across."""
-    per_row: npt.NDArray[np.int64]
-    """Changes in each row."""
-    per_column: npt.NDArray[np.int64]
-    """Changes in each column."""
+    scatter: tuple[bool, bool]
+    """Whether rows, and columns, change more or less often than others."""
     row_levels: LevelBytes | None = None
     column_levels: LevelBytes | None = None
 
@@ -68,7 +77,7 @@ Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 def encode_tiles(changes: Sequence[Change], before: Before, *, tile: int = TILE, use_levels: bool = True) -> Coded:
     """The block in tiles and classes, whether that pays or not."""
-    block = BlockEncoder(changes, tile)
+    block = BlockEncoder(changes, joined(changes), tile)
     (ranked,) = rank_together([block], before, use_levels=use_levels)
     return block.code(ranked)
 
@@ -86,8 +95,9 @@ def rank_together(
     def choose(number: int) -> None:
         blocks[number].choose(old, first[number], seen[first[number] : first[number + 1]], use_levels)
 
-    # all of them, before anything is ranked
-    list(each(choose, range(len(blocks))))
+    # all of them, before anything is ranked; without levels threads would take longer to start than to finish
+    leveled = use_levels and any(block.scatters for block in blocks)
+    list((each if leveled else map)(choose, range(len(blocks))))
     rules = [block.rule.table(block.classes) for block in blocks for _ in block.regions]
     levels, grids = [(s.row_levels, s.column_levels) for s in regions], [s.grid for s in regions]
     n, k, ranks, steps = old.ranks(changes, [s.zigzags for s in regions], rules, levels, grids)
@@ -105,15 +115,13 @@ class BlockEncoder:
     rule: Rule
     classes: int
 
-    def __init__(self, changes: Sequence[Change], tile: int = TILE) -> None:
+    def __init__(self, changes: Sequence[Change], units: Units, tile: int = TILE) -> None:
         self.changes = changes
         dtype = lookup(changes[0].region.tensor.dtype)
         self.exponent = shift, mask = exponent(dtype)
         """Lowest bit and mask of the exponent."""
         # all regions at once: each call gives up the interpreter's lock, which other blocks are waiting for
-        positions, old, new = (
-            np.concatenate([getattr(change, part) for change in changes]) for part in ("positions", "old", "new")
-        )
+        positions, old, new = units
         positions = positions.astype(np.uint32, copy=False)
         shapes = np.array([walked(change.region.rows, change.region.columns) for change in changes], np.int64)
         counts = np.array([change.count for change in changes], np.int64)
@@ -123,21 +131,28 @@ class BlockEncoder:
         """Changes of each region by their old exponent."""
         self._steps = np.zeros((mask + 1, SYMBOLS), np.int64)
         """Changes by old exponent and step."""
+        scatter = np.empty(shapes.shape, np.bool_)
         good = _survey(
             positions, old, new, dtype.steps_are_signed, shift, mask, counts, shapes, zigzags, exponents, lines,
-            self._hits, self._steps,
+            scatter, self._hits, self._steps,
         )  # fmt: skip
         if good < len(changes):
             name = changes[good].region.tensor.name
             raise PositionError(f"the changed positions of {name!r} are not ascending in their region")
         self.regions: list[_Prepared] = []
-        at = line = 0
-        for (rows, columns), count in zip(shapes.tolist(), counts.tolist(), strict=True):
-            here, middle, last = slice(at, at + count), line + rows, line + rows + columns
+        at = 0
+        parts = zip(shapes.tolist(), counts.tolist(), scatter.tolist(), strict=True)
+        for (rows, columns), count, (of_rows, of_columns) in parts:
+            here = slice(at, at + count)
             changed = positions[here], zigzags[here], exponents[here]
-            per_line = lines[line:middle], lines[middle:last]
-            self.regions.append(_Prepared(rows, columns, *changed, grid_of(rows, columns, tile), *per_line))
-            at, line = here.stop, last
+            grid = grid_of(rows, columns, tile)
+            self.regions.append(_Prepared(rows, columns, *changed, grid, (of_rows, of_columns)))
+            at = here.stop
+
+    @property
+    def scatters(self) -> bool:
+        """Whether any region may have levels, which take long to choose."""
+        return any(True in s.scatter for s in self.regions)
 
     def choose(self, old: OldBlock, first: int, seen: Counts, use_levels: bool) -> None:
         """Choose classes and levels. The regions are those of `old` from `first` on; `seen` are their exponents."""
@@ -157,10 +172,9 @@ class BlockEncoder:
         x = rule.top - np.clip(np.arange(rule.mask + 1), rule.top - rule.span + 1, rule.top)
         rate = np.bincount(x, changed.sum(1)) / np.maximum(np.bincount(x, total), 1)
         for number, s in enumerate(self.regions, first):
-            if s.positions.size > FEW_CHANGES and s.rows > 1:
-                counts = s.per_row, s.per_column
+            if s.positions.size > FEW_CHANGES and s.rows > 1 and True in s.scatter:
                 s.row_levels, s.column_levels = choose_levels(
-                    old, number, s.positions, s.exponents, counts, rule.table(CLASSES), rate
+                    old, number, (s.rows, s.columns), s.positions, s.exponents, s.scatter, rule.table(CLASSES), rate
                 )
 
     def code(self, ranked: RankedChanges) -> Coded:
@@ -170,28 +184,23 @@ class BlockEncoder:
 def _code(regions: list[_Prepared], ranked: RankedChanges, rule: Rule, classes: int) -> Coded:
     n, k, ranks, zigzags = ranked
     tiles = np.array([s.tiles for s in regions], np.int64)
-    histogram = np.zeros((CLASSES, SYMBOLS), np.int64)
-    weights, changed = (np.zeros((len(regions), CLASSES), np.int64) for _ in range(2))
-    _sums(n, k, zigzags, tiles, weights, changed, histogram)
-    rates, inverse = _class_rates(weights.sum(0), changed.sum(0))
-    offsets = _offsets(weights, changed, rates, inverse)
-    per_tile = np.repeat(shifted(rates, inverse, offsets[:, None]), tiles, axis=0)
-    steps, step_table = _step_tables(histogram)
-    grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(regions, offsets.tolist(), strict=True)]
-    spread = _choose_spread(n, k, per_tile, inverse)
-    head = BlockHead(rule, classes, spread, rates, inverse, steps, step_table, grids)
-    tables, sizes = np.concatenate(head.step_tables()), np.zeros(len(n), np.int64)
+    rates, inverse, offsets = np.empty(CLASSES, np.uint8), np.empty(CLASSES, np.bool_), np.empty_like(tiles)
+    scaled, table = np.zeros((CLASSES, SYMBOLS), np.uint8), np.empty(CLASSES, np.uint8)
+    lengths, sizes = np.empty(CLASSES, np.int64), np.empty(len(n), np.int64)
     room, size = 2 * ranks.size + 64 * len(n), -1
     while size < 0:
         room *= 4
         out = np.empty(room, np.uint8)
-        size = runs.encode_tiles(
-            n, k, ranks, zigzags, per_tile, inverse, spread, tables, step_table, models(), out, sizes
+        # one call: each gives up the interpreter's lock, and waits behind all other threads to have it back
+        size, spread, count = _code_tiles(
+            n, k, ranks, zigzags, tiles, models(), SPREADS, rates, inverse, offsets, scaled, lengths, table, out, sizes
         )
+    steps = [scaled[t, :length].tobytes() for t, length in enumerate(lengths[:count].tolist())]
+    grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(regions, offsets.tolist(), strict=True)]
     levels = [line for s in regions for line in (s.row_levels, s.column_levels) if line is not None]
     return Coded(
         {
-            "head": pack_head(head),
+            "head": pack_head(BlockHead(rule, classes, spread, rates, inverse, steps, table, grids)),
             "levels": b"".join(pack_levels(line) for line in levels),
             "sizes": pack_sizes(sizes),
             "tiles": out[:size].tobytes(),
@@ -209,49 +218,85 @@ def _choose_rule(total: Floats, changed: Floats, shift: int, mask: int, leveled:
     return Rule(high, high - low + 1, leveled, shift, mask)
 
 
-def _class_rates(n: Floats, k: Floats) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-    """A byte per class, 8 per octave, for the rarer of changed and unchanged; and which of the two it is."""
-    inverse = 2 * k > n
-    rare = np.where(inverse, n - k, k)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rate = np.clip(np.round(-8 * np.log2(rare / np.maximum(n, 1))), 0, runs.NEVER - 1)
-    return np.where(rare > 0, rate, runs.NEVER).astype(np.uint8), inverse
-
-
-def _offsets(
-    n: Floats, k: Floats, rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.int64]:
-    """How far each segment as a whole is from the block's rates, in the same eighths of an octave."""
-    usable = (rates != runs.NEVER) & ~inverse
-    expected = np.ascontiguousarray((n * RATE[rates])[:, usable]).sum(1)
-    seen = k[:, usable].sum(1)
-    found: npt.NDArray[np.float64] = np.rint(-8 * np.log2((seen + 0.5) / (expected + 0.5)))
-    return np.clip(found, -127, 127).astype(np.int64)
-
-
-def shifted(rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_], offset: Any) -> npt.NDArray[np.uint8]:
-    """The rates of a segment: the block's moved by its offset. A column of offsets gives a row for each."""
-    moved = np.clip(rates.astype(np.int64) + offset, 0, runs.NEVER - 1)
-    return np.where((rates == runs.NEVER) | inverse, rates, moved).astype(np.uint8)
-
-
-def _choose_spread(n: Counts, k: Counts, rates: npt.NDArray[np.uint8], inverse: npt.NDArray[np.bool_]) -> int:
-    """The table set nearest to how much counts really scatter around what the rates expect."""
-    excess, expected = _scatter(n, k, rates, inverse, RATE)
-    if not expected:
-        return 1
-    spread = np.sqrt(max(excess / expected, 1e-6))
-    return int(np.argmin([abs(np.log(spread / s)) for s in SPREADS]))
-
-
-def _step_tables(histogram: npt.NDArray[np.int64]) -> tuple[list[list[int]], npt.NDArray[np.uint8]]:
-    """Scaled step tables, and which one each class uses: neighbours share where a table of one's own does not pay."""
-    groups, table = np.zeros_like(histogram), np.zeros(CLASSES, np.uint8)
-    count = _group_steps(histogram, groups, np.empty(SYMBOLS, np.int64), table)
-    return [scale(group[: np.flatnonzero(group)[-1] + 1]) for group in groups[:count]], table
-
-
 # ── kernels ──
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _code_tiles(
+    n: Any, k: Any, ranks: Any, zigzags: Any, tiles: Any, models: Any, spreads: Any, rates: Any, inverse: Any,
+    offsets: Any, scaled: Any, lengths: Any, table: Any, out: Any, sizes: Any,
+) -> Any:  # fmt: skip
+    """What the head says, into its arrays, and all tiles of regions with so many tiles each. Returns the length of the
+    tiles (−1 where `out` is too small), which spread, and how many step tables."""
+    regions, rate_of = tiles.size, models[5]
+    weights, changed = np.zeros((regions, CLASSES), np.int64), np.zeros((regions, CLASSES), np.int64)
+    histogram = np.zeros((CLASSES, SYMBOLS), np.int64)
+    _sums(n, k, zigzags, tiles, weights, changed, histogram)
+    _class_rates(weights, changed, rates, inverse)
+    per_tile, first = np.empty((n.shape[0], CLASSES), np.uint8), np.int64(0)
+    for region in range(regions):
+        offsets[region] = _offset(weights, changed, region, rates, inverse, rate_of)
+        for t in range(first, first + tiles[region]):
+            shift_rates(rates, inverse, offsets[region], per_tile[t])
+        first += tiles[region]
+    groups, scratch = np.zeros_like(histogram), np.empty(SYMBOLS, np.int64)
+    count = _group_steps(histogram, groups, scratch, table)
+    for t in range(count):
+        lengths[t] = 0
+        for i in range(SYMBOLS):
+            if groups[t, i]:
+                lengths[t] = i + 1
+        scale_counts(groups[t], lengths[t], scaled[t])
+    tables = np.empty(count * (SYMBOLS + 1), np.uint16)
+    unscale_tables(scaled, count, np.empty(SYMBOLS), scratch, tables)
+    spread = _choose_spread(n, k, per_tile, inverse, rate_of, spreads)
+    size = runs.encode_tiles(n, k, ranks, zigzags, per_tile, inverse, spread, tables, table, models, out, sizes)
+    return size, spread, count
+
+
+@njit(**LEAN)
+def _class_rates(n: Any, k: Any, rates: Any, inverse: Any) -> None:
+    """A byte per class, 8 per octave, for the rarer of changed and unchanged; and which of the two it is."""
+    for c in range(CLASSES):
+        total, changed = np.int64(0), np.int64(0)
+        for region in range(n.shape[0]):
+            total += n[region, c]
+            changed += k[region, c]
+        inverse[c] = 2 * changed > total
+        rare = total - changed if inverse[c] else changed
+        rates[c] = NEVER if rare <= 0 else min(max(np.rint(-8 * np.log2(rare / max(total, 1))), 0), NEVER - 1)
+
+
+@njit(**LEAN)
+def _offset(n: Any, k: Any, region: Any, rates: Any, inverse: Any, rate_of: Any) -> Any:
+    """How far a region as a whole is from the block's rates, in the same eighths of an octave."""
+    expected, seen = 0.0, np.int64(0)
+    for c in range(CLASSES):
+        if rates[c] != NEVER and not inverse[c]:
+            expected += n[region, c] * rate_of[rates[c]]
+            seen += k[region, c]
+    return np.int64(min(max(np.rint(-8 * np.log2((seen + 0.5) / (expected + 0.5))), -127), 127))
+
+
+@njit(**LEAN)
+def _choose_spread(n: Any, k: Any, rates: Any, inverse: Any, rate_of: Any, spreads: Any) -> Any:
+    """The table set nearest to how much counts really scatter around what the rates expect."""
+    excess, total = 0.0, 0.0
+    for t in range(n.shape[0]):
+        for c in range(n.shape[1]):
+            expected = n[t, c] * rate_of[rates[t, c]]
+            if rates[t, c] != NEVER and expected > 4:
+                seen = n[t, c] - k[t, c] if inverse[c] else k[t, c]
+                excess += ((seen - expected) ** 2 - expected) / expected
+                total += expected
+    if total == 0:
+        return 1
+    best, least = 0, np.inf
+    for number in range(len(spreads)):
+        distance = abs(np.log(np.sqrt(max(excess / total, 1e-6)) / spreads[number]))
+        if distance < least:
+            best, least = number, distance
+    return best
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -347,26 +392,13 @@ def _sums(n: Any, k: Any, zigzags: Any, tiles: Any, weights: Any, changed: Any, 
 
 
 @njit(**LEAN)
-def _scatter(n: Any, k: Any, rates: Any, inverse: Any, rate_of: Any) -> Any:
-    """How much the variance of counts exceeds what is expected, in sum, and what is expected of those counts."""
-    excess, total = 0.0, 0.0
-    for t in range(n.shape[0]):
-        for c in range(n.shape[1]):
-            expected = n[t, c] * rate_of[rates[t, c]]
-            if rates[t, c] != runs.NEVER and expected > 4:
-                seen = n[t, c] - k[t, c] if inverse[c] else k[t, c]
-                excess += ((seen - expected) ** 2 - expected) / expected
-                total += expected
-    return excess, total
-
-
-@njit(**LEAN)
 def _survey(
     positions: Any, old: Any, new: Any, signed: Any, shift: Any, mask: Any, counts: Any, shapes: Any, zigzags: Any,
-    exponents: Any, lines: Any, hits: Any, steps: Any,
+    exponents: Any, lines: Any, scatter: Any, hits: Any, steps: Any,
 ) -> Any:  # fmt: skip
-    """All about the changes of each region that needs no other weights. `lines` are changes per row, then per column,
-    region by region. Returns the number of the first region whose positions do not ascend or leave it; all: none."""
+    """All about the changes of each region that needs no other weights. `lines` is scratch: changes per row, then per
+    column, region by region. Returns the number of the first region whose positions do not ascend or leave it; all:
+    none."""
     zigzags_of(old, new, signed, zigzags)
     at = line = 0
     for number in range(counts.size):
@@ -387,5 +419,7 @@ def _survey(
             hits[number, exponent] += 1
             steps[exponent, runs.step_symbol(zigzags[i])[0]] += 1
         at += counts[number]
+        scatter[number, 0] = scatters(lines, line, line + rows)
+        scatter[number, 1] = scatters(lines, line + rows, line + rows + columns)
         line += rows + columns
     return counts.size

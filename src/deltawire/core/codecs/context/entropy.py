@@ -57,46 +57,88 @@ Cumulative = npt.NDArray[np.uint16]
 
 def quantise(weights: Iterable[float]) -> Cumulative:
     """Cumulative frequencies (65, the last is TOTAL) of 64 weights; a positive weight keeps at least 1."""
-    weights = [float(w) for w in weights]
-    total = 0.0
-    # a loop, not sum(): newer Pythons compensate sum(), older ones do not
+    out = np.empty(SYMBOLS + 1, np.uint16)
+    _quantise(np.array([float(w) for w in weights]), np.empty(SYMBOLS, np.int64), out, np.int64(0))
+    return out
+
+
+@njit(**LEAN)
+def _quantise(weights: Any, freq: Any, out: Any, at: Any) -> None:
+    """`quantise` to the table that begins at a place of `out`; `freq` is scratch."""
+    total, spare = 0.0, np.int64(TOTAL)
     for w in weights:
         total += w
-    freq = [max(1, int(w / total * TOTAL)) if w > 0 else 0 for w in weights]
-    order = sorted(range(len(freq)), key=lambda i: (-freq[i], i))
-    spare, i = TOTAL - sum(freq), 0
+    for i in range(SYMBOLS):
+        freq[i] = max(1, int(weights[i] / total * TOTAL)) if weights[i] > 0 else 0
+        spare -= freq[i]
     # what rounding left over goes to (or comes from) the largest
-    while spare:
-        take = spare if spare > 0 else -min(-spare, freq[order[i]] // 2)
-        freq[order[i]] += take
+    taken = uint64(0)
+    while spare != 0:
+        largest = -1
+        for i in range(SYMBOLS):
+            if not (taken >> uint64(i)) & uint64(1) and (largest < 0 or freq[i] > freq[largest]):
+                largest = i
+        taken |= uint64(1) << uint64(largest)
+        take = spare if spare > 0 else -min(-spare, freq[largest] // 2)
+        freq[largest] += take
         spare -= take
-        i += 1
-    return np.concatenate([[0], np.cumsum(freq)]).astype(np.uint16)
+    below = np.int64(0)
+    for i in range(SYMBOLS):
+        out[at + i] = below
+        below += freq[i]
+    out[at + SYMBOLS] = below
 
 
-def coarse(tables: Sequence[Cumulative]) -> npt.NDArray[np.uint8]:
+def coarse(tables: Iterable[Cumulative]) -> npt.NDArray[np.uint8]:
     """For each table and each value's top 6 bits the first symbol it can be: the decoder's search starts there."""
     tops = np.arange(64) << (PRECISION - 6)
     return np.concatenate([np.searchsorted(table[1:], tops, side="right") for table in tables]).astype(np.uint8)
 
 
-def scale(counts: npt.NDArray[np.int64]) -> list[int]:
+def scale(counts: npt.NDArray[np.int64]) -> bytes:
     """Counts as bytes of a small float, the largest near 255; 0 is absent.
 
     Eight steps an octave: coarse by 3 %, which costs 0.0005 bits a symbol.
     """
-    # as (8 + m) << e
-    x = counts / max(int(counts.max(initial=0)), 1) * (15 << 31)
-    e = np.maximum(np.log2(np.maximum(x, 1.0) / 8).astype(np.int64), 0)
-    scaled = np.clip(1 + 8 * e + np.rint(x / 2.0**e).astype(np.int64) - 8, 1, 255)
-    found: list[int] = np.where(counts > 0, scaled, 0).tolist()
-    return found
+    out = np.empty(counts.size, np.uint8)
+    scale_counts(counts, counts.size, out)
+    return out.tobytes()
 
 
-def unscale(table: Sequence[int]) -> Cumulative:
+@njit(**LEAN)
+def scale_counts(counts: Any, size: Any, out: Any) -> None:
+    """`scale` of the first counts."""
+    largest = np.int64(1)
+    for i in range(size):
+        largest = max(largest, counts[i])
+    for i in range(size):
+        # as (8 + m) << e
+        x = counts[i] / largest * (15 << 31)
+        e = max(int(np.log2(max(x, 1.0) / 8)), 0)
+        out[i] = min(max(1 + 8 * e + int(np.rint(x / 2.0**e)) - 8, 1), 255) if counts[i] > 0 else 0
+
+
+def unscale(table: bytes) -> Cumulative:
     """The frequencies that scaled bytes stand for, as a cumulative table."""
-    weights = [float((8 + (v - 1) % 8) << ((v - 1) // 8)) if v else 0.0 for v in table]
-    return quantise(weights + [0.0] * (SYMBOLS - len(weights)))
+    return unscale_all([table])
+
+
+def unscale_all(tables: Sequence[bytes]) -> Cumulative:
+    """The same of several tables, one behind the other."""
+    scaled = np.frombuffer(b"".join(table.ljust(SYMBOLS, b"\0") for table in tables), np.uint8).copy()
+    out = np.empty(len(tables) * (SYMBOLS + 1), np.uint16)
+    unscale_tables(scaled.reshape(-1, SYMBOLS), len(tables), np.empty(SYMBOLS), np.empty(SYMBOLS, np.int64), out)
+    return out
+
+
+@njit(**LEAN)
+def unscale_tables(scaled: Any, count: Any, weights: Any, freq: Any, out: Any) -> None:
+    """`unscale_all` of so many rows; `weights` and `freq` are scratch."""
+    for t in range(count):
+        for i in range(SYMBOLS):
+            v = np.int64(scaled[t, i])
+            weights[i] = float((8 + (v - 1) % 8) << ((v - 1) // 8)) if v else 0.0
+        _quantise(weights, freq, out, np.int64(t * (SYMBOLS + 1)))
 
 
 def _gap_tables() -> list[Cumulative]:

@@ -20,6 +20,7 @@ from numba import njit
 
 from ...dtypes import Dtype
 from ...errors import CorruptStream, CountMismatch
+from ...simd import LEAN
 from .classes import CLASSES, LEVELS, Rule
 from .entropy import (
     MAX_TILE,
@@ -33,10 +34,13 @@ from .entropy import (
     scale,
     start_decode,
     unscale,
+    unscale_all,
 )
 from .tiles import LevelBytes, cuts
 
 VERSION = 1
+NEVER = 255
+"""Rate of a class without a change (or, inverted, with nothing else): no counts are sent."""
 ROW_LEVELS, COLUMN_LEVELS = 1, 2
 SIZE_PLANES = 4
 """Bytes a tile's size may have."""
@@ -79,15 +83,31 @@ class BlockHead:
     """Per class: how often it changes, in eighths of an octave below 1."""
     inverse: npt.NDArray[np.bool_]
     """Per class: the rate is of the unchanged."""
-    steps: Sequence[Sequence[int]]
+    steps: Sequence[bytes]
     """Scaled step tables."""
     step_table: npt.NDArray[np.uint8]
     """Per class: its step table."""
     grids: Sequence[Grid]
     """Per segment."""
 
-    def step_tables(self) -> list[Cumulative]:
-        return [unscale(table) for table in self.steps]
+    def step_tables(self) -> Cumulative:
+        """Cumulative tables, one behind the other."""
+        return unscale_all(self.steps)
+
+
+def rates_of(head: BlockHead, offset: int) -> npt.NDArray[np.uint8]:
+    """The rates of a region: the block's moved by its offset."""
+    rates = np.empty(CLASSES, np.uint8)
+    shift_rates(head.rates, head.inverse, offset, rates)
+    return rates
+
+
+@njit(**LEAN)
+def shift_rates(rates: Any, inverse: Any, offset: Any, out: Any) -> None:
+    """Rates moved by an offset; not those of classes that never change, or that are inverted."""
+    for c in range(CLASSES):
+        keep = rates[c] == NEVER or inverse[c]
+        out[c] = rates[c] if keep else min(max(np.int64(rates[c]) + offset, 0), NEVER - 1)
 
 
 def exponent(dtype: Dtype) -> tuple[int, int]:
@@ -106,7 +126,7 @@ def pack_head(head: BlockHead) -> bytes:
     out += head.rates.tobytes() + np.packbits(head.inverse).tobytes()
     out.append(len(head.steps))
     for table in head.steps:
-        out += bytes([len(table), *table])
+        out += bytes([len(table)]) + table
     if len(head.steps) > 1:
         out += head.step_table.tobytes()
     for grid in head.grids:
@@ -213,7 +233,7 @@ def pack_levels(levels: LevelBytes) -> bytes:
     table = scale(np.bincount(levels, minlength=LEVELS)[:LEVELS])
     ops, out = np.empty(levels.size, np.uint64), np.empty(3 * levels.size + 8, np.uint8)
     size = encode_ops(ops, _write_levels(levels, unscale(table), ops), out, 0)
-    return bytes(table) + int(size).to_bytes(4, "little") + out[:size].tobytes()
+    return table + int(size).to_bytes(4, "little") + out[:size].tobytes()
 
 
 def unpack_levels(data: npt.NDArray[np.uint8], count: int) -> tuple[LevelBytes, int] | None:
@@ -223,7 +243,7 @@ def unpack_levels(data: npt.NDArray[np.uint8], count: int) -> tuple[LevelBytes, 
     size = int.from_bytes(data[LEVELS:LEVEL_HEAD].tobytes(), "little")
     if size > data.size - LEVEL_HEAD:
         return None
-    table, out = unscale(data[:LEVELS].tolist()), np.empty(count, np.uint8)
+    table, out = unscale(data[:LEVELS].tobytes()), np.empty(count, np.uint8)
     if (
         not _read_levels(data[LEVEL_HEAD : LEVEL_HEAD + size], table, coarse([table]), out)
         or int(out.max(initial=0)) >= LEVELS

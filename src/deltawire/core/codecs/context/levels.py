@@ -34,17 +34,16 @@ Floats = npt.NDArray[Any]
 
 
 def choose_levels(
-    old: OldBlock, number: int, positions: npt.NDArray[np.uint32], exponents: LevelBytes,
-    counts: tuple[Floats, Floats], rule: Table, rate: Floats,
+    old: OldBlock, number: int, shape: tuple[int, int], positions: npt.NDArray[np.uint32], exponents: LevelBytes,
+    scatter: tuple[bool, bool], rule: Table, rate: Floats,
 ) -> tuple[LevelBytes | None, LevelBytes | None]:  # fmt: skip
     """Levels of a segment's rows and columns, None where they do not pay.
 
-    `number` is that of the segment in its block, `counts` are changes per row and per column, `rate` is how often each
-    exponent of the rule changes, likeliest last.
+    `number` is that of the segment in its block, `scatter` says whether changes per row and per column do (see
+    `scatters`), `rate` is how often each exponent of the rule changes, likeliest last.
     Rows come first, then columns given the rows (dead rows must not count), then rows again given the columns.
     """
-    rows, columns = (len(count) for count in counts)
-    rows_scatter, columns_scatter = (_scatters(count) for count in counts)
+    (rows, columns), (rows_scatter, columns_scatter) = shape, scatter
     below = rate[0] * 0.5 ** np.arange(MARGIN, 0, -1)
     rates = np.clip(np.concatenate([below, rate, np.full(MARGIN, rate[-1])]), 1e-7, 0.98)
     of_rows = of_columns = None
@@ -75,15 +74,16 @@ def choose_levels(
 
 
 @njit(**LEAN)
-def _scatters(changed: Any) -> Any:
-    """Whether counts differ by more than chance makes them (a variance equal to the mean)."""
+def scatters(changed: Any, first: Any, last: Any) -> Any:
+    """Whether the counts from `first` to before `last` differ by more than chance makes them (a variance equal to the
+    mean)."""
     total, squares = 0, 0.0
-    for count in changed:
-        total += count
-    mean = total / changed.size
-    for count in changed:
-        squares += (count - mean) ** 2
-    return squares > 1.2 * (mean + 0.5) * changed.size
+    for i in range(first, last):
+        total += changed[i]
+    mean = total / (last - first)
+    for i in range(first, last):
+        squares += (changed[i] - mean) ** 2
+    return squares > 1.2 * (mean + 0.5) * (last - first)
 
 
 def _choose(seen: Floats, hit: Floats, base: Floats, neutral: int, dead: bool) -> LevelBytes | None:

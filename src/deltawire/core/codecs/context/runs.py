@@ -31,9 +31,7 @@ from .entropy import (
     put_symbol,
     start_decode,
 )
-
-NEVER = 255
-"""Rate of a class without a change (or, inverted, with nothing else): no counts are sent."""
+from .head import NEVER
 
 OK, OVERRUN, BAD_COUNT, BAD_GAP, BAD_STEP, TOO_MANY, LEFT_OVER = range(7)
 PROBLEMS: dict[int, tuple[type[FormatError], str]] = {
