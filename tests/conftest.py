@@ -6,6 +6,7 @@ import atexit
 import functools
 import gc
 import importlib.util
+import logging
 import os
 import shutil
 import signal
@@ -97,6 +98,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
     # some libraries complain of objects that are left at the end
     atexit.register(gc.unfreeze)
+    # pytest listens at each logger that passes nothing on, six times in each test: 43 of torch
+    for name in logging.root.manager.loggerDict:
+        if name.partition(".")[0] in ("torch", "transformers"):
+            logging.getLogger(name).propagate = True
 
 
 LONGEST = (

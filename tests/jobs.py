@@ -92,10 +92,14 @@ class Run:
 
     def _hear(self, worker: Worker) -> None:
         try:
-            kind, value = worker.pipe.recv()
+            told = worker.pipe.recv()
         except (EOFError, OSError):
             self._lose(worker)
             return
+        for kind, value in told:
+            self._take(worker, kind, value)
+
+    def _take(self, worker: Worker, kind: str, value: Any) -> None:
         if kind == "report":
             self._report(self._hook.pytest_report_from_serializable(config=self._config, data=value))
         elif kind == "warning":
@@ -138,21 +142,26 @@ class Run:
 
 
 class _Sender:
-    """Sends what a worker has to report to the process that shows it."""
+    """Sends what a worker has to report to the process that shows it, once per test."""
 
     def __init__(self, config: pytest.Config, pipe: Connection) -> None:
         self._config, self._pipe = config, pipe
+        self._told: list[tuple[str, Any]] = []
+
+    def send(self, kind: str) -> None:
+        self._pipe.send([*self._told, (kind, None)])
+        self._told.clear()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        self._pipe.send(("report", data))
+        self._told.append(("report", data))
 
     def pytest_warning_recorded(self, warning_message: Any, when: str, nodeid: str, location: Any) -> None:
         # a warning of a class that cannot travel goes as its text
         warning_message.message, warning_message.category = UserWarning(str(warning_message.message)), UserWarning
         warning_message.source = None
         fields = {"warning_message": warning_message, "when": when, "nodeid": nodeid, "location": location}
-        self._pipe.send(("warning", fields))
+        self._told.append(("warning", fields))
 
 
 def _work(session: pytest.Session, pipe: Connection, number: int) -> NoReturn:
@@ -172,17 +181,18 @@ def _work(session: pytest.Session, pipe: Connection, number: int) -> NoReturn:
         # else the warnings so far are told again
         history: Any = config.hook.pytest_warning_recorded._call_history
         history.clear()
-        plugins.register(_Sender(config, pipe))
+        sender = _Sender(config, pipe)
+        plugins.register(sender)
         while tests := pipe.recv():
             for at, test in enumerate(tests):
                 # what the session shares outlives a file
                 following = session.items[tests[at + 1]] if at + 1 < len(tests) else session
                 config.hook.pytest_runtest_protocol(item=session.items[test], nextitem=following)
-                pipe.send(("finished", None))
+                sender.send("finished")
                 if pipe.poll():
                     break
             else:
-                pipe.send(("next", None))
+                sender.send("next")
         session._setupstate.teardown_exact(None)
         code = 0
     except KeyboardInterrupt:

@@ -122,7 +122,7 @@ def test_detectors_see_what_changes_in_experts(kind: str, store: Any) -> None:
 
 def test_a_wrapped_model_has_the_same_names() -> None:
     model = make("mixtral")
-    assert tensors_of(torch.compile(model)).keys() == tensors_of(model).keys()
+    assert tensors_of(torch.compile(model, backend="eager")).keys() == tensors_of(model).keys()
 
 
 def test_a_conversion_that_rearranges_weights_is_published_and_not_patched(tmp_path: Path) -> None:
