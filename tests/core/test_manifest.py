@@ -20,11 +20,12 @@ from deltawire.core.manifest import (
     Manifest,
     Pruned,
     RunInfo,
+    Tag,
     dump,
+    parse,
     parse_heartbeat,
     parse_manifest,
     parse_run,
-    parse_tag,
     spans,
 )
 from deltawire.core.schema import Schema, TensorSpec
@@ -98,7 +99,7 @@ def test_pruned_versions_are_a_set_in_few_ranges(one: set[int], two: set[int]) -
 
 def test_versions_that_cannot_be_one_are_refused() -> None:
     with pytest.raises(ManifestError):
-        parse_tag(b'{"run":"r","version":-1,"at":0}', "best")
+        parse(b'{"run":"r","version":-1,"at":0}', Tag, keys.tag("best"))
     beat = {"run": "r", "replica": "a", "version": 1, "newest": 1, "healthy": True, "at": 0}
     assert parse_heartbeat(msgspec.json.encode(beat), "it").version == 1
     for wrong in ({"version": -1}, {"reading": [[3, 2]]}, {"reading": [[0, 1 << 70]]}, {"at": "x"}):

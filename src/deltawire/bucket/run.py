@@ -256,7 +256,7 @@ class Run:
             head = parse(data, Head, keys.HEAD)
         except ManifestError:
             return None
-        return head.version if head.run == self.info.run and 0 <= head.version <= keys.MAX_VERSION else None
+        return head.version if head.run == self.info.run else None
 
     def listed(self) -> list[int]:
         """List every version that has a manifest: one request per thousand."""

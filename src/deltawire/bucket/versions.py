@@ -13,7 +13,7 @@ from types import NoneType
 
 from ..core import keys
 from ..core.errors import BadURL, ManifestError, ObjectNotFound, ObjectTooLarge, VersionNotFound
-from ..core.manifest import Tag, dump, now, parse_tag
+from ..core.manifest import Tag, dump, now, parse
 from ..core.parallel import ordered_map
 from ..store import Store
 from .run import REQUESTS, SMALL, Run
@@ -134,7 +134,7 @@ def existing(run: Run) -> str:
 def tagged(run: Run, name: str) -> Tag:
     """Read a tag. Raises VersionNotFound where the run has none of this name."""
     try:
-        tag = parse_tag(run.store.get(keys.tag(name), limit=SMALL).data, name)
+        tag = parse(run.store.get(keys.tag(name), limit=SMALL).data, Tag, keys.tag(name))
     except ObjectNotFound:
         tag = None
     if tag is None or tag.run != run.info.run:
@@ -154,7 +154,7 @@ def tags(run: Run, *, strict: bool = False) -> dict[str, Tag]:
 
     def read(name: str) -> Tag | None:
         try:
-            return parse_tag(run.store.get(keys.tag(name), limit=SMALL).data, name)
+            return parse(run.store.get(keys.tag(name), limit=SMALL).data, Tag, keys.tag(name))
         except ObjectNotFound:
             return None
         except (ManifestError, ObjectTooLarge) as error:

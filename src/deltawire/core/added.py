@@ -14,12 +14,14 @@ multiples of 4, 16, 64 …, and down again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from . import keys
 from .errors import ForeignObject, ManifestError
-from .manifest import Link, RunInfo, Summary, SummaryLink, check_link, parse
+from .manifest import Link, RunInfo, Summary, SummaryLink, Version, check_link, parse
 from .signing import Endorsement
 
 LEVELS = 6
@@ -44,7 +46,7 @@ INDEX_BYTES, PAGE_BYTES = 256 << 10, 4 << 20
 class AddedLink(msgspec.Struct, frozen=True, array_like=True):
     """A link, and the version that it leads to."""
 
-    version: int
+    version: Version
     link: Link
 
     @property
@@ -56,7 +58,7 @@ class AddedPage(msgspec.Struct, frozen=True, omit_defaults=True):
     """added/<first>-<last>.<mark>.json: links of the versions from `first` to `last`. Written once."""
 
     run: str
-    links: tuple[AddedLink, ...]
+    links: Annotated[tuple[AddedLink, ...], Meta(max_length=PAGE_LINKS)]
     signer: str = ""
     """Public key of the keeper; empty in an unsigned run."""
     delegation: Endorsement | None = None
@@ -73,11 +75,11 @@ class AddedIndex(msgspec.Struct, frozen=True, omit_defaults=True):
     """Name of the keeper that wrote it, as in its heartbeat."""
     at: float
     """When, by the clock of that keeper."""
-    done: int
+    done: Version
     """The newest version that a keeper has dealt with."""
-    pages: tuple[str, ...] = ()
+    pages: Annotated[tuple[str, ...], Meta(max_length=MAX_PAGES)] = ()
     """Keys of the pages, oldest first."""
-    recent: tuple[AddedLink, ...] = ()
+    recent: Annotated[tuple[AddedLink, ...], Meta(max_length=PAGE_LINKS)] = ()
     """Links that are in no page yet."""
     anchor: AddedLink | None = None
     """The newest anchor, which is in a page too."""
@@ -93,8 +95,6 @@ def parse_index(data: bytes, run: RunInfo) -> AddedIndex:
     index = parse(data, AddedIndex, keys.ADDED)
     if index.run != run.run:
         raise ForeignObject(f"{keys.ADDED} belongs to run {index.run[:32]!r}, not to {run.run!r}")
-    if not 0 <= index.done <= keys.MAX_VERSION or len(index.pages) > MAX_PAGES:
-        raise ManifestError(f"{keys.ADDED} names version {index.done} and {len(index.pages):,} pages: that cannot be")
     for key in index.pages:
         if keys.added_range(key) is None:
             raise ForeignObject(f"{keys.ADDED} names {key[:120]!r}, which is not a page of added links")
@@ -115,8 +115,6 @@ def parse_page(data: bytes, key: str, run: RunInfo) -> AddedPage:
 
 
 def _check_links(links: Sequence[AddedLink], what: str, covered: tuple[int, int], run: RunInfo) -> None:
-    if len(links) > PAGE_LINKS:
-        raise ManifestError(f"{what} names {len(links):,} links; at most {PAGE_LINKS:,} belong there")
     first, last = covered
     for added in links:
         if not first <= added.version <= last:

@@ -6,13 +6,13 @@ All are read from a bucket and so are untrusted: `parse_*` checks types and mean
 from __future__ import annotations
 
 import math
-import re
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Annotated, Any, Literal, TypeVar, overload
 
 import msgspec
+from msgspec import Meta
 
 from . import keys
 from .errors import ForeignObject, ManifestError, ModelTooLarge, UnknownFormat
@@ -50,7 +50,13 @@ MAX_ALL_FILES = 1 << 30
 MAX_HEAD = 128 << 20
 """Bytes of the header and index of a data object."""
 
-_HEX128 = re.compile(r"[0-9a-f]{32}")
+# What the types below say of numbers, lengths and text is checked when an object is parsed.
+
+Version = Annotated[int, Meta(ge=0, le=keys.MAX_VERSION)]
+Hex128 = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+"""A state digest, or the hash of an object."""
+
+Figures = Annotated[dict[str, float], Meta(max_length=MAX_METRICS)]
 
 Kind = Literal["anchor", "delta", "reference"]
 
@@ -59,9 +65,9 @@ class Blob(msgspec.Struct, frozen=True, omit_defaults=True):
     """A data object: where, how large, and the blake3 hash of its bytes."""
 
     key: str
-    size: int
-    hash: str
-    head_size: int = 0
+    size: Annotated[int, Meta(ge=8)]
+    hash: Hex128
+    head_size: Annotated[int, Meta(ge=0, le=MAX_HEAD)] = 0
     """Header and index, for readers that fetch a part; 0 where there is nothing to check them by."""
     head_hash: str = ""
 
@@ -80,7 +86,7 @@ class Link(msgspec.Struct, frozen=True, omit_defaults=True):
     """Elements that differ from the base."""
     source: str = ""
     """A reference's folder or hub id."""
-    nbytes: int = 0
+    nbytes: Annotated[int, Meta(ge=0)] = 0
     """Bytes of the weights, for a reference."""
 
     @property
@@ -115,7 +121,7 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
     created: float
     step: int | None
     changed: int
-    links: tuple[SummaryLink, ...]
+    links: Annotated[tuple[SummaryLink, ...], Meta(max_length=MAX_LINKS)]
     metrics: dict[str, float] = {}
     """The first few of the manifest's."""
 
@@ -127,8 +133,8 @@ class Origin(msgspec.Struct, frozen=True):
     """The function, such as fp8-block."""
     run: str
     """Id of the run it is derived from."""
-    version: int
-    digest: str
+    version: Version
+    digest: Hex128
     """State digest of that version."""
 
 
@@ -140,9 +146,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     parent: int | None
     schema: str
     """Hash of the run's schema."""
-    digest: str
+    digest: Hex128
     """State digest of the version's weights."""
-    links: tuple[Link, ...]
+    links: Annotated[tuple[Link, ...], Meta(min_length=1, max_length=MAX_LINKS)]
     created: float
     """Seconds since the epoch."""
     writer: str
@@ -151,18 +157,18 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The step number of the trainer."""
     changed: int = 0
     """Elements that differ from the parent."""
-    metrics: dict[str, float] = {}
+    metrics: Figures = {}
     """Figures that the trainer wants `log` to show."""
-    timings: dict[str, float] = {}
+    timings: Figures = {}
     """Seconds: detect, encode, put."""
-    files: tuple[File, ...] = ()
-    recent: tuple[Summary, ...] = ()
+    files: Annotated[tuple[File, ...], Meta(max_length=MAX_FILES)] = ()
+    recent: Annotated[tuple[Summary, ...], Meta(max_length=RECENT)] = ()
     """The versions since the last page of history."""
     origin: Origin | None = None
     """Of a version of a derived run: what it was derived from."""
     signer: str = ""
     """The public key that signed it; empty in an unsigned run."""
-    rotations: tuple[Endorsement, ...] = ()
+    rotations: Annotated[tuple[Endorsement, ...], Meta(max_length=MAX_ROTATIONS)] = ()
     """How the run's key was passed on, oldest first; the last one may name a key that has signed nothing yet."""
     signature: str = ""
     """Of all bytes before it, see signing.py. Checked by readers with trusted keys."""
@@ -187,7 +193,7 @@ class Base(msgspec.Struct, frozen=True, omit_defaults=True):
 
     model: str
     """Name or path of it, as the adapter's config has it; only for people."""
-    digests: tuple[str, ...] = ()
+    digests: Annotated[tuple[Hex128, ...], Meta(max_length=MAX_BASE_DIGESTS)] = ()
     """State digests of its checkpoint: in the trainer's dtype and, where that is wider, in those of 16 bits. Empty if
     the weights of the checkpoint were not in the trainer's memory, as those of a quantised model."""
 
@@ -224,7 +230,7 @@ class Head(msgspec.Struct, frozen=True):
     """head.json: the newest version, as a hint. Only manifests count."""
 
     run: str
-    version: int
+    version: Version
 
 
 class Pruned(msgspec.Struct, frozen=True):
@@ -273,7 +279,7 @@ class Tag(msgspec.Struct, frozen=True):
     """tags/<name>.json: a name for a version, which prune then keeps."""
 
     run: str
-    version: int
+    version: Version
     at: float
     """When it was set: seconds since the epoch, by the clock of the machine that set it."""
 
@@ -324,9 +330,9 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
 
     run: str
     replica: str
-    version: int | None
+    version: Version | None
     """The version whose digest its weights matched."""
-    newest: int | None
+    newest: Version | None
     healthy: bool
     at: float
     error: str = ""
@@ -374,10 +380,6 @@ def parse_run(data: bytes, max_model: int | None = None) -> RunInfo:
         )
     if info.schema.hash != info.schema_hash:
         raise ManifestError(f"the schema in {keys.RUN} does not have the hash it states")
-    if info.base is not None and not (
-        len(info.base.digests) <= MAX_BASE_DIGESTS and all(map(_HEX128.fullmatch, info.base.digests))
-    ):
-        raise ManifestError(f"{keys.RUN} names a base model by what cannot be its state digests")
     return info
 
 
@@ -394,19 +396,6 @@ def parse_manifest(data: bytes, version: int, run: RunInfo) -> Manifest:
         manifest.parent is not None and not 0 <= manifest.parent < version
     ):
         raise ManifestError(f"{what} cannot have the parent {manifest.parent}")
-    if not _HEX128.fullmatch(manifest.digest):
-        raise ManifestError(f"{what} has no state digest")
-    if len(manifest.recent) > RECENT or any(len(summary.links) > MAX_LINKS for summary in manifest.recent):
-        raise ManifestError(f"{what} tells of more than {RECENT} versions, or too much of one")
-    if not 0 < len(manifest.links) <= MAX_LINKS:
-        raise ManifestError(f"{what} names {len(manifest.links) or 'no'} ways to reach its version")
-    if max(len(manifest.metrics), len(manifest.timings)) > MAX_METRICS:
-        raise ManifestError(f"{what} has more than {MAX_METRICS:,} metrics or timings")
-    origin = manifest.origin
-    if origin is not None and not (0 <= origin.version <= keys.MAX_VERSION and _HEX128.fullmatch(origin.digest)):
-        raise ManifestError(f"{what} names an origin, version {origin.version}, that cannot be one")
-    if len(manifest.rotations) > MAX_ROTATIONS:
-        raise ManifestError(f"{what} has more than {MAX_ROTATIONS} rotations of its key")
     if manifest.signer and not is_public(manifest.signer):
         raise ManifestError(f"{what} names {manifest.signer[:80]!r} as its signer, which is no public key")
     for link in manifest.links:
@@ -433,8 +422,8 @@ def _check_files(files: tuple[File, ...], what: str) -> None:
                 "the weights, under a key that is their hash"
             )
     _check_distinct(what, "a file", [file.name for file in files])
-    if len(files) > MAX_FILES or sum(file.size for file in files) > MAX_ALL_FILES:
-        raise ManifestError(f"{what} names more than {MAX_FILES:,} files or {MAX_ALL_FILES:,} bytes of files")
+    if sum(file.size for file in files) > MAX_ALL_FILES:
+        raise ManifestError(f"{what} names more than {MAX_ALL_FILES:,} bytes of files")
 
 
 def most_bytes(schema: Schema) -> int:
@@ -452,11 +441,7 @@ def check_link(link: Link, version: int, what: str, schema: Schema) -> None:
         raise ManifestError(f"{what} has a {link.kind} link that names neither objects nor a source, or both")
     for blob in link.objects:
         keys.check_data(blob.key)
-        if blob.size < 8 or not _HEX128.fullmatch(blob.hash):
-            raise ManifestError(f"{what} names {blob.key!r} without a size and hash")
-        if not 0 <= blob.head_size <= MAX_HEAD:
-            raise ManifestError(f"{what} names {blob.key!r} with a header of {blob.head_size:,} bytes")
-    if not 0 <= link.nbytes <= most_bytes(schema) or link.bytes > most_bytes(schema):
+    if link.bytes > most_bytes(schema):
         raise ManifestError(
             f"{what} has a {link.kind} of {link.bytes:,} bytes; for a model of {schema.nbytes:,} bytes that cannot be"
         )
@@ -483,16 +468,7 @@ def parse_pruned(data: bytes, run: RunInfo) -> Pruned:
 def parse_heartbeat(data: bytes, what: str) -> Heartbeat:
     beat = parse(data, Heartbeat, what)
     _check_spans(beat.reading, what)
-    if not all(0 <= version <= keys.MAX_VERSION for version in (beat.version, beat.newest) if version is not None):
-        raise ManifestError(f"{what} names a version that cannot be one")
     return beat
-
-
-def parse_tag(data: bytes, name: str) -> Tag:
-    tag = parse(data, Tag, keys.tag(name))
-    if not 0 <= tag.version <= keys.MAX_VERSION:
-        raise ManifestError(f"{keys.tag(name)} names version {tag.version}, which cannot be one")
-    return tag
 
 
 def _check_spans(found: tuple[tuple[int, int], ...], what: str) -> None:

@@ -23,7 +23,7 @@ from ..bucket.walk import Walker
 from ..bucket.watch import Watcher
 from ..core import history, keys
 from ..core.errors import DeltawireError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
-from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, main_link, parse_tag
+from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, Tag, main_link, parse
 from ..core.parallel import ordered_map
 from ..store import Store, open_store
 from .document import (
@@ -239,7 +239,7 @@ class Collector:
         self._tags = {}
         for name in names:
             try:
-                tag = parse_tag(self._store.get(keys.tag(name), limit=SMALL).data, name)
+                tag = parse(self._store.get(keys.tag(name), limit=SMALL).data, Tag, keys.tag(name))
             except DeltawireError as error:
                 log.debug("ignoring the tag %s: %s", name, error)
                 continue

@@ -74,37 +74,39 @@ def figures(follower: Follower) -> dict[str, Any]:
 
 
 class FollowerMetrics(Collector):
-    """Collects the metrics of a follower for GET /metrics. `follower` returns None while there is none."""
+    """Collects the metrics of followers for GET /metrics.
 
-    def __init__(self, follower: Callable[[], Follower | None]) -> None:
-        self._follower = follower
+    followers   returns them, each by the value of `label`, which is None for the one of a server's own weights
+    """
+
+    def __init__(self, followers: Callable[[], Mapping[str, Follower]], label: str | None = None) -> None:
+        self._followers, self._label = followers, label
 
     def collect(self) -> Iterator[Any]:
-        follower = self._follower()
-        if follower is not None:
-            yield from _metrics(follower)
-
-
-def _metrics(follower: Follower) -> Iterator[Any]:
-    replica = follower.replica
-    gauges = {
-        "version": ("The version that is served", replica.version),
-        "newest_version": ("Newest version known", replica.newest),
-        "lag_versions": ("Versions behind the newest one known", replica.lag),
-    }
-    for name, (text, value) in gauges.items():
-        if value is not None:
-            yield GaugeMetricFamily(f"deltawire_{name}", text, float(value))
-    state = GaugeMetricFamily("deltawire_state", "1 for the state the server is in", labels=["state"])
-    for name in STATES:
-        state.add_metric([name], float(follower.state == name))
-    yield state
-    yield CounterMetricFamily("deltawire_syncs", "Versions reached since the start", follower.syncs)
-    yield CounterMetricFamily("deltawire_failures", "Syncs that failed or were taken back", replica.failures)
-    seconds = GaugeMetricFamily("deltawire_sync_seconds", "The last sync, by phase", labels=["phase"])
-    for phase, spent in follower.phases.items():
-        seconds.add_metric([phase], spent)
-    yield seconds
+        prefix = f"deltawire_{self._label}" if self._label else "deltawire"
+        labels = [self._label] if self._label else []
+        made: dict[str, Any] = {
+            "version": GaugeMetricFamily(f"{prefix}_version", "The version that is served", labels=labels),
+            "newest": GaugeMetricFamily(f"{prefix}_newest_version", "Newest version known", labels=labels),
+            "lag": GaugeMetricFamily(f"{prefix}_lag_versions", "Versions behind the newest one known", labels=labels),
+            "syncs": CounterMetricFamily(f"{prefix}_syncs", "Versions reached since the start", labels=labels),
+            "failures": CounterMetricFamily(
+                f"{prefix}_failures", "Syncs that failed or were taken back", labels=labels
+            ),
+        }
+        state = GaugeMetricFamily(f"{prefix}_state", "1 for the state it is in", labels=[*labels, "state"])
+        spent = GaugeMetricFamily(f"{prefix}_sync_seconds", "The last sync, by phase", labels=[*labels, "phase"])
+        for name, follower in self._followers().items():
+            values = [name] if self._label else []
+            shown = figures(follower)
+            for key, family in made.items():
+                if shown[key] is not None:
+                    family.add_metric(values, float(shown[key]))
+            for each in STATES:
+                state.add_metric([*values, each], float(follower.state == each))
+            for phase, seconds in follower.phases.items():
+                spent.add_metric([*values, phase], seconds)
+        yield from (family for family in (*made.values(), state, spent) if family.samples)
 
 
 # ── routes ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,7 +24,20 @@ TEMP_PREFIX = ".tmp-"
 # A file system allows 255 bytes per part; S3 allows 1024 for the whole key, of which a run's prefix needs some.
 _MAX_PART_BYTES = 255
 _MAX_KEY_BYTES = 900
-_FORBIDDEN = re.compile("[\x00-\x1f\x7f\\\\\ud800-\udfff]")
+_UNSAFE = tuple(
+    (re.compile(pattern), problem)
+    for pattern, problem in (
+        (r"\A\Z", "it is empty"),
+        ("[\ud800-\udfff]", "it is not valid Unicode"),
+        (r"\A/", "it starts with '/'; keys are relative to the run"),
+        (r"//|/\Z", "it has an empty part"),
+        (r"(?:\A|/)\.\.?(?:/|\Z)", "it has a '.' or '..' part"),
+        (rf"(?:\A|/){re.escape(TEMP_PREFIX)}", f"parts that start with {TEMP_PREFIX!r} are kept for unfinished files"),
+        (r"\\", "it contains a backslash, which some systems read as '/'"),
+        (r"[\x00-\x1f\x7f]", "it contains a control character"),
+    )
+)
+"""What no key may contain, and why."""
 
 
 def check_size(where: str, size: int, limit: int | None) -> None:
@@ -185,14 +198,13 @@ class Settling(Protocol):
 
 def check_key(key: str) -> str:
     """Return the key. Raises UnsafeName if a store could take it for another place."""
-    problem = _key_problem(key)
-    if problem:
+    if problem := _problem(key):
         raise UnsafeName(f"object key {key!r}: {problem}")
     return key
 
 
 def is_key(key: str) -> bool:
-    return _key_problem(key) is None
+    return not _problem(key)
 
 
 def check_prefix(prefix: str) -> str:
@@ -203,43 +215,13 @@ def check_prefix(prefix: str) -> str:
     return folder
 
 
-def is_addressable(part: str) -> bool:
-    """Whether a file found in a folder could have been put there under a key."""
-    return _part_problem(part) is None
-
-
-def _key_problem(key: str) -> str | None:
-    if not key:
-        return "it is empty"
-    try:
-        size = len(key.encode())
-    except UnicodeEncodeError:
-        return "it is not valid Unicode"
-    if size > _MAX_KEY_BYTES:
-        return f"it is longer than {_MAX_KEY_BYTES} bytes"
-    if key.startswith("/"):
-        return "it starts with '/'; keys are relative to the run"
-    for part in key.split("/"):
-        problem = _part_problem(part)
-        if problem:
+def _problem(key: str) -> str:
+    """Say why this can be no key; empty if it can."""
+    for pattern, problem in _UNSAFE:
+        if pattern.search(key):
             return problem
-    return None
-
-
-def _part_problem(part: str) -> str | None:
-    if not part:
-        return "it has an empty part"
-    if part in (".", ".."):
-        return f"it has a {part!r} part"
-    if part.startswith(TEMP_PREFIX):
-        return f"parts that start with {TEMP_PREFIX!r} are kept for unfinished files"
-    if found := _FORBIDDEN.search(part):
-        char = found[0]
-        if char == "\\":
-            return "it contains a backslash, which some systems read as '/'"
-        if char >= "\ud800":
-            return "it is not valid Unicode"
-        return f"it contains the control character {char!r}"
-    if len(part.encode()) > _MAX_PART_BYTES:
+    if len(key.encode()) > _MAX_KEY_BYTES:
+        return f"it is longer than {_MAX_KEY_BYTES} bytes"
+    if any(len(part.encode()) > _MAX_PART_BYTES for part in key.split("/")):
         return f"it has a part longer than {_MAX_PART_BYTES} bytes"
-    return None
+    return ""

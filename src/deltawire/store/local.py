@@ -47,7 +47,6 @@ from deltawire.store.base import (
     check_prefix,
     check_range,
     check_size,
-    is_addressable,
     is_key,
 )
 
@@ -239,7 +238,7 @@ class LocalStore:
             os.scandir(os.path.join(self.root, folder)) as entries,
         ):
             for entry in entries:
-                if not is_addressable(entry.name):
+                if not is_key(entry.name):
                     continue
                 check_listing(self._where(folder), len(found))
                 try:

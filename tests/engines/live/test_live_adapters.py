@@ -26,7 +26,8 @@ from deltawire.core import full, keys
 from deltawire.core.change import whole
 from deltawire.core.errors import VersionNotFound, VersionRefused
 from deltawire.core.schema import Schema, TensorSpec
-from deltawire.engines.live.adapters import KEPT, LEASE_S, AdapterFollower, AdapterMetrics, Adapters, Loaded, Registry
+from deltawire.engines.control import FollowerMetrics
+from deltawire.engines.live.adapters import KEPT, LEASE_S, AdapterFollower, Adapters, Loaded, Registry
 from deltawire.trainer import Publisher
 
 __all__ = ["loop"]
@@ -530,7 +531,7 @@ def test_metrics_name_every_adapter(scene: Scene) -> None:
     scene.trainer.publish()
     scene.until(version=0, syncs=1)
     registry = CollectorRegistry()
-    registry.register(AdapterMetrics(adapters.followers))
+    registry.register(FollowerMetrics(lambda: adapters.followers, "adapter"))
     text = generate_latest(registry).decode()
     for line in (
         'deltawire_adapter_version{adapter="policy"} 0.0',

@@ -14,16 +14,13 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import finalize
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from ...bucket.checkpoint_folder import fill, writing
 from ...bucket.replay import State
@@ -37,7 +34,6 @@ from ...core.sparse import open_delta
 from ...replica.target import Delta, Staged, Update
 from ..control import figures
 from ..follower import Follower
-from ..names import STATES
 from . import arrays
 from .channel import Answer
 from .swap import errors
@@ -539,35 +535,3 @@ async def _passed(outputs: Any, use: _Use) -> AsyncIterator[Any]:
                 yield output
     finally:
         use.end()
-
-
-class AdapterMetrics(Collector):
-    """Collects the metrics of all adapters for GET /metrics."""
-
-    def __init__(self, followers: Mapping[str, AdapterFollower]) -> None:
-        self._followers = followers
-
-    def collect(self) -> Iterator[Any]:
-        state = GaugeMetricFamily(
-            "deltawire_adapter_state", "1 for the state the adapter is in", labels=["adapter", "state"]
-        )
-        gauges: dict[str, Any] = {
-            "version": GaugeMetricFamily("deltawire_adapter_version", "The version that is served", labels=["adapter"]),
-            "newest": GaugeMetricFamily("deltawire_adapter_newest_version", "Newest version known", labels=["adapter"]),
-            "lag": GaugeMetricFamily(
-                "deltawire_adapter_lag_versions", "Versions behind the newest one known", labels=["adapter"]
-            ),
-            "syncs": CounterMetricFamily(
-                "deltawire_adapter_syncs", "Versions reached since the start", labels=["adapter"]
-            ),
-            "failures": CounterMetricFamily("deltawire_adapter_failures", "Syncs that failed", labels=["adapter"]),
-        }
-        for name, follower in self._followers.items():
-            shown = figures(follower)
-            for key, gauge in gauges.items():
-                if shown[key] is not None:
-                    gauge.add_metric([name], float(shown[key]))
-            for each in STATES:
-                state.add_metric([name, each], float(follower.state == each))
-        yield state
-        yield from gauges.values()

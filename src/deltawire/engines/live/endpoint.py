@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
 import logging
 import os
 import signal
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from ...bucket.run import Run
@@ -22,7 +22,7 @@ from .. import control, names
 from ..access import is_bearer, is_loopback, public_address
 from ..bounds import Following
 from . import settings
-from .adapters import AdapterMetrics, Adapters
+from .adapters import Adapters
 from .engine import Engine
 from .follower import EngineFollower
 from .samples import PATHS, VersionMiddleware, route
@@ -56,7 +56,7 @@ class Endpoint:
         """What clients call the model."""
         self._beginning = threading.Lock()
         """Held while the first run is chosen: requests come in several threads, each with an event loop."""
-        self._metrics = control.FollowerMetrics(lambda: self._follower)
+        self._metrics = control.FollowerMetrics(lambda: {"": self._follower} if self._follower else {})
         # beside the engine's own on /metrics
         REGISTRY.register(self._metrics)
 
@@ -130,7 +130,8 @@ class Endpoint:
             address=self._address,
             poll=config.poll,
         )
-        registry.register(AdapterMetrics(self._adapters.followers))
+        followers = self._adapters.followers
+        registry.register(control.FollowerMetrics(lambda: followers, "adapter"))
         self._adapters.start()
         atexit.register(self._adapters.stop, 5.0)
 
@@ -256,10 +257,7 @@ class HealthMiddleware:
             for message in answer:
                 await send(message)
             return
-        body = json.dumps(names.health(state, reason)).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200 if answer else 503, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await JSONResponse(names.health(state, reason), 200 if answer else 503)(scope, receive, send)
 
 
 def _pinned(run: str, text: str, setting: str = "DELTAWIRE_PIN") -> int | None:

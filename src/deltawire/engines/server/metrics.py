@@ -19,7 +19,7 @@ class Metrics(FollowerMetrics):
     """What GET /metrics shows. Gauges and counters are read from the scheduler and the follower at each request."""
 
     def __init__(self, scheduler: Scheduler, follower: Follower) -> None:
-        super().__init__(lambda: follower)
+        super().__init__(lambda: {"": follower})
         self._scheduler = scheduler
         self.registry = CollectorRegistry()
         self.requests = Counter("deltawire_requests", "Requests answered", ["route", "status"], registry=self.registry)

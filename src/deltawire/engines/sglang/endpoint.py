@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from fastapi import HTTPException, Request
+from fastapi import HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -166,7 +166,4 @@ class MetricsMiddleware:
         if status == 404:
             status, body = 200, b""
         body += generate_latest(self._registry) if status == 200 else b""
-        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-        headers.append((b"content-length", str(len(body)).encode()))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await Response(body, status, media_type="text/plain; version=0.0.4")(scope, receive, send)

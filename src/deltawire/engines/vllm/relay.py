@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from fastapi import Request, Response
 
 from ..control import MAX_BODY
 from . import SOCKETS
@@ -75,13 +76,11 @@ class Relay:
 
     async def answer(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, and its answer back."""
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+        body = b""
+        async for part in Request(scope, receive).stream():
+            body += part
             if len(body) > MAX_BODY:
-                await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
-                await send({"type": "http.response.body", "body": b""})
+                await Response(status_code=413)(scope, receive, send)
                 return
         kept = {name: value for name, value in scope["headers"] if name in (b"authorization", b"content-type")}
         try:
@@ -91,9 +90,7 @@ class Relay:
             status, content = found.status_code, found.content
         except httpx.TransportError as error:
             status, content = 503, f'{{"detail": "no API server follows the run: {type(error).__name__}"}}'.encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
+        await Response(content, status, media_type="application/json")(scope, receive, send)
 
 
 class RelayMiddleware:
