@@ -217,7 +217,7 @@ def prefetch(
         while todo or waiting:
             while todo and (not waiting or sum(s.bytes for s, _ in waiting) + todo[0].bytes <= PREFETCH_BYTES):
                 step = todo.popleft()
-                waiting.append((step, pool.submit(_fetch_link, run, step, progress, shared)))
+                waiting.append((step, pool.submit(_fetch_step, run, step, progress, shared)))
             yield waiting[0]
             _discard(waiting.popleft()[1])
     finally:
@@ -227,7 +227,7 @@ def prefetch(
         pool.shutdown(wait=False)
 
 
-def _fetch_link(run: Run, step: Step, progress: Progress | None, shared: bool) -> FetchedLink:
+def _fetch_step(run: Run, step: Step, progress: Progress | None, shared: bool) -> FetchedLink:
     manifest = run.manifest(step.version)
     link = run.link(manifest, step.kind, step.base)
     if link.bytes != step.bytes:
@@ -236,6 +236,13 @@ def _fetch_link(run: Run, step: Step, progress: Progress | None, shared: bool) -
             f"history says that the {step.kind} to version {step.version} has {step.bytes:,} bytes, its manifest says "
             f"{link.bytes:,}"
         )
+    return fetch_link(run, manifest, link, progress, shared=shared)
+
+
+def fetch_link(
+    run: Run, manifest: Manifest, link: Link, progress: Progress | None = None, *, shared: bool = True
+) -> FetchedLink:
+    """Fetch all objects of a link and check their hashes. `shared` as in `fetch`."""
     # one object, or the small ones of many writers
     count = len(link.objects)
     opened: list[FetchedObject] = []

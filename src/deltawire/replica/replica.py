@@ -619,7 +619,7 @@ class Replica:
         self, target: AnyTarget, manifest: Manifest, kind: str, content: Delta | Source, final: bool = True
     ) -> None:
         clock = time.perf_counter()
-        update = Update(manifest.version, StateDigest.parse(manifest.digest), self._digest, content, final)
+        update = Update(manifest.version, StateDigest.parse(manifest.digest), self._digest, content, final, self.url)
         staged = target.stage(update)
         with self._pause():
             try:

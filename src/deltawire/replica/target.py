@@ -36,6 +36,8 @@ class Update:
     """A delta to be applied to the present weights, or full weights."""
     final: bool = True
     """Whether this is the version that was asked for, and not one on the way to it."""
+    run: str = ""
+    """Address of the run, for a target that has parts on other hosts: they fetch the content themselves."""
 
     def require(self, found: StateDigest) -> None:
         """Raise DigestMismatch where the content does not lead to the version. For `stage`: nothing was changed."""

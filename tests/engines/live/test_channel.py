@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deltawire.engines.live.channel import Caller, ChannelClosed, call_all, listen
+from deltawire.engines.live.channel import Caller, ChannelClosed, call_all, listen, serve
 
 
 def test_calls_are_answered_in_order_and_by_all(tmp_path: Path) -> None:
@@ -35,3 +36,12 @@ def test_a_process_that_is_not_there_or_does_not_answer(tmp_path: Path) -> None:
     with pytest.raises(ChannelClosed, match="no answer within"):
         Caller(str(tmp_path / "slow")).call("go", 0.01)
     never.set()
+
+
+def test_a_connection_from_another_node_begins_with_the_secret() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    serve(listener, lambda name, /, **rest: {name: rest}, secret=b"right")
+    address = listener.getsockname()
+    with pytest.raises(ChannelClosed, match="is gone"):
+        Caller(address, secret=b"wrong").call("go", 60)
+    assert Caller(address, secret=b"right").call("go", 60, operation="x") == {"go": {"operation": "x"}}

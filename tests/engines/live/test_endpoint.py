@@ -308,6 +308,10 @@ def test_a_server_that_cannot_follow_adapters_does_not_start(make: Any, caplog: 
     server.args.api_server_count = 2
     with pytest.raises(Misconfigured, match="--api-server-count 1"):
         server.start()
+    server.args.api_server_count = 1
+    server.client.vllm_config.parallel_config = SimpleNamespace(nnodes=2)
+    with pytest.raises(Misconfigured, match="serve them on one node"):
+        server.start()
 
 
 def test_leases_need_the_token_and_a_version(make: Any, tmp_path: Path, loop: asyncio.AbstractEventLoop) -> None:

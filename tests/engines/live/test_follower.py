@@ -26,9 +26,10 @@ from deltawire.engines.live import shard  # noqa: E402
 from deltawire.engines.live.device import DeviceShard  # noqa: E402
 from deltawire.engines.live.engine import Engine  # noqa: E402
 from deltawire.engines.live.follower import EngineFollower  # noqa: E402
+from deltawire.engines.live.node import WorkerError  # noqa: E402
 from deltawire.engines.live.rank import Rank  # noqa: E402
 from deltawire.engines.live.settings import Policy  # noqa: E402
-from deltawire.engines.live.target import EngineTarget, WorkerError  # noqa: E402
+from deltawire.engines.live.target import EngineTarget  # noqa: E402
 from deltawire.engines.vllm.core import swap, undo  # noqa: E402
 from deltawire.engines.vllm.engine import VllmEngine  # noqa: E402
 from deltawire.store import ObjectStore, Store  # noqa: E402
@@ -210,10 +211,10 @@ class World:
 
     def __init__(
         self, folder: Path, store: Store, loop: asyncio.AbstractEventLoop, world: int, hook: Hook | None = None,
-        engines: int = 1, kind: type[Client] = Client,
+        engines: int = 1, kind: type[Client] = Client, encoding: str = "context",
     ) -> None:  # fmt: skip
         self.store = store
-        self.publisher = Publisher(store, encoding="context", anchor_ratio=100.0)
+        self.publisher = Publisher(store, encoding=encoding, anchor_ratio=100.0)
         self.bags = [random_bag(Fused(world=1, **SIZES).schema(), 1)]
         self.publisher.publish(as_model(self.bags[0])).result()
         write_checkpoint(folder, self.bags[0])
@@ -317,9 +318,10 @@ def test_all_engines_switch_or_none(
     world.publisher.close()
 
 
-def test_ranks_on_another_node_are_refused(world: World, tmp_path: Path) -> None:
-    answer = world.client.ranks[1].call("layout", schema=str(tmp_path / "not here"), sockets=str(tmp_path))
-    assert "this rank is on another node" in answer["error"]
+def test_ranks_on_another_node_are_refused_by_engines_without_nodes(world: World) -> None:
+    world.client.ranks[1].node = "another"
+    with pytest.raises(WorkerError, match="this rank is on another node"):
+        world.sync()
 
 
 def test_what_cannot_be_put_back_stays_paused_until_it_is_loaded_anew(world: World) -> None:
@@ -646,5 +648,5 @@ def test_ranks_on_devices_are_staged_from_the_decoder_and_swapped_in_the_same_wa
         world.holds(0)
     finally:
         world.publisher.close()
-        if world.target._decoder is not None:
-            world.target._decoder.close()
+        if world.target._here._decoder is not None:
+            world.target._here._decoder.close()

@@ -23,9 +23,9 @@ from torch import Tensor, nn  # noqa: E402
 from deltawire.core.schema import Schema, TensorSpec  # noqa: E402
 from deltawire.engines.live import device, learn, rank  # noqa: E402
 from deltawire.engines.live.learn import Layer, Learned  # noqa: E402
+from deltawire.engines.live.node import WorkerError  # noqa: E402
 from deltawire.engines.live.placement import trace  # noqa: E402
 from deltawire.engines.live.shard import open_shard  # noqa: E402
-from deltawire.engines.live.target import WorkerError  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
 from support import random_bag  # noqa: E402
 
@@ -324,8 +324,8 @@ def test_a_server_with_packed_weights_is_patched(
     assert made.sync() == 4
     made.holds(4)
     made.publisher.close()
-    if made.target._decoder is not None:
-        made.target._decoder.close()
+    if made.target._here._decoder is not None:
+        made.target._here._decoder.close()
 
 
 def test_a_server_whose_hook_computes_is_reloaded(

@@ -38,8 +38,8 @@ from deltawire.core.errors import Misconfigured
 from deltawire.engines.live.endpoint import Endpoint
 from deltawire.engines.live.engine import Engine
 from deltawire.engines.live.learn import copy_of
+from deltawire.engines.live.node import WorkerError
 from deltawire.engines.live.settings import Policy
-from deltawire.engines.live.target import WorkerError
 from deltawire.engines.sglang import SECRET, core, following, guard, hooks, register
 from deltawire.store import ObjectStore, open_store
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from vllm_fresh import fresh_checksums
-from vllm_live import Server, Streams, Trainer, make_model, ranks, serving
+from vllm_live import NodeServer, Server, Streams, Trainer, make_model, ranks, serving
 
 import deltawire as dw
 from deltawire.engines.live.launch import write_version
+from deltawire_wordle.processes import free_port
 from tests.engines.live.live_server import START_S
 from tests.engines.live.live_tests import LiveTests, greedy
 
@@ -76,6 +77,60 @@ def test_two_stages_with_a_tied_embedding_at_both_ends(tmp_path: Path) -> None:
     with serving(tmp_path / "fresh", tmp_path / "fresh.log", **PIPELINE) as fresh:
         assert fresh.checksums() == sums
         assert greedy(fresh) == tokens
+
+
+# ── two nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
+def test_ranks_on_two_nodes_follow_as_one(tmp_path: Path) -> None:
+    """TP=2 with a rank on each of two nodes that share no memory and no temporary files: each fetches from the bucket,
+    and what fails on the second leaves both at the old version."""
+    faults, away = tmp_path / "faults", tmp_path / "away"
+    faults.mkdir()
+    model = make_model(tmp_path / "model", "qwen3")
+    trainer = Trainer(model, tmp_path / "run")
+    trainer.publish(0)
+    away.symlink_to(trainer.run)
+    more = {"master": free_port(), "LIVE_TEST_FAULTS": str(faults)}
+    other = NodeServer(model, tmp_path / "log2", headless=True, run=away, **more)
+    server = NodeServer(model, tmp_path / "log", run=trainer.run, **more)
+    noted = {}
+    try:
+        server.wait()
+        assert server.status()["guard"] == "patch"
+        with Streams(server) as streams:
+            for _ in range(5):
+                version = trainer.publish()
+                server.until(version=version, state="healthy")
+                noted[version] = server.checksums()
+            # the second node cannot reach the bucket
+            away.unlink()
+            newest = trainer.publish()
+            status = server.until(state="degraded")
+            assert "the node of rank 1: RunNotFound" in status["reason"]
+            assert (status["version"], server.checksums()) == (version, noted[version])
+            away.symlink_to(trainer.run)
+            server.until(version=newest, state="healthy")
+            noted[newest] = server.checksums()
+            # its rank fails in the middle of the write
+            (faults / "fail-1").touch()
+            failures = server.status()["failures"]
+            newest = trainer.publish()
+            server.until(failures=failures + 1)
+            server.until(version=newest, state="healthy")
+            noted[newest] = server.checksums()
+        assert streams.failures == []
+        assert {span["version"] for c in streams.completions for span in c["spans"]} <= {*range(newest + 1)}
+    finally:
+        server.stop()
+        other.stop()
+    trainer.close()
+    assert "rank 1: located" in (tmp_path / "log2").read_text()
+    assert "was taken back on all ranks: rank 1" in (tmp_path / "log").read_text()
+    for at in noted:
+        write_version(str(trainer.run), at, tmp_path / f"v{at}")
+    assert [*noted.values()] == fresh_checksums([tmp_path / f"v{at}" for at in noted], 2)
 
 
 # ── several engines ──────────────────────────────────────────────────────────────────────────────────────────────────

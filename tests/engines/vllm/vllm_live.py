@@ -10,7 +10,7 @@ from typing import Any
 from tests.engines.live import live_server
 from tests.engines.live.live_server import BIN, ON_GPU, Streams, Trainer, make_model, python_path
 
-__all__ = ["ON_GPU", "Server", "Streams", "Trainer", "environment", "make_model", "ranks", "serving"]
+__all__ = ["ON_GPU", "NodeServer", "Server", "Streams", "Trainer", "environment", "make_model", "ranks", "serving"]
 
 HERE = Path(__file__).parent
 
@@ -80,6 +80,27 @@ class Server(live_server.Server):
 
     def resume(self) -> None:
         self.http.post("/resume").raise_for_status()
+
+
+class NodeServer(Server):
+    """One of two nodes of a server with two ranks, the one with the API server or, if `headless`, the other: with a
+    /dev/shm and a temporary folder that only its own processes see."""
+
+    def __init__(self, model: Path, log: Path, *, master: int, headless: bool = False, **options: Any) -> None:
+        self._scratch = log.with_suffix(".scratch")
+        self._scratch.mkdir()
+        node = int(headless)
+        flags = [
+            "--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(master),
+            "--distributed-executor-backend", "mp", *(["--headless"] if headless else []),
+        ]  # fmt: skip
+        here = {"TMPDIR": str(self._scratch), "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+        super().__init__(model, log, tp=2, flags=flags, VLLM_CPU_OMP_THREADS_BIND=str(node), **here, **options)
+
+    def program(self, model: Path) -> list[str]:
+        mounts = " && ".join(f"mount -t tmpfs none {place}" for place in ("/dev/shm", self._scratch))
+        alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", f'{mounts} && exec "$@"', "sh"]
+        return [*alone, *super().program(model)]
 
 
 def environment(tp: int) -> dict[str, str]:

@@ -8,6 +8,7 @@ decoder     the process that decodes a delta once, for ranks on GPUs; moves: wha
 layout      all ranks together
 guard       what makes patching wrong although bytes look right
 rank        what one rank does, when told to
+node        the ranks of one node, which share files and a decoder; other nodes are called over TCP
 target      all ranks as one target of a replica: stage, swap, or reload
 engine      what a target needs of the engine: calls to ranks, the swap between two steps, a pause, a name
 swap        what the schedulers of all engines do in a swap; salts of the prefix cache

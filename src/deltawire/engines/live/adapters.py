@@ -36,8 +36,8 @@ from ..control import figures
 from ..follower import Follower
 from . import arrays
 from .channel import Answer
+from .node import source_folder
 from .swap import errors
-from .target import source_folder
 from .turns import short_turns
 
 log = logging.getLogger("deltawire")

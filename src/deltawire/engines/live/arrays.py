@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,10 +49,25 @@ class Stored:
             start, view = start + count, view[count:]
 
 
-def folder() -> tempfile.TemporaryDirectory[str]:
-    """Make a private folder, in memory if the system has a memory file system."""
+def root() -> Path:
+    """Where processes of this node share files: in memory if the system has a memory file system."""
     shared = Path("/dev/shm")
-    return tempfile.TemporaryDirectory(prefix="deltawire-", dir=shared if os.access(shared, os.W_OK) else None)
+    return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def node() -> str:
+    """Name the node that this process is on: the same for all processes that see the same files in `root`."""
+    place = root().stat()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    return f"{boot}:{place.st_dev}:{place.st_ino}"
+
+
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """Make a private folder there."""
+    return tempfile.TemporaryDirectory(prefix="deltawire-", dir=root())
 
 
 def create(path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Array]:

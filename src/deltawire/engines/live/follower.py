@@ -12,7 +12,8 @@ from ...core.digest import StateDigest
 from ...core.errors import SchemaError, SchemaMismatch
 from ...store import Store
 from ..follower import Follower
-from .target import EngineTarget, WorkerError
+from .node import WorkerError
+from .target import EngineTarget
 
 log = logging.getLogger("deltawire")
 

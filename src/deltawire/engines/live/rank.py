@@ -1,7 +1,7 @@
 """What one rank does: stage, write, take back, report. Which version is next and whether all ranks agree is decided
 elsewhere (target.py).
 
-    by the engine, between two steps     layout → group, once; apply, or undo
+    by the engine, between two steps     layout → listen → group, once; apply, or undo
     by a socket, beside the model        stage_delta (on a device: count, receive), stage_full or stage_reload; forget;
                                          lend, digest
 """
@@ -32,10 +32,11 @@ from ...core.schema import Schema
 from ...core.sparse import DeltaClaim, open_delta
 from . import arrays
 from .channel import Answer, listen
-from .decode import Decoder, Lent, Wanted, compile_decoders
+from .decode import Decoder, Wanted, compile_decoders
 from .guard import fingerprint
 from .layout import Sums, sums_to_send
 from .learn import Layer, Learned
+from .node import NodeProcess, read_lent, write_lent
 from .placement import trace
 from .shard import PieceChange, Shard, open_shard
 
@@ -57,6 +58,7 @@ class Rank:
     hooks      layers that may rearrange their weights after loading (hooks.py of an engine)
     loading    entered around the model's own loader
     reload     has the engine load a checkpoint folder into the model
+    host       the address at which other nodes of the server reach this one; None if all ranks must be on one node
     """
 
     def __init__(
@@ -68,14 +70,22 @@ class Rank:
         hooks: Callable[[], Sequence[Layer]] = tuple,
         loading: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reload: Callable[[str], object] = _cannot_reload,
+        host: Callable[[], str] | None = None,
     ) -> None:
         self.reload = reload
+        self.node = arrays.node()
+        """The node that this rank is on."""
         self.has_moved: Callable[[], bool] = lambda: False
         """Whether weights are not where a reload puts them, because the engine has moved them since the start."""
         self._model, self._number, self._loading = model, number, loading
         self._counted = number
         """Number among the ranks of all data-parallel servers; `_number` counts from the first one of this server."""
-        self._problems, self._hooks = problems, hooks
+        self._place = 0
+        """Number among the ranks of this node."""
+        self._socket: Path | None = None
+        self._process: NodeProcess | None = None
+        """Where the API server is on another node: what works for the ranks of this one, if this is the first."""
+        self._problems, self._hooks, self._host = problems, hooks, host
         self._schema = Schema.build(())
         self._shard: Shard | None = None
         """None where memory could not be mapped."""
@@ -92,13 +102,10 @@ class Rank:
 
     # ── by the engine ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _do_layout(self, schema: str, sockets: str, first: int = 0) -> Answer:
-        """Trace the loader and begin to listen. `schema` is a file, `sockets` a folder, `first` this server's first
-        rank."""
+    def _do_layout(self, schema: str, first: int = 0) -> Answer:
+        """Trace the loader. `schema` is JSON, `first` this server's first rank."""
         self._number = self._counted - first
-        if not Path(schema).exists():
-            raise RuntimeError("this rank is on another node than the API server: all ranks of a server must be on one")
-        self._schema = msgspec.json.decode(Path(schema).read_bytes(), type=Schema)
+        self._schema = msgspec.json.decode(schema, type=Schema)
         problems = self._problems()
         clock = time.perf_counter()
         with self._loading():
@@ -116,18 +123,34 @@ class Rank:
             self._shard = open_shard(pieces)
         except ValueError as error:
             problems.append(str(error))
-        path = f"{sockets}/rank-{self._number}.sock"
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        listen(path, self.call, prepare=_use_other_cores)
         return {
             "pieces": msgspec.to_builtins([piece.region for piece in pieces]),
             "problems": problems,
             "untouched": placement.untouched,
             "failure": placement.failure,
             "device": bool(self._shard is not None and not self._shard.audited),
-            "socket": path,
+            "node": self.node,
         }
+
+    def _do_listen(self, node: str, ranks: list[int], folder: str, secret: str) -> Answer:
+        """On one node, begin to listen, in a folder of `arrays.root()`. With a secret, which is hexadecimal, the API
+        server is elsewhere: the first of the node's ranks starts a process that it can reach."""
+        if node != self.node:
+            return {}
+        if secret and self._host is None:
+            raise RuntimeError("this rank is on another node than the API server: all ranks of a server must be on one")
+        place, self._place = arrays.root() / folder, ranks.index(self._number)
+        place.mkdir(mode=0o700, exist_ok=True)
+        path = place / f"rank-{self._number}.sock"
+        if path != self._socket:
+            listen(str(path), self.call, prepare=_use_other_cores)
+            self._socket = path
+        if not secret or self._host is None or self._place:
+            return {"socket": str(path)}
+        if self._process is not None:
+            self._process.close()
+        self._process = NodeProcess(place, self._host(), bytes.fromhex(secret))
+        return {"socket": str(path), "address": self._process.address}
 
     def _free_copies(self) -> None:
         """Give back the memory of the layers' copies: on a device, torch would keep it from the engine."""
@@ -174,7 +197,7 @@ class Rank:
         """Decode a delta against the live weights. `wanted` in the answer: it takes weights that others hold."""
         self._staged = None
         decoder = Decoder(self._weights, threads=max(1, default_threads() // 2))
-        borrowed, expected = _borrowed(lent), msgspec.convert(claim, DeltaClaim)
+        borrowed, expected = read_lent(lent), msgspec.convert(claim, DeltaClaim)
         changes: list[PieceChange] = []
         wanted: list[Region] = []
         for path in paths:
@@ -222,17 +245,17 @@ class Rank:
 
     def _do_count(self, path: str) -> Answer:
         """Count the classes of old weights in the tiles of this rank's sheet."""
-        shard, mine = self._on_device, f"{path}.{self._number}"
+        shard, mine = self._on_device, f"{path}.{self._place}"
         shard.count(Path(f"{mine}.tiles"), Path(f"{mine}.sizes"))
         return {}
 
     def _do_receive(self, path: str, parts: list[list[list[int]]], tiles: list[int]) -> Answer:
         """Stage what the decoder wrote for this rank."""
         self._staged = None
-        mine, counted = f"{path}.{self._number}", bool(tiles[self._number])
+        mine, counted = f"{path}.{self._place}", bool(tiles[self._place])
         patch = self._on_device.receive(
             Path(f"{mine}.moves"),
-            [(kind, count) for kind, count in parts[self._number]],
+            [(kind, count) for kind, count in parts[self._place]],
             Path(f"{mine}.ranks") if counted else None,
             Path(f"{mine}.tiles") if counted else None,
         )
@@ -258,11 +281,9 @@ class Rank:
 
     def _do_lend(self, regions: list[Any], path: str) -> Answer:
         """Write what this rank holds of some regions to a file."""
-        parts = [*Decoder(self._weights).lend(msgspec.convert(regions, list[Region]))]
-        index = np.frombuffer(msgspec.json.encode([part for part, _ in parts]), np.uint8)
-        out = Path(f"{path}.{self._number}.lent")
-        arrays.write(out, {"index": index, **{str(i): bits for i, (_, bits) in enumerate(parts)}})
-        return {"lent": str(out)}
+        out = f"{path}.{self._place}.lent"
+        write_lent(Path(out), Decoder(self._weights).lend(msgspec.convert(regions, list[Region])))
+        return {"lent": out}
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -330,12 +351,3 @@ def _use_other_cores() -> None:
     if others:
         with suppress(OSError):
             os.sched_setaffinity(threading.get_native_id(), others)
-
-
-def _borrowed(paths: list[str]) -> Lent:
-    lent: dict[Region, Any] = {}
-    for path in paths:
-        file = arrays.open_arrays(Path(path))
-        for i, part in enumerate(msgspec.json.decode(file["index"].tobytes(), type=list[Region])):
-            lent[part] = file[str(i)]
-    return lent

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
+import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +22,26 @@ from ...bucket.references import as_run
 from ...core import full
 from ...core.change import Region
 from ...core.digest import StateDigest
-from ...core.errors import ChainError, DeltawireError, DigestMismatch, MissingBase, NotRestored, SchemaMismatch
+from ...core.errors import DeltawireError, DigestMismatch, MissingBase, NotRestored, SchemaMismatch
+from ...core.parallel import ordered_map
 from ...core.schema import Schema, listed
 from ...replica.target import Delta, Staged, Update
 from . import arrays
-from .channel import Caller, ChannelClosed, call_all
-from .decoder import Decoder
+from .channel import Answer, Caller
 from .engine import Engine
 from .layout import Layout, arrange, sums_of
+from .node import SECRET, Node, RemoteNode, WorkerError, ask, source_folder, wanted
 
 log = logging.getLogger("deltawire")
 
-STAGE_LIMIT_S = 3600.0
-"""Seconds that work beside the model may take."""
-
 OF_NO_VERSION = StateDigest(1, 1)
 """Stands for the digest of weights that have none: unknown ones, or ranks that disagree."""
-
-_CHUNK = 8 << 20
-
-
-class WorkerError(ChainError):
-    """An operation failed on a rank; nothing was changed. Another path to the version may still work."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StagedRanks(Staged):
     """A version that is staged on every rank."""
 
-    folder: tempfile.TemporaryDirectory[str]
-    """Files that ranks read from, until the swap is over."""
     reloads: bool = False
     """Whether the weights go through the engine's own loader."""
 
@@ -79,9 +70,11 @@ class EngineTarget:
         self._folder = Path(self._temporary.name)
         self._schema = Schema.build(())
         self._layout: Layout = arrange(self._schema, ())
-        self._ranks: list[Caller] = []
-        self._decoder: Decoder | None = None
-        """Decodes for ranks whose weights are on devices; None where they are in host memory."""
+        self._here = Node(self._folder)
+        self._nodes: list[Node | RemoteNode] = []
+        """Where the ranks are; empty before the first run."""
+        self._audits = True
+        """Whether reading all weights takes too long for a pause."""
         self._loaded = OF_NO_VERSION
         """Digest of the checkpoint that the engine's own loader was given last."""
         self._from = engine.source
@@ -101,7 +94,7 @@ class EngineTarget:
     @property
     def guard(self) -> str:
         """ "patch", or why weights are reloaded in full; empty before the first sync."""
-        return f"reload: {self.refused}" if self.refused else "patch" if self._ranks else ""
+        return f"reload: {self.refused}" if self.refused else "patch" if self._nodes else ""
 
     def bind(self, schema: Schema) -> bool:
         """Locate the weights on all ranks, and check whether they can be patched in place.
@@ -111,31 +104,62 @@ class EngineTarget:
         if schema == self._schema:
             return False
         self._schema = Schema.build(())
-        path = self._folder / "schema.json"
-        path.write_bytes(msgspec.json.encode(schema))
-        answers = self._all("layout", schema=str(path), sockets=str(self._folder), first=self.engine.first_rank)
+        text = msgspec.json.encode(schema).decode()
+        answers = self._all("layout", schema=text, first=self.engine.first_rank)
         ranks = msgspec.convert([answer["pieces"] for answer in answers], list[list[Region]])
         problems = [problem for answer in answers for problem in answer["problems"]]
         self._layout = arrange(schema, ranks, list(dict.fromkeys(problems)))
         self._require_names(schema, self._layout.unused, answers)
         self.refused = self._layout.problems[0] if self._layout.problems else ""
-        for caller in self._ranks:
-            caller.close()
-        self._ranks = [Caller(answer["socket"]) for answer in answers]
+        self._audits = not all(answer["device"] for answer in answers)
+        self._find_nodes(text, answers)
         if not self.refused:
             self._all("group", groups=[list(groups) for groups in self._layout.groups])
-            if all(answer["device"] for answer in answers):
-                self._decoder = self._decoder or Decoder(self._folder)
-                self._decoder.call(
-                    "open", STAGE_LIMIT_S, schema=str(path), ranks=[answer["pieces"] for answer in answers]
-                )
         self._check_layout(schema)
         self._schema = schema
         if self.refused:
             log.warning("deltas are refused, every version is reloaded in full: %s", self.refused)
         return True
 
-    def _require_names(self, schema: Schema, unused: Sequence[str], answers: list[dict[str, Any]]) -> None:
+    def _find_nodes(self, schema: str, answers: list[Answer]) -> None:
+        """Reach all ranks, node by node."""
+        for node in self._nodes:
+            if isinstance(node, RemoteNode):
+                node.close()
+        self._nodes = []
+        at: dict[str, list[int]] = {}
+        for number, answer in enumerate(answers):
+            at.setdefault(answer["node"], []).append(number)
+        decodes = not self.refused and not self._audits
+
+        def pieces(numbers: list[int]) -> list[Any]:
+            return [answers[number]["pieces"] for number in numbers]
+
+        def connect(name: str) -> Caller:
+            numbers, secret = at[name], secrets.token_bytes(SECRET)
+            found = self._listening(name, numbers, f"deltawire-{secrets.token_hex(8)}", secret.hex())
+            host, port = found[0]["address"]
+            caller = Caller((host, port), secret=secret)
+            ask(caller, "open", numbers=numbers, sockets=[answer["socket"] for answer in found])
+            if decodes:
+                ask(caller, "decode", schema=schema, ranks=pieces(numbers))
+            return caller
+
+        for name, numbers in at.items():
+            if name != arrays.node():
+                self._nodes.append(RemoteNode(numbers, partial(connect, name)))
+                continue
+            found = self._listening(name, numbers, self._folder.name, "")
+            self._here.open(numbers, [answer["socket"] for answer in found])
+            self._nodes.append(self._here)
+            if decodes:
+                self._here.decode(schema, pieces(numbers))
+
+    def _listening(self, node: str, numbers: list[int], folder: str, secret: str) -> list[Answer]:
+        found = self._all("listen", node=node, ranks=numbers, folder=folder, secret=secret)
+        return [found[number] for number in numbers]
+
+    def _require_names(self, schema: Schema, unused: Sequence[str], answers: list[Answer]) -> None:
         """Now, while nothing was touched: a loader that does not know the run's names could not load it either."""
         failure = next((answer["failure"] for answer in answers if answer["failure"]), "")
         missing = [name for answer in answers for name in answer["untouched"]]
@@ -184,75 +208,46 @@ class EngineTarget:
         return self._loaded if self.refused else self.live_digest()
 
     def live_digest(self) -> StateDigest:
-        return self._total(self._beside("digest"), "sums")
+        return self._total(self._each(lambda node: node.beside("digest")), "sums")
 
     # ── beside the model ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def stage(self, update: Update) -> StagedRanks:
         clock = time.perf_counter()
-        staged = StagedRanks(update=update, folder=tempfile.TemporaryDirectory(dir=self._folder))
-        folder, content = Path(staged.folder.name), update.content
+        staged = StagedRanks(update=update, reloads=bool(self.refused) and not isinstance(update.content, Delta))
         try:
-            if isinstance(content, Delta):
-                self._stage(staged, self._delta(content, folder))
+            answers = self._each(lambda node: node.stage(update, staged.reloads))
+            if staged.reloads:
+                staged.undoable = False
             else:
-                full.write_checkpoint(folder, content)
-                if self.refused:
-                    staged.reloads, staged.undoable = True, False
-                    update.require(full.digest_of(content))
-                else:
-                    self._stage(staged, self._beside("stage_full", folder=str(folder)))
+                self._check(staged, self._borrow(answers, update.version))
         except BaseException:
-            self._forget(staged)
+            self._forget()
             raise
         staged.timings["decode"] = time.perf_counter() - clock
         return staged
 
-    def _stage(self, staged: StagedRanks, answers: list[dict[str, Any]]) -> None:
+    def _check(self, staged: StagedRanks, answers: list[Answer]) -> None:
         update = staged.update
         if (found := self._total(answers, "present")) != update.base:
             raise DigestMismatch(update.version, str(update.base), str(found), "the weights are not those from before")
         update.require(self._total(answers, "predicted"))
         staged.undoable = not any(answer["overwrites"] for answer in answers)
 
-    def _delta(self, delta: Delta, folder: Path) -> list[dict[str, Any]]:
-        """Stage a delta on every rank."""
-        files, claim = [], msgspec.to_builtins(delta.claim)
-        for number, data in enumerate(delta.files):
-            files.append(str(folder / f"{number}.delta"))
-            with open(files[-1], "wb") as out:
-                for start in range(0, data.size, _CHUNK):
-                    out.write(data.read(start, min(_CHUNK, data.size - start)))
-        answers = self._received(self._decoder, files, claim) if self._decoder is not None else None
-        return answers if answers is not None else self._decoded(files, claim)
-
-    def _received(self, decoder: Decoder, files: list[str], claim: Any) -> list[dict[str, Any]] | None:
-        """Stage a delta that is decoded once, in a process of its own, for ranks that hold their weights on devices.
-        None where tiles are cut by the edges of pieces."""
-        out = f"{files[0]}.ranks"
-        read = decoder.call("read", STAGE_LIMIT_S, paths=files, claim=claim, out=out)
-        if read.get("cut"):
-            return None
-        if any(read["tiles"]):
-            self._beside("count", path=out)
-            decoder.call("ranks", STAGE_LIMIT_S, out=out)
-        return self._beside("receive", path=out, parts=read["parts"], tiles=read["tiles"])
-
-    def _decoded(self, files: list[str], claim: Any) -> list[dict[str, Any]]:
-        """Stage what each rank decodes from the weights it holds, and from those that others lend it."""
-        answers = self._beside("stage_delta", paths=files, claim=claim, lent=[])
+    def _borrow(self, answers: list[Answer], version: int) -> list[Answer]:
+        """Stage again where that takes old weights of other nodes: a tile is cut by the edge between two of them."""
+        for node in self._nodes if any("wanted" in answer for answer in answers) else ():
+            if regions := wanted(answers[number] for number in node.numbers):
+                parts = [part for other in self._nodes if other is not node for part in other.lend(regions)]
+                for number, answer in zip(node.numbers, node.borrow(parts), strict=True):
+                    answers[number] = answer
         if any("wanted" in answer for answer in answers):
-            regions = [region for answer in answers for region in answer.get("wanted", ())]
-            lent = [answer["lent"] for answer in self._beside("lend", regions=regions, path=files[0])]
-            answers = self._beside("stage_delta", paths=files, claim=claim, lent=lent)
-        if any("wanted" in answer for answer in answers):
-            raise MissingBase(f"version {claim['version']} needs old weights that no rank of this node holds")
+            raise MissingBase(f"version {version} needs old weights that no rank holds")
         return answers
 
-    def _forget(self, staged: StagedRanks) -> None:
+    def _forget(self) -> None:
         with suppress(WorkerError):
-            self._beside("forget")
-        staged.folder.cleanup()
+            self._each(lambda node: node.forget())
 
     # ── the swap ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -263,13 +258,13 @@ class EngineTarget:
                 self._reload(staged)
             else:
                 self.run(self._swap(staged))
-                if self._decoder is None:
+                if self._audits:
                     self._audit(staged)
         except NotRestored:
             self.spoiled = True
             raise
         finally:
-            self._forget(staged)
+            self._forget()
         self.spoiled = False
 
     async def _swap(self, staged: StagedRanks, name: bool = True) -> None:
@@ -310,7 +305,7 @@ class EngineTarget:
         # the first weights whose digest is known here show whether memory is laid out like a checkpoint
         provable = self._source_unknown and not self._layout.problems
         try:
-            self._beside("stage_reload", folder=staged.folder.name, unchanged=False, prove=provable)
+            self._each(lambda node: node.reload("", False, provable))
             self.run(self._swap(staged))
         except WorkerError:
             self._loaded = before
@@ -322,7 +317,7 @@ class EngineTarget:
     def _prove_reload(self, staged: StagedRanks) -> None:
         """Loading what is loaded already must change nothing: a loader that repacks weights may not survive it."""
         if not self._harm:
-            self._beside("stage_reload", folder=str(source_folder(self._from)), unchanged=True, prove=False)
+            self._each(lambda node: node.reload(self._from, True, False))
             try:
                 self.run(self._swap(staged, name=False))
                 self._reload_is_safe = True
@@ -362,23 +357,20 @@ class EngineTarget:
         """Run a coroutine in the event loop of the engine client, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _all(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
+    def _all(self, operation: str, **arguments: Any) -> list[Answer]:
         answers = self.run(self.engine.call(operation, **arguments))
         if (error := _first_error(answers)) is not None:
             raise error
         return answers  # type: ignore[no-any-return]
 
-    def _beside(self, operation: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Call every rank through its socket, beside generation and without the engine."""
-        try:
-            answers = call_all(self._ranks, operation, STAGE_LIMIT_S, **arguments)
-        except ChannelClosed as error:
-            raise WorkerError(f"a rank cannot be reached for {operation!r}: {error}") from error
-        if (failed := _first_error(answers)) is not None:
-            raise failed
-        return answers
+    def _each(self, work: Callable[[Node | RemoteNode], list[Answer]]) -> list[Answer]:
+        """Do something on all nodes at the same time. Returns the answers of all ranks in order."""
+        found: dict[int, Answer] = {}
+        for node, answers in zip(self._nodes, ordered_map(work, self._nodes, len(self._nodes)), strict=True):
+            found |= zip(node.numbers, answers, strict=True)
+        return [found[number] for number in sorted(found)]
 
-    def _total(self, answers: list[dict[str, Any]], key: str) -> StateDigest:
+    def _total(self, answers: list[Answer], key: str) -> StateDigest:
         """The digest of the whole model from those of its parts."""
         try:
             return self._layout.total([sums_of(answer[key]) for answer in answers])
@@ -387,21 +379,8 @@ class EngineTarget:
             return OF_NO_VERSION
 
 
-def _first_error(answers: list[dict[str, Any]]) -> DeltawireError | None:
+def _first_error(answers: list[Answer]) -> DeltawireError | None:
     for rank, answer in enumerate(answers):
         if "error" in answer:
             return WorkerError(f"rank {rank}: {answer['error']}")
     return None
-
-
-def source_folder(name: str, revision: str | None = None) -> Path | None:
-    """The checkpoint folder that an engine was started from, by its path or by a Hub model's name and revision; None if
-    it is not here."""
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception:
-        return None

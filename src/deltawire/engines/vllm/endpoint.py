@@ -64,6 +64,9 @@ class Plugin(Endpoint):
         self._several = several = (getattr(args, "api_server_count", None) or 1) > 1
         if several and self._settings.adapters:
             raise Misconfigured("adapters are followed by one API server: start vllm serve with --api-server-count 1")
+        parallel = getattr(engine_client.vllm_config, "parallel_config", None)
+        if self._settings.adapters and getattr(parallel, "nnodes", 1) > 1:
+            raise Misconfigured("adapters are written to a folder that all ranks read: serve them on one node")
         if several and engine_client.engine_core.client_index:
             self._relay = Relay()
             await self._relay.connect()

@@ -52,6 +52,7 @@ class DeltawireEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             problems=lambda: problems_of(self.model, self.vllm_config),
             hooks=lambda: hooked_layers(self.model),
             loading=self._loading,
+            host=_host,
         )
 
     @contextmanager
@@ -78,3 +79,10 @@ class DeltawireEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         pass
+
+
+def _host() -> str:
+    """The address at which vLLM's processes on other nodes reach those on this one: VLLM_HOST_IP, if it is set."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())

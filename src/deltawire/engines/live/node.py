@@ -1,0 +1,354 @@
+"""The ranks of one node, which share files and sockets. Every node fetches and decodes for its own ranks.
+
+On the node of the API server a thread of that server does it (`Node`). On every other node it is a process that the
+first rank there starts, `python -m deltawire.engines.live.node FOLDER LISTENER`, and that the API server calls over TCP
+(`RemoteNode`). Between nodes go the places of pieces, versions and digests, and the old weights of those tiles that the
+edge between the pieces of two nodes cuts; everything else a node reads from the bucket. No torch here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ...bucket.references import resolver
+from ...bucket.replay import checkout
+from ...bucket.run import Run
+from ...bucket.walk import fetch_link
+from ...core import full
+from ...core.change import Region
+from ...core.digest import StateDigest
+from ...core.dtypes import Bits, lookup
+from ...core.errors import ChainError
+from ...core.full import Source
+from ...core.sparse import DeltaClaim
+from ...replica.target import Delta, Update
+from . import arrays
+from .channel import Answer, Caller, ChannelClosed, call_all, serve
+from .decoder import Decoder
+
+STAGE_LIMIT_S = 3600.0
+"""Seconds that work beside the model may take."""
+
+SECRET = 32
+"""Bytes that connections from other nodes begin with."""
+
+_CHUNK = 8 << 20
+
+
+class WorkerError(ChainError):
+    """An operation failed on a rank; nothing was changed. Another path to the version may still work."""
+
+
+class Node:
+    """The ranks of this process's node. Methods return the answers of its ranks, in order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.numbers: list[int] = []
+        """Which ranks of the server are here."""
+        self._folder = folder
+        self._ranks: list[Caller] = []
+        self._decoder: Decoder | None = None
+        """Decodes for ranks whose weights are on devices; None where they are in host memory."""
+        self._staging: tempfile.TemporaryDirectory[str] | None = None
+        """Files that ranks read from, until the swap is over."""
+        self._delta: tuple[list[str], Any] = [], None
+        """Files and claim of the delta that is being staged."""
+
+    def open(self, numbers: Sequence[int], sockets: Sequence[str]) -> None:
+        """Connect to the ranks."""
+        for caller in self._ranks:
+            caller.close()
+        self.numbers, self._ranks = list(numbers), [Caller(path) for path in sockets]
+
+    def decode(self, schema: str, ranks: list[Any]) -> None:
+        """Decode deltas in a process of its own, once for these ranks, given the pieces of each."""
+        path = self._folder / "schema.json"
+        path.write_text(schema)
+        self._decoder = self._decoder or Decoder(self._folder)
+        self._decoder.call("open", STAGE_LIMIT_S, schema=str(path), ranks=ranks)
+
+    def beside(self, operation: str, **arguments: Any) -> list[Answer]:
+        """Call every rank through its socket, beside generation and without the engine."""
+        try:
+            answers = call_all(self._ranks, operation, STAGE_LIMIT_S, **arguments)
+        except ChannelClosed as error:
+            raise WorkerError(f"a rank cannot be reached for {operation!r}: {error}") from error
+        for number, answer in zip(self.numbers, answers, strict=True):
+            if "error" in answer:
+                raise WorkerError(f"rank {number}: {answer['error']}")
+        return answers
+
+    def stage(self, update: Update, reloads: bool) -> list[Answer]:
+        """Stage a version. `wanted` in an answer: that takes old weights that no rank here holds. With `reloads`, full
+        weights are written to a folder and no more."""
+        self._clean()
+        self._staging = tempfile.TemporaryDirectory(dir=self._folder)
+        folder = Path(self._staging.name)
+        if isinstance(update.content, Delta):
+            return self._stage_delta(update.content, folder)
+        full.write_checkpoint(folder, update.content)
+        if not reloads:
+            return self.beside("stage_full", folder=str(folder))
+        update.require(full.digest_of(update.content))
+        return [{} for _ in self._ranks]
+
+    def _stage_delta(self, delta: Delta, folder: Path) -> list[Answer]:
+        files, claim = [], msgspec.to_builtins(delta.claim)
+        for number, data in enumerate(delta.files):
+            files.append(str(folder / f"{number}.delta"))
+            with open(files[-1], "wb") as out:
+                for chunk in data.chunks(_CHUNK):
+                    out.write(chunk)
+        self._delta = files, claim
+        answers = self._received(self._decoder) if self._decoder is not None else None
+        return answers if answers is not None else self._decoded([])
+
+    def _received(self, decoder: Decoder) -> list[Answer] | None:
+        """Stage a delta that is decoded once, in a process of its own, for ranks that hold their weights on devices.
+        None where tiles are cut by the edges of pieces."""
+        files, claim = self._delta
+        out = f"{files[0]}.ranks"
+        read = decoder.call("read", STAGE_LIMIT_S, paths=files, claim=claim, out=out)
+        if read.get("cut"):
+            return None
+        if any(read["tiles"]):
+            self.beside("count", path=out)
+            decoder.call("ranks", STAGE_LIMIT_S, out=out)
+        return self.beside("receive", path=out, parts=read["parts"], tiles=read["tiles"])
+
+    def _decoded(self, lent: list[str]) -> list[Answer]:
+        """Stage what each rank decodes from the weights it holds, and from those that others lend it."""
+        files, claim = self._delta
+        answers = self.beside("stage_delta", paths=files, claim=claim, lent=lent)
+        if any("wanted" in answer for answer in answers):
+            more = self._lent(wanted(answers), files[0])
+            answers = self.beside("stage_delta", paths=files, claim=claim, lent=[*lent, *more])
+        return answers
+
+    def _lent(self, regions: list[Any], path: str) -> list[str]:
+        return [answer["lent"] for answer in self.beside("lend", regions=regions, path=path)]
+
+    def lend(self, regions: list[Any]) -> list[Any]:
+        """What ranks here hold of some regions, for another node."""
+        assert self._staging is not None
+        parts = read_lent(self._lent(regions, f"{self._staging.name}/away"))
+        return [(msgspec.to_builtins(region), b64encode(bits.tobytes()).decode()) for region, bits in parts.items()]
+
+    def borrow(self, parts: list[Any]) -> list[Answer]:
+        """Stage the delta again, with old weights that other nodes have lent."""
+        files, _ = self._delta
+        path, found = Path(f"{files[0]}.borrowed"), []
+        for sent, text in parts:
+            region = msgspec.convert(sent, Region)
+            bits = np.frombuffer(b64decode(text), lookup(region.tensor.dtype).unit)
+            found.append((region, bits.reshape(region.rows, region.columns)))
+        write_lent(path, found)
+        return self._decoded([str(path)])
+
+    def reload(self, source: str, unchanged: bool, prove: bool) -> list[Answer]:
+        """Have the engine load in the next swap what is staged, or the checkpoint it started from (`source`)."""
+        folder = source_folder(source) if source else self._staging and Path(self._staging.name)
+        if not folder:
+            raise WorkerError(f"the checkpoint {source!r} is not on the node of rank {self.numbers[0]}")
+        return self.beside("stage_reload", folder=str(folder), unchanged=unchanged, prove=prove)
+
+    def forget(self) -> list[Answer]:
+        try:
+            return self.beside("forget")
+        finally:
+            self._clean()
+
+    def _clean(self) -> None:
+        if self._staging is not None:
+            self._staging.cleanup()
+            self._staging = None
+
+
+class RemoteNode:
+    """The ranks of another node, as `Node`."""
+
+    def __init__(self, numbers: Sequence[int], connect: Callable[[], Caller]) -> None:
+        """`connect` starts a process there; where it is lost, another one is started."""
+        self.numbers = list(numbers)
+        self._connect = connect
+        self._caller: Caller | None = None
+
+    def beside(self, operation: str, **arguments: Any) -> list[Answer]:
+        return self._call("beside", operation=operation, **arguments)
+
+    def stage(self, update: Update, reloads: bool) -> list[Answer]:
+        claim = msgspec.to_builtins(update.content.claim) if isinstance(update.content, Delta) else None
+        digests = [msgspec.to_builtins(digest) for digest in (update.digest, update.base)]
+        return self._call(
+            "stage", run=update.run, version=update.version, digests=digests, claim=claim, reloads=reloads
+        )
+
+    def lend(self, regions: list[Any]) -> list[Any]:
+        return self._call("lend", regions=regions)
+
+    def borrow(self, parts: list[Any]) -> list[Answer]:
+        return self._call("borrow", parts=parts)
+
+    def reload(self, source: str, unchanged: bool, prove: bool) -> list[Answer]:
+        return self._call("reload", source=source, unchanged=unchanged, prove=prove)
+
+    def forget(self) -> list[Answer]:
+        return self._call("forget")
+
+    def _call(self, operation: str, /, **arguments: Any) -> list[Any]:
+        for last in (False, True):
+            try:
+                self._caller = self._caller or self._connect()
+                return ask(self._caller, operation, **arguments)
+            except ChannelClosed as error:
+                self.close()
+                if last:
+                    raise WorkerError(f"the node of rank {self.numbers[0]} cannot be reached: {error}") from error
+            except WorkerError as error:
+                raise WorkerError(f"the node of rank {self.numbers[0]}: {error}") from error
+        raise AssertionError
+
+    def close(self) -> None:
+        if self._caller is not None:
+            self._caller.close()
+            self._caller = None
+
+
+def ask(caller: Caller, operation: str, /, **arguments: Any) -> list[Any]:
+    """Call the process of another node."""
+    answer = caller.call(operation, STAGE_LIMIT_S, **arguments)
+    if "error" in answer:
+        raise WorkerError(answer["error"])
+    return answer["answers"]  # type: ignore[no-any-return]
+
+
+class NodeProcess:
+    """Starts the process that works for the ranks of a node which the API server is not on. It ends with this one."""
+
+    def __init__(self, folder: Path, host: str, secret: bytes) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as listener:
+            self.address = listener.getsockname()[:2]
+            """Host and port."""
+            self._folder = folder
+            number = listener.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(folder), str(number)], stdin=subprocess.PIPE, pass_fds=[number]
+            )
+        assert self._process.stdin is not None
+        self._stdin = self._process.stdin
+        self._stdin.write(secret)
+        self._stdin.flush()
+
+    def close(self) -> None:
+        self._stdin.close()
+        # by itself, unless it was killed
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Process:
+    """That process: the run, read from here, and the ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._node = node = Node(folder)
+        self._runs: dict[str, Run] = {}
+        known = (node.open, node.decode, node.beside, self.stage, node.lend, node.borrow, node.reload, node.forget)
+        self._operations: dict[str, Callable[..., Any]] = {operation.__name__: operation for operation in known}
+
+    def call(self, operation: str, /, **arguments: Any) -> Answer:
+        try:
+            return {"answers": self._operations[operation](**arguments)}
+        except WorkerError as error:
+            return {"error": str(error)}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def stage(self, run: str, version: int, digests: list[Any], claim: Any, reloads: bool) -> list[Answer]:
+        # this node may have a bucket of its own that is nearer
+        address = os.environ.get("DELTAWIRE_RUN") or run
+        opened = self._runs.setdefault(address, Run.open(address))
+        opened.forget(version)
+        manifest = opened.manifest(version)
+        to, base = msgspec.convert(digests, list[StateDigest])
+
+        def stage(content: Delta | Source) -> list[Answer]:
+            return self._node.stage(Update(version, to, base, content), reloads)
+
+        if claim is None:
+            return stage(checkout(opened, version, resolve=resolver(os.environ.get("DELTAWIRE_REFERENCE"))))
+        expected = msgspec.convert(claim, DeltaClaim)
+        fetched = fetch_link(opened, manifest, opened.link(manifest, "delta", expected.base))
+        try:
+            return stage(Delta(expected, fetched.objects))
+        finally:
+            fetched.close()
+
+
+def wanted(answers: Iterable[Answer]) -> list[Any]:
+    """The regions that ranks need old weights of."""
+    return [region for answer in answers for region in answer.get("wanted", ())]
+
+
+def write_lent(path: Path, parts: Iterable[tuple[Region, Bits]]) -> None:
+    """Write old weights to a file, for ranks that want them."""
+    found = list(parts)
+    index = np.frombuffer(msgspec.json.encode([part for part, _ in found]), np.uint8)
+    arrays.write(path, {"index": index, **{str(i): bits for i, (_, bits) in enumerate(found)}})
+
+
+def read_lent(paths: Iterable[str]) -> dict[Region, Bits]:
+    """The old weights in such files, by where they belong."""
+    lent: dict[Region, Bits] = {}
+    for path in paths:
+        file = arrays.open_arrays(Path(path))
+        for i, part in enumerate(msgspec.json.decode(file["index"].tobytes(), type=list[Region])):
+            lent[part] = file[str(i)]
+    return lent
+
+
+def source_folder(name: str, revision: str | None = None) -> Path | None:
+    """The checkpoint folder that an engine was started from, by its path or by a Hub model's name and revision; None if
+    it is not here."""
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception:
+        return None
+
+
+def main() -> None:
+    """Answer calls until the rank that started this process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    # the engine comes first; it may have tied the rank to the core that it computes on
+    os.nice(5)
+    with suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    folder, listener = sys.argv[1:]
+    try:
+        secret = sys.stdin.buffer.read(SECRET)
+        serve(socket.socket(fileno=int(listener)), _Process(Path(folder)).call, secret=secret)
+        sys.stdin.buffer.read()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

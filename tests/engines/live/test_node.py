@@ -1,0 +1,117 @@
+"""Ranks on two nodes: one server, with a process on the second node that fetches and decodes for the ranks there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from test_follower import World
+from test_follower import loop as loop
+
+from deltawire.engines.live import rank as rank_module
+from deltawire.engines.live.device import DeviceShard
+from deltawire.engines.live.node import RemoteNode, WorkerError
+from deltawire.store import open_store
+
+
+@pytest.fixture
+def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the second node calls the run."""
+    path = tmp_path / "away"
+    path.symlink_to(tmp_path / "run")
+    monkeypatch.setenv("DELTAWIRE_RUN", str(path))
+    return path
+
+
+@pytest.fixture
+def borrowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many parts the second node has borrowed, each time."""
+    counts: list[int] = []
+    borrow = RemoteNode.borrow
+
+    def noted(self: RemoteNode, parts: list[Any]) -> list[Any]:
+        counts.append(len(parts))
+        return borrow(self, parts)
+
+    monkeypatch.setattr(RemoteNode, "borrow", noted)
+    return counts
+
+
+@pytest.fixture
+def world(
+    request: pytest.FixtureRequest, tmp_path: Path, away: Path, loop: asyncio.AbstractEventLoop
+) -> Iterator[World]:
+    """Four ranks, every other one on another node than the API server."""
+    encoding = getattr(request, "param", "context")
+    world = World(tmp_path, open_store(str(tmp_path / "run")), loop, 4, encoding=encoding)
+    for rank in world.client.ranks[1::2]:
+        rank.node, rank._host = "another", lambda: "127.0.0.1"
+    yield world
+    world.publisher.close()
+    for process in (world.client.ranks[1]._process, world.target._here._decoder):
+        if process is not None:
+            process.close()
+
+
+def test_ranks_on_two_nodes_follow_as_one(world: World, away: Path, borrowed: list[int]) -> None:
+    """Deltas whose tiles the edges between nodes cut, full weights, and a way back; and what fails on the second node
+    leaves all ranks at the old version."""
+    assert world.sync() == 0
+    assert world.target.guard == "patch"
+    for _ in range(2):
+        assert world.publish() == world.sync()
+    world.holds(2)
+    assert len(borrowed) == 2
+    assert min(borrowed) > 0
+    assert world.sync(0) == 0
+    world.holds(0)
+    # the bucket cannot be reached from there
+    away.rename(away.with_name("gone"))
+    with pytest.raises(WorkerError, match=r"the node of rank 1: .*no run at"):
+        world.sync()
+    world.holds(0)
+    away.with_name("gone").rename(away)
+    world.client.fail[3, "apply"] = 1
+    with pytest.raises(WorkerError, match="rank 3"):
+        world.sync()
+    world.holds(0)
+    assert world.sync() == 2
+    world.holds(2)
+    # the process there is lost: another one is started
+    first = world.client.ranks[1]._process
+    assert first is not None
+    first._process.kill()
+    first._process.wait()
+    assert world.publish(density=0.9) == world.sync() == 3
+    world.holds(3)
+    assert world.client.ranks[1]._process is not first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world, borrows", (("packed", False), ("context", True)), indirect=["world"])
+def test_ranks_on_devices_of_two_nodes(
+    world: World, borrows: bool, borrowed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By plain torch, on a CPU: each node has a decoder of its own. Tiles that are cut are decoded by the ranks."""
+    monkeypatch.setattr(rank_module, "open_shard", DeviceShard)
+    assert world.sync() == 0
+    assert world.publish() == world.sync()
+    world.holds(1)
+    assert world.sync(0) == 0
+    world.holds(0)
+    assert bool(borrowed) == borrows
+
+
+@pytest.mark.slow
+def test_weights_of_two_nodes_that_cannot_be_patched_are_reloaded(world: World) -> None:
+    world.client.ranks[3]._problems = lambda: ["a kernel computes with copies"]
+    assert world.sync() == 0
+    assert world.target.guard == "reload: a kernel computes with copies"
+    assert world.publish() == world.sync()
+    world.holds(1)
