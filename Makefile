@@ -32,7 +32,7 @@ READY  := $(VENV)/.deltawire-ready
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-setup: $(READY)  ## create the virtual environment with pinned versions (again only when the pins change)
+setup: $(READY)  ## create the virtual environment with pinned versions, compile kernels (again only when the pins change)
 	@echo "$(VENV) is ready"
 
 demo: $(READY)  ## a policy learns Wordle while two servers follow it through a bucket, then a larger model; two to six minutes
@@ -139,4 +139,5 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt torch==2.13.0
 	@$(PIP) -c constraints.txt hatchling
 	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python tests/precompile.py
 	@touch $@

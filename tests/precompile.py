@@ -1,6 +1,6 @@
-"""Compiles the host kernels of a fresh clone, half of them in each process of a parallel run.
+"""Compiles the host kernels of a fresh clone into the cache on disk, in two processes: the last step of `make setup`.
 
-Otherwise each worker would compile all of them, within the time limit of whichever test comes first.
+Otherwise each worker of a parallel run would compile all of them, within the time limit of whichever test comes first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 HERE = Path(__file__).parent
 
@@ -31,6 +33,14 @@ def of_runs() -> None:
     publish(derived, versions, view="fp8-block")
     checkout(Run.open(derived), 2)
     assert dw.Replica(store, heartbeat=0).sync(blank(versions[0])) == 2
+    # views of 16 and of 32 bits, with all of a matrix changed and with a little of it
+    for dtype in ("float16", "float32"):
+        now = {"layer.weight": np.random.default_rng(0).standard_normal((256, 256)).astype(dtype)}
+        some = {"layer.weight": now["layer.weight"].copy()}
+        some["layer.weight"][3, :5] += 1
+        derived = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+        publish(derived, [now, some, {"layer.weight": -now["layer.weight"]}], view="fp8-block")
+        checkout(Run.open(derived), 2)
 
 
 def of_context() -> None:
@@ -38,9 +48,10 @@ def of_context() -> None:
     from support import applied, diff, encoded
     from tiled import always_tiles, pair
 
-    for dtype in ("BF16", "F8_E4M3"):
-        old, new = pair(dtype, (64, 128), 0.05)
-        with always_tiles():
+    # tiles with few changes and with many are counted in different ways, columns in another one
+    for dtype, shape, chance in (("BF16", (64, 128), 0.05), ("BF16", (300, 256), 0.6), ("F8_E4M3", (64, 128), 0.05)):
+        old, new = pair(dtype, shape, chance)
+        with always_tiles(tile=1 << 13):
             assert applied(encoded(old, diff(old, new), "context"), old)[0] == new
 
 
@@ -60,4 +71,7 @@ def precompile() -> list[subprocess.Popen[bytes]]:
 
 
 if __name__ == "__main__":
-    PARTS[sys.argv[1]]()
+    if sys.argv[1:]:
+        PARTS[sys.argv[1]]()
+    else:
+        sys.exit(any([process.wait() for process in precompile()]))
