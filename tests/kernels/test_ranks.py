@@ -12,7 +12,7 @@ from kernel_models import bits, random_tensor
 from deltawire.core.codecs.context.classes import CHUNK, CLASSES, SPARE, Rule, classify_tile, place_tile, rank_tile
 from deltawire.core.codecs.context.tiles import Matrix, grid_of, padded
 from deltawire.core.ulps import take_steps, zigzags_of
-from deltawire.kernels import Plan, grid, rules, torch_ops
+from deltawire.kernels import Plan, class_counts, compile_classes, grid, place, rules, torch_ops
 
 
 @pytest.mark.parametrize(
@@ -102,3 +102,23 @@ def test_steps_equal_those_of_the_core(ops: ModuleType, device: torch.device, st
         placed.new.cpu().view(torch.int16).numpy().view(np.uint16)
     )
     assert np.array_equal(reached, bits_after)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU compiles")
+def test_no_delta_makes_a_device_compile_once_all_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    compiled: list[object] = []
+    tensors = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in ((512, 1024), (1024,), (30, 128))]
+    compile_classes(tensors, [(512, 1024), (1, 1024), (30, 128)])
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **call: compiled.append(call["repr"]))
+    for classes in range(2, CLASSES + 1):
+        for tiles, leveled in ((1, False), (7, True), (16, True), (17, False)):
+            plan = Plan(tensors, [grid(0, 0, 1024, (512, 1024), (32, 1)), grid(2, 0, 128, (30, 128), (tiles, 1))])
+            levels = [(np.full(s.rows, 3, np.uint8), np.full(s.columns, 2, np.uint8)) for s in plan.segments]
+            found = rules(plan, [[0, 0, 0, 0, 252, classes]] * 2, levels if leveled else None)
+            counts = torch.zeros_like(class_counts(tensors, plan, found))
+            counts[-1, 1] = 1
+            one = (torch.zeros(1, dtype=torch.uint16, device="cuda") for _ in range(2))
+            assert place(tensors, plan, found, counts, *one).positions.tolist() == [0]
+    assert not compiled

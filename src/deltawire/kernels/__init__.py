@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.codecs.context.classes import CLASSES
+from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
+from ..core.codecs.context.tiles import grid_of, walked
 from ..core.digest import StateDigest, tensor_keys
 from . import torch_ops
 from .host import from_changes, read_region, region_plan, send_moves, to_changes
 from .pace import gently
 from .plan import TILE, Plan, Segment, flat_plan, grid
-from .results import Changed, Moves, Origins, Ranks, Rules, TooMany, read_sheet, rules
+from .results import CLASS_STEPS, Changed, Moves, Origins, Ranks, Rules, TooMany, read_sheet, rules
 
 __all__ = [
     "TILE",
@@ -44,6 +45,7 @@ __all__ = [
     "cast_and_detect",
     "class_counts",
     "class_ranks",
+    "compile_classes",
     "detect",
     "digest",
     "digest_change",
@@ -191,6 +193,28 @@ def place(old: Sequence[Tensor], plan: Plan, rules: Rules, counts: Tensor, ranks
     if tuple(counts.shape) != (plan.tiles, CLASSES):
         raise ValueError(f"counts are {tuple(counts.shape)}, the plan needs {(plan.tiles, CLASSES)}")
     return _run("place", plan, old, rules, counts, ranks, steps)  # type: ignore[no-any-return]
+
+
+def compile_classes(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> None:
+    """Run `class_counts` and `place` once with every kind of rules: a GPU compiles them on first use.
+
+    `shapes`: rows and columns of each tensor. Nothing is written to the tensors.
+    """
+    walks = [(number, walked(*shape)) for number, shape in enumerate(shapes) if shape[0] * shape[1]]
+    segments = [grid(number, 0, walk[1], walk, grid_of(*walk)) for number, walk in walks]
+    if not segments:
+        return
+    plan = Plan(tensors, segments)
+    neutral = [(np.full(s.rows, ROW_NEUTRAL, np.uint8), np.full(s.columns, COLUMN_NEUTRAL, np.uint8)) for s in segments]
+    for classes in CLASS_STEPS:
+        for levels in (None, neutral):
+            # not floats, all of class 1
+            one = [0, 0, 0, 0, (1 - ROW_NEUTRAL - COLUMN_NEUTRAL) % 256, classes]
+            found = rules(plan, [one] * len(segments), levels)
+            counts = torch.zeros_like(class_counts(tensors, plan, found))
+            counts[0, 1] = 1
+            rank, step = (torch.zeros(1, dtype=d, device=plan.device) for d in (plan.position_dtype, plan.value_dtype))
+            place(tensors, plan, found, counts, rank, step)
 
 
 @cache

@@ -38,7 +38,7 @@ def changed_class(i, end, positions, old, shape, rule, levels, where, LEVELED: t
     return tl.where(here, found, 0), position, was
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def class_ranks_kernel(
     tiles,
     count,
@@ -142,7 +142,7 @@ def class_ranks_kernel(
         tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def place_kernel(
     tiles,
     count,

@@ -11,8 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..core.codecs.context.classes import COLUMN_NEUTRAL, ROW_NEUTRAL
+from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
 from .plan import Plan, Remember, Segment
+
+CLASS_STEPS = (16, 24, CLASSES)
+"""Numbers of classes that kernels are compiled for, each a multiple of four: fewer than the rules of deltas have, since
+compiling holds up a model that is served in the same process."""
 
 _ALIGNMENT = 16
 

@@ -16,7 +16,7 @@ from . import _adamw, _change, _classes, _digest, _ranks
 from .adamw import ChangeLog, Elements, Step
 from .pace import in_turns
 from .plan import TILE, Launch, Plan
-from .results import Changed, Moves, Origins, Ranks, Rules, TooMany
+from .results import CLASS_STEPS, Changed, Moves, Origins, Ranks, Rules, TooMany
 
 CHUNK = 128
 """Units of a row that are read as one piece; a byte can count them."""
@@ -300,9 +300,14 @@ def _digest_table(plan: Plan) -> Tensor:
     return plan.remember("digest table", lambda: torch.from_numpy(core_digest.TABLE.view("i8").copy()).to(plan.device))
 
 
+def _words(rules: Rules) -> int:
+    """Words of four classes that kernels count."""
+    return next(step for step in CLASS_STEPS if step >= rules.classes) // 4
+
+
 def _wide(rules: Rules) -> int:
-    """Classes that kernels count, rounded up to what they can: a power of two, and whole words of four."""
-    return max(4, int(triton.next_power_of_2(rules.classes)))
+    """Classes that kernels count, a power of two."""
+    return int(triton.next_power_of_2(4 * _words(rules)))
 
 
 def _leveled(rules: Rules) -> int:
@@ -312,7 +317,7 @@ def _leveled(rules: Rules) -> int:
 
 def _persistent(plan: Plan, tiles: int, rules: Rules) -> tuple[tuple[int], dict[str, Any]]:
     """A grid of programs that take tiles in turn, with scratch memory for each."""
-    words, wide = triton.cdiv(rules.classes, 4), _wide(rules)
+    words, wide = _words(rules), _wide(rules)
     # a power of two, which the search for a chunk halves
     # at least two: Triton 3.6 takes a 1 as a constant, and then fails to compile the search it makes empty
     chunks = max(2, triton.next_power_of_2(plan.chunks(CHUNK)))

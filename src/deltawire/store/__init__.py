@@ -51,7 +51,8 @@ def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> 
 
     `retry` wraps it in `Retrying`. Raises BadURL if the address is not valid.
     """
-    if isinstance(where, Store):
+    # not by isinstance(where, Store): from Python 3.12 on that denies a store which passes calls on by __getattr__
+    if not isinstance(where, str | os.PathLike):
         return where
     addresses = _ANOTHER.split(os.fspath(where))
     if len(addresses) > 1:

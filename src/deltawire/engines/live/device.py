@@ -85,6 +85,20 @@ class DeviceShard:
     def _patch(self, *parts: tuple[kernels.Plan, kernels.Changed]) -> Patch:
         return Patch([*parts], [kernels.prepare_apply(self._views, changed, plan=plan) for plan, changed in parts])
 
+    def warm_up(self) -> None:
+        """Run all that staging runs, on the tiles that versions mostly have: what a device compiles on first use would
+        hold up a model that is being served. Nothing is written to the weights."""
+        if self._stream is None:
+            return
+        with self._beside():
+            starts = torch.ones(self._plan.tiles + 1, dtype=torch.int64, device=self._device)
+            starts[0] = 0
+            kinds = torch.zeros(self._plan.tiles, dtype=torch.int32, device=self._device)
+            dtypes = self._plan.position_dtype, self._plan.value_dtype
+            first, same = (torch.zeros(1, dtype=dtype, device=self._device) for dtype in dtypes)
+            kernels.resolve(self._views, kernels.Moves(starts, first, same, kinds), plan=self._plan)
+            kernels.compile_classes(self._views, [(piece.region.rows, piece.region.columns) for piece in self._plain])
+
     # ── beside the model ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def read(self, piece: int, part: Part = WHOLE) -> Bits:

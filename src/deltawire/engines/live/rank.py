@@ -315,6 +315,8 @@ class Rank:
         self._weights.moved(patch, self._groups)
         self._weights.write(patch)
         self._sums()
+        if not self._weights.audited:
+            self._on_device.warm_up()
         compile_decoders()
 
     def _sums(self) -> Sums:

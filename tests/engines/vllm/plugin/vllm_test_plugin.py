@@ -135,6 +135,8 @@ class Probe:
     def note_staging(self, on: bool) -> dict[str, Any]:
         """Note when the model computes and when staging does what, or stop that. Returns [name, begin, end] of each
         call and the begin of each step, by the clock of `time.monotonic`, since it was switched on."""
+        from triton import knobs
+
         from deltawire import kernels
         from deltawire.engines.live.device import DeviceShard
         from deltawire.engines.live.rank import Rank
@@ -169,6 +171,11 @@ class Probe:
 
         self.collecting = collecting
         gc.callbacks.append(collecting)
+        # what Triton compiles while a model is served, it holds up
+        self.replaced.append((knobs.runtime, "jit_post_compile_hook", knobs.runtime.jit_post_compile_hook))
+        knobs.runtime.jit_post_compile_hook = lambda **_: self.noted.append(
+            ("compiled", time.monotonic() - 1e-6, time.monotonic())
+        )
         runner = self.model_runner  # type: ignore[attr-defined]
         compute = runner.execute_model
 
