@@ -229,13 +229,10 @@ class Run:
         high = low + stride
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._was_committed(middle) else (low, middle)
+            low, high = (middle, high) if self.exists(middle) or middle in self.pruned() else (low, middle)
         found = low if self.exists(low) else max(self.listed(), default=None)
         self._newest = -1 if found is None else found
         return found
-
-    def _was_committed(self, version: int) -> bool:
-        return self.exists(version) or version in self.pruned()
 
     def head_hint(self) -> int | None:
         """Return the version that head.json names; None where it is missing, unreadable or invalid."""

@@ -13,10 +13,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..core.added import AddedIndex, AddedPage
 from ..core.errors import (
     DeltawireError,
     ManifestError,
@@ -152,7 +153,7 @@ class RunTrust:
                 f"{self.newest[0]} was seen before: newer ones were removed, or this is an old copy"
             )
 
-    def check_links(self, record: SignedLinks, data: bytes, what: str) -> None:
+    def check_links(self, record: AddedIndex | AddedPage, data: bytes, what: str) -> None:
         """Raise SignatureError unless added links are signed by a key that the run's present key has delegated to."""
         if not is_public(record.signer) or record.delegation is None:
             raise SignatureError(f"{what} is not signed by a keeper, and only signed links are accepted here")
@@ -163,15 +164,6 @@ class RunTrust:
                 "delegate"
             )
         check_seal(LINKS, data, record.signer, what)
-
-
-class SignedLinks(Protocol):
-    """A record of links that a keeper has added."""
-
-    @property
-    def signer(self) -> str: ...
-    @property
-    def delegation(self) -> Endorsement | None: ...
 
 
 class LinkSigner:

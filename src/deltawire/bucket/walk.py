@@ -92,7 +92,10 @@ class Walker:
                     if self._must_plan:
                         break
         if have() != want:
-            raise chain.gave_up(want, self._run.store.url, self._failure) from self._failure
+            raise MissingBase(
+                f"{chain.MAX_PLANS} ways to version {want} in {self._run.store.url} cannot be used; the last: "
+                f"{self._failure}"
+            ) from self._failure
 
     def reject(self, step: Step, error: DeltawireError) -> None:
         """Plan again without this link, or with it where its manifest has been replaced meanwhile."""

@@ -48,10 +48,6 @@ MAX_PLANS = 64
 """Paths that are tried to one version. Each that fails costs a plan, and what was fetched for it."""
 
 
-def gave_up(version: int, where: str, failure: Exception | None) -> MissingBase:
-    return MissingBase(f"{MAX_PLANS} ways to version {version} in {where} cannot be used; the last: {failure}")
-
-
 def needed(wants: Iterable[int], versions: Mapping[int, Summary]) -> set[int]:
     """The versions whose objects are on the cheapest paths from nothing to `wants`, those included."""
     best = _cheapest(None, versions)

@@ -133,8 +133,3 @@ def is_object(key: str) -> bool:
 
 def is_file(key: str) -> bool:
     return _FILE.fullmatch(key) is not None
-
-
-def check_file(key: str) -> None:
-    if not is_file(key):
-        raise ForeignObject(f"a manifest names {key[:120]!r}, which is not a file of this run")

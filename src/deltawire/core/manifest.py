@@ -100,7 +100,7 @@ class File(msgspec.Struct, frozen=True):
     name: str
     key: str
     size: int
-    hash: str
+    hash: Hex128
 
 
 class SummaryLink(msgspec.Struct, frozen=True, array_like=True):
@@ -415,7 +415,6 @@ def _check_distinct(what: str, thing: str, names: list[Any]) -> None:
 def _check_files(files: tuple[File, ...], what: str) -> None:
     for file in files:
         check_file_name(file.name)
-        keys.check_file(file.key)
         if file.key != keys.file(file.hash) or not 0 <= file.size <= MAX_FILE:
             raise ManifestError(
                 f"{what} names the file {file.name[:80]!r} of {file.size:,} bytes; at most {MAX_FILE:,} may go with "

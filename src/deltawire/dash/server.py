@@ -233,26 +233,10 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _versions(live: Live, asked: dict[str, str]) -> bytes:
-    return encode(live.collector.versions(*_span(asked)))
-
-
-def _chain(live: Live, asked: dict[str, str]) -> bytes:
-    return encode(live.collector.details(*_span(asked)))
-
-
-def _tensors(live: Live, asked: dict[str, str]) -> bytes:
-    return encode(live.collector.heat([_number(text) for text in asked["versions"].split(",")]))
-
-
-def _steps(live: Live, asked: dict[str, str]) -> bytes:
-    return encode(live.collector.steps(_number(asked["version"])))
-
-
 ROUTES: dict[str, Callable[[Live, dict[str, str]], bytes]] = {
     "/api/run": _run,
-    "/api/versions": _versions,
-    "/api/chain": _chain,
-    "/api/tensors": _tensors,
-    "/api/steps": _steps,
+    "/api/versions": lambda live, asked: encode(live.collector.versions(*_span(asked))),
+    "/api/chain": lambda live, asked: encode(live.collector.details(*_span(asked))),
+    "/api/tensors": lambda live, asked: encode(live.collector.heat([*map(_number, asked["versions"].split(","))])),
+    "/api/steps": lambda live, asked: encode(live.collector.steps(_number(asked["version"]))),
 }

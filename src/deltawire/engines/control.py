@@ -144,18 +144,15 @@ def routes(
             raise refusal(error) from error
         return {"version": version, "digest": str(found)}
 
-    @router.post("/deltawire/sync")
-    async def sync(request: Request) -> dict[str, Any]:
-        authorize(request)
-        info = await read(request, {"version", "adapter"})
-        return await command(chosen(info), info.get("version"), status)
+    def add_move(path: str, pin: bool) -> None:
+        @router.post(path)
+        async def move(request: Request) -> dict[str, Any]:
+            authorize(request)
+            info = await read(request, {"version", "adapter"})
+            return await command(chosen(info), info.get("version"), status, pin=pin)
 
-    @router.post("/deltawire/pin")
-    async def pin(request: Request) -> dict[str, Any]:
-        authorize(request)
-        info = await read(request, {"version", "adapter"})
-        return await command(chosen(info), info.get("version"), status, pin=True)
-
+    add_move("/deltawire/sync", pin=False)
+    add_move("/deltawire/pin", pin=True)
     return router
 
 

@@ -365,7 +365,7 @@ class Replica:
         Replica. Raises SchemaMismatch if the model is not the run's.
         """
         stop = stop or threading.Event()
-        with Watcher(self._store, poll=poll, stop=stop, hurry=self._is_hurried) as watcher:
+        with Watcher(self._store, poll=poll, stop=stop, hurry=lambda: time.monotonic() < self._hurry_until) as watcher:
             while not stop.is_set() and not self._closed.is_set():
                 reached = self._look(model, every, pin, watcher)
                 if reached is None:
@@ -416,9 +416,6 @@ class Replica:
     def hurry(self, seconds: float) -> None:
         """Let `follow` look for new versions more often for so many seconds, because somebody waits for one."""
         self._hurry_until = max(self._hurry_until, time.monotonic() + seconds)
-
-    def _is_hurried(self) -> bool:
-        return time.monotonic() < self._hurry_until
 
     def leave(self) -> None:
         """Take the server's address out of the heartbeat, so that no proxy sends clients there any more."""

@@ -164,7 +164,7 @@ class LocalStore:
                 file = os.fdopen(_create(temp), "wb")
             try:
                 # Only our own writes are inside the border: an OSError of the producer is the producer's to explain.
-                for chunk in _chunks_of(data):
+                for chunk in data() if callable(data) else (data,):
                     with self._border(key):
                         file.write(chunk)
                 with self._border(key):
@@ -283,10 +283,6 @@ def _translate(error: OSError, where: str) -> DeltawireError:
     if isinstance(error, NotADirectoryError | IsADirectoryError):
         return StoreError(f"{where}: in a folder, one name cannot be an object and a prefix of other objects")
     return StoreError(f"{where}: {reason}")
-
-
-def _chunks_of(data: bytes | Chunks) -> Iterable[bytes | memoryview]:
-    return data() if callable(data) else (data,)
 
 
 def _create(temp: str) -> int:

@@ -19,7 +19,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize
 
 from ...bucket.checkpoint_folder import fill, writing
@@ -151,24 +151,6 @@ class Registry:
         return taken
 
 
-class Loader(Protocol):
-    """What an engine does with adapters. Called by the followers' threads; every call blocks until it is done."""
-
-    def load(self, name: str, version: int, folder: Path) -> None:
-        """Load a version on all ranks and make it the one that the name means. Owns the folder if it succeeds.
-
-        Raises VersionRefused if a rank cannot load it: then no rank has it, and the name means what it meant.
-        """
-        ...
-
-    def base_digest(self, *, wait: bool = True) -> str:
-        """Return the state digest of the base weights that are served. Raises DeltawireError if it is unknown.
-
-        If they are no version yet, wait until they are, or return "".
-        """
-        ...
-
-
 @dataclass(slots=True, kw_only=True)
 class StagedAdapter(Staged):
     """A verified version of an adapter, in host memory and as a folder."""
@@ -185,7 +167,7 @@ class AdapterTarget:
     takes_deltas = True
     is_adapter = True
 
-    def __init__(self, name: str, loader: Loader, room: Path, run: Callable[[], Run]) -> None:
+    def __init__(self, name: str, loader: Adapters, room: Path, run: Callable[[], Run]) -> None:
         self._name, self._loader, self._room, self._run = name, loader, room, run
         self._schema: Schema | None = None
         self._base: Base | None = None
@@ -277,7 +259,7 @@ class AdapterTarget:
 class AdapterFollower(Follower):
     """Keeps an adapter of a server at a version of its run."""
 
-    def __init__(self, name: str, run: str, loader: Loader, room: Path, **options: Any) -> None:
+    def __init__(self, name: str, run: str, loader: Adapters, room: Path, **options: Any) -> None:
         self.name = name
         self._adapter = AdapterTarget(name, loader, room, lambda: self.replica.opened())
         super().__init__(run, self._adapter, **options)
@@ -406,9 +388,13 @@ class Adapters(ABC):
             raise VersionRefused(failed[0])
         return answers
 
-    # ── called by followers ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── called by followers, whose threads it blocks ──────────────────────────────────────────────────────────────────
 
     def base_digest(self, *, wait: bool = True) -> str:
+        """Return the state digest of the base weights that are served. Raises DeltawireError if it is unknown.
+
+        If they are no version yet, wait until they are, or return "".
+        """
         # asked again and again: a follower that can never catch up is replaced by another one or none
         while (follower := self._base()) is not None:
             if follower.caught_up.wait(1 if wait else 0):
@@ -424,6 +410,10 @@ class Adapters(ABC):
             return self._base_digest
 
     def load(self, name: str, version: int, folder: Path) -> None:
+        """Load a version on all ranks and make it the one that the name means. Owns the folder if it succeeds.
+
+        Raises VersionRefused if a rank cannot load it: then no rank has it, and the name means what it meant.
+        """
         asyncio.run_coroutine_threadsafe(self._load(name, version, folder), self._loop).result()
 
     async def _load(self, name: str, version: int, folder: Path) -> None:
