@@ -38,7 +38,6 @@ ELSEWHERE = {
     "deltawire/engines/http.py": "engines/server/test_server_requests.py",
     "deltawire/engines/threaded.py": "dash/test_dash_server.py",
     "deltawire/engines/server/answers.py": "engines/server/test_app.py",
-    "deltawire/engines/server/metrics.py": "engines/server/test_app.py",
     "deltawire/engines/server/server.py": "engines/server/test_app.py",
     # parts of a rank, tested with several of them
     "deltawire/engines/live/_rows.py": "engines/live/test_decode.py",

@@ -76,7 +76,9 @@ class Costs:
     def __getitem__(self, name: str) -> float:
         return self.figures[name].value
 
-    def add(self, section: str, name: str, text: str, value: float, unit: Unit, basis: Basis, source: str) -> float:
+    def add(
+        self, section: str, name: str, text: str, value: float, unit: Unit, source: str, basis: Basis = "extrapolated"
+    ) -> float:
         self.figures[name] = Figure(section, text, value, unit, basis, source)
         return value
 
@@ -131,28 +133,26 @@ def _sizes(setup: Setup, costs: Costs) -> None:
     source = "int32 index and value" if exact else f"{SCRIPT}, at the density above"
     basis: Basis = "exact" if exact else "measured" if on_point else "extrapolated"
     chosen = f"{encoding}, chosen by auto" if setup.encoding == AUTO else encoding
-    costs.add(section, "bits_per_change", f"bits per changed weight, {chosen}", bits, "bits", basis, source)
+    costs.add(section, "bits_per_change", f"bits per changed weight, {chosen}", bits, "bits", source, basis)
     anchor, delta = _anchor_bytes(setup), _delta_bytes(setup, density, encoding)
     if delta == anchor:
         costs.notes.append("a delta is no smaller than the weights: every version will be an anchor")
-    source = "weights × density × bits"
-    costs.add(section, "delta_bytes", "a delta", delta, "bytes", "extrapolated", source)
+    costs.add(section, "delta_bytes", "a delta", delta, "bytes", "weights × density × bits")
     if setup.density is None:
         first = density_at(setup.lr, first=True)
         size = _delta_bytes(setup, first, encoding)
         text = "the delta after the optimizer's first step"
-        costs.add(section, "first_delta_bytes", text, size, "bytes", "extrapolated", f"{first:.1%} changed, {SCRIPT}")
-    costs.add(section, "anchor_bytes", "an anchor", anchor, "bytes", "exact", f"weights × {DTYPES[setup.dtype]} bytes")
+        costs.add(section, "first_delta_bytes", text, size, "bytes", f"{first:.1%} changed, {SCRIPT}")
+    costs.add(section, "anchor_bytes", "an anchor", anchor, "bytes", f"weights × {DTYPES[setup.dtype]} bytes", "exact")
     # the policy anchors at the first version at which the deltas since the last anchor outweigh it
     every = 1 if delta == anchor else math.floor(setup.anchor_ratio * anchor / delta) + 1
-    source = "deltas since the last one > its bytes"
-    costs.add(section, "anchor_every", "an anchor every", every, "versions", "extrapolated", source)
+    costs.add(section, "anchor_every", "an anchor every", every, "versions", "deltas since the last one > its bytes")
 
 
 def _density(setup: Setup, costs: Costs) -> float:
     section, text = "each version", "weights that change"
     if setup.density is not None:
-        return costs.add(section, "density", text, setup.density, "share", "given", "you said so")
+        return costs.add(section, "density", text, setup.density, "share", "you said so", "given")
     if setup.dtype != "bf16":
         raise UnknownCost(f"how many weights change was measured for bf16 only; for {setup.dtype} give the density")
     if setup.lr < TRAINING[0].lr or setup.lr > TRAINING[-1].lr:
@@ -160,7 +160,7 @@ def _density(setup: Setup, costs: Costs) -> float:
     known = any(math.isclose(setup.lr, point.lr) for point in TRAINING)
     source = f"{SCRIPT}: AdamW at this learning rate" + ("" if known else ", between its points")
     density = density_at(setup.lr)
-    return costs.add(section, "density", text, density, "share", "measured" if known else "extrapolated", source)
+    return costs.add(section, "density", text, density, "share", source, "measured" if known else "extrapolated")
 
 
 def _times(setup: Setup, costs: Costs) -> None:
@@ -181,9 +181,9 @@ def _times(setup: Setup, costs: Costs) -> None:
         ("prove", "prove: digest of all live weights", setup.params / (SPEEDS.prove * cores), core),
     )
     for name, text, seconds, source in rows:
-        costs.add(section, name, text, seconds, "seconds", "extrapolated", source)
+        costs.add(section, name, text, seconds, "seconds", source)
     total = sum(seconds for _, _, seconds, _ in rows)
-    costs.add(section, "sync", "from the trainer's weights to the replica's", total, "seconds", "extrapolated", "sum")
+    costs.add(section, "sync", "from the trainer's weights to the replica's", total, "seconds", "sum")
 
 
 def _encodings(setup: Setup, costs: Costs) -> None:
@@ -193,10 +193,10 @@ def _encodings(setup: Setup, costs: Costs) -> None:
     for name in CODING:
         size = _delta_bytes(setup, density, name)
         source = f"{bits_at(density, name, setup.dtype):.1f} bits per change"
-        costs.add(section, f"{name}_bytes", f"{name}, a delta", size, "bytes", "extrapolated", source)
+        costs.add(section, f"{name}_bytes", f"{name}, a delta", size, "bytes", source)
         seconds = fixed + _through(setup, density, name)
         source = f"{TIMED} × {setup.cores} cores, bytes ÷ bandwidth"
-        costs.add(section, f"{name}_sync", f"{name}, the whole way", seconds, "seconds", "extrapolated", source)
+        costs.add(section, f"{name}_sync", f"{name}, the whole way", seconds, "seconds", source)
 
 
 def _per_day(setup: Setup, costs: Costs) -> None:
@@ -216,30 +216,29 @@ def _per_day(setup: Setup, costs: Costs) -> None:
         basis, source = "extrapolated", "all that the trainer's link takes"
     else:
         basis, source = "exact", f"a step every {setup.step_seconds:,.0f} s"
-    versions = costs.add(section, "versions", "versions", DAY / interval, "versions", basis, source)
+    versions = costs.add(section, "versions", "versions", DAY / interval, "versions", source, basis)
     source = "versions × (delta + its share of an anchor)"
-    costs.add(section, "stored", "put and stored", versions * stored, "bytes", "extrapolated", source)
+    costs.add(section, "stored", "put and stored", versions * stored, "bytes", source)
     # a version is young for one grace period, waits to be marked for at most another, and goes after a third
     kept = setup.keep_last + math.ceil(3 * setup.grace / interval)
     span = kept + every - 1
     held = span * delta * (delta != anchor) + (1 + (span - 1) // every) * anchor
     source = f"at most, with `prune --keep-last {setup.keep_last}` once in every grace period"
-    costs.add(section, "held", "in the bucket at any time, pruned", held, "bytes", "extrapolated", source)
+    costs.add(section, "held", "in the bucket at any time, pruned", held, "bytes", source)
     egress = versions * (deltas * delta + (1 - deltas) * anchor) * setup.replicas
-    source = f"every delta to {setup.replicas:,} replicas"
-    costs.add(section, "egress", "fetched by replicas", egress, "bytes", "extrapolated", source)
+    costs.add(section, "egress", "fetched by replicas", egress, "bytes", f"every delta to {setup.replicas:,} replicas")
 
 
 def _compared(setup: Setup, costs: Costs) -> None:
     section = "full weights instead"
     anchor, delta = costs["anchor_bytes"], costs["delta_bytes"]
     seconds = anchor / setup.bandwidth + anchor / setup.replica_bandwidth + anchor / (SPEEDS.hash * setup.cores)
-    costs.add(section, "full_sync", "put, fetch and verify", seconds, "seconds", "extrapolated", "bytes ÷ bandwidth")
+    costs.add(section, "full_sync", "put, fetch and verify", seconds, "seconds", "bytes ÷ bandwidth")
     text, source = "fetched by replicas, per version", f"an anchor to {setup.replicas:,} replicas"
-    costs.add(section, "full_egress", text, anchor * setup.replicas, "bytes", "exact", source)
-    costs.add(section, "smaller", "a delta is smaller", anchor / delta, "times", "extrapolated", "anchor ÷ delta")
+    costs.add(section, "full_egress", text, anchor * setup.replicas, "bytes", source, "exact")
+    costs.add(section, "smaller", "a delta is smaller", anchor / delta, "times", "anchor ÷ delta")
     times = seconds / costs["sync"]
-    costs.add(section, "faster", "and there sooner", times, "times", "extrapolated", "all phases of both")
+    costs.add(section, "faster", "and there sooner", times, "times", "all phases of both")
 
 
 def _late_joiner(setup: Setup, costs: Costs) -> None:
@@ -247,12 +246,11 @@ def _late_joiner(setup: Setup, costs: Costs) -> None:
     deltas = costs["anchor_every"] - 1
     for name, text, replayed in (("join", "on average", deltas / 2), ("join_worst", "at worst", deltas)):
         size = costs["anchor_bytes"] + replayed * costs["delta_bytes"]
-        source = f"an anchor and {replayed:,.0f} deltas"
-        costs.add(section, f"{name}_bytes", f"{text}, fetches", size, "bytes", "extrapolated", source)
+        costs.add(section, f"{name}_bytes", f"{text}, fetches", size, "bytes", f"an anchor and {replayed:,.0f} deltas")
         each = costs["decode"] + costs["apply"] + costs["prove"]
         # the anchor is proven as it lies on disk, and once more as loaded
         seconds = size / setup.replica_bandwidth + 2 * costs["prove"] + replayed * each
-        costs.add(section, f"{name}_seconds", f"{text}, takes", seconds, "seconds", "extrapolated", "as above")
+        costs.add(section, f"{name}_seconds", f"{text}, takes", seconds, "seconds", "as above")
 
 
 def _money(setup: Setup, costs: Costs) -> None:
@@ -269,4 +267,4 @@ def _money(setup: Setup, costs: Costs) -> None:
         full = costs["full_egress"] * costs["versions"] / GB * setup.price_egress
         rows.append(("usd_full_egress", "fetching per day, were all versions full weights", full, source))
     for name, text, value, source in rows:
-        costs.add(section, name, text, value, "USD", "extrapolated", source)
+        costs.add(section, name, text, value, "USD", source)

@@ -18,6 +18,7 @@ writer to the bucket can make weights with a digest of its choice, and could as 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,12 @@ class StateDigest:
 
     def __str__(self) -> str:
         return f"{self.lane1:016x}{self.lane0:016x}"
+
+    @classmethod
+    def of_lanes(cls, lanes: Iterable[int]) -> StateDigest:
+        """The digest of two sums, which may be signed."""
+        lane0, lane1 = (int(lane) & _MASK for lane in lanes)
+        return cls(lane0, lane1)
 
     @classmethod
     def parse(cls, text: str) -> StateDigest:
@@ -154,7 +161,7 @@ def of_bits(name: str, bits: Bits, start: int = 0) -> StateDigest:
     if bits.itemsize == 4:
         bits, start = bits.view(np.uint16), 2 * start
     _dense(read_only(bits), start, tensor_keys(name), TABLE, out)
-    return StateDigest(int(out[0]), int(out[1]))
+    return StateDigest.of_lanes(out)
 
 
 def of_rows(name: str, matrix: Bits, start: int, stride: int) -> StateDigest:
@@ -165,7 +172,7 @@ def of_rows(name: str, matrix: Bits, start: int, stride: int) -> StateDigest:
     if matrix.itemsize == 4:
         matrix, start, stride = matrix.view(np.uint16), 2 * start, 2 * stride
     _rows(read_only(matrix), start, stride, tensor_keys(name), TABLE, out)
-    return StateDigest(int(out[0]), int(out[1]))
+    return StateDigest.of_lanes(out)
 
 
 def of_change(
@@ -177,4 +184,4 @@ def of_change(
     """
     out = np.zeros(2, np.uint64)
     _sparse(positions, old, new, base, width, stride, old.itemsize == 4, tensor_keys(name), TABLE, out)
-    return StateDigest(int(out[0]), int(out[1]))
+    return StateDigest.of_lanes(out)

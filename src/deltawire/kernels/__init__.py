@@ -261,5 +261,4 @@ def tile_keys(plan: Plan, names: Sequence[str]) -> Tensor:
 
 def state(lanes: Tensor) -> StateDigest:
     """A digest from its two lanes; waits for the device."""
-    lane0, lane1 = (value & (1 << 64) - 1 for value in lanes.tolist())
-    return StateDigest(lane0, lane1)
+    return StateDigest.of_lanes(lanes.tolist())

@@ -167,12 +167,21 @@ class Adapter(_View):
         )
 
 
-class BaseWeights(_View):
-    """The base model's own tensors, live, under the names of its checkpoint."""
+class _OfBase(_View):
+    """Tensors under the names of the base model's checkpoint."""
 
     @property
     def checkpoint_of(self) -> Any:
+        """The model whose checkpoint has these names."""
         return self._model.get_base_model()
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        for name, buffer in self.checkpoint_of.named_buffers():
+            yield name.replace(".base_layer.", "."), buffer
+
+
+class BaseWeights(_OfBase):
+    """The base model's own tensors, live, under the names of its checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         """Raises SchemaMismatch where the weights of the base model's checkpoint are not in memory."""
@@ -190,11 +199,8 @@ class BaseWeights(_View):
             raise SchemaMismatch(f"some of its own weights are trained: {listed(trained)}")
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
-    def named_buffers(self) -> Iterator[tuple[str, Any]]:
-        return _named_buffers(self.checkpoint_of)
 
-
-class Merged(_View):
+class Merged(_OfBase):
     """The base model's tensors: live where no adapter touches them, else merged in a copy."""
 
     to_follow = (
@@ -202,11 +208,6 @@ class Merged(_View):
         "follow a run of adapter(model)"
     )
     """What to give a replica instead."""
-
-    @property
-    def checkpoint_of(self) -> Any:
-        """The model whose checkpoint has these tensors."""
-        return self._model.get_base_model()
 
     def state_dict(self) -> dict[str, Any]:
         import torch
@@ -222,14 +223,6 @@ class Merged(_View):
                         raise SchemaMismatch(f"{path} is quantised: what it is merged into is not a base weight")
                     tensors[f"{path}.{name}"] = tensor
         return tensors
-
-    def named_buffers(self) -> Iterator[tuple[str, Any]]:
-        return _named_buffers(self.checkpoint_of)
-
-
-def _named_buffers(base: Any) -> Iterator[tuple[str, Any]]:
-    for name, buffer in base.named_buffers():
-        yield name.replace(".base_layer.", "."), buffer
 
 
 def _tuned(base: Any) -> Iterator[tuple[str, Any]]:

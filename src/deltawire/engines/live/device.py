@@ -166,7 +166,7 @@ class DeviceShard:
                 origins = plan.remember(("origins", tuple(groups)), lambda p=plan: self._origins(p, groups, numbers))  # type: ignore[misc]
                 total += kernels.digest_change_by_group(self._names, changed, origins, plan=plan)
             lanes = total.tolist()
-        return {group: _digest(lanes[number]) for group, number in numbers.items()}
+        return {group: StateDigest.of_lanes(lanes[number]) for group, number in numbers.items()}
 
     def _origins(self, plan: kernels.Plan, groups: Sequence[int], numbers: Mapping[int, int]) -> kernels.Origins:
         rows = [
@@ -323,7 +323,9 @@ class _Proof:
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             for (_, proof), lanes in zip(self._groups, out.unbind(), strict=True):
                 proof.add(lanes)
-        return {group: _digest(found) for (group, _), found in zip(self._groups, out.tolist(), strict=True)}
+        return {
+            group: StateDigest.of_lanes(found) for (group, _), found in zip(self._groups, out.tolist(), strict=True)
+        }
 
 
 class _GroupProof:
@@ -372,11 +374,6 @@ def _in_turn(found: Sequence[kernels.Changed], plan: kernels.Plan) -> kernels.Ch
         for name in ("old", "new")
     )
     return kernels.Changed(torch.cat([*starts, total]), torch.cat([change.positions for change in found]), old, new)
-
-
-def _digest(lanes: Sequence[int]) -> StateDigest:
-    lane0, lane1 = (value & (1 << 64) - 1 for value in lanes)
-    return StateDigest(lane0, lane1)
 
 
 def _bands_of(pieces: Sequence[Piece], height: int = 16) -> Launch:
