@@ -82,19 +82,32 @@ def test_two_stages_with_a_tied_embedding_at_both_ends(tmp_path: Path) -> None:
 # ── two nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+TENSOR = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--distributed-executor-backend", "mp"]
+DATA = ["--data-parallel-size", "2", "--enable-expert-parallel"]
+
+
 @pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
-def test_ranks_on_two_nodes_follow_as_one(tmp_path: Path) -> None:
-    """TP=2 with a rank on each of two nodes that share no memory and no temporary files: each fetches from the bucket,
-    and what fails on the second leaves both at the old version."""
+@pytest.mark.parametrize("kind, tp", [("qwen3", 2), ("qwen3_moe", 1)])
+def test_ranks_on_two_nodes_follow_as_one(tmp_path: Path, kind: str, tp: int) -> None:
+    """A rank on each of two nodes that share no memory and no temporary files: each fetches from the bucket, and what
+    fails on the second leaves both at the old version. TP=2, or two engines that share experts."""
     faults, away = tmp_path / "faults", tmp_path / "away"
     faults.mkdir()
-    model = make_model(tmp_path / "model", "qwen3")
+    model = make_model(tmp_path / "model", kind)
     trainer = Trainer(model, tmp_path / "run")
     trainer.publish(0)
     away.symlink_to(trainer.run)
-    more = {"master": free_port(), "LIVE_TEST_FAULTS": str(faults)}
-    other = NodeServer(model, tmp_path / "log2", headless=True, run=away, **more)
-    server = NodeServer(model, tmp_path / "log", run=trainer.run, **more)
+    port = str(free_port())
+    if tp == 2:
+        first = [*TENSOR, "--master-port", port]
+        second = [*first, "--headless", "--node-rank", "1"]
+    else:
+        local = ["--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
+        first = [*DATA, *local, "--data-parallel-rpc-port", port]
+        second = [*first, "--headless", "--data-parallel-start-rank", "1"]
+    more = {"tp": tp, "LIVE_TEST_FAULTS": str(faults)}
+    other = NodeServer(model, tmp_path / "log2", 1, flags=second, run=away, **more)
+    server = NodeServer(model, tmp_path / "log", 0, flags=first, run=trainer.run, **more)
     noted = {}
     try:
         server.wait()
@@ -122,15 +135,21 @@ def test_ranks_on_two_nodes_follow_as_one(tmp_path: Path) -> None:
             noted[newest] = server.checksums()
         assert streams.failures == []
         assert {span["version"] for c in streams.completions for span in c["spans"]} <= {*range(newest + 1)}
+        tokens = greedy(server)
     finally:
         server.stop()
         other.stop()
     trainer.close()
     assert "rank 1: located" in (tmp_path / "log2").read_text()
-    assert "was taken back on all ranks: rank 1" in (tmp_path / "log").read_text()
-    for at in noted:
-        write_version(str(trainer.run), at, tmp_path / f"v{at}")
-    assert [*noted.values()] == fresh_checksums([tmp_path / f"v{at}" for at in noted], 2)
+    assert f"was taken back on all ranks: {'rank 1' if tp == 2 else 'engine 1'}" in (tmp_path / "log").read_text()
+    write_version(str(trainer.run), newest, tmp_path / "fresh")
+    flags = [] if tp == 2 else DATA
+    with serving(
+        tmp_path / "fresh", tmp_path / "fresh.log", tp=tp, flags=flags, VLLM_CPU_OMP_THREADS_BIND="0|1"
+    ) as fresh:
+        assert fresh.checksums() == noted[newest]
+        assert greedy(fresh) == tokens
+    assert len({json.dumps(sums) for sums in noted.values()}) == 7
 
 
 # ── several engines ──────────────────────────────────────────────────────────────────────────────────────────────────

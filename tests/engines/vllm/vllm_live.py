@@ -83,19 +83,14 @@ class Server(live_server.Server):
 
 
 class NodeServer(Server):
-    """One of two nodes of a server with two ranks, the one with the API server or, if `headless`, the other: with a
-    /dev/shm and a temporary folder that only its own processes see."""
+    """The part of a server on one of its nodes: with a /dev/shm and a temporary folder that only its own processes see,
+    and with one rank."""
 
-    def __init__(self, model: Path, log: Path, *, master: int, headless: bool = False, **options: Any) -> None:
+    def __init__(self, model: Path, log: Path, node: int, **options: Any) -> None:
         self._scratch = log.with_suffix(".scratch")
         self._scratch.mkdir()
-        node = int(headless)
-        flags = [
-            "--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(master),
-            "--distributed-executor-backend", "mp", *(["--headless"] if headless else []),
-        ]  # fmt: skip
         here = {"TMPDIR": str(self._scratch), "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-        super().__init__(model, log, tp=2, flags=flags, VLLM_CPU_OMP_THREADS_BIND=str(node), **here, **options)
+        super().__init__(model, log, VLLM_CPU_OMP_THREADS_BIND=str(node), **here, **options)
 
     def program(self, model: Path) -> list[str]:
         mounts = " && ".join(f"mount -t tmpfs none {place}" for place in ("/dev/shm", self._scratch))
