@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import certifi
@@ -89,15 +89,24 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, int, int]:
+    status = yield
+    if config.option.jobs > 1:
+        jobs.leave(status)
+    return status
+
+
 # nothing that is imported or collected is ever garbage; to look through all of it takes half a second each time
 gc.disable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
     # some libraries complain of objects that are left at the end
-    atexit.register(gc.unfreeze)
+    if session.config.option.jobs < 2:
+        atexit.register(gc.unfreeze)
     # pytest listens at each logger that passes nothing on, six times in each test: 43 of torch
     for name in logging.root.manager.loggerDict:
         if name.partition(".")[0] in ("torch", "transformers"):

@@ -138,6 +138,15 @@ class Run:
                 worker.give([])
 
 
+def leave(code: int) -> NoReturn:
+    """End this process; the interpreter's own end takes seconds to free all that was imported."""
+    atexit._run_exitfuncs()
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream and not stream.closed:
+            stream.flush()
+    os._exit(code)
+
+
 # ── in a worker ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -200,6 +209,5 @@ def _work(session: pytest.Session, pipe: Connection, number: int) -> NoReturn:
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
     finally:
-        # not by way of the interpreter's end, which would go on where this process was forked
-        atexit._run_exitfuncs()
-        os._exit(code)
+        # the interpreter's end would go on where this process was forked
+        leave(code)
