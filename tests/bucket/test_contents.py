@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltawire.bucket.contents import changed_per_tensor, opened, steps, tells_steps
+from deltawire.bucket.contents import opened, read, tells_steps
 from deltawire.bucket.run import Run
 from deltawire.core.errors import HashMismatch
 from deltawire.core.manifest import main_link
@@ -18,7 +18,7 @@ def test_changes_per_tensor_come_from_the_header_alone(store: Store) -> None:
     publish(store, versions, encoding="packed")
     link = main_link(Run.open(store).manifest(1))
     counting = CountingStore(store)
-    found = changed_per_tensor(counting, link)
+    found = {part.name: part.changed for part in read(counting, link)[0]}
     # eight bytes are two units, and units are what a delta counts
     units = {name: f"u{min(array.itemsize, 4)}" for name, array in versions[0].items()}
     expected = {
@@ -33,8 +33,8 @@ def test_steps_are_counted_for_every_changed_weight(store: Store) -> None:
     publish(store, history(2), encoding="packed")
     link = main_link(Run.open(store).manifest(1))
     assert tells_steps(link)
-    found = steps(store, link)
-    assert int(found.up.sum() + found.down.sum()) == sum(changed_per_tensor(store, link).values())
+    parts, found = read(store, link, steps=True)
+    assert int(found.up.sum() + found.down.sum()) == sum(part.changed or 0 for part in parts)
     assert not tells_steps(main_link(Run.open(store).manifest(0)))
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from blake3 import blake3
 
 from ..core.codecs import packed
-from ..core.describe import Base, Contents
+from ..core.describe import Base, Contents, TensorPart
 from ..core.errors import HashMismatch
 from ..core.manifest import Blob, Link
 from ..core.ulps import Histogram
@@ -34,20 +34,19 @@ def tells_steps(link: Link) -> bool:
     return link.kind == "delta" and link.encoding == packed.name
 
 
-def changed_per_tensor(store: Store, link: Link) -> dict[str, int]:
-    """Changed weights of each tensor of a delta. Reads the header and index of each of its objects."""
-    found: dict[str, int] = {}
-    for blob in link.objects:
-        with opened(store, blob, whole=False) as contents:
-            for part in contents.parts():
-                found[part.name] = found.get(part.name, 0) + (part.changed or 0)
-    return found
+def read(
+    store: Store, link: Link, *, steps: bool = False, base: Base | None = None
+) -> tuple[list[TensorPart], Histogram]:
+    """What each object of a link has of every tensor and, with `steps`, how far weights moved, in ulps.
 
-
-def steps(store: Store, link: Link, base: Base | None = None) -> Histogram:
-    """How far weights moved, in ulps. Fetches the delta; one that does not tell steps needs its base version."""
+    Without `steps` only the header and index of each object are read. Steps that the link does not tell need its base
+    version.
+    """
+    parts: list[TensorPart] = []
     histogram = Histogram()
     for blob in link.objects:
-        with opened(store, blob, whole=True) as contents:
-            histogram.add_all(contents.steps(base))
-    return histogram
+        with opened(store, blob, whole=steps) as contents:
+            parts += contents.parts()
+            if steps:
+                histogram.add_all(contents.steps(base))
+    return parts, histogram

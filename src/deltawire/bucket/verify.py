@@ -96,6 +96,13 @@ class Verification:
     def ok(self) -> bool:
         return self.failure is None
 
+    def count(self, reason: str) -> None:
+        """Count a link, or with a reason one that could not be proven."""
+        if reason:
+            self.not_proven[reason] = self.not_proven.get(reason, 0) + 1
+        else:
+            self.proven += 1
+
 
 def verify(
     run: Run,
@@ -413,10 +420,7 @@ class _Replay:
                 reason = self._prove(visit, fetched)
             result.objects += len(fetched.objects)
             result.bytes += sum(data.size for data in fetched.objects)
-            if reason:
-                result.not_proven[reason] = result.not_proven.get(reason, 0) + 1
-            else:
-                result.proven += 1
+            result.count(reason)
         result.versions = len(self.versions)
 
     def _prove(self, visit: _Visit, fetched: FetchedLink) -> str:

@@ -112,7 +112,7 @@ def command(
     """
     from ..bucket.run import Run
     from ..bucket.versions import address_only
-    from ..core.errors import RunExists
+    from ..core.errors import RunExists, RunNotFound
     from ..core.full import left_out
     from ..store import open_store
     from ..trainer import Publisher
@@ -120,8 +120,14 @@ def command(
     _check_encoding(encoding)
     metrics = _metrics(metric or [])
     url = open_store(address_only(run)).url
-    if new and (there := _newest(run)) is not None:
-        raise RunExists(f"there is a run at {url} already, {there}: give the new one another address")
+    there: Run | None = None
+    with suppress(RunNotFound):
+        there = Run.open(run)
+    if new and there is not None:
+        newest = there.newest()
+        at = "without a version yet" if newest is None else f"at version {newest}"
+        raise RunExists(f"there is a run at {url} already, {at}: give the new one another address")
+    source = _source(checkpoint, there)
     with Publisher(
         run,
         encoding=encoding,
@@ -134,7 +140,6 @@ def command(
         next_key=next_key,
         trust=trust or (),
     ) as publisher:
-        source = _source(checkpoint, run)
         fetched = 0
         with progress() as advance:
 
@@ -146,18 +151,6 @@ def command(
             handle = publisher.publish(source, step=step, metrics=metrics, wait=True, progress=count)
     _remember(url, checkpoint)
     _report(Run.open(run), handle.result(), fetched, left_out(checkpoint), json)
-
-
-def _newest(run: str) -> str | None:
-    """Describe the run at this address; None if there is none."""
-    from ..bucket.run import Run
-    from ..core.errors import RunNotFound
-
-    try:
-        newest = Run.open(run).newest()
-    except RunNotFound:
-        return None
-    return "without a version yet" if newest is None else f"at version {newest}"
 
 
 def _check_encoding(encoding: str) -> None:
@@ -188,10 +181,10 @@ def _absolute(reference: str | None) -> str | None:
     return str(Path(reference).resolve()) if reference and Path(reference).is_dir() else reference
 
 
-def _source(checkpoint: Path, run: str) -> Source:
+def _source(checkpoint: Path, run: Run | None) -> Source:
+    """The weights of the folder, which must fit the run where there is one."""
     from ..bucket.references import as_run
-    from ..bucket.run import Run
-    from ..core.errors import RunNotFound, SchemaMismatch
+    from ..core.errors import SchemaMismatch
     from ..core.full import ADAPTER_CONFIG, Checkpoint
     from ..core.keys import RUN
     from ..trainer.resume import OTHER_MODEL
@@ -199,13 +192,12 @@ def _source(checkpoint: Path, run: str) -> Source:
     if (checkpoint / RUN).is_file():
         raise typer.BadParameter(f"{checkpoint} is a run: the checkpoint folder comes first, then the run")
     source = Checkpoint(checkpoint)
-    try:
-        opened = Run.open(run)
-        return as_run(source, opened.schema, f"the checkpoint {checkpoint}", OTHER_MODEL)
-    except RunNotFound:
+    if run is None:
         return source
+    try:
+        return as_run(source, run.schema, f"the checkpoint {checkpoint}", OTHER_MODEL)
     except SchemaMismatch:
-        opened.check_kind((checkpoint / ADAPTER_CONFIG).is_file())
+        run.check_kind((checkpoint / ADAPTER_CONFIG).is_file())
         raise
 
 

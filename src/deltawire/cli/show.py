@@ -159,8 +159,7 @@ def _link(link: Link) -> dict[str, Any]:
 
 
 def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[str, Any]:
-    from ..bucket.contents import opened, tells_steps
-    from ..core.ulps import Histogram
+    from ..bucket.contents import read, tells_steps
 
     base: Base | None = None
     readable = tells_steps(link)
@@ -169,13 +168,7 @@ def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[
             state, _ = fetch_version(run, link.base, reference, advance, "fetch the base version")
         specs, readable = run.schema.by_name(), True
         base = lambda name: (specs[name], state.bits(name))  # noqa: E731
-    parts: list[TensorPart] = []
-    histogram = Histogram()
-    for blob in link.objects:
-        with opened(run.store, blob, whole=readable) as contents:
-            parts += contents.parts()
-            if readable:
-                histogram.add_all(contents.steps(base))
+    parts, histogram = read(run.store, link, steps=readable, base=base)
     return {
         **_tensors(parts, {}, run.schema.by_name()),
         **_steps(link.kind, link.encoding, histogram if readable else None, "--steps rebuilds the base version first"),

@@ -10,7 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
 
@@ -358,11 +359,16 @@ class Collector:
             wanted = _spread(deltas, min(requests // per_column, HEAT_COLUMNS))
         todo = [v for v in wanted if v in self._summaries and v not in self._heat and v not in self._unreadable]
 
-        def read(version: int) -> tuple[Manifest, dict[str, int]] | None:
+        def read(version: int) -> tuple[Manifest, Mapping[str, int]] | None:
             try:
                 manifest = run.manifest(version)
                 link = main_link(manifest)
-                return (manifest, contents.changed_per_tensor(run.store, link)) if link.kind == "delta" else None
+                if link.kind != "delta":
+                    return None
+                changed: Counter[str] = Counter()
+                for part in contents.read(run.store, link)[0]:
+                    changed[part.name] += part.changed or 0
+                return manifest, changed
             except DeltawireError as error:
                 log.debug("no changes per tensor of version %d: %s", version, error)
                 return None
@@ -615,4 +621,5 @@ def _steps(run: Run, version: int, most: int) -> Steps:
     if cost > most:
         ask = "; “Compute” fetches it" if cost <= ASKED_BYTES else ""
         return Steps(version, [], f"this takes {cost / 1e6:,.0f} MB from the bucket{ask}")
-    return Steps(version, contents.steps(run.store, link, base).rows(), "")
+    _, histogram = contents.read(run.store, link, steps=True, base=base)
+    return Steps(version, histogram.rows(), "")

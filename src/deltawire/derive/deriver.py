@@ -219,10 +219,7 @@ def recompute(
                 advice = "derive the run again at another address, and compare"
                 result.failure = Problem(version, keys.manifest(version), type(error).__name__, str(error), advice)
                 return result
-        if reason:
-            result.not_proven[reason] = result.not_proven.get(reason, 0) + 1
-        else:
-            result.proven += 1
+        result.count(reason)
         result.versions += 1
         if progress:
             progress(1, len(versions))
