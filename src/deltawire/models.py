@@ -219,31 +219,27 @@ class ModelView:
         if known is not None and (known.where, known.wire) == (where, self._wire):
             self.known: Known | None = known
             self.schema: Schema = known.schema
-            self._tensors: dict[str, Any] = {name: tensors[name] for name in tensors if name not in known.schema.ties}
+            self.tensors: dict[str, Any] = {name: tensors[name] for name in tensors if name not in known.schema.ties}
             return
-        self._tensors = {}
+        self.tensors = {}
+        """What the schema's tensors are in the model, in the model's own dtypes."""
         ties: dict[str, str] = {}
         seen: dict[tuple[Any, ...], str] = {}
         for name, tensor in tensors.items():
             identity = _identity(tensor)
             first = seen.setdefault(identity, name) if identity is not None else name
             if first == name:
-                self._tensors[name] = tensor
+                self.tensors[name] = tensor
             else:
                 ties[name] = first
         self.schema = Schema.build(
-            (TensorSpec(name, self._dtype(name, t), tuple(t.shape)) for name, t in self._tensors.items()), ties
+            (TensorSpec(name, self._dtype(name, t), tuple(t.shape)) for name, t in self.tensors.items()), ties
         )
         self.known = None if where is None else Known(where, self._wire, self.schema)
 
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """What the schema's tensors are in the model, in the model's own dtypes."""
-        return self._tensors
-
     def device(self) -> Any | None:
         """The accelerator that every tensor lies on in one piece; None where kernels cannot work on all of them."""
-        tensors = list(self._tensors.values())
+        tensors = list(self.tensors.values())
         if not tensors or not all(is_torch(t) and t.is_contiguous() for t in tensors):
             return None
         devices = {t.device for t in tensors}
@@ -251,18 +247,18 @@ class ModelView:
 
     def wire_dtype(self, name: str) -> Any:
         """The torch dtype that a torch tensor is published in."""
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         return getattr(sys.modules["torch"], self._wire) if self._wire and self._casts(name, tensor) else tensor.dtype
 
     def bits(self, name: str) -> Bits:
         """Flat bits of a tensor: a view where the tensor is contiguous, on the CPU and already in the wire dtype."""
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         if not is_torch(tensor):
             return dtypes.bits_of(np.asarray(tensor))
         return torch_bits(tensor.to(self.wire_dtype(name)))
 
     def region(self, region: Region) -> Bits:
-        tensor = self._tensors[region.tensor.name]
+        tensor = self.tensors[region.tensor.name]
         per = dtypes.lookup(region.tensor.dtype).units_per_element
         whole_elements = region.base % per == 0 and region.units % per == 0
         if is_torch(tensor) and tensor.is_contiguous() and region.contiguous and whole_elements:

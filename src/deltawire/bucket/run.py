@@ -102,6 +102,7 @@ class Run:
     def __init__(self, store: Store, info: RunInfo, etag: str | None = None, trust: Trust | None = None) -> None:
         self.store = store
         self.info = info
+        self.schema = info.schema
         self.trust: RunTrust | None = None if trust is None else trust.of_run(store.url, info.run)
         """Checks signatures; None where no key is trusted, so that none is checked."""
         self._etag = etag
@@ -113,10 +114,6 @@ class Run:
         self._lock = threading.Lock()
         self.added = AddedLinks(self)
         """Links that were added after the versions were committed."""
-
-    @property
-    def schema(self) -> Schema:
-        return self.info.schema
 
     def check_kind(self, is_adapter: bool | None) -> None:
         """Raise SchemaMismatch if the run has adapters and some weights are full ones, or the reverse. For weights that

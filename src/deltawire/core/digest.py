@@ -51,8 +51,8 @@ class StateDigest:
     @classmethod
     def of_lanes(cls, lanes: Iterable[int]) -> StateDigest:
         """The digest of two sums, which may be signed."""
-        lane0, lane1 = (int(lane) & _MASK for lane in lanes)
-        return cls(lane0, lane1)
+        lane0, lane1 = lanes
+        return cls(int(lane0) & _MASK, int(lane1) & _MASK)
 
     @classmethod
     def parse(cls, text: str) -> StateDigest:

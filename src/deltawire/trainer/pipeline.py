@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 from ..bucket.references import find_reference, reference_source
 from ..bucket.replay import State
 from ..bucket.run import Run
-from ..bucket.trust import Trust
 from ..core import full
 from ..core.digest import StateDigest
 from ..core.errors import DivergedRun, RunNotFound, SchemaError, SchemaMismatch
@@ -67,6 +66,7 @@ class Pipeline:
     def __init__(self, store: Store, options: PublishOptions, group: ProcessGroup | None = None) -> None:
         """`group` is the process group that publishes together; None for this process alone."""
         self._store, self._options = store, options
+        self._trust = options.signing.trust if options.signing else None
         self.together = group is not None
         """Whether this is one of the ranks of a process group, which may be the only one."""
         # one group for the training thread, one for the background thread
@@ -155,10 +155,6 @@ class Pipeline:
         if self._committer is None:
             with suppress(RunNotFound):
                 self._commit_to(self._open_run())
-
-    @property
-    def _trust(self) -> Trust | None:
-        return self._options.signing.trust if self._options.signing else None
 
     def _open_run(self) -> Run:
         return Run.open(self._store, trust=self._trust)

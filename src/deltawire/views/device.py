@@ -40,7 +40,7 @@ class BlockModel(ModelView):
             return source.tensors[name].detach().to(source.wire_dtype(name))  # type: ignore[no-any-return]
 
         with torch.no_grad():
-            self._tensors = {name: cast(name) for name in source.tensors if name not in places}
+            self.tensors = {name: cast(name) for name in source.tensors if name not in places}
             device = next(iter(source.tensors.values())).device
             maxima = torch.zeros(blocks.count, dtype=torch.int32, device=device)
             for name, place in places.items():
@@ -51,9 +51,9 @@ class BlockModel(ModelView):
             found = _scales(maxima)
             inverse = found.reciprocal()
             for name, place in places.items():
-                self._tensors[name] = _quantize(cast(name), place, inverse)
+                self.tensors[name] = _quantize(cast(name), place, inverse)
             for name, grid in scales.items():
-                self._tensors[name] = found[grid.span].reshape(grid.scales.shape)
+                self.tensors[name] = found[grid.span].reshape(grid.scales.shape)
 
 
 def _scales(maxima: Tensor) -> Tensor:
