@@ -31,12 +31,15 @@ from deltawire.core.errors import (
     StoreFull,
     StoreUnavailable,
     VersionNotFound,
+    VersionRefused,
 )
 from deltawire.core.manifest import Blob
 from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
 from deltawire.replica.host import HostMemory
+from deltawire.replica.model import ModelTarget
 from deltawire.replica.replica import SYNCS
+from deltawire.replica.target import Update
 from deltawire.store import Retrying, Store, open_store
 from deltawire.trainer import Publisher
 from flaky_store import FlakyStore
@@ -615,6 +618,27 @@ def test_follow_every_version(store: Store) -> None:
         seen.append(version)
         assert same(live, versions[version])
     assert seen == [2, 3, 4, 5, 6, 7, 8], "from the version the model came with"
+
+
+def test_follow_every_version_but_one_that_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried once and passed over, whether it is the newest or not."""
+    versions = history(6)
+    publish(store, versions)
+    stage, tried = ModelTarget.stage, []
+
+    def refuse(target: ModelTarget, update: Update) -> Any:
+        if update.final:
+            assert update.version not in tried
+            tried.append(update.version)
+        if update.final and update.version == 3:
+            raise VersionRefused("a reason")
+        return stage(target, update)
+
+    monkeypatch.setattr(ModelTarget, "stage", refuse)
+    live = copy(versions[1])
+    assert [*following(Replica(store, heartbeat=0), live, 5, every=True)] == [1, 2, 4, 5]
+    assert tried == [2, 3, 4, 5]
+    assert same(live, versions[5])
 
 
 def test_follow_only_the_newest(store: Store) -> None:

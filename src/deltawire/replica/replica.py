@@ -460,9 +460,9 @@ class Replica:
         if newest is None:
             return None
         self._newest = newest
-        if self._refused.holds(newest):
-            return None
         if self._version is None:
+            if self._refused.holds(newest):
+                return None
             if every:
                 # continue from the version the model came with, which is yielded once, like any other
                 self._bind(model, run, newest)
@@ -470,9 +470,13 @@ class Replica:
         if newest < self._version or newest == self._served():
             return None
         if not every:
-            return newest
-        before = max(self._version, self._skipped)
-        return following(run, before, newest) if before < newest else None
+            return None if self._refused.holds(newest) else newest
+        want = max(self._version, self._skipped)
+        while want < newest:
+            want = following(run, want, newest)
+            if not self._refused.holds(want):
+                return want
+        return None
 
     def _is_bound_to(self, model: Model | AnyTarget) -> bool:
         return self._target is model or (isinstance(self._target, ModelTarget) and self._target.model is model)
