@@ -292,14 +292,14 @@ def tile(rectangles: Iterable[Region], schema: Schema, what: str) -> None:
 
 
 def _bands(rows: int, height: int) -> Iterator[tuple[int, int]]:
-    """Rows in bands of at most `height`, cut at every half, quarter or eighth where that divides the rows.
+    """Rows in bands of at most `height`, cut at every half, quarter, eighth or sixteenth where that divides the rows.
 
     A tensor-parallel rank holds such a part. A band that reaches into two of them would have to be decoded by both.
     """
     if rows <= height:
         yield 0, rows
         return
-    parts = next((parts for parts in (8, 4, 2) if rows % parts == 0), 1)
+    parts = next((parts for parts in (16, 8, 4, 2) if rows % parts == 0), 1)
     # as few parts as there are that fit a band each
     while parts > 2 and rows // (parts // 2) <= height:
         parts //= 2

@@ -1,7 +1,8 @@
 """Segments and their tiles: which rectangles of a tensor are coded on their own.
 
 A segment is a region's matrix of units, cut into a grid of tiles: cut i of an axis lies at i · length // count, so a
-grid of 8 (or 16, 24 …) has its lines where shards of 2, 4 and 8 have theirs. A tile is coded from its own old weights.
+grid of 8 (or 24, 40 …) has its lines where shards of 2, 4 and 8 have theirs, and one of 16 where 16 have theirs. A tile
+is coded from its own old weights.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from .classes import CHUNK, COLUMN_NEUTRAL, ROW_NEUTRAL
 
 TILE, TILE_MIN = 1 << 16, 1 << 14
 """Elements a tile aims at, and the least it may have to keep its sides on shard lines."""
+SIXTEEN_MIN = 3 * TILE // 8
+"""The least for lines of 16 shards, which only large models have."""
 
 NARROW = 64
 """A segment with fewer columns is walked as one row: chunks of a few weights would cost a chunk each."""
@@ -64,12 +67,13 @@ def widest(lines: Any) -> Any:
 
 
 def grid_of(rows: int, columns: int, tile: int = TILE) -> tuple[int, int]:
-    """Tiles per axis: about `tile` elements each, lines where shards of 8, 4 or 2 have theirs as far as that allows.
+    """Tiles per axis: about `tile` elements each, lines where 16, 8, 4 or 2 shards have theirs as far as that allows.
 
     Columns are cut only into pieces that fill at least three quarters of their chunks.
     """
-    across = next((d for d in (8, 4, 2) if columns % d == 0 and _fills_chunks(columns // d)), 1)
-    down = next((d for d in (8, 4, 2) if rows % d == 0), 1)
+    degrees = (16, 8, 4, 2) if rows * columns >= 16 * 16 * min(SIXTEEN_MIN, tile) else (8, 4, 2)
+    across = next((d for d in degrees if columns % d == 0 and _fills_chunks(columns // d)), 1)
+    down = next((d for d in degrees if rows % d == 0), 1)
     while down * across > 1 and rows * columns < down * across * min(TILE_MIN, tile):
         down, across = (down // 2, across) if down > 1 else (down, across // 2)
     while columns // across > tile:
