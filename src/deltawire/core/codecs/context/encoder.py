@@ -190,11 +190,16 @@ def _code(regions: list[_Prepared], ranked: RankedChanges, rule: Rule, classes: 
     room, size = 2 * ranks.size + 64 * len(n), -1
     while size < 0:
         room *= 4
-        out = np.empty(room, np.uint8)
+        out, per_tile = np.empty(room, np.uint8), np.empty((len(n), CLASSES), np.uint8)
+        weights, changed = (np.zeros((len(regions), CLASSES), np.int64) for _ in range(2))
+        histogram, groups = (np.zeros((CLASSES, SYMBOLS), np.int64) for _ in range(2))
+        tables = np.empty(CLASSES * (SYMBOLS + 1), np.uint16)
+        floats, counts = np.empty(SYMBOLS), np.empty(SYMBOLS, np.int64)
         # one call: each gives up the interpreter's lock, and waits behind all other threads to have it back
         size, spread, count = _code_tiles(
-            n, k, ranks, zigzags, tiles, models(), SPREADS, rates, inverse, offsets, scaled, lengths, table, out, sizes
-        )
+            n, k, ranks, zigzags, tiles, models(), SPREADS, weights, changed, histogram, groups, per_tile, tables,
+            floats, counts, rates, inverse, offsets, scaled, lengths, table, out, sizes,
+        )  # fmt: skip
     steps = [scaled[t, :length].tobytes() for t, length in enumerate(lengths[:count].tolist())]
     grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(regions, offsets.tolist(), strict=True)]
     levels = [line for s in regions for line in (s.row_levels, s.column_levels) if line is not None]
@@ -223,32 +228,28 @@ def _choose_rule(total: Floats, changed: Floats, shift: int, mask: int, leveled:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _code_tiles(
-    n: Any, k: Any, ranks: Any, zigzags: Any, tiles: Any, models: Any, spreads: Any, rates: Any, inverse: Any,
+    n: Any, k: Any, ranks: Any, zigzags: Any, tiles: Any, models: Any, spreads: Any, weights: Any, changed: Any,
+    histogram: Any, groups: Any, per_tile: Any, tables: Any, floats: Any, counts: Any, rates: Any, inverse: Any,
     offsets: Any, scaled: Any, lengths: Any, table: Any, out: Any, sizes: Any,
 ) -> Any:  # fmt: skip
     """What the head says, into its arrays, and all tiles of regions with so many tiles each. Returns the length of the
-    tiles (−1 where `out` is too small), which spread, and how many step tables."""
-    regions, rate_of = tiles.size, models[5]
-    weights, changed = np.zeros((regions, CLASSES), np.int64), np.zeros((regions, CLASSES), np.int64)
-    histogram = np.zeros((CLASSES, SYMBOLS), np.int64)
+    tiles (−1 where `out` is too small), which spread, and how many step tables. Sums and `groups` are zero before."""
+    rate_of, first = models[5], np.int64(0)
     _sums(n, k, zigzags, tiles, weights, changed, histogram)
     _class_rates(weights, changed, rates, inverse)
-    per_tile, first = np.empty((n.shape[0], CLASSES), np.uint8), np.int64(0)
-    for region in range(regions):
+    for region in range(tiles.size):
         offsets[region] = _offset(weights, changed, region, rates, inverse, rate_of)
         for t in range(first, first + tiles[region]):
             shift_rates(rates, inverse, offsets[region], per_tile[t])
         first += tiles[region]
-    groups, scratch = np.zeros_like(histogram), np.empty(SYMBOLS, np.int64)
-    count = _group_steps(histogram, groups, scratch, table)
+    count = _group_steps(histogram, groups, counts, table)
     for t in range(count):
         lengths[t] = 0
         for i in range(SYMBOLS):
             if groups[t, i]:
                 lengths[t] = i + 1
         scale_counts(groups[t], lengths[t], scaled[t])
-    tables = np.empty(count * (SYMBOLS + 1), np.uint16)
-    unscale_tables(scaled, count, np.empty(SYMBOLS), scratch, tables)
+    unscale_tables(scaled, count, floats, counts, tables)
     spread = _choose_spread(n, k, per_tile, inverse, rate_of, spreads)
     size = runs.encode_tiles(n, k, ranks, zigzags, per_tile, inverse, spread, tables, table, models, out, sizes)
     return size, spread, count
