@@ -124,12 +124,9 @@ class Member:
 
     def serves(self, max_lag: int | None = None) -> bool:
         """Whether clients may be sent there."""
-        return (
-            self.health == "ok"
-            and self.lag is not None
-            and (max_lag is None or self.lag <= max_lag)
-            and bool(self.address)
-        )
+        if self.health != "ok" or self.lag is None or not self.address:
+            return False
+        return max_lag is None or self.lag <= max_lag
 
 
 def members(run: Run, *, fresh: float = FRESH_S, keepers: bool = False) -> tuple[int | None, list[Member]]:

@@ -297,6 +297,17 @@ def fetch_version(
     return checkout(run, version, state, resolve=resolver(reference), progress=fetched, steps=steps), steps
 
 
+def check_encoding(encoding: str) -> None:
+    """Raise BadParameter for an encoding that is unknown."""
+    from ..core.errors import UnknownFormat
+    from ..trainer.policy import EncodingChooser
+
+    try:
+        EncodingChooser(encoding)
+    except UnknownFormat as error:
+        raise typer.BadParameter(str(error), param_hint="--encoding") from None
+
+
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

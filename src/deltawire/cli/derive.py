@@ -14,6 +14,7 @@ from .common import (
     RunArgument,
     SignOption,
     TrustOption,
+    check_encoding,
     durations,
     emit_line,
     ended_by_sigterm,
@@ -67,9 +68,8 @@ def command(
     from ..bucket.versions import address_only, resolve
     from ..bucket.watch import wait_for_run
     from ..derive.deriver import OLDEST, Deriver
-    from .publish import _check_encoding
 
-    _check_encoding(encoding)
+    check_encoding(encoding)
     with ended_by_sigterm() as stop:
         if not once:
             wait_for_run(address_only(run), poll)

@@ -16,6 +16,7 @@ from .common import (
     SignOption,
     TrustOption,
     age,
+    check_encoding,
     durations,
     emit,
     percent,
@@ -117,7 +118,7 @@ def command(
     from ..store import open_store
     from ..trainer import Publisher
 
-    _check_encoding(encoding)
+    check_encoding(encoding)
     metrics = _metrics(metric or [])
     url = open_store(address_only(run)).url
     there: Run | None = None
@@ -151,16 +152,6 @@ def command(
             handle = publisher.publish(source, step=step, metrics=metrics, wait=True, progress=count)
     _remember(url, checkpoint)
     _report(Run.open(run), handle.result(), fetched, left_out(checkpoint), json)
-
-
-def _check_encoding(encoding: str) -> None:
-    from ..core.errors import UnknownFormat
-    from ..trainer.policy import EncodingChooser
-
-    try:
-        EncodingChooser(encoding)
-    except UnknownFormat as error:
-        raise typer.BadParameter(str(error), param_hint="--encoding") from None
 
 
 def _metrics(texts: list[str]) -> dict[str, float]:

@@ -133,11 +133,8 @@ def endorsed(kind: str, run: str, keys: Iterable[str], endorsements: Iterable[En
     """Return `keys` and all keys that they endorse, directly or through each other, in the order of the statements."""
     found = set(keys)
     for one in endorsements:
-        if (
-            one.by in found
-            and is_public(one.key)
-            and _is_signed(kind, f"{run}\n{one.key}".encode(), one.by, one.signature)
-        ):
+        said = f"{run}\n{one.key}".encode()
+        if one.by in found and is_public(one.key) and _is_signed(kind, said, one.by, one.signature):
             found.add(one.key)
     return found
 

@@ -145,10 +145,7 @@ class Collector:
                 self._reset()
                 return Document(self._store.url, time.time(), problem="another run is at this address; reading it")
             except RunNotFound as error:
-                if self._run is not None:
-                    problem = f"the run is gone: {error}"
-                else:
-                    problem = str(error)
+                problem = str(error) if self._run is None else f"the run is gone: {error}"
             except DAMAGE as error:
                 problem = self._damage(error)
             except DeltawireError as error:

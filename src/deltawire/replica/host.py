@@ -231,12 +231,8 @@ def _cell(tensor: Any, name: str, wanted: str) -> _Cell:
         if kind is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return _Copied(tensor, torch_dtype(wanted))
         return kind(torch_bits(tensor))
-    if (
-        kind is None
-        or not isinstance(tensor, np.ndarray)
-        or not tensor.flags.c_contiguous
-        or not tensor.flags.writeable
-    ):
+    patchable = isinstance(tensor, np.ndarray) and tensor.flags.c_contiguous and tensor.flags.writeable
+    if kind is None or not patchable:
         raise SchemaMismatch(
             f"{name!r} must be a writable, contiguous array of {wanted} or float32 to be patched in place"
         )

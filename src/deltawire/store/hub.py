@@ -87,12 +87,8 @@ class HubStore:
     def from_url(cls, url: str) -> HubStore:
         parts = urlsplit(url)
         names = unquote(parts.path).strip("/").split("/")
-        if (
-            "@" in parts.netloc
-            or any("@" in name or ":" in name for name in names[:2])
-            or parts.query
-            or parts.fragment
-        ):
+        login = "@" in parts.netloc or any("@" in name or ":" in name for name in names[:2])
+        if login or parts.query or parts.fragment:
             raise BadURL(
                 "an hf:// address has no place for credentials or options; set HF_TOKEN and HF_ENDPOINT instead"
             )

@@ -40,6 +40,7 @@ BODIES_AT_ONCE = 8
 """Bodies of the largest size that may be in memory, read and not tokenized yet."""
 
 Events = asyncio.Queue[tuple[Sequence, Delta]]
+Kind = type[CompletionRequest] | type[ChatRequest]
 
 _CONTROL = ("/pause", "/resume", "/is_paused", "/deltawire/")
 
@@ -167,7 +168,7 @@ def _is_allowed(scope: Scope, options: Options) -> bool:
 # ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _answer(server: RolloutServer, http: Request, kind: type[CompletionRequest] | type[ChatRequest]) -> Response:
+async def _answer(server: RolloutServer, http: Request, kind: Kind) -> Response:
     events: Events = asyncio.Queue()
     try:
         bound = Bound.of(http.headers.raw)
@@ -213,9 +214,7 @@ def _conflict(server: RolloutServer, bound: Bound, made: str = "") -> Response:
     return _json(bound.refusal(version, made, server.follower.pin), 409, headers)
 
 
-async def _read(
-    server: RolloutServer, http: Request, kind: type[CompletionRequest] | type[ChatRequest], events: Events
-) -> tuple[list[Sequence], Answer]:
+async def _read(server: RolloutServer, http: Request, kind: Kind, events: Events) -> tuple[list[Sequence], Answer]:
     """Read and check a request; its sequences are not queued yet."""
     body, most = bytearray(), server.options.max_body
     try:
@@ -240,11 +239,7 @@ async def _read(
 
 
 def _prepare(
-    server: RolloutServer,
-    body: bytes,
-    kind: type[CompletionRequest] | type[ChatRequest],
-    events: Events,
-    deadline: float,
+    server: RolloutServer, body: bytes, kind: Kind, events: Events, deadline: float
 ) -> tuple[list[Sequence], Answer]:
     """Parse and tokenize a request: a sequence for each prompt and choice, if they can run here at all."""
     request: CompletionRequest | ChatRequest = parse(body, kind)
