@@ -20,7 +20,6 @@ from ..core.errors import DigestMismatch, ModelTooLarge
 from ..core.manifest import Manifest
 from ..core.parallel import for_each, threads_for
 from ..core.schema import Schema
-from .fetch import Progress
 from .references import Resolve, as_run, find_reference
 from .run import DAMAGE, Run
 from .walk import FetchedLink, Walker
@@ -110,22 +109,29 @@ def checkout(
     state: State | None = None,
     *,
     resolve: Resolve = find_reference,
-    progress: Progress | None = None,
-    steps: list[chain.Step] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    planned: Callable[[list[chain.Step]], object] = lambda steps: None,
     changed: Changed | None = None,
 ) -> State:
     """Return the bits of a version. Continues from `state` where a path leads on from there.
 
     Where an object on the way is damaged or gone, another way is taken from nothing, if there is one; MissingBase after
-    chain.MAX_PLANS of them. `steps` is a way that was planned before, `changed` as in `State.take`.
+    chain.MAX_PLANS of them. `planned` is called with each way before anything is fetched, `progress` with the bytes
+    that arrived and the bytes of the way in all; `changed` as in `State.take`.
     """
-    walker = Walker(run)
-    current = state or State(run.schema)
+    walker, current, total = Walker(run), state or State(run.schema), 0
 
     def have() -> int | None:
         return current.version
 
-    for step, pending in walker.walk(have, version, steps, progress=progress):
+    def begin(steps: list[chain.Step]) -> bool:
+        nonlocal total
+        total = sum(step.bytes for step in steps if step.kind != "reference")
+        planned(steps)
+        return True
+
+    told = (lambda n: progress(n, total)) if progress else None
+    for step, pending in walker.walk(have, version, begin=begin, progress=told):
         try:
             current.take(pending.result(), resolve, changed=changed)
         except DAMAGE as error:

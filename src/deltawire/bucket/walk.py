@@ -61,7 +61,6 @@ class Walker:
         self,
         have: Callable[[], int | None],
         want: int,
-        planned: list[Step] | None = None,
         *,
         begin: Callable[[list[Step]], bool] = lambda steps: True,
         progress: Progress | None = None,
@@ -69,15 +68,14 @@ class Walker:
         """Yield the steps to `want` with their objects, until `have()` is `want`.
 
         The caller applies a link before it asks for the next one, and calls `reject` or `plan_again` where that fails.
-        `planned` is a way that was planned before, to be tried first. `begin` is called with each plan before anything
-        is fetched; if it returns False, another plan is made. Raises the last failure, or MissingBase, when no way is
-        left, and after chain.MAX_PLANS plans.
+        `begin` is called with each plan before anything is fetched; if it returns False, another plan is made. Raises
+        the last failure, or MissingBase, when no way is left, and after chain.MAX_PLANS plans.
         """
         for _ in range(chain.MAX_PLANS):
             if have() == want:
                 return
             try:
-                steps, planned = planned or self.plan(have(), want), None
+                steps = self.plan(have(), want)
             except MissingBase:
                 failure = self._failure
                 if failure is not None and not isinstance(failure, StoreUnavailable):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -285,16 +286,14 @@ def fetch_version(
     """Rebuild a version in memory, from `state` on if that is cheaper. Also returns what was fetched."""
     from ..bucket.references import resolver
     from ..bucket.replay import checkout
-    from ..bucket.walk import Walker
 
-    steps = Walker(run).plan(state.version if state else None, version)
-    total = sum(step.bytes for step in steps)
+    steps: list[Step] = []
 
-    def fetched(n: int) -> None:
-        advance(label, n, total)
+    def planned(way: list[Step]) -> None:
+        steps[:] = way
 
-    fetched(0)
-    return checkout(run, version, state, resolve=resolver(reference), progress=fetched, steps=steps), steps
+    fetched = partial(advance, label)
+    return checkout(run, version, state, resolve=resolver(reference), progress=fetched, planned=planned), steps
 
 
 def check_encoding(encoding: str) -> None:

@@ -609,10 +609,9 @@ def _steps(run: Run, version: int, most: int) -> Steps:
         return Steps(version, [], "this version has no delta")
     base, cost = None, link.bytes
     if not contents.tells_steps(link):
-        plan = Walker(run).plan(None, link.base)
-        cost += sum(step.bytes for step in plan)
+        cost += sum(step.bytes for step in Walker(run).plan(None, link.base))
         if cost <= most:
-            state = checkout(run, link.base, resolve=resolver(None), steps=plan)
+            state = checkout(run, link.base, resolve=resolver(None))
             specs = run.schema.by_name()
             base = lambda name: (specs[name], state.bits(name))  # noqa: E731
     if cost > most:

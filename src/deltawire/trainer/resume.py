@@ -9,7 +9,6 @@ from pathlib import Path
 from ..bucket.references import Resolve
 from ..bucket.replay import State, checkout, load_folder
 from ..bucket.run import Run
-from ..bucket.walk import Walker
 from ..core.errors import (
     ChainError,
     DeltawireError,
@@ -52,10 +51,7 @@ def rebuild(
     log.info("rebuilding version %d from %s to diff against", version, run.store.url)
     try:
         base = None if folder is None else _load(run, folder, version)
-        steps = Walker(run).plan(base.version if base else None, version)
-        total = sum(step.bytes for step in steps if step.kind != "reference")
-        told = (lambda n: progress(n, total)) if progress else None
-        return checkout(run, version, base, resolve=resolve, progress=told, steps=steps)
+        return checkout(run, version, base, resolve=resolve, progress=progress)
     except ReferenceUnavailable:
         raise  # it is somewhere, only not here
     except (FormatError, ChainError, ObjectNotFound) as error:
