@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 from deltawire.store import ObjectStore, Store
 from deltawire_wordle.seaweed import SeaweedFS
 from precompile import precompile
-from tests import jobs
+from tests import forks, jobs
 from tests.hub_stand_in import HubStandIn
 
 _COMPILING = pytest.StashKey[list[subprocess.Popen[bytes]]]()
@@ -85,7 +85,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     for process in session.stash[_COMPILING]:
         process.wait()
-    jobs.Run(session, number)
+    with forks.started():
+        jobs.Run(session, number)
     return True
 
 

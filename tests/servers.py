@@ -14,11 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests import forks
+
 
 def run_to_end(command: Sequence[str], log: Path, limit: float, **environment: str) -> int:
     """Its exit status; what it says goes to `log`. Nothing of it outlives the call."""
     with open(log, "w") as out:
-        process = subprocess.Popen(
+        process = forks.Popen(
             [*command],
             env={**os.environ, **environment},
             stdout=out,

@@ -20,6 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deltawire.cli import app, main
+from tests import forks
 
 SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I64": 8, "I32": 4}
 
@@ -166,7 +167,7 @@ def run_until_sigterm(client: Callable[[IO[str], IO[str]], object], *args: objec
 
 def spawn(*args: object, **options: Any) -> subprocess.Popen[str]:
     """A command as a process of its own."""
-    return subprocess.Popen(
+    return forks.Popen(
         [sys.executable, "-X", "faulthandler", "-m", "deltawire.cli", *map(str, args)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

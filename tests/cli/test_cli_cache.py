@@ -11,12 +11,13 @@ from cli_support import invoke
 
 from deltawire.bucket import neighbour
 from deltawire.bucket.run import Run
+from tests import forks
 
 
 def test_objects_of_a_run_for_a_site(run: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "deltawire.cli", "cache", str(run), "--port", "0", "--json"]
     blob = Run.open(str(run)).manifest(3).links[0].objects[0]
-    with subprocess.Popen([*command, "--folder", str(tmp_path / "objects")], stdout=subprocess.PIPE) as process:
+    with forks.Popen([*command, "--folder", str(tmp_path / "objects")], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             near = neighbour.Neighbour(json.loads(process.stdout.readline())["url"], None)

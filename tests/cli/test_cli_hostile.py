@@ -20,6 +20,7 @@ from deltawire.core.full import Checkpoint
 from deltawire.store import LocalStore
 from deltawire.trainer import Publisher
 from support import history, model, publish, trained
+from tests import forks
 
 BAD = "\x1b]0;pwned\x07\x1b[31m\x9b31m\u202e"
 """Sets a terminal's title, its colours (also in one C1 byte), and the direction of its text."""
@@ -103,7 +104,7 @@ def test_follow_outlives_a_full_disk(tmp_path: Path) -> None:
     room = 100_000
     with Publisher(store) as publisher:
         publisher.publish(weights, wait=True)
-        child = subprocess.Popen(
+        child = forks.Popen(
             [sys.executable, "-c", FOLLOW, str(room), "follow", store.url, "--dir", str(place), "--poll", "0.05"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -26,6 +26,7 @@ import torch
 
 from deltawire import Publisher
 from deltawire.cli import app, main
+from tests import forks
 from tests.engines.server.serving import checkpoint, nudge, publisher, tiny_model
 
 COMMAND = [sys.executable, "-m", "deltawire.cli", "serve"]
@@ -34,7 +35,7 @@ COMMAND = [sys.executable, "-m", "deltawire.cli", "serve"]
 @contextmanager
 def process(*arguments: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    started = subprocess.Popen(
+    started = forks.Popen(
         [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )
     try:

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
+from tests import forks
+
 HERE = Path(__file__).parent
 
 
 def fuzz(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(HERE), *map(str, arguments)]
     environment = {**os.environ, "FUZZ_CPU_LIMIT": "2"} if "broken" in arguments else os.environ
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return forks.run(command, env=environment, timeout=800)
 
 
 def test_kept_cases() -> None:

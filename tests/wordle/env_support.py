@@ -16,6 +16,7 @@ from deltawire.engines.access import listen
 from deltawire_wordle.env_server import create_app, make_server
 from deltawire_wordle.wordle import Rules
 from deltawire_wordle.wordlists import load
+from tests import forks
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def wordle_thread(words: str = "toy", max_sessions: int = 512, **options: Any) -
 @contextmanager
 def wordle_server(*options: str, files: int | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Yields its address and the process, which may open so many files; whatever is left of it is ended."""
-    process = subprocess.Popen(
+    process = forks.Popen(
         [sys.executable, "-m", "deltawire.cli", "env", "wordle", "--port", "0", "--json", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
