@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +14,19 @@ DERIVED = ("W_UK", "W_UV", "W_UK_T", "W_K", "W_V", "w_kc", "w_vc")
 """What attention layers compute from weights when they are loaded, and use in their place."""
 
 
-def derived_problem(model: nn.Module) -> str:
-    """The first layer that computes with something made from its weights; empty if there is none."""
-    for name, module in model.named_modules():
-        for key in DERIVED:
-            if isinstance(getattr(module, key, None), Tensor):
-                return f"{name!r} computes with {key}, which is made from its weights when they are loaded"
-    return ""
+def common_problems(model: nn.Module, model_config: Any) -> list[str]:
+    """Reasons to refuse deltas that all engines have: weights that are not those of the run, or that a layer computes
+    with something made from them."""
+    problems = []
+    quantization = getattr(model_config, "quantization", None)
+    if quantization and getattr(model_config.hf_config, "quantization_config", None) is None:
+        problems.append(f"the server quantizes its weights ({quantization})")
+    elif quantization and quantization != "fp8":
+        # hooks of other schemes note things in objects that a copy of the layer shares with the live one
+        problems.append(f"layouts of {quantization} weights are not learned")
+    for name, key, _ in islice(_derived(model), 1):
+        problems.append(f"{name!r} computes with {key}, which is made from its weights when they are loaded")
+    return problems
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -33,11 +41,17 @@ def fingerprint(model: nn.Module) -> str:
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
+    for name, key, tensor in _derived(model):
+        yield f"{name}.{key}", tensor
     for name, module in model.named_modules():
-        for key in DERIVED:
-            if isinstance(value := getattr(module, key, None), Tensor):
-                yield f"{name}.{key}", value
         closure = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
         for number, cell in enumerate(closure):
             if isinstance(cell.cell_contents, Tensor):
                 yield f"{name}.cpu_linear.{number}", cell.cell_contents
+
+
+def _derived(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    for name, module in model.named_modules():
+        for key in DERIVED:
+            if isinstance(value := getattr(module, key, None), Tensor):
+                yield name, key, value

@@ -56,16 +56,9 @@ def _require_room(chosen: dict[str, Any], adapters: int, keep: int) -> None:
 
 def problems_of(model: Any, server_args: Any, model_config: Any) -> list[str]:
     """Reasons to refuse deltas that the placement map cannot show: weights that are not the ones computed with."""
-    from ..live.guard import derived_problem
+    from ..live.guard import common_problems
 
-    problems = []
-    chosen = server_args.resolved_dict()
-    quantization = model_config.quantization
-    if quantization and getattr(model_config.hf_config, "quantization_config", None) is None:
-        problems.append(f"the server quantizes its weights ({quantization})")
-    elif quantization and quantization != "fp8":
-        # hooks of other schemes note things in objects that a copy of the layer shares with the live one
-        problems.append(f"layouts of {quantization} weights are not learned")
+    problems, chosen = common_problems(model, model_config), server_args.resolved_dict()
     for name, reason in {
         "enable_lora": "the server was started with LoRA, which wraps the layers",
         "lora_paths": "the server was started with LoRA, which wraps the layers",
@@ -75,6 +68,4 @@ def problems_of(model: Any, server_args: Any, model_config: Any) -> list[str]:
     }.items():
         if chosen.get(name):
             problems.append(reason)
-    if derived := derived_problem(model):
-        problems.append(derived)
     return problems

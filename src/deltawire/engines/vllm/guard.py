@@ -10,20 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..live.guard import derived_problem
+from ..live.guard import common_problems
 
 log = logging.getLogger("deltawire")
 
 
 def problems_of(model: nn.Module, config: Any) -> list[str]:
     """Reasons to refuse deltas that the placement map cannot show: weights that are not the ones computed with."""
-    problems = []
-    quantization = getattr(config.model_config, "quantization", None)
-    if quantization and getattr(config.model_config.hf_config, "quantization_config", None) is None:
-        problems.append(f"the server quantizes its weights ({quantization})")
-    elif quantization and quantization != "fp8":
-        # hooks of other schemes note things in objects that a copy of the layer shares with the live one
-        problems.append(f"layouts of {quantization} weights are not learned")
+    problems = common_problems(model, config.model_config)
     if getattr(config, "lora_config", None) and config.model_config.is_moe:
         problems.append("the server was started with LoRA, which wraps the experts")
     if getattr(config.parallel_config, "enable_eplb", False):
@@ -32,8 +26,6 @@ def problems_of(model: nn.Module, config: Any) -> list[str]:
         if (linear := getattr(module, "cpu_linear", None)) is not None and _closes_over(linear):
             problems.append(f"{name!r} computes with a repacked copy of its weight; start with VLLM_PLUGINS=deltawire")
             break
-    if derived := derived_problem(model):
-        problems.append(derived)
     return problems
 
 
