@@ -265,7 +265,6 @@ class _Process:
 
     def __init__(self, folder: Path) -> None:
         self._node = node = Node(folder)
-        self._runs: dict[str, Run] = {}
         known = (node.open, node.decode, node.beside, self.stage, node.lend, node.borrow, node.reload, node.forget)
         self._operations: dict[str, Callable[..., Any]] = {operation.__name__: operation for operation in known}
 
@@ -279,10 +278,7 @@ class _Process:
 
     def stage(self, run: str, version: int, digests: list[Any], claim: Any, reloads: bool) -> list[Answer]:
         # this node may have a bucket of its own that is nearer
-        address = os.environ.get("DELTAWIRE_RUN") or run
-        opened = self._runs.setdefault(address, Run.open(address))
-        opened.forget(version)
-        manifest = opened.manifest(version)
+        opened = Run.open(os.environ.get("DELTAWIRE_RUN") or run)
         to, base = msgspec.convert(digests, list[StateDigest])
 
         def stage(content: Delta | Source) -> list[Answer]:
@@ -291,6 +287,7 @@ class _Process:
         if claim is None:
             return stage(checkout(opened, version, resolve=resolver(os.environ.get("DELTAWIRE_REFERENCE"))))
         expected = msgspec.convert(claim, DeltaClaim)
+        manifest = opened.manifest(version)
         fetched = fetch_link(opened, manifest, opened.link(manifest, "delta", expected.base))
         try:
             return stage(Delta(expected, fetched.objects))
