@@ -21,27 +21,7 @@ from .core.full import Source
 from .core.schema import Schema, TensorSpec
 from .huggingface import Band, checkpoint_tensors, is_pretrained, kept_in_fp32, pretrained_files
 
-_TORCH_DTYPES = {
-    "torch.bool": "BOOL",
-    "torch.uint8": "U8",
-    "torch.int8": "I8",
-    "torch.float8_e4m3fn": "F8_E4M3",
-    "torch.float8_e5m2": "F8_E5M2",
-    "torch.float8_e8m0fnu": "F8_E8M0",
-    "torch.float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "torch.float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "torch.int16": "I16",
-    "torch.uint16": "U16",
-    "torch.float16": "F16",
-    "torch.bfloat16": "BF16",
-    "torch.int32": "I32",
-    "torch.uint32": "U32",
-    "torch.float32": "F32",
-    "torch.int64": "I64",
-    "torch.uint64": "U64",
-    "torch.float64": "F64",
-    "torch.complex64": "C64",
-}
+_TORCH_DTYPES = {f"torch.{dtype.plain}": dtype.name for dtype in dtypes.DTYPES.values()}
 _WIRE_DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 _UNIT_NAMES = {1: "uint8", 2: "int16", 4: "int32"}
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -310,8 +290,7 @@ def dtype_of(tensor: Any) -> str:
 
 def torch_dtype(name: str) -> Any:
     """The torch dtype that has this name in the format."""
-    found = next(torch_name for torch_name, known in _TORCH_DTYPES.items() if known == name)
-    return getattr(sys.modules["torch"], found.removeprefix("torch."))
+    return getattr(sys.modules["torch"], dtypes.lookup(name).plain)
 
 
 def like(template: Any, bits: Bits) -> Any:

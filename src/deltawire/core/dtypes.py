@@ -25,6 +25,8 @@ UNIT_TYPES: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint1
 class Dtype:
     name: str
     """As safetensors spells it."""
+    plain: str
+    """As numpy, ml_dtypes and torch spell it."""
     size: int
     """Bytes per element."""
     exponent_shift: int
@@ -39,60 +41,39 @@ class Dtype:
     """True where one unit holds a whole sign-magnitude number: steps are then counted along the numbers (see ulps)."""
 
 
-def _dtype(name: str, size: int, is_float: bool, exponent_shift: int = 0, exponent_bits: int = 0) -> Dtype:
+def _dtype(name: str, plain: str, size: int, exponent_shift: int = 0, exponent_bits: int = 0) -> Dtype:
     unit_size = min(size, 4)
-    signed = is_float and unit_size == size
-    return Dtype(name, size, exponent_shift, exponent_bits, unit_size, UNIT_TYPES[unit_size], size // unit_size, signed)
+    unit, per = UNIT_TYPES[unit_size], size // unit_size
+    return Dtype(name, plain, size, exponent_shift, exponent_bits, unit_size, unit, per, exponent_bits > 0)
 
 
 DTYPES: dict[str, Dtype] = {
     d.name: d
     for d in (
-        _dtype("BOOL", 1, False),
-        _dtype("U8", 1, False),
-        _dtype("I8", 1, False),
-        _dtype("F8_E4M3", 1, True, 3, 4),
-        _dtype("F8_E5M2", 1, True, 2, 5),
-        _dtype("F8_E8M0", 1, False),
-        _dtype("F8_E4M3FNUZ", 1, True, 3, 4),
-        _dtype("F8_E5M2FNUZ", 1, True, 2, 5),
-        _dtype("I16", 2, False),
-        _dtype("U16", 2, False),
-        _dtype("F16", 2, True, 10, 5),
-        _dtype("BF16", 2, True, 7, 8),
-        _dtype("I32", 4, False),
-        _dtype("U32", 4, False),
-        _dtype("F32", 4, True, 23, 8),
-        _dtype("I64", 8, False),
-        _dtype("U64", 8, False),
-        _dtype("F64", 8, True),
-        _dtype("C64", 8, True),
+        _dtype("BOOL", "bool", 1),
+        _dtype("U8", "uint8", 1),
+        _dtype("I8", "int8", 1),
+        _dtype("F8_E4M3", "float8_e4m3fn", 1, 3, 4),
+        _dtype("F8_E5M2", "float8_e5m2", 1, 2, 5),
+        _dtype("F8_E8M0", "float8_e8m0fnu", 1),
+        _dtype("F8_E4M3FNUZ", "float8_e4m3fnuz", 1, 3, 4),
+        _dtype("F8_E5M2FNUZ", "float8_e5m2fnuz", 1, 2, 5),
+        _dtype("I16", "int16", 2),
+        _dtype("U16", "uint16", 2),
+        _dtype("F16", "float16", 2, 10, 5),
+        _dtype("BF16", "bfloat16", 2, 7, 8),
+        _dtype("I32", "int32", 4),
+        _dtype("U32", "uint32", 4),
+        _dtype("F32", "float32", 4, 23, 8),
+        _dtype("I64", "int64", 8),
+        _dtype("U64", "uint64", 8),
+        _dtype("F64", "float64", 8),
+        _dtype("C64", "complex64", 8),
     )
 }
 
-# numpy has no bfloat16: a plain uint16 array is taken as the bits of one, which is what people keep in it.
-_FROM_NUMPY = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "uint16": "BF16",
-    "int16": "I16",
-    "float16": "F16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float64": "F64",
-    "complex64": "C64",
-    # of ml_dtypes, if it is installed
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-}
+# numpy has no bfloat16: a plain uint16 array is taken as the bits of one, which is what people keep in it
+_FROM_NUMPY = {d.plain: d.name for d in DTYPES.values()} | {"uint16": "BF16"}
 
 
 def lookup(name: str) -> Dtype:
@@ -116,13 +97,6 @@ def bits_of(array: npt.NDArray[Any]) -> Bits:
     return np.ascontiguousarray(array).reshape(-1).view(dtype.unit)
 
 
-_AS_NUMPY = {
-    "BOOL": np.uint8, "U8": np.uint8, "I8": np.int8, "I16": np.int16, "U16": np.uint16, "F16": np.float16,
-    "I32": np.int32, "U32": np.uint32, "F32": np.float32, "I64": np.int64, "U64": np.uint64, "F64": np.float64,
-    "C64": np.complex64,
-}  # fmt: skip
-
-
 def numbers(bits: Bits, dtype: Dtype) -> npt.NDArray[Any]:
     """The numbers that bits stand for, in float64 (complex128 for C64)."""
     if dtype.name == "BF16":
@@ -132,7 +106,7 @@ def numbers(bits: Bits, dtype: Dtype) -> npt.NDArray[Any]:
     if dtype.name.startswith("F8_"):
         return _float8(dtype.name)[bits]
     with np.errstate(invalid="ignore"):
-        values = bits.view(_AS_NUMPY[dtype.name])
+        values = bits.view("uint8" if dtype.name == "BOOL" else dtype.plain)
         return values.astype(np.complex128 if dtype.name == "C64" else np.float64)
 
 

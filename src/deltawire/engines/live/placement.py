@@ -26,14 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...core.change import Region
 from ...core.dtypes import lookup
 from ...core.schema import Schema, TensorSpec
-
-_TORCH_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
-    "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}  # fmt: skip
+from ...models import torch_dtype
 
 _aten = torch.ops.aten
 _FILLS = {
@@ -133,7 +126,7 @@ class _Tracer(TorchDispatchMode):
 
     def tensors(self, schema: Schema) -> Iterator[tuple[str, Tensor]]:
         for spec in schema.tensors:
-            tensor = torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device="meta")
+            tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
             self._held.append(tensor)
             self._sources[storage(tensor)] = spec
             yield spec.name, tensor
