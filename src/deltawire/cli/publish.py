@@ -217,12 +217,13 @@ def _last_published(url: str, checkpoint: Path) -> Path | None:
 def _remember(url: str, checkpoint: Path) -> None:
     import msgspec
 
+    from ..core.errors import StoreError
+    from ..store import LocalStore
+
     record = _record(url)
-    with suppress(OSError):  # a machine without a home: the next publish fetches
-        record.parent.mkdir(parents=True, exist_ok=True)
-        made = record.with_suffix(f".{os.getpid()}")
-        made.write_bytes(msgspec.json.encode({"run": url, "folder": str(checkpoint.resolve())}))
-        made.replace(record)
+    with suppress(StoreError):  # a machine without a home: the next publish fetches
+        data = msgspec.json.encode({"run": url, "folder": str(checkpoint.resolve())})
+        LocalStore(record.parent).put(record.name, data)
 
 
 # ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────────

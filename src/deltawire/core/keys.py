@@ -15,15 +15,13 @@ DELEGATED = "delegated.json"
 ADDED = "added.json"
 KEEPER = "keeper.json"
 ADDED_PAGES = "added/"
-ANCHORS, DELTAS, FILES, HISTORY, REPLICAS, TAGS, VERSIONS = (
-    "anchors/",
-    "deltas/",
-    "files/",
-    "history/",
-    "replicas/",
-    "tags/",
-    "versions/",
-)
+ANCHORS = "anchors/"
+DELTAS = "deltas/"
+FILES = "files/"
+HISTORY = "history/"
+REPLICAS = "replicas/"
+TAGS = "tags/"
+VERSIONS = "versions/"
 
 _DATA = re.compile(
     r"(?:anchors|deltas)/step_(?:[0-9]{6,18}-)?([0-9]{6,18})\.[0-9a-f]{8}(?:-[0-9]{5}-of-[0-9]{5})?\.safetensors"
