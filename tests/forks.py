@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from tests import forked
 from tests.jobs import leave
 
 _address: str | None = None
@@ -40,8 +41,8 @@ def started() -> Iterator[None]:
     sys.stderr.flush()
     lives, alive = os.pipe()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        _address = f"\0deltawire-{uuid.uuid4()}"
-        listener.bind(_address)
+        _address = f"deltawire-{uuid.uuid4()}"
+        listener.bind(f"\0{_address}")
         listener.listen()
         server = os.fork()
         if not server:
@@ -66,17 +67,9 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         if _address is None or program is None or preexec_fn or pass_fds or shell:
             super()._execute_child(args, executable, preexec_fn, *rest)
             return
-        task = {
-            "program": program,
-            "cwd": os.fspath(cwd or os.getcwd()),
-            "env": {**(os.environ if env is None else env)},
-            "session": bool(session),
-        }
-        self._status = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._status.connect(_address)
         streams = [own if given == -1 else given for own, given in enumerate((stdin, stdout, stderr))]
-        socket.send_fds(self._status, [json.dumps(task).encode()], streams)
-        self.pid = int(self._status.recv(64))
+        folder, environment = os.fspath(cwd or os.getcwd()), os.environ if env is None else env
+        self.pid, self._status = forked.start(_address, program, folder, environment, bool(session), streams)
         self._child_created = True
         self._close_pipe_fds(*pipes[:6])
 
@@ -109,6 +102,11 @@ def run(command: Sequence[str], *, timeout: float, **options: Any) -> subprocess
             process.kill()
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, *said)
+
+
+def module(name: str) -> str | None:
+    """A shell's command for a module of Python; None where nothing is forked."""
+    return _address and f'"{sys.executable}" -SI "{forked.__file__}" {_address} {name}'
 
 
 def _program(command: Any) -> dict[str, Any] | None:

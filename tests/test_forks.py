@@ -73,6 +73,20 @@ def test_it_is_signalled(python: Callable[..., forks.Popen]) -> None:
             assert process.wait(60) == code
 
 
+def test_as_a_command_of_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "_address", None)
+    (tmp_path / "program.py").write_text("import sys, time; print(sys.argv[1:], flush=True); time.sleep(600)")
+    with forks.started():
+        command = forks.module("program")
+        script = f"exec {command} 'a b'"
+        with subprocess.Popen(script, shell=True, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "['a b']\n"
+            process.terminate()
+            assert process.wait(60) == -15
+    assert forks.module("program") is None
+
+
 def test_a_session_of_its_own(python: Callable[..., forks.Popen]) -> None:
     code = "import os; print(os.getsid(0) == os.getpid())"
     for own in (True, False):

@@ -27,6 +27,7 @@ from documents import ROOT, Block
 
 from deltawire_wordle.processes import free_port
 from deltawire_wordle.seaweed import SeaweedFS, _free_ports
+from tests import forks
 
 PATIENCE_S = {"everyday": 240, "slow": 600, "vllm": 600}
 """How long a block of a suite may take before it is ended and fails."""
@@ -96,6 +97,10 @@ class Stage:
         pip = programs / "pip"
         pip.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).with_name("pip_check.py")}" "$@"\n')
         pip.chmod(0o755)
+        if command := forks.module("deltawire.cli"):
+            program = programs / "deltawire"
+            program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+            program.chmod(0o755)
         self.environment |= {
             "VENV": str(venv),
             "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
