@@ -18,6 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import deltawire
 from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.run import Run
 from deltawire.replica import Replica
@@ -32,9 +33,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    # Kernels are compiled by a process of its own, which leaves them on disk: here neither the bucket client nor the
-    # threads that hash may have been at work when a process forks.
-    subprocess.run([sys.executable, "-m", "soak.nursery", "compile"], check=True, stdin=subprocess.DEVNULL)
+    # Kernels that are not on disk are compiled by a process of its own, which leaves them there: here neither the
+    # bucket client nor the threads that hash may have been at work when a process forks.
+    if not any(Path(deltawire.__file__).parent.rglob("*.nbi")):
+        subprocess.run([sys.executable, "-m", "soak.nursery", "compile"], check=True, stdin=subprocess.DEVNULL)
     _rehearse(rows=4, columns=16)
     children: set[int] = set()
     _answer({"ready": True})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import pytest
 from soak.adversary import KINDS, faults
 from soak.judge import Judge
 from soak.ledger import Ledger
+from tests import forks
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[1]
 )
 @pytest.mark.usefixtures("_few_certificates")
 def test_nothing_is_wrong_after_faults(tmp_path: Path, minutes: float, pace: float, replicas: int) -> None:
-    done = subprocess.run(
+    done = forks.run(
         [sys.executable, "-m", "soak", "--minutes", str(minutes), "--pace", str(pace), "--replicas", str(replicas),
          "--seed", "20261115",
          "--json", str(tmp_path / "result.json"), "--keep", str(tmp_path / "soak")],
-        cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": _path()},
+        cwd=ROOT, timeout=880, env={**os.environ, "PYTHONPATH": _path()},
     )  # fmt: skip
     result = json.loads((tmp_path / "result.json").read_text()) if (tmp_path / "result.json").exists() else {}
     assert result.get("failures") == [], done.stdout + done.stderr
