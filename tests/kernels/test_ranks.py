@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import ModuleType
 
 import numpy as np
@@ -12,7 +13,7 @@ from kernel_models import bits, random_tensor
 from deltawire.core.codecs.context.classes import CHUNK, CLASSES, SPARE, Rule, classify_tile, place_tile, rank_tile
 from deltawire.core.codecs.context.tiles import Matrix, grid_of, padded
 from deltawire.core.ulps import take_steps, zigzags_of
-from deltawire.kernels import Plan, class_counts, compile_classes, grid, place, rules, torch_ops
+from deltawire.kernels import Plan, apply, class_counts, compile_classes, grid, place, rules, torch_ops
 
 
 @pytest.mark.parametrize(
@@ -109,16 +110,20 @@ def test_no_delta_makes_a_device_compile_once_all_is_compiled(monkeypatch: pytes
     from triton import knobs
 
     compiled: list[object] = []
-    tensors = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for shape in ((512, 1024), (1024,), (30, 128))]
-    compile_classes(tensors, [(512, 1024), (1, 1024), (30, 128)])
+    shapes = [(512, 1024), (1, 1024), (30, 128), (256, 512), (8, 64)]
+    dtypes = [torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.uint8, torch.float32]
+    tensors = [torch.zeros(shape, dtype=dtype, device="cuda") for shape, dtype in zip(shapes, dtypes, strict=True)]
+    compile_classes(tensors, shapes)
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **call: compiled.append(call["repr"]))
-    for classes in range(2, CLASSES + 1):
+    for classes, some in product(range(2, CLASSES + 1), ((0, 2), (0, 2, 3), (3,), (0, 3, 4))):
         for tiles, leveled in ((1, False), (7, True), (16, True), (17, False)):
-            plan = Plan(tensors, [grid(0, 0, 1024, (512, 1024), (32, 1)), grid(2, 0, 128, (30, 128), (tiles, 1))])
+            plan = Plan(tensors, [grid(n, 0, shapes[n][1], shapes[n], (min(tiles, shapes[n][0]), 1)) for n in some])
             levels = [(np.full(s.rows, 3, np.uint8), np.full(s.columns, 2, np.uint8)) for s in plan.segments]
-            found = rules(plan, [[0, 0, 0, 0, 252, classes]] * 2, levels if leveled else None)
+            found = rules(plan, [[0, 0, 0, 0, 252, classes]] * len(some), levels if leveled else None)
             counts = torch.zeros_like(class_counts(tensors, plan, found))
             counts[-1, 1] = 1
-            one = (torch.zeros(1, dtype=torch.uint16, device="cuda") for _ in range(2))
-            assert place(tensors, plan, found, counts, *one).positions.tolist() == [0]
+            one = (torch.zeros(1, dtype=d, device="cuda") for d in (plan.position_dtype, plan.value_dtype))
+            changed = place(tensors, plan, found, counts, *one)
+            assert changed.positions.tolist() == [0]
+            apply(tensors, changed, plan=plan)
     assert not compiled

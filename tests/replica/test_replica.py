@@ -620,9 +620,13 @@ def test_follow_every_version(store: Store) -> None:
     assert seen == [2, 3, 4, 5, 6, 7, 8], "from the version the model came with"
 
 
-def test_follow_every_version_but_one_that_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is tried once and passed over, whether it is the newest or not."""
-    versions = history(6)
+@pytest.mark.parametrize("refused", [{3}, {3, 4}, {4, 5}])
+def test_follow_every_version_but_those_that_are_refused(
+    store: Store, monkeypatch: pytest.MonkeyPatch, refused: set[int]
+) -> None:
+    """They are tried once and passed over, whether they are the newest or not."""
+    # other weights each: no delta leads to one of them through another
+    versions = [model(seed) for seed in range(7)]
     publish(store, versions)
     stage, tried = ModelTarget.stage, []
 
@@ -630,15 +634,16 @@ def test_follow_every_version_but_one_that_is_refused(store: Store, monkeypatch:
         if update.final:
             assert update.version not in tried
             tried.append(update.version)
-        if update.final and update.version == 3:
+        if update.final and update.version in refused:
             raise VersionRefused("a reason")
         return stage(target, update)
 
     monkeypatch.setattr(ModelTarget, "stage", refuse)
     live = copy(versions[1])
-    assert [*following(Replica(store, heartbeat=0), live, 5, every=True)] == [1, 2, 4, 5]
-    assert tried == [2, 3, 4, 5]
-    assert same(live, versions[5])
+    reached = [version for version in range(1, 7) if version not in refused]
+    assert [*following(Replica(store, heartbeat=0), live, 6, every=True)] == reached
+    assert tried == [2, 3, 4, 5, 6]
+    assert same(live, versions[6])
 
 
 def test_follow_only_the_newest(store: Store) -> None:

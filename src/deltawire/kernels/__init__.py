@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,7 @@ from ..core.digest import StateDigest, tensor_keys
 from . import torch_ops
 from .host import from_changes, read_region, region_plan, send_moves, to_changes
 from .pace import gently
-from .plan import TILE, Plan, Segment, flat_plan, grid
+from .plan import TILE, Plan, Segment, flat_plan, grid, unit_bytes
 from .results import CLASS_STEPS, Changed, Moves, Origins, Ranks, Rules, TooMany, read_sheet, rules
 
 __all__ = [
@@ -196,25 +197,32 @@ def place(old: Sequence[Tensor], plan: Plan, rules: Rules, counts: Tensor, ranks
 
 
 def compile_classes(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> None:
-    """Run `class_counts` and `place` once with every kind of rules: a GPU compiles them on first use.
+    """Run once, with every kind of rules, what a `context` delta needs: a GPU compiles it on first use.
 
-    `shapes`: rows and columns of each tensor. Nothing is written to the tensors.
+    `shapes`: rows and columns of each tensor. What is written is what the tensors hold.
     """
     walks = [(number, walked(*shape)) for number, shape in enumerate(shapes) if shape[0] * shape[1]]
     segments = [grid(number, 0, walk[1], walk, grid_of(*walk)) for number, walk in walks]
-    if not segments:
-        return
-    plan = Plan(tensors, segments)
-    neutral = [(np.full(s.rows, ROW_NEUTRAL, np.uint8), np.full(s.columns, COLUMN_NEUTRAL, np.uint8)) for s in segments]
-    for classes in CLASS_STEPS:
-        for levels in (None, neutral):
-            # not floats, all of class 1
-            one = [0, 0, 0, 0, (1 - ROW_NEUTRAL - COLUMN_NEUTRAL) % 256, classes]
-            found = rules(plan, [one] * len(segments), levels)
-            counts = torch.zeros_like(class_counts(tensors, plan, found))
-            counts[0, 1] = 1
-            rank, step = (torch.zeros(1, dtype=d, device=plan.device) for d in (plan.position_dtype, plan.value_dtype))
-            place(tensors, plan, found, counts, rank, step)
+    sizes = [unit_bytes(tensors[segment.tensor]) for segment in segments]
+    for widest in {*sizes}:
+        # a delta has changes of some tensors only: values are as wide as the widest of these needs
+        some = [segment for segment, size in zip(segments, sizes, strict=True) if size <= widest]
+        plan = Plan(tensors, some)
+        neutral = [(np.full(s.rows, ROW_NEUTRAL, np.uint8), np.full(s.columns, COLUMN_NEUTRAL, np.uint8)) for s in some]
+        for classes in CLASS_STEPS:
+            for levels in (None, neutral):
+                # not floats, all of class 1
+                one = [0, 0, 0, 0, (1 - ROW_NEUTRAL - COLUMN_NEUTRAL) % 256, classes]
+                found = rules(plan, [one] * len(some), levels)
+                counts = torch.zeros_like(class_counts(tensors, plan, found))
+                counts[0, 1] = 1
+                dtypes = plan.position_dtype, plan.value_dtype
+                rank, step = (torch.zeros(1, dtype=dtype, device=plan.device) for dtype in dtypes)
+                changed = place(tensors, plan, found, counts, rank, step)
+        # the old bits over themselves: the smallest step is not none
+        changed = replace(changed, new=changed.old)
+        digest_change([str(number) for number in range(len(tensors))], tensors, changed, plan=plan)
+        apply(tensors, changed, plan=plan)
 
 
 @cache

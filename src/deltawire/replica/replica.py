@@ -114,18 +114,13 @@ class _Repeated:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """The version that the target has refused last."""
+    """A version that the target has refused."""
 
-    version: int = -1
-    reason: str = ""
-    until: float = 0.0
+    reason: str
+    until: float
     """When it is tried again, by the monotonic clock."""
-    has_ended: Callable[[], bool] = lambda: False
+    has_ended: Callable[[], bool]
     """Whether the cause is gone, so that it is tried before that."""
-
-    def holds(self, version: int) -> bool:
-        """Whether this version is not to be tried now."""
-        return version == self.version and time.monotonic() < self.until and not self.has_ended()
 
 
 class Replica:
@@ -201,7 +196,7 @@ class Replica:
         """Digest of the weights when they were last looked at."""
         self._strayed = False
         """Whether the weights were found changed by something else in this sync."""
-        self._refused = _Refused()
+        self._refused: dict[int, _Refused] = {}
         self._failed, self._skipped = _Repeated(), -1
         """With `every`: the version that could not be reached, and the last one that was skipped for that."""
         self._unavailable = _Repeated()
@@ -314,7 +309,8 @@ class Replica:
                 raise
             finally:
                 self._on_name(self._version)
-            self._trouble, self._reading, self._refused = "", (), _Refused()
+            self._trouble, self._reading = "", ()
+            self._refused = {version: refused for version, refused in self._refused.items() if version > want}
             seconds = time.perf_counter() - clock
             if want != previous:
                 self._record(want, previous, seconds)
@@ -383,13 +379,14 @@ class Replica:
             with self._lock:
                 pinned = pin()
                 if pinned is not None:
-                    want = pinned if self._served() != pinned and not self._refused.holds(pinned) else None
+                    want = pinned if self._served() != pinned and not self._is_refused(pinned) else None
                 else:
                     want = self._next(model, every, watcher)
                 if want is not None:
                     return self.sync(model, want)
             due = self._newest if pinned is None else pinned
-            self._trouble = self._refused.reason if due == self._refused.version else ""
+            refused = None if due is None else self._refused.get(due)
+            self._trouble = refused.reason if refused else ""
             self._beat(error=self._trouble)
         except RunNotFound as error:
             if str(error) != before:
@@ -405,7 +402,7 @@ class Replica:
                 log.warning("%s: skipping version %d, which cannot be reached", self._id, want)
                 self._skipped = want
             if want is not None and isinstance(error, VersionRefused):
-                self._refused = _Refused(want, str(error), time.monotonic() + REFUSED_S, error.has_ended)
+                self._refused[want] = _Refused(str(error), time.monotonic() + REFUSED_S, error.has_ended)
             watcher.forget()
             self._beat(error=str(error))
         except Exception as error:
@@ -461,7 +458,7 @@ class Replica:
             return None
         self._newest = newest
         if self._version is None:
-            if self._refused.holds(newest):
+            if self._is_refused(newest):
                 return None
             if every:
                 # continue from the version the model came with, which is yielded once, like any other
@@ -470,13 +467,18 @@ class Replica:
         if newest < self._version or newest == self._served():
             return None
         if not every:
-            return None if self._refused.holds(newest) else newest
+            return None if self._is_refused(newest) else newest
         want = max(self._version, self._skipped)
         while want < newest:
             want = following(run, want, newest)
-            if not self._refused.holds(want):
+            if not self._is_refused(want):
                 return want
         return None
+
+    def _is_refused(self, version: int) -> bool:
+        """Whether this version is not to be tried now."""
+        refused = self._refused.get(version)
+        return refused is not None and time.monotonic() < refused.until and not refused.has_ended()
 
     def _is_bound_to(self, model: Model | AnyTarget) -> bool:
         return self._target is model or (isinstance(self._target, ModelTarget) and self._target.model is model)

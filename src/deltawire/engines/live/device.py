@@ -87,7 +87,7 @@ class DeviceShard:
 
     def warm_up(self) -> None:
         """Run all that staging runs, on the tiles that versions mostly have: what a device compiles on first use would
-        hold up a model that is being served. Nothing is written to the weights."""
+        hold up a model that is being served. A weight is written over itself."""
         if self._stream is None:
             return
         with self._beside():
