@@ -175,6 +175,8 @@ def _become(task: dict[str, Any], streams: list[int]) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         faulthandler.disable()
+        # pytest's own keep what threads and destructors raise to themselves
+        threading.excepthook, sys.unraisablehook = threading.__excepthook__, sys.__unraisablehook__
         if task["session"]:
             os.setsid()
         for own, given in enumerate(streams):

@@ -59,11 +59,18 @@ PARTS: dict[str, Callable[[], None]] = {"runs": of_runs, "context": of_context}
 
 
 def precompile() -> list[subprocess.Popen[bytes]]:
-    """Start to fill the cache of compiled kernels, unless there is one."""
+    """Start to fill the cache of compiled kernels, unless there is one. One of other sources is removed: numba looks
+    only at the file of a kernel itself, not at those of the functions that it calls."""
     import deltawire
 
-    if any(Path(deltawire.__file__).parent.rglob("*.nbi")):
+    package = Path(deltawire.__file__).parent
+    cached = [*package.rglob("*.nbi"), *package.rglob("*.nbc")]
+    oldest = min((path.stat().st_mtime for path in cached), default=0.0)
+    sources = [path for path in package.rglob("*.py") if "numba" in path.read_text()]
+    if cached and all(path.stat().st_mtime <= oldest for path in sources):
         return []
+    for path in cached:
+        path.unlink()
     path = os.pathsep.join([str(Path(deltawire.__file__).parents[1]), str(HERE)])
     return [
         subprocess.Popen([sys.executable, __file__, part], env={**os.environ, "PYTHONPATH": path}) for part in PARTS

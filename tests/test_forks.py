@@ -54,6 +54,8 @@ def test_modules_and_scripts(python: Callable[..., forks.Popen], tmp_path: Path)
         ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
         ("import os; os.kill(os.getpid(), 9)", -9, ""),
         ("import atexit; atexit.register(print, 'end', file=__import__('sys').stderr)", 0, "end\n"),
+        ("import threading; threading.Thread(target=lambda: 1 / 0).start()", 0, "division by zero\n"),
+        ("class A:\n    def __del__(self):\n        1 / 0\nA()", 0, "division by zero\n"),
     ],
 )
 def test_how_it_ends(python: Callable[..., forks.Popen], code: str, expected: int, said: str) -> None:

@@ -25,6 +25,12 @@ def test_a_store_passes_through(tmp_path: Path) -> None:
     assert open_store(store) is store
 
 
+def test_what_is_no_address_and_no_store_is_refused() -> None:
+    for wrong in (None, 3, ["s3://runs/chat"]):
+        with pytest.raises(TypeError, match="neither an address"):
+            open_store(wrong)  # type: ignore[arg-type]
+
+
 def test_retry_is_the_default(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert isinstance(store, Retrying)

@@ -221,7 +221,7 @@ def _remember(url: str, checkpoint: Path) -> None:
     from ..store import LocalStore
 
     record = _record(url)
-    with suppress(StoreError):  # a machine without a home: the next publish fetches
+    with suppress(StoreError, OSError):  # a machine without a home: the next publish fetches
         data = msgspec.json.encode({"run": url, "folder": str(checkpoint.resolve())})
         LocalStore(record.parent).put(record.name, data)
 

@@ -53,6 +53,8 @@ def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> 
     """
     # not by isinstance(where, Store): from Python 3.12 on that denies a store which passes calls on by __getattr__
     if not isinstance(where, str | os.PathLike):
+        if not hasattr(where, "get_if_changed"):
+            raise TypeError(f"{where!r} is neither an address (a URL or a path) nor a Store")
         return where
     addresses = _ANOTHER.split(os.fspath(where))
     if len(addresses) > 1:
