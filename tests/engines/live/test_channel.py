@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltawire.engines.live import channel
 from deltawire.engines.live.channel import Caller, ChannelClosed, call_all, listen, serve
 
 
@@ -45,3 +48,87 @@ def test_a_connection_from_another_node_begins_with_the_secret() -> None:
     with pytest.raises(ChannelClosed, match="is gone"):
         Caller(address, secret=b"wrong").call("go", 60)
     assert Caller(address, secret=b"right").call("go", 60, operation="x") == {"go": {"operation": "x"}}
+    # the only one that is needed
+    assert listener.fileno() == -1
+
+
+def test_connections_without_the_secret_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long they may take, and however many they are."""
+    monkeypatch.setattr(channel, "_SECRET_S", 3600.0)
+    monkeypatch.setattr(channel, "_STRANGERS", 2)
+    listener = socket.create_server(("127.0.0.1", 0))
+    strangers = [socket.create_connection(listener.getsockname(), timeout=60) for _ in range(5)]
+    strangers[-1].sendall(b"r")
+    serve(listener, lambda name: {name: 1}, secret=b"right")
+    assert Caller(listener.getsockname(), secret=b"right").call("go", 60) == {"go": 1}
+    for stranger in strangers:
+        with stranger:
+            assert is_closed(stranger)
+
+
+def test_a_secret_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then does not keep a connection open."""
+    monkeypatch.setattr(channel, "_SECRET_S", 0.5)
+    listener = socket.create_server(("127.0.0.1", 0))
+    serve(listener, lambda name: {name: 1}, secret=b"r" * 1_000_000)
+    with socket.create_connection(listener.getsockname(), timeout=0.05) as stranger:
+        end = time.monotonic() + 60
+        closed = False
+        while not closed and time.monotonic() < end:
+            try:
+                stranger.sendall(b"r")
+                closed = stranger.recv(1) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                closed = True
+        assert closed
+
+
+@pytest.mark.parametrize("message", (b"no JSON", b"5", b'["go"]', b'["go", 5]', b"[" * 100_000, None))
+def test_what_is_no_call_ends_its_connection_alone(tmp_path: Path, message: bytes | None) -> None:
+    path = str(tmp_path / "rank")
+    listen(path, lambda name, **rest: {name: rest})
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(60)
+        caller.connect(path)
+        # None: one that says that it is very large
+        caller.sendall(
+            (1 << 50).to_bytes(8, "little") if message is None else len(message).to_bytes(8, "little") + message
+        )
+        assert is_closed(caller)
+    assert Caller(path).call("go", 60) == {"go": {}}
+
+
+def test_messages_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_MESSAGE", 1000)
+    listen(str(tmp_path / "rank"), lambda name, **rest: {name: rest})
+    with pytest.raises(ChannelClosed, match="more than 1,000"):
+        Caller(str(tmp_path / "rank")).call("go", 60, what="x" * 1000)
+
+
+@pytest.mark.parametrize("secret", (b"", b"right"))
+def test_calls_are_answered_after_a_connection_that_failed(secret: bytes) -> None:
+    class Listener(socket.socket):
+        failures = 2
+
+        def accept(self) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise OSError(errno.EMFILE, "too many open files")
+            return super().accept()
+
+    listener = Listener()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    address = listener.getsockname()
+    serve(listener, lambda name: {name: 1}, secret=secret)
+    assert Caller(address, secret=secret).call("go", 60) == {"go": 1}
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Wait until the other end is closed."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True

@@ -2,18 +2,25 @@
 
 Ranks and the decoder answer on threads of their own, so what goes on beside the model never passes through the
 engine's loop. Sockets lie in a folder that only this user can enter. Large arrays travel as files (arrays.py). A TCP
-connection begins with a secret of the server; like the engine's own connections between nodes, it is not encrypted.
+connection begins with a secret of the server; like the engine's own connections between nodes, it is not encrypted. One
+such connection is taken, and then no other.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
+import logging
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
+
+log = logging.getLogger("deltawire")
 
 Answer = dict[str, Any]
 """Plain values. `error` in it says that the operation failed, and why."""
@@ -27,8 +34,21 @@ Address = str | tuple[str, int]
 _LENGTH = 8
 """Bytes that say how long a message is."""
 
+_MESSAGE = 1 << 30
+"""Bytes that a message may have at most."""
+
 _SECRET_S = 10.0
-"""Seconds that a connection has to show the secret."""
+"""Seconds that a connection has to show the secret, all of it."""
+
+_STRANGERS = 64
+"""Number of connections that may be about to show it; of more, the oldest are closed."""
+
+_RETRY_S = 0.02
+"""Seconds until what has failed is tried again."""
+
+
+_NOTICED_AFTER = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 60_000))
+"""Options by which a node that is gone is noticed within a minute: the last one where it was sent something."""
 
 
 class ChannelClosed(Exception):
@@ -46,37 +66,103 @@ def listen(path: str, handle: Handler, *, prepare: Callable[[], None] = lambda: 
 def serve(
     listener: socket.socket, handle: Handler, *, secret: bytes = b"", prepare: Callable[[], None] = lambda: None
 ) -> None:
-    """Answer calls at a socket that listens already; connections that do not begin with the secret are closed."""
+    """Answer calls at a socket that listens already. With a secret, only the first connection that begins with it is
+    answered, and the socket is closed as soon as there is one."""
     work = (listener, handle, secret, prepare)
     threading.Thread(target=_serve, args=work, name="deltawire-calls", daemon=True).start()
 
 
 def _serve(listener: socket.socket, handle: Handler, secret: bytes, prepare: Callable[[], None]) -> None:
     prepare()
-    while True:
-        connection, _ = listener.accept()
-        with connection:
-            try:
-                connection.settimeout(_SECRET_S)
-                if not hmac.compare_digest(_exactly(connection, len(secret)), secret):
+    # until the listener is closed or shut down
+    with suppress(OSError), listener:
+        if secret:
+            with listener:
+                connection = _first_with(secret, listener)
+            _answer(connection, handle)
+            return
+        while True:
+            if (accepted := _accept(listener)) is not None:
+                _answer(accepted, handle)
+
+
+def _accept(listener: socket.socket) -> socket.socket | None:
+    try:
+        return listener.accept()[0]
+    except OSError as error:
+        if error.errno in (errno.EBADF, errno.EINVAL):
+            raise
+        # this connection is gone already, or there are too many files just now
+        time.sleep(_RETRY_S)
+        return None
+
+
+def _first_with(secret: bytes, listener: socket.socket) -> socket.socket:
+    """The first connection that begins with the secret. All others are closed, and none holds up another."""
+    strangers: dict[socket.socket, tuple[float, bytearray]] = {}
+
+    def close(connections: Sequence[socket.socket]) -> None:
+        for connection in connections:
+            del strangers[connection]
+            connection.close()
+
+    listener.setblocking(False)
+    try:
+        while True:
+            now = time.monotonic()
+            close([connection for connection, (end, _) in strangers.items() if end <= now])
+            close([*strangers][:-_STRANGERS])
+            wait_s = min((end for end, _ in strangers.values()), default=now + _SECRET_S) - now
+            for connection in select.select([listener, *strangers], [], [], wait_s)[0]:
+                if connection is listener:
+                    if (accepted := _accept(listener)) is not None:
+                        accepted.setblocking(False)
+                        strangers[accepted] = time.monotonic() + _SECRET_S, bytearray()
                     continue
-                connection.settimeout(None)
-                while True:
-                    operation, arguments = _receive(connection)
-                    _send(connection, handle(operation, **arguments))
-            except OSError:
-                # the caller has gone, and may come back
-                continue
+                _, shown = strangers[connection]
+                part = b""
+                with suppress(OSError):
+                    part = connection.recv(len(secret) - len(shown))
+                shown += part
+                if hmac.compare_digest(shown, secret):
+                    del strangers[connection]
+                    connection.setblocking(True)
+                    return connection
+                if not part or len(shown) == len(secret):
+                    close([connection])
+    finally:
+        close([*strangers])
+
+
+def _answer(connection: socket.socket, handle: Handler) -> None:
+    """Answer the calls of one connection, until its other end is closed or sends what is no call."""
+    with connection:
+        try:
+            while True:
+                operation, arguments = _receive(connection)
+                _send(connection, handle(operation, **arguments))
+        except OSError:
+            # the caller has gone, and may come back
+            pass
+        except Exception:
+            log.warning("a connection is closed: a call could not be read or answered", exc_info=True)
 
 
 def _send(connection: socket.socket, message: Any) -> None:
     data = json.dumps(message).encode()
+    _check_size(len(data))
     connection.sendall(len(data).to_bytes(_LENGTH, "little") + data)
 
 
 def _receive(connection: socket.socket) -> Any:
     size = int.from_bytes(_exactly(connection, _LENGTH), "little")
+    _check_size(size)
     return json.loads(_exactly(connection, size))
+
+
+def _check_size(size: int) -> None:
+    if size > _MESSAGE:
+        raise ValueError(f"a message of {size:,} bytes, more than {_MESSAGE:,}")
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -95,7 +181,7 @@ def _connect(address: Address) -> socket.socket:
         connection.settimeout(None)
         # a node that is switched off closes nothing
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        for name, value in _NOTICED_AFTER:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         return connection
@@ -121,12 +207,12 @@ class Caller:
             except OSError as error:
                 if time.monotonic() > end:
                     raise ChannelClosed(f"no process answers at {address}: {error}") from error
-                time.sleep(0.02)
+                time.sleep(_RETRY_S)
 
     def send(self, operation: str, /, **arguments: Any) -> None:
         try:
             _send(self._connection, [operation, arguments])
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ChannelClosed(f"cannot ask for {operation!r}: {error}") from error
 
     def receive(self, limit_s: float) -> Answer:
@@ -138,6 +224,8 @@ class Caller:
             raise ChannelClosed(f"no answer within {limit_s:.0f} s") from error
         except OSError as error:
             raise ChannelClosed(f"the other process is gone: {error}") from error
+        except ValueError as error:
+            raise ChannelClosed(f"the other process does not answer as it should: {error}") from error
 
     def call(self, operation: str, limit_s: float, /, **arguments: Any) -> Answer:
         self.send(operation, **arguments)
