@@ -94,9 +94,8 @@ def test_a_process_of_its_own_says_what_is_wrong_with_a_delta(tmp_path: Path, mo
     monkeypatch.setattr(decoding, "END_S", 120.0)
     ranks = Ranks(1, DeviceShard, **SIZES)
     (tmp_path / "delta").write_bytes(b"\0" * 100)
-    decoder = Decoder(tmp_path)
+    decoder = Decoder(tmp_path, **opening(tmp_path, ranks))
     try:
-        decoder.call("open", 60, **opening(tmp_path, ranks))
         with pytest.raises(DecoderError, match="HeaderError"):
             decoder.call("read", 60, paths=[str(tmp_path / "delta")], claim=CLAIM, out=str(tmp_path / "out"))
     finally:
@@ -106,7 +105,7 @@ def test_a_process_of_its_own_says_what_is_wrong_with_a_delta(tmp_path: Path, mo
 
 def test_a_process_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "END_S", 0.1)
-    decoder = Decoder(tmp_path)
+    decoder = Decoder(tmp_path, **opening(tmp_path, Ranks(1, DeviceShard, **SIZES)))
     os.kill(decoder._process.pid, signal.SIGSTOP)
     decoder.close()
     assert decoder._process.returncode == -signal.SIGKILL

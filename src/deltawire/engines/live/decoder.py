@@ -36,6 +36,10 @@ END_S = 10.0
 """Seconds that the process may take to end by itself."""
 
 
+_OPEN_S = 600.0
+"""Seconds that it may take to begin."""
+
+
 class DecoderError(ChainError):
     """The decoder's process could not use a delta; nothing was changed."""
 
@@ -43,12 +47,21 @@ class DecoderError(ChainError):
 class Decoder:
     """Starts the decoder's process and calls it. The process ends with this one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, schema: str, ranks: list[Any]) -> None:
+        """`schema` is a file, `ranks` are the pieces of each rank."""
         path = folder / "decoder.sock"
+        # of a process that was killed
+        path.unlink(missing_ok=True)
         self._process = subprocess.Popen(
             [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(path)], stdin=subprocess.PIPE
         )
-        self._caller = Caller(str(path))
+        try:
+            self._caller = Caller(str(path))
+            self.call("open", _OPEN_S, schema=schema, ranks=ranks)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def call(self, operation: str, limit_s: float, **arguments: Any) -> Answer:
         answer = self._caller.call(operation, limit_s, **arguments)

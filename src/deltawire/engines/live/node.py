@@ -19,7 +19,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ from ...core import full
 from ...core.change import Region
 from ...core.digest import StateDigest
 from ...core.dtypes import Bits, lookup
-from ...core.errors import ChainError
+from ...core.errors import ChainError, ObjectNotFound, RunNotFound, StoreError, VersionNotFound
 from ...core.full import Source
 from ...core.sparse import DeltaClaim
 from ...replica.target import Delta, Update
@@ -48,9 +48,16 @@ SECRET = 32
 
 _CHUNK = 8 << 20
 
+_T = TypeVar("_T")
+
 
 class WorkerError(ChainError):
     """An operation failed on a rank; nothing was changed. Another path to the version may still work."""
+
+
+class NodeUnavailable(StoreError):
+    """A node cannot read the run now, or its bucket is behind; nothing was changed. The version is not to blame, and is
+    tried again: another path to it would be just as far away."""
 
 
 class Node:
@@ -62,7 +69,9 @@ class Node:
         self._folder = folder
         self._ranks: list[Caller] = []
         self._decoder: Decoder | None = None
-        """Decodes for ranks whose weights are on devices; None where they are in host memory."""
+        """Decodes for ranks whose weights are on devices, while its process runs."""
+        self._opening: dict[str, Any] = {}
+        """What that process is told first; empty where weights are in host memory."""
         self._staging: tempfile.TemporaryDirectory[str] | None = None
         """Files that ranks read from, until the swap is over."""
         self._delta: tuple[list[str], Any] = [], None
@@ -78,8 +87,27 @@ class Node:
         """Decode deltas in a process of its own, once for these ranks, given the pieces of each."""
         path = self._folder / "schema.json"
         path.write_text(schema)
-        self._decoder = self._decoder or Decoder(self._folder)
-        self._decoder.call("open", STAGE_LIMIT_S, schema=str(path), ranks=ranks)
+        self._opening = {"schema": str(path), "ranks": ranks}
+        self._end_decoder()
+        self._decoding(lambda _: None)
+
+    def _decoding(self, work: Callable[[Decoder], _T]) -> _T:
+        """Have the decoder do something. If its process is gone, perhaps for want of memory, another one is started."""
+        for last in (False, True):
+            try:
+                if self._decoder is None:
+                    self._decoder = Decoder(self._folder, **self._opening)
+                return work(self._decoder)
+            except ChannelClosed as error:
+                self._end_decoder()
+                if last:
+                    raise WorkerError(f"the process that decodes deltas was lost twice: {error}") from error
+        raise AssertionError
+
+    def _end_decoder(self) -> None:
+        if self._decoder is not None:
+            self._decoder.close()
+            self._decoder = None
 
     def beside(self, operation: str, **arguments: Any) -> list[Answer]:
         """Call every rank through its socket, beside generation and without the engine."""
@@ -114,7 +142,7 @@ class Node:
                 for chunk in data.chunks(_CHUNK):
                     out.write(chunk)
         self._delta = files, claim
-        answers = self._received(self._decoder) if self._decoder is not None else None
+        answers = self._decoding(self._received) if self._opening else None
         return answers if answers is not None else self._decoded([])
 
     def _received(self, decoder: Decoder) -> list[Answer] | None:
@@ -218,8 +246,8 @@ class RemoteNode:
                 self.close()
                 if last:
                     raise WorkerError(f"the node of rank {self.numbers[0]} cannot be reached: {error}") from error
-            except WorkerError as error:
-                raise WorkerError(f"the node of rank {self.numbers[0]}: {error}") from error
+            except (WorkerError, NodeUnavailable) as error:
+                raise type(error)(f"the node of rank {self.numbers[0]}: {error}") from error
         raise AssertionError
 
     def close(self) -> None:
@@ -232,7 +260,7 @@ def ask(caller: Caller, operation: str, /, **arguments: Any) -> list[Any]:
     """Call the process of another node."""
     answer = caller.call(operation, STAGE_LIMIT_S, **arguments)
     if "error" in answer:
-        raise WorkerError(answer["error"])
+        raise (NodeUnavailable if answer.get("unavailable") else WorkerError)(answer["error"])
     return answer["answers"]  # type: ignore[no-any-return]
 
 
@@ -274,7 +302,11 @@ class _Process:
         except WorkerError as error:
             return {"error": str(error)}
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+            # an object that is missing under a manifest that is there is damage
+            away = isinstance(error, StoreError | RunNotFound | VersionNotFound) and not isinstance(
+                error, ObjectNotFound
+            )
+            return {"error": f"{type(error).__name__}: {error}", "unavailable": away}
 
     def stage(self, run: str, version: int, digests: list[Any], claim: Any, reloads: bool) -> list[Answer]:
         # this node may have a bucket of its own that is nearer
