@@ -35,7 +35,7 @@ from deltawire.engines import vllm as plugin
 from deltawire.engines.live import endpoint
 from deltawire.engines.live.follower import EngineFollower
 from deltawire.engines.vllm.endpoint import Plugin
-from deltawire.engines.vllm.guard import problems_of
+from deltawire.engines.vllm.guard import problems_of, require_host
 from deltawire.store import open_store
 
 __all__ = ["loop"]
@@ -362,6 +362,13 @@ def test_reasons_not_to_patch_that_memory_does_not_show() -> None:
     assert "EPLB" in reasons(eplb=True)[0]
     assert reasons(lora=True) == []
     assert "LoRA" in reasons(lora=True, moe=True)[0]
+
+
+def test_an_address_that_no_other_node_can_reach_is_refused() -> None:
+    assert require_host("10.0.0.2") == "10.0.0.2"
+    for address in ("0.0.0.0", "::", ""):
+        with pytest.raises(Misconfigured, match="set VLLM_HOST_IP"):
+            require_host(address)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.errors import Misconfigured
 from ..live.guard import common_problems
 
 log = logging.getLogger("deltawire")
@@ -27,6 +28,13 @@ def problems_of(model: nn.Module, config: Any) -> list[str]:
             problems.append(f"{name!r} computes with a repacked copy of its weight; start with VLLM_PLUGINS=deltawire")
             break
     return problems
+
+
+def require_host(address: str) -> str:
+    """The address at which other nodes reach this one. vLLM has none to tell where there is no default route."""
+    if address in ("", "0.0.0.0", "::"):
+        raise Misconfigured(f"vLLM says that this node has the address {address!r}: set VLLM_HOST_IP on every node")
+    return address
 
 
 def hold_experts(runner: Any) -> None:

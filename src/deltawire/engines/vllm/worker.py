@@ -18,7 +18,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from ...core.errors import Misconfigured
 from ..live.rank import Rank
 from . import NEXT_STEP, named
-from .guard import problems_of
+from .guard import problems_of, require_host
 from .hooks import hooked_layers
 
 
@@ -85,4 +85,4 @@ def _host() -> str:
     """The address at which vLLM's processes on other nodes reach those on this one: VLLM_HOST_IP, if it is set."""
     from vllm.utils.network_utils import get_ip
 
-    return str(get_ip())
+    return require_host(str(get_ip()))
