@@ -415,6 +415,8 @@ def _check_distinct(what: str, thing: str, names: list[Any]) -> None:
 def _check_files(files: tuple[File, ...], what: str) -> None:
     for file in files:
         check_file_name(file.name)
+        if not keys.is_file(file.key):
+            raise ForeignObject(f"{what} names {file.key[:120]!r}, which is not a file of this run")
         if file.key != keys.file(file.hash) or not 0 <= file.size <= MAX_FILE:
             raise ManifestError(
                 f"{what} names the file {file.name[:80]!r} of {file.size:,} bytes; at most {MAX_FILE:,} may go with "
