@@ -21,8 +21,9 @@ from fused import Fused, Hook  # noqa: E402
 
 from deltawire.core.errors import NotRestored, SchemaMismatch, VersionNotFound  # noqa: E402
 from deltawire.core.full import write_checkpoint  # noqa: E402
+from deltawire.engines.live import arrays, shard  # noqa: E402
 from deltawire.engines.live import rank as rank_module  # noqa: E402
-from deltawire.engines.live import shard  # noqa: E402
+from deltawire.engines.live.channel import Caller  # noqa: E402
 from deltawire.engines.live.device import DeviceShard  # noqa: E402
 from deltawire.engines.live.engine import Engine  # noqa: E402
 from deltawire.engines.live.follower import EngineFollower  # noqa: E402
@@ -69,8 +70,8 @@ class Core:
     def set_pause_state(self, state: PauseState) -> None:
         self._client.paused = state is not PauseState.UNPAUSED
 
-    def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[Any]:
-        return self._client.everywhere(method, args)
+    def collective_rpc(self, method: str, args: tuple[str, ...], kwargs: Any) -> list[Any]:
+        return self._client.everywhere(method, args, kwargs)
 
     def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
         assert self._client.paused
@@ -98,8 +99,8 @@ class EngineCore(Core):
         work = {"deltawire_swap": swap, "deltawire_undo": undo, "set_weight_version": Core.set_weight_version}
         return work[method](self, *arguments)  # type: ignore[operator]
 
-    def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[Any]:
-        return self._mine(method, args, None)
+    def collective_rpc(self, method: str, args: tuple[str, ...], kwargs: Any) -> list[Any]:
+        return self._mine(method, args, kwargs)
 
     def _mine(self, method: str, args: tuple[str, ...], kwargs: Any) -> list[Any]:
         # no engine may compute a step with weights of its own
@@ -165,6 +166,7 @@ class Client:
             write = shard.write
             # on a device all of it is one launch
             shard.write = lambda patch: write(patch[: len(patch) // 2] if shard.audited else patch)
+            rank._written = rank._staged
             rank._staged.write()  # type: ignore[union-attr]
             shard.write = write
         return {"error": "OSError: a fault that a test asked for"}
@@ -391,6 +393,63 @@ def test_a_write_that_does_not_arrive_is_taken_back(world: World, monkeypatch: p
     world.holds(version)
 
 
+def test_what_was_staged_late_is_not_written(world: World) -> None:
+    """A rank that holds another version staged than the one that was checked writes nothing, and no other rank does."""
+    world.sync()
+    rank, swap, late = world.client.ranks[1], world.target._swap, []
+
+    async def noted(staged: Any, name: bool = True) -> None:
+        late.append(rank._staged)
+        rank._staged = late[0]
+        await swap(staged, name)
+
+    world.target._swap = noted  # type: ignore[method-assign]
+    assert world.publish() == world.sync() == 1
+    world.publish()
+    with pytest.raises(WorkerError, match=r"rank 1: .*not what was checked"):
+        world.sync()
+    world.holds(1)
+    world.target._swap = swap  # type: ignore[method-assign]
+    assert world.sync() == 2
+    world.holds(2)
+
+
+def test_a_rank_that_listens_anew_answers_no_older_caller(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are answered one after the other, those of a socket that was replaced not at all; it leaves no thread."""
+    rank, order = world.client.ranks[0], []
+    begun, end = threading.Event(), threading.Event()
+
+    def forget() -> dict[str, Any]:
+        begun.set()
+        assert end.wait(60)
+        order.append("older")
+        return {}
+
+    def caller() -> Caller:
+        folder = arrays.folder()
+        folders.append(folder)
+        answer = rank.call("listen", node=rank.node, ranks=[0], folder=Path(folder.name).name, secret="")
+        return Caller(answer["socket"])
+
+    folders: list[Any] = []
+    monkeypatch.setattr(rank, "_do_forget", forget)
+    monkeypatch.setattr(rank, "_do_digest", lambda: order.append("newer") or {})  # type: ignore[func-returns-value]
+    threads = {*threading.enumerate()}
+    older = caller()
+    (thread,) = {*threading.enumerate()} - threads
+    older.send("forget")
+    assert begun.wait(60)
+    newer = caller()
+    newer.send("digest")
+    end.set()
+    assert (older.receive(60), newer.receive(60), order) == ({}, {}, ["older", "newer"])
+    assert "listens elsewhere" in older.call("forget", 60)["error"]
+    assert newer.call("digest", 60) == {}
+    older.close()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_a_server_that_cannot_drop_its_caches_stays_where_it_is(world: World) -> None:
     world.sync()
     version = world.publish()
@@ -598,8 +657,8 @@ def test_weights_that_the_engine_moved_are_put_back_before_reloads_are_compared(
         model.weight.copy_(first.flip(0))
     rank = Rank(model, 0, reload=reload)
     rank.has_moved = lambda: moved[0]
-    assert rank.call("stage_reload", folder="", unchanged=True, prove=False) == {}
-    answer = rank.call("apply")
+    staged = rank.call("stage_reload", folder="", unchanged=True, prove=False)["staged"]
+    answer = rank.call("apply", staged=[staged])
     assert ("gave other ones" in answer.get("error", "")) == harmful
     assert torch.equal(model.weight, first) != harmful
 

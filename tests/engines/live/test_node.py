@@ -12,15 +12,20 @@ import pytest
 
 pytest.importorskip("torch")
 
-from test_follower import World
+import torch
+from test_follower import World, tensors
 from test_follower import loop as loop
 
+from deltawire.core.errors import NotRestored
+from deltawire.core.full import write_checkpoint
 from deltawire.core.schema import Schema
 from deltawire.engines.live import rank as rank_module
 from deltawire.engines.live.decoder import Decoder
 from deltawire.engines.live.device import DeviceShard
 from deltawire.engines.live.node import Node, NodeUnavailable, RemoteNode, WorkerError
+from deltawire.engines.live.target import OF_NO_VERSION
 from deltawire.store import open_store
+from support import random_bag
 
 
 @pytest.fixture
@@ -150,3 +155,39 @@ def test_weights_of_two_nodes_that_cannot_be_patched_are_reloaded(world: World) 
     assert world.target.guard == "reload: a kernel computes with copies"
     assert world.publish() == world.sync()
     world.holds(1)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the second node has where the API server's node has its checkpoint."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    source = RemoteNode.source
+    monkeypatch.setattr(RemoteNode, "source", lambda self, name, schema: source(self, str(folder), schema))
+    return folder
+
+
+@pytest.mark.parametrize("patched", (True, False), ids=("patched", "reloaded"))
+def test_nodes_that_started_from_other_weights_are_no_version(world: World, elsewhere: Path, patched: bool) -> None:
+    """The folder of the API server's node names the weights of no other node. What leads out is a version loaded on
+    all of them."""
+    other = random_bag(world.bags[0].schema, 99)
+    write_checkpoint(elsewhere, other)
+    for number in (1, 3):
+        world.client.models[number].load_weights(tensors(other))
+    if not patched:
+        world.client.ranks[3]._problems = lambda: ["a kernel computes with copies"]
+    world.target.bind(world.bags[0].schema)
+    assert world.target.digest() == OF_NO_VERSION
+    reason = "the node of rank 1 has another checkpoint" if patched else "a kernel computes with copies"
+    assert world.target.guard.startswith(f"reload: {reason}")
+    assert world.sync() == 0
+    world.holds(0)
+    assert world.target.takes_deltas == patched
+
+
+def test_a_node_whose_memory_is_not_its_checkpoint_is_not_served(world: World) -> None:
+    world.client.models[1].norm.data.view(torch.int16)[0] ^= 1
+    with pytest.raises(NotRestored, match=r"rank 1: .*gave other ones"):
+        world.sync()
+    assert (world.follower.state, world.follower.version, world.client.paused) == ("paused", None, True)

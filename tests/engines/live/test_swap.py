@@ -13,7 +13,8 @@ FAILED = [DONE[0], {"error": "no"}]
 
 
 def ranks(apply: list[Any], undo: list[Any] | Exception) -> Any:
-    def everywhere(operation: str) -> list[Any]:
+    def everywhere(operation: str, staged: list[int]) -> list[Any]:
+        assert staged == [7, 8]
         answers = {"apply": apply, "undo": undo}[operation]
         if isinstance(answers, Exception):
             raise answers
@@ -32,11 +33,11 @@ def ranks(apply: list[Any], undo: list[Any] | Exception) -> Any:
     ],
 )
 def test_all_ranks_or_none(apply: list[Any], undo: list[Any] | Exception, answer: dict[str, Any]) -> None:
-    assert write_all(ranks(apply, undo)) == answer
+    assert write_all(ranks(apply, undo), [7, 8]) == answer
 
 
 def test_another_engine_failed() -> None:
-    assert undo_all(ranks([], [{}, {}])) == {}
+    assert undo_all(ranks([], [{}, {}]), [7, 8]) == {}
 
 
 @pytest.mark.parametrize(

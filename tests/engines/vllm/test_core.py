@@ -67,7 +67,7 @@ class EngineCore:
     def _process_engine_step(self) -> None:
         self.done.append(f"{self.batch_queue.pop()} under {self.version}")
 
-    def collective_rpc(self, method: str, args: tuple[str, ...]) -> list[dict[str, Any]]:
+    def collective_rpc(self, method: str, args: tuple[str, ...], kwargs: Any) -> list[dict[str, Any]]:
         assert self.scheduler.pause_state is PauseState.PAUSED_ALL
         self.done.append(args[0])
         return self.answers
@@ -97,7 +97,7 @@ def test_a_prefix_is_shared_within_a_version_and_by_clients_of_one_salt(core: An
     first, second, other = asked(core), asked(core), asked(core, "mine")
     assert first.block_hashes == second.block_hashes != other.block_hashes
     assert first.hashed == 1
-    core.deltawire_swap("1", False)
+    core.deltawire_swap("1", False, [1])
     assert asked(core).block_hashes == first.block_hashes
     assert "1" in first.block_hashes[0]
 
@@ -106,14 +106,14 @@ def test_a_request_that_waited_through_a_swap_is_salted_anew_and_a_running_one_i
     waiting, running = asked(core), asked(core)
     running.num_computed_tokens = 16
     before = list(running.block_hashes)
-    core.deltawire_swap("1", False)
+    core.deltawire_swap("1", False, [1])
     assert running.block_hashes == before != waiting.block_hashes
     assert len(waiting.block_hashes) == 1
 
 
 def test_a_request_that_was_read_before_a_swap_and_added_after_it_is_salted_anew(core: Any) -> None:
     request, _ = core.preprocess_add_request(SimpleNamespace(cache_salt=None))
-    core.deltawire_swap("1", False)
+    core.deltawire_swap("1", False, [1])
     core.add_request(request)
     assert request.block_hashes == asked(core).block_hashes
 
@@ -122,20 +122,20 @@ def test_what_a_preempted_request_computes_anew_is_of_the_present_version(core: 
     running = asked(core)
     core.scheduler.waiting.clear()
     running.num_computed_tokens = 16
-    core.deltawire_swap("1", False)
+    core.deltawire_swap("1", False, [1])
     core.scheduler._preempt_request(running)
     assert running.block_hashes == asked(core).block_hashes
 
 
 def test_a_trajectory_may_keep_its_salt(core: Any) -> None:
     turn = asked(core, "keep:game 7")
-    core.deltawire_swap("1", False)
+    core.deltawire_swap("1", False, [1])
     assert asked(core, "keep:game 7").block_hashes == turn.block_hashes == ["prompt+keep:game 7"]
 
 
 def test_what_is_in_flight_comes_out_under_the_version_that_made_it(core: Any) -> None:
     core.batch_queue.extend(["a", "b"])
-    answer = core.deltawire_swap("1", False)
+    answer = core.deltawire_swap("1", False, [1])
     assert core.done == ["b under 0", "a under 0", "apply"]
     assert "failure" not in answer
     assert core.scheduler.pause_state is PauseState.UNPAUSED
@@ -145,7 +145,7 @@ def test_a_rank_that_fails_leaves_version_and_salts_as_they_were(core: Any) -> N
     waiting = asked(core)
     before = list(waiting.block_hashes)
     core.answers = [{"apply": 0.0, "prove": 0.0}, {"error": "OSError: broken"}]
-    answer = core.deltawire_swap("1", False)
+    answer = core.deltawire_swap("1", False, [1])
     # the answer to `undo` is an error too
     assert (answer["failure"], answer["lost"]) == ("rank 1: OSError: broken", "rank 1: OSError: broken")
     assert core.done == ["apply", "undo"]
@@ -157,8 +157,8 @@ def test_going_back_to_a_version_does_not_find_what_requests_of_then_computed_si
     first = asked(core)
     core.scheduler.waiting.clear()
     first.num_computed_tokens = 16
-    core.deltawire_swap("1", False)
-    core.deltawire_swap("0", False)
+    core.deltawire_swap("1", False, [1])
+    core.deltawire_swap("0", False, [1])
     assert asked(core).block_hashes != first.block_hashes
 
 

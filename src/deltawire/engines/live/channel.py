@@ -55,12 +55,14 @@ class ChannelClosed(Exception):
     """The other process is gone, or did not answer in time."""
 
 
-def listen(path: str, handle: Handler, *, prepare: Callable[[], None] = lambda: None) -> None:
-    """Answer calls at a socket, in a thread, one after the other. `prepare` runs first, in that thread."""
+def listen(path: str, handle: Handler, *, prepare: Callable[[], None] = lambda: None) -> socket.socket:
+    """Answer calls at a socket, in a thread, one after the other. `prepare` runs first, in that thread, which ends once
+    the socket that is returned is shut down and the last caller has gone."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(1)
     serve(listener, handle, prepare=prepare)
+    return listener
 
 
 def serve(

@@ -23,9 +23,9 @@ class Engine(Protocol):
         """Call an operation of every `Rank`, between two steps. Returns their answers in order."""
         ...
 
-    async def swap(self, version: str) -> Answer:
+    async def swap(self, version: str, staged: list[int]) -> Answer:
         """Let the step in flight finish, write what ranks have staged, and go on, as it was before. If a rank fails,
-        all are put back.
+        all are put back. `staged` has a number for each rank: what it must find staged.
 
         `version` is the name that the weights get; empty, they keep theirs. In the answer: `failure` if it was taken
         back, `lost` if that failed too (the engine then stays stopped), and the seconds of each phase: `stop`,

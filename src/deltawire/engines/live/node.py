@@ -8,6 +8,7 @@ edge between the pieces of two nodes cuts; everything else a node reads from the
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from ...bucket.references import resolver
+from ...bucket.references import as_run, resolver
 from ...bucket.replay import checkout
 from ...bucket.run import Run
 from ...bucket.walk import fetch_link
@@ -32,13 +33,16 @@ from ...core import full
 from ...core.change import Region
 from ...core.digest import StateDigest
 from ...core.dtypes import Bits, lookup
-from ...core.errors import ChainError, ObjectNotFound, RunNotFound, StoreError, VersionNotFound
+from ...core.errors import ChainError, DeltawireError, ObjectNotFound, RunNotFound, StoreError, VersionNotFound
 from ...core.full import Source
+from ...core.schema import Schema
 from ...core.sparse import DeltaClaim
 from ...replica.target import Delta, Update
 from . import arrays
 from .channel import Answer, Caller, ChannelClosed, call_all, serve
 from .decoder import Decoder
+
+log = logging.getLogger("deltawire")
 
 STAGE_LIMIT_S = 3600.0
 """Seconds that work beside the model may take."""
@@ -108,6 +112,18 @@ class Node:
         if self._decoder is not None:
             self._decoder.close()
             self._decoder = None
+
+    def source(self, name: str, schema: str) -> list[Answer]:
+        """For each rank the digest of the checkpoint on this node that the server started from; None if it is not here,
+        or not one of this schema."""
+        folder, digest = source_folder(name), None
+        try:
+            if folder is not None:
+                found = as_run(full.Checkpoint(folder), msgspec.json.decode(schema, type=Schema), name)
+                digest = msgspec.to_builtins(full.digest_of(found))
+        except DeltawireError as error:
+            log.info("cannot compare with %s: %s", name, error)
+        return [{"source": digest} for _ in self.numbers]
 
     def beside(self, operation: str, **arguments: Any) -> list[Answer]:
         """Call every rank through its socket, beside generation and without the engine."""
@@ -215,6 +231,9 @@ class RemoteNode:
         self._connect = connect
         self._caller: Caller | None = None
 
+    def source(self, name: str, schema: str) -> list[Answer]:
+        return self._call("source", name=name, schema=schema)
+
     def beside(self, operation: str, **arguments: Any) -> list[Answer]:
         return self._call("beside", operation=operation, **arguments)
 
@@ -293,8 +312,9 @@ class _Process:
 
     def __init__(self, folder: Path) -> None:
         self._node = node = Node(folder)
-        known = (node.open, node.decode, node.beside, self.stage, node.lend, node.borrow, node.reload, node.forget)
-        self._operations: dict[str, Callable[..., Any]] = {operation.__name__: operation for operation in known}
+        begin, stage = (node.open, node.decode, node.source), (self.stage, node.lend, node.borrow, node.reload)
+        known: tuple[Callable[..., Any], ...] = (*begin, *stage, node.beside, node.forget)
+        self._operations = {operation.__name__: operation for operation in known}
 
     def call(self, operation: str, /, **arguments: Any) -> Answer:
         try:

@@ -11,10 +11,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,6 +86,9 @@ class Rank:
         self._place = 0
         """Number among the ranks of this node."""
         self._socket: Path | None = None
+        self._listener: socket.socket | None = None
+        self._one = threading.Lock()
+        """Held during a call by a socket."""
         self._process: NodeProcess | None = None
         """Where the API server is on another node: what works for the ranks of this one, if this is the first."""
         self._problems, self._hooks, self._host = problems, hooks, host
@@ -90,7 +96,10 @@ class Rank:
         self._shard: Shard | None = None
         """None where memory could not be mapped."""
         self._groups: tuple[int, ...] = ()
+        self._numbers = count(1)
         self._staged: _Staged | None = None
+        self._written: _Staged | None = None
+        """What `apply` has begun to write."""
 
     def call(self, operation: str, **arguments: Any) -> Answer:
         """Call an operation. An error is returned as an answer, so that all ranks answer."""
@@ -143,8 +152,10 @@ class Rank:
         place.mkdir(mode=0o700, exist_ok=True)
         path = place / f"rank-{self._number}.sock"
         if path != self._socket:
-            listen(str(path), self.call, prepare=_use_other_cores)
+            if self._listener is not None:
+                self._listener.shutdown(socket.SHUT_RDWR)
             self._socket = path
+            self._listener = listen(str(path), partial(self._beside, path), prepare=_use_other_cores)
         if not secret or self._host is None or self._place:
             return {"socket": str(path)}
         if self._process is not None:
@@ -165,33 +176,42 @@ class Rank:
         self._warm_up()
         return {}
 
-    def _do_apply(self) -> Answer:
-        """Write what is staged, then prove it. On an error the old bits are back, where they were kept."""
-        clock, staged = time.perf_counter(), self._staged
-        if staged is None:
-            raise RuntimeError("nothing is staged")
+    def _do_apply(self, staged: list[int]) -> Answer:
+        """Write what is staged, then prove it. On an error the old bits are back, where they were kept. Every rank is
+        sent the numbers that all ranks gave to what they staged: anything else is not written."""
+        clock, found = time.perf_counter(), self._staged
+        if found is None or found.number != staged[self._number]:
+            raise RuntimeError("what is staged is not what was checked" if found else "nothing is staged")
+        self._written = found
         try:
-            staged.write()
+            found.write()
             written = time.perf_counter()
-            if staged.proven is not None and self._sums() != staged.proven:
+            if found.proven is not None and self._sums() != found.proven:
                 raise RuntimeError("the weights do not have the digest that was predicted for them")
             return {"apply": written - clock, "prove": time.perf_counter() - written}
         except BaseException:
-            if staged.undo is not None:
-                staged.undo()
+            if found.undo is not None:
+                found.undo()
             raise
 
-    def _do_undo(self) -> Answer:
-        """Put the old bits back; an error if that does not lead to the weights from before."""
-        if (staged := self._staged) is not None:
-            if staged.undo is None:
+    def _do_undo(self, staged: list[int]) -> Answer:
+        """Put the old bits back where they were written over; an error if these are not the weights from before."""
+        if (written := self._written) is not None and written.number == staged[self._number]:
+            if written.undo is None:
                 raise RuntimeError("full weights were written over the previous ones")
-            staged.undo()
-            if self._sums() != staged.present:
+            written.undo()
+            if self._sums() != written.present:
                 raise RuntimeError("these are not the weights from before; perhaps something else changed them")
         return {}
 
     # ── by the socket ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _beside(self, path: Path, operation: str, /, **arguments: Any) -> Answer:
+        """One call at a time, and none by a socket that another one has replaced: its caller was given up."""
+        with self._one:
+            if path != self._socket:
+                return {"error": f"this rank listens elsewhere by now, and does not {operation}"}
+            return self.call(operation, **arguments)
 
     def _do_stage_delta(self, paths: list[str], claim: Any, lent: list[str]) -> Answer:
         """Decode a delta against the live weights. `wanted` in the answer: it takes weights that others hold."""
@@ -222,8 +242,8 @@ class Rank:
         except kernels.TooMany:
             self._require_in_place()
         present, predicted = weights.digests_beside(self._groups), decoder.digests(source, self._groups)
-        self._staged = _Staged(lambda: decoder.load(source), None, present, predicted)
-        return _answer(present, predicted, overwrites=True)
+        number = self._keep(lambda: decoder.load(source), None, present, predicted)
+        return _answer(number, present, predicted, overwrites=True)
 
     def _do_stage_reload(self, folder: str, unchanged: bool, prove: bool) -> Answer:
         """Have the engine load a checkpoint folder in the swap. It must be of the present weights if `unchanged`, and
@@ -240,8 +260,7 @@ class Rank:
                 raise RuntimeError("the same weights, loaded again, gave other ones")
 
         predicted = Decoder(self._weights).digests(Checkpoint(folder), self._groups) if prove else None
-        self._staged = _Staged(write, None, {}, predicted)
-        return {}
+        return {"staged": self._keep(write, None, {}, predicted)}
 
     def _do_count(self, path: str) -> Answer:
         """Count the classes of old weights in the tiles of this rank's sheet."""
@@ -269,11 +288,18 @@ class Rank:
         predicted = {group: total + moved[group] for group, total in present.items()}
         # in host memory reading all weights takes too long for a pause: `write` looks at what it wrote
         proven = None if shard.audited else predicted
-        self._staged = _Staged(lambda: shard.write(patch), lambda: shard.undo(patch), present, proven)
-        return _answer(present, predicted, overwrites=False)
+        number = self._keep(lambda: shard.write(patch), lambda: shard.undo(patch), present, proven)
+        return _answer(number, present, predicted, overwrites=False)
+
+    def _keep(
+        self, write: Callable[[], None], undo: Callable[[], None] | None, present: Sums, proven: Sums | None
+    ) -> int:
+        number = next(self._numbers)
+        self._staged = _Staged(number, write, undo, present, proven)
+        return number
 
     def _do_forget(self) -> Answer:
-        self._staged = None
+        self._staged = self._written = None
         return {}
 
     def _do_digest(self) -> Answer:
@@ -333,6 +359,8 @@ class Rank:
 class _Staged(NamedTuple):
     """A version that is ready to be written."""
 
+    number: int
+    """No two of a rank have the same."""
     write: Callable[[], None]
     undo: Callable[[], None] | None
     """None where nothing is kept of the old weights."""
@@ -342,8 +370,9 @@ class _Staged(NamedTuple):
     """Digest of each group once it is written; None where that is not read in the swap."""
 
 
-def _answer(present: Sums, predicted: Sums, overwrites: bool) -> Answer:
-    return {"present": sums_to_send(present), "predicted": sums_to_send(predicted), "overwrites": overwrites}
+def _answer(number: int, present: Sums, predicted: Sums, overwrites: bool) -> Answer:
+    sums = {"present": sums_to_send(present), "predicted": sums_to_send(predicted)}
+    return {"staged": number, **sums, "overwrites": overwrites}
 
 
 def _use_other_cores() -> None:

@@ -13,18 +13,19 @@ KEEP = "keep:"
 """How a client's salt begins that stays the same across versions."""
 
 
-def write_all(everywhere: Callable[[str], list[Answer]]) -> Answer:
-    """Write what ranks have staged. In the answer: `failure` if it was taken back, `lost` if that failed too."""
-    answers = everywhere("apply")
+def write_all(everywhere: Callable[..., list[Answer]], staged: list[int]) -> Answer:
+    """Write what ranks have staged, each what `staged` says. In the answer: `failure` if it was taken back, `lost` if
+    that failed too."""
+    answers = everywhere("apply", staged=staged)
     if failed := errors(answers):
-        return {"failure": failed[0]} | undo_all(everywhere)
+        return {"failure": failed[0]} | undo_all(everywhere, staged)
     return {phase: max(answer[phase] for answer in answers) for phase in ("apply", "prove")}
 
 
-def undo_all(everywhere: Callable[[str], list[Answer]]) -> Answer:
+def undo_all(everywhere: Callable[..., list[Answer]], staged: list[int]) -> Answer:
     """Put the previous weights back on all ranks; `lost` in the answer if that fails."""
     try:
-        failed = errors(everywhere("undo"))
+        failed = errors(everywhere("undo", staged=staged))
     except Exception as error:
         failed = [f"{type(error).__name__}: {error}"]
     return {"lost": failed[0]} if failed else {}

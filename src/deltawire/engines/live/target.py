@@ -11,14 +11,13 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ...bucket.references import as_run
 from ...core import full
 from ...core.change import Region
 from ...core.digest import StateDigest
@@ -44,6 +43,8 @@ class StagedRanks(Staged):
 
     reloads: bool = False
     """Whether the weights go through the engine's own loader."""
+    numbers: list[int] = field(default_factory=list)
+    """The number that each rank gave to what it staged last."""
 
 
 class EngineTarget:
@@ -115,7 +116,7 @@ class EngineTarget:
         self._find_nodes(text, answers)
         if not self.refused:
             self._all("group", groups=[list(groups) for groups in self._layout.groups])
-        self._check_layout(schema)
+        self._check_layout(text)
         self._schema = schema
         if self.refused:
             log.warning("deltas are refused, every version is reloaded in full: %s", self.refused)
@@ -183,25 +184,24 @@ class EngineTarget:
                 "that save_pretrained writes, or serve the model that the run was made from"
             )
 
-    def _check_layout(self, schema: Schema) -> None:
-        """The bytes that the map finds must be those of the checkpoint that was loaded: if not, they were repacked."""
-        source = self._source(schema)
-        self._source_unknown = source is None
-        if source is None:
-            self.refused = self.refused or "the checkpoint that this server loaded is not here to compare memory with"
-            return
-        self._loaded = full.digest_of(source)
-        if not self.refused and self.live_digest() != self._loaded:
+    def _check_layout(self, schema: str) -> None:
+        """The bytes that the map finds must be those of the checkpoint that was loaded: if not, they were repacked. The
+        weights of all nodes have a name only if all of them have the same checkpoint."""
+        answers = self._each(lambda node: node.source(self._from, schema))
+        sources = msgspec.convert([answer["source"] for answer in answers], list[StateDigest | None])
+        self._loaded = sources[0] if sources[0] is not None and len({*sources}) == 1 else OF_NO_VERSION
+        self._source_unknown = self._loaded == OF_NO_VERSION
+        if self._source_unknown:
+            problem = "the checkpoint that this server loaded is not here to compare memory with"
+            if (other := next((rank for rank, found in enumerate(sources) if found != sources[0]), None)) is not None:
+                problem = f"the node of rank {other} has another checkpoint {self._from} than that of rank 0, or none"
+                log.warning("%s: generation is held until a version is loaded on all nodes", problem)
+            self.refused = self.refused or problem
+        elif not self.refused and self.live_digest() != self._loaded:
             self.refused = "memory is not laid out like the checkpoint: a kernel repacked some of the weights"
-
-    def _source(self, schema: Schema) -> full.Source | None:
-        """The checkpoint that the server started from, where it is one of this schema."""
-        folder = source_folder(self._from)
-        try:
-            return as_run(full.Checkpoint(folder), schema, self._from) if folder else None
-        except DeltawireError as error:
-            log.info("cannot compare with %s: %s", self._from, error)
-            return None
+            if len(self._nodes) > 1:
+                # or a node has other weights in memory than in its folder by now, which a reload shows
+                self._loaded = OF_NO_VERSION
 
     def digest(self) -> StateDigest:
         """Digest of the live weights; if they cannot be read in place, of the checkpoint that was loaded last."""
@@ -232,6 +232,7 @@ class EngineTarget:
         if (found := self._total(answers, "present")) != update.base:
             raise DigestMismatch(update.version, str(update.base), str(found), "the weights are not those from before")
         update.require(self._total(answers, "predicted"))
+        staged.numbers = _numbers(answers)
         staged.undoable = not any(answer["overwrites"] for answer in answers)
 
     def _borrow(self, answers: list[Answer], version: int) -> list[Answer]:
@@ -271,7 +272,7 @@ class EngineTarget:
         """One call to the engine, which does it between two steps."""
         version = staged.update.version
         try:
-            answer = await self.engine.swap(str(version) if name else "")
+            answer = await self.engine.swap(str(version) if name else "", staged.numbers)
         except Exception as error:
             self.held = self.stopped = True
             raise NotRestored(f"the state of the weights is unknown: {type(error).__name__}: {error}") from error
@@ -305,7 +306,7 @@ class EngineTarget:
         # the first weights whose digest is known here show whether memory is laid out like a checkpoint
         provable = self._source_unknown and not self._layout.problems
         try:
-            self._each(lambda node: node.reload("", False, provable))
+            staged.numbers = _numbers(self._each(lambda node: node.reload("", False, provable)))
             self.run(self._swap(staged))
         except WorkerError:
             self._loaded = before
@@ -317,7 +318,7 @@ class EngineTarget:
     def _prove_reload(self, staged: StagedRanks) -> None:
         """Loading what is loaded already must change nothing: a loader that repacks weights may not survive it."""
         if not self._harm:
-            self._each(lambda node: node.reload(self._from, True, False))
+            staged.numbers = _numbers(self._each(lambda node: node.reload(self._from, True, False)))
             try:
                 self.run(self._swap(staged, name=False))
                 self._reload_is_safe = True
@@ -377,6 +378,10 @@ class EngineTarget:
         except SchemaMismatch as error:
             log.warning("%s", error)
             return OF_NO_VERSION
+
+
+def _numbers(answers: list[Answer]) -> list[int]:
+    return [answer["staged"] for answer in answers]
 
 
 def _first_error(answers: list[Answer]) -> DeltawireError | None:

@@ -105,7 +105,7 @@ class Core:
 
     # ── what all ranks do together ───────────────────────────────────────────────────────────────────────────────────
 
-    def _swap(self, version: str, clear: bool) -> Answer:
+    def _swap(self, version: str, clear: bool, staged: list[int]) -> Answer:
         """Write what is staged, as `Engine.swap` says. `clear` drops all cached keys and values, those of running
         requests too."""
         scheduler, began = self._scheduler, time.perf_counter()
@@ -114,7 +114,7 @@ class Core:
         stopped = time.perf_counter()
         answer: Answer = self._cleared() if clear else {}
         if "failure" not in answer:
-            answer = write_all(self._everywhere)
+            answer = write_all(self._everywhere, staged)
         if "failure" not in answer and version:
             self._name(version)
         if "lost" in answer:

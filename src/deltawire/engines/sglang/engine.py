@@ -41,24 +41,24 @@ class SglangEngine:
     async def call(self, operation: str, **arguments: object) -> list[Answer]:
         return await call(self._manager, operation, arguments)
 
-    async def swap(self, version: str) -> Answer:
+    async def swap(self, version: str, staged: list[int]) -> Answer:
         """One call to the schedulers (core.py). Requests that are not to be kept are waited for or stopped before."""
         manager, clock = self._manager, time.perf_counter()
         if self._policy.mode == "keep" or manager.is_pause:
-            return await self._swap(version)
+            return await self._swap(version, staged)
         if self._policy.mode == "wait":
             # as SGLang's own updates do: requests that come now wait, those before them end
             async with manager.model_update_lock.writer_lock:
-                answer = await self._swap(version)
+                answer = await self._swap(version, staged)
         else:
             await manager.pause_generation(PauseGenerationReqInput(mode="abort"))
-            answer = await self._swap(version)
+            answer = await self._swap(version, staged)
             if "lost" not in answer:
                 await self._resume()
         return answer | {"pause": time.perf_counter() - clock}
 
-    async def _swap(self, version: str) -> Answer:
-        (answer,) = await self.call("swap", version=version, clear=self._policy.kv == "clear")
+    async def _swap(self, version: str, staged: list[int]) -> Answer:
+        (answer,) = await self.call("swap", version=version, clear=self._policy.kv == "clear", staged=staged)
         if version and "failure" not in answer:
             self._manager._update_weight_version_if_provided(version)
         return answer

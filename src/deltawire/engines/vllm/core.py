@@ -70,8 +70,9 @@ def _salt_requests(core_class: Any, scheduler_class: Any) -> None:
     scheduler_class._preempt_request = preempted
 
 
-def swap(core: Any, version: str, clear: bool) -> dict[str, Any]:
-    """Write what ranks have staged. In the answer: `failure` if it was taken back, `lost` if that failed too.
+def swap(core: Any, version: str, clear: bool, staged: list[int]) -> dict[str, Any]:
+    """Write what ranks have staged, as `Engine.swap` says. In the answer: `failure` if it was taken back, `lost` if
+    that failed too.
 
     `version` is the name that the weights get; empty, they keep theirs.
     `clear` drops all cached keys and values, those of running requests too.
@@ -91,7 +92,7 @@ def swap(core: Any, version: str, clear: bool) -> dict[str, Any]:
             if clear:
                 core.reset_mm_cache()
                 core.reset_encoder_cache()
-            answer = write_all(_everywhere(core))
+            answer = write_all(_everywhere(core), staged)
         if "failure" not in answer and version:
             core.set_weight_version(version)
     except Exception as error:
@@ -102,13 +103,13 @@ def swap(core: Any, version: str, clear: bool) -> dict[str, Any]:
     return answer
 
 
-def undo(core: Any) -> dict[str, Any]:
+def undo(core: Any, staged: list[int]) -> dict[str, Any]:
     """Put the previous weights back on all ranks, because another engine of the server failed; `lost` if that fails."""
-    return undo_all(_everywhere(core))
+    return undo_all(_everywhere(core), staged)
 
 
-def _everywhere(core: Any) -> Callable[[str], list[dict[str, Any]]]:
-    return lambda operation: core.collective_rpc("deltawire", args=(operation,))
+def _everywhere(core: Any) -> Callable[..., list[dict[str, Any]]]:
+    return lambda operation, **arguments: core.collective_rpc("deltawire", args=(operation,), kwargs=arguments)
 
 
 def _waiting(scheduler: Any) -> list[Any]:

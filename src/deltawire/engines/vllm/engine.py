@@ -30,7 +30,7 @@ class VllmEngine:
             return await self._client.collective_rpc("deltawire", args=(operation,), kwargs=arguments)  # type: ignore[no-any-return]
         return await call_ranks(self._client, "deltawire", operation, **arguments)
 
-    async def swap(self, version: str) -> Answer:
+    async def swap(self, version: str, staged: list[int]) -> Answer:
         """One call to the engine core (core.py). Requests that are not to be kept are stopped before, and so are all
         if there are several engines."""
         keep = self._policy.mode == "keep" and self._engines == 1
@@ -39,21 +39,21 @@ class VllmEngine:
         if not keep:
             # of several engines, none computes a step once this returns
             await self._client.sleep(level=0, mode=self._policy.mode)
-        answer = await self._swap_cores(version)
+        answer = await self._swap_cores(version, staged)
         if not stay and "lost" not in answer:
             await self._client.wake_up(["scheduling"])
             answer["pause"] = time.perf_counter() - clock
         return answer
 
-    async def _swap_cores(self, version: str) -> Answer:
+    async def _swap_cores(self, version: str, staged: list[int]) -> Answer:
         """Swap on all engines, or on none; they get the name when all of them have the weights."""
         clear = self._policy.kv == "clear"
         if self._engines == 1:
-            return (await call_cores(self._client, "deltawire_swap", version, clear))[0]  # type: ignore[no-any-return]
-        answers = await call_cores(self._client, "deltawire_swap", "", clear)
+            return (await call_cores(self._client, "deltawire_swap", version, clear, staged))[0]  # type: ignore[no-any-return]
+        answers = await call_cores(self._client, "deltawire_swap", "", clear, staged)
         failed = [f"engine {n}: {answer['failure']}" for n, answer in enumerate(answers) if "failure" in answer]
         if failed:
-            undone = await call_cores(self._client, "deltawire_undo")
+            undone = await call_cores(self._client, "deltawire_undo", staged)
             lost = [answer["lost"] for answer in undone if "lost" in answer]
             return {"failure": failed[0]} | ({"lost": lost[0]} if lost else {})
         if version:
