@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +70,8 @@ def test_connections_without_the_secret_hold_up_nobody(monkeypatch: pytest.Monke
 
 def test_a_secret_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then does not keep a connection open."""
-    monkeypatch.setattr(channel, "_SECRET_S", 0.5)
+    # a second whenever it is looked at
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=itertools.count().__next__, sleep=time.sleep))
     listener = socket.create_server(("127.0.0.1", 0))
     serve(listener, lambda name: {name: 1}, secret=b"r" * 1_000_000)
     with socket.create_connection(listener.getsockname(), timeout=0.05) as stranger:
