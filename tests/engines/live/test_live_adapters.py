@@ -285,7 +285,7 @@ def test_a_refused_version_is_left_alone_until_there_is_a_later_one_or_time_has_
     until(lambda: looks[0] > before + 20)
     assert adapters.tried == ["policy@0", "policy@1"]
     assert scene.until(state="degraded")["reason"] == reason
-    replica._refused = replace(replica._refused, until=0.0)
+    replica._refused = {1: replace(replica._refused[1], until=0.0)}
     until(lambda: adapters.tried == ["policy@0", "policy@1", "policy@1"])
     scene.trainer.publish()
     scene.until(state="healthy", version=2)
