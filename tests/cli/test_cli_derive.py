@@ -38,7 +38,11 @@ def test_derive_and_compute_again(source: Path, tmp_path: Path) -> None:
     found = invoke_json("verify", tmp_path / "fp8", "--source", source)
     assert (found["ok"], found["recomputed"]) == (True, 3)
     assert "3 versions computed again" in invoke("verify", tmp_path / "fp8", "--source", source).stdout
-    assert "derived from no run" in invoke("verify", source, "--source", tmp_path / "fp8", code=2).stderr
+    assert invoke_json("verify", tmp_path / "fp8", "--source", source, "--from", "1", "--to", "1")["recomputed"] == 1
+    assert "leave out one" in invoke("verify", tmp_path / "fp8", "--source", source, "--quick", code=2).stderr
+    assert "names no run" in invoke("verify", source, "--source", tmp_path / "fp8", code=2).stderr
+    assert "is given twice" in invoke("derive", source, source, "--once", code=2).stderr
+    assert "name the run of its bf16" in invoke("derive", tmp_path / "fp8", tmp_path / "2", "--once", code=3).stderr
     shown = invoke_json("show", f"{tmp_path / 'fp8'}@2")
     assert shown["origin"]["version"] == 2
     assert "derived from: version 2" in invoke("show", f"{tmp_path / 'fp8'}@2").stdout

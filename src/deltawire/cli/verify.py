@@ -51,12 +51,14 @@ def command(
     from ..bucket.references import resolver
     from ..bucket.verify import verify
 
+    if quick and source is not None:
+        raise typer.BadParameter("--source computes weights again, which --quick promises not to do: leave out one")
     opened = open_run(run, trust)
+    bounds = {"first": _bound(opened, first), "last": _bound(opened, last)}
     with progress() as advance:
         result = verify(
             opened,
-            first=_bound(opened, first),
-            last=_bound(opened, last),
+            **bounds,
             quick=quick,
             resolve=resolver(reference),
             progress=partial(advance, "verify"),
@@ -67,7 +69,11 @@ def command(
 
         with progress() as advance:
             again = recompute(
-                opened, open_run(source, trust), resolve=resolver(reference), progress=partial(advance, "derive again")
+                opened,
+                open_run(source, trust),
+                **bounds,
+                resolve=resolver(reference),
+                progress=partial(advance, "derive again"),
             )
         recomputed, result.failure = again.proven, again.failure
         result.warnings += [f"{count:,} versions not computed again: {why}" for why, count in again.not_proven.items()]

@@ -128,6 +128,8 @@ class Deriver:
         if newest is None:
             return None
         origin, source = newest.origin, self._source
+        if source.store.url == self._publisher.url:
+            raise Misconfigured(f"{source.store.url} is given twice: give the derived run an address of its own")
         if origin is None or (origin.run, origin.view) != (source.info.run, self._view_name):
             what = "is derived from no run" if origin is None else f"is the {origin.view} of the run {origin.run}"
             raise DivergedRun(
@@ -176,9 +178,15 @@ def _present(run: Run, since: int) -> Iterator[int]:
 
 
 def recompute(
-    run: Run, source: Run, *, resolve: Resolve = find_reference, progress: Callable[[int, int], None] | None = None
+    run: Run,
+    source: Run,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    resolve: Resolve = find_reference,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Compute every version of a derived run from its source again, and compare the digests.
+    """Compute versions of a derived run, from `first` to `last`, from its source again, and compare the digests.
 
     Needs memory for one copy of the source's weights. `progress` is called with versions since the last call, and all.
     Raises Misconfigured if the newest version is not derived from that source at all.
@@ -186,12 +194,17 @@ def recompute(
     result = Verification()
     versions = [*_present(run, OLDEST)]
     newest = run.manifest(versions[-1]).origin if versions else None
-    if newest is None or newest.run != source.info.run:
-        what = "derived from no run" if newest is None else f"derived from the run {newest.run}"
+    if newest is None:
         raise Misconfigured(
-            f"{run.store.url} is {what}, and {source.store.url} is the run {source.info.run}: name the derived run "
-            "first, and after --source the run that it was made of"
+            f"{run.store.url} names no run that it is derived from: only runs made by `deltawire derive` do, and they "
+            "are named before --source. Compare a view that a trainer published with a derived run by `deltawire diff`"
         )
+    if newest.run != source.info.run:
+        raise Misconfigured(
+            f"{run.store.url} is derived from the run {newest.run}, and {source.store.url} is the run "
+            f"{source.info.run}: name the run that it was made of after --source"
+        )
+    versions = [v for v in versions if (first is None or v >= first) and (last is None or v <= last)]
     blocks, state = Blocks(source.schema), None
     for version in versions:
         manifest = run.manifest(version)

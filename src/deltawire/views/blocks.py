@@ -103,9 +103,11 @@ class Blocks:
             grid = self.grids[tensor.name] = Grid(tensor, self.count)
             self.count += grid.scales.elements
         if not self.grids:
+            already = any(tensor.name.endswith(SCALES) for tensor in source.tensors)
             raise SchemaMismatch(
                 "fp8-block converts no tensor of this model: it converts matrices of bf16, fp16 or fp32 whose names "
                 "end in .weight, other than embeddings, norms, routers and the output head"
+                + ("; this one has fp8 blocks already: name the run of its bf16 weights first" if already else "")
             )
 
     @cached_property
