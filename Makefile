@@ -10,9 +10,10 @@ MINUTES ?= 10
 SEED   ?=
 VLLM   ?=
 DEVICE ?= cpu
-# Files that start with an underscore are helpers, not benchmarks; pause.py wants vLLM's environment, sync.py and
-# netns_demo.py root, density.py, figures.py and real_models.py a model, service_proof.py a bucket, wordle_seeds.py half an hour.
-APART  := density figures pause pause_server sync netns_demo real_models service_proof wordle_seeds
+# Files that start with an underscore are helpers, not benchmarks; pause.py, pause_server.py and lora_server.py want vLLM's
+# environment, gpu_figures.py a GPU too, sync.py and netns_demo.py root, density.py, figures.py and real_models.py a model,
+# service_proof.py a bucket, wordle_seeds.py half an hour.
+APART  := density figures gpu_figures lora_server pause pause_server sync netns_demo real_models service_proof wordle_seeds
 BENCH  ?= $(filter-out $(APART:%=benchmarks/%.py),$(sort $(wildcard benchmarks/[a-z]*.py)))
 
 # without cached bytecode every worker and every program that a test starts compiles the package anew

@@ -14,6 +14,8 @@ In milliseconds:
 and the memory of all processes of the server, and of its device, after the first tenth of the versions and at the end.
 `--compare N` repeats it with other ways to load a version, N versions each.
 `--profile` also shows what the worker did in the longest gaps.
+`--seconds` ends it with the versions that were measured by then; `--turns FOLDER` waits, with the server up, for a file
+`versions` there, and writes `versions.done` after it (as in pause_server.py).
 """
 
 from __future__ import annotations
@@ -72,7 +74,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 pause_server._pin_session(server.process.pid, cores[:half])
                 os.sched_setaffinity(0, cores[half : half + quarter])
             clients = cores[half + quarter :] if len(cores) > 3 else cores
-            return _Measurement(server, trainers, options, folder, clients).run()
+            pause_server.wait_for_turn(options.turns, "versions")
+            found = _Measurement(server, trainers, options, folder, clients).run()
+            pause_server.end_turn(options.turns, "versions")
+            return found
         except BaseException:
             print(server.tail())
             raise
@@ -98,7 +103,7 @@ class _Measurement:
             "rank": options.rank,
             "streams": options.streams,
             "adapter_bytes": sum(2 * size[0] * size[1] for size in trainers["policy"].shapes.values()),
-            **self._figures(options.versions, (options.versions // 10, options.versions - 1)),
+            **self._figures(options.versions, remember=True),
             "version_bytes": int(np.median([size for trainer in trainers.values() for size in trainer.sizes])),
             "memory_mb": self.memory,
         }
@@ -112,7 +117,7 @@ class _Measurement:
             "loaded": {status["name"]: len(status["loaded"]) for status in statuses},
         }
 
-    def _figures(self, versions: int, remember: tuple[int, ...] = ()) -> dict[str, Any]:
+    def _figures(self, versions: int, remember: bool = False) -> dict[str, Any]:
         from vllm_live import Streams
 
         base = Clients(self.server.port, self.options.streams, self.cores, self.folder, self.options.tokens)
@@ -128,11 +133,14 @@ class _Measurement:
                 self._version(number)
             if self.options.profile:
                 _rpc(self.server, "note_adapters", on=True)
-            rows = []
-            for number in range(versions):
-                rows.append(self._version(number))
-                if number in remember:
+            rows: list[tuple[float, float, float, dict[str, float]]] = []
+            end = time.monotonic() + self.options.seconds
+            while len(rows) < versions and time.monotonic() < end:
+                rows.append(self._version(len(rows)))
+                if remember and len(rows) == max(1, versions // 10):
                     self.memory.append(_memory(self.server))
+            if remember:
+                self.memory.append(_memory(self.server))
             noted = _rpc(self.server, "note_adapters", on=False)[0] if self.options.profile else None
             gaps = Gaps(base.stop())
         for streams in others:
@@ -141,7 +149,7 @@ class _Measurement:
         without = [(ended, 2 * ended - began) for began, ended in with_version]
         both = [*with_version, *without]
         return {
-            "versions": versions,
+            "versions": len(rows),
             "served_ms": pause_server._spread([done - began for began, done, _, _ in rows]),
             **{
                 f"{phase}_ms": pause_server._spread([timings[phase] for *_, timings in rows])
@@ -209,6 +217,8 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=0.2, metavar="SECONDS", help="after a version is served")
     parser.add_argument("--flags", default="", help="more flags of vllm serve, in quotes")
     parser.add_argument("--compare", type=int, default=0, metavar="VERSIONS", help="measure other ways to load too")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="measure for this long at most")
+    parser.add_argument("--turns", type=Path, help="folder with a file that says when it may begin")
     parser.add_argument("--profile", action="store_true", help="note what the worker does in the longest gaps")
     parser.add_argument("--scratch", type=Path, help="where model and buckets go while it runs")
     parser.add_argument("--out", type=Path, help="file for the figures as JSON")

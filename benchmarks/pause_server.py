@@ -483,6 +483,19 @@ class _Making:
             self._process.wait(60)
 
 
+def wait_for_turn(folder: Path | None, phase: str) -> None:
+    """Say that a phase may begin, and wait until there is a file of its name in the folder (`--turns`)."""
+    if folder:
+        (folder / f"{phase}.ready").touch()
+        while not (folder / phase).exists():
+            time.sleep(0.2)
+
+
+def end_turn(folder: Path | None, phase: str) -> None:
+    if folder:
+        (folder / f"{phase}.done").touch()
+
+
 class _Phases:
     def __init__(
         self, options: argparse.Namespace, report: dict[str, Any], server: Any, versions: Versions, followed: Path,
@@ -497,7 +510,7 @@ class _Phases:
         for _ in range(2 * len(_encodings(self.options))):
             self._sync()
         for phase in self.options.phases:
-            self._turn(phase)
+            wait_for_turn(self.options.turns, phase)
             clock, preempted = time.monotonic(), self._preemptions()
             if phase in ENCODINGS:
                 found = self._syncs(phase)
@@ -508,19 +521,12 @@ class _Phases:
             shown = {key: value for key, value in self.report[phase].items() if key != "timeline"}
             print(f"{phase}: {json.dumps(shown)}", flush=True)
             self.save()
-            if self.options.turns:
-                (self.options.turns / f"{phase}.done").touch()
+            end_turn(self.options.turns, phase)
 
     def _preemptions(self) -> int:
         """Requests that the server has interrupted for want of memory for keys and values: their clients wait."""
         lines = self.server.http.get("/metrics").text.splitlines()
         return sum(int(float(line.split()[-1])) for line in lines if line.startswith("vllm:num_preemptions_total"))
-
-    def _turn(self, phase: str) -> None:
-        if self.options.turns:
-            (self.options.turns / f"{phase}.ready").touch()
-            while not (self.options.turns / phase).exists():
-                time.sleep(0.2)
 
     def _clients(self) -> Clients:
         found = Clients(self.server.port, self.options.streams, self.cores, self.folder, self.options.tokens)

@@ -151,7 +151,10 @@ class Server(ABC):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+        # servers close connections that were idle for five seconds: a client that does the same at that moment would
+        # send a request to a closed one
+        limits = httpx.Limits(keepalive_expiry=2)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120, limits=limits)
 
     @staticmethod
     @abstractmethod
