@@ -77,8 +77,12 @@ def command(
         start = OLDEST if first is None else resolve(source, first)
         options = {"encoding": encoding, "anchor_every": anchor_every, "sign": sign}
         with Deriver(source, derived, view, resolve=resolver(reference), **options) as deriver:
+            before = deriver.reached
             for published in deriver.follow(start, once=once, poll=poll, stop=stop):
                 _say(published, deriver.reached, json)
+            if once and deriver.reached == before and not json:
+                there = "has no version" if before is None else f"has no version after {before}, which {derived} has"
+                typer.echo(f"nothing to derive: {run} {there}", err=True)
 
 
 def _say(published: Published, source: int | None, json: bool) -> None:
