@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from _report import write_json
-from deltawire.cli.common import duration, size
+from deltawire.cli.ui import duration, size
 from deltawire.cli.estimate import Costs, Setup, estimate
 
 RESULTS = Path(__file__).parent / "results"

@@ -22,7 +22,7 @@ import torch
 import deltawire as dw
 from _report import about, print_about, write_json
 from deltawire.bucket.run import Run
-from deltawire.cli.common import sparkline
+from deltawire.cli.ui import sparkline
 from deltawire.core import full
 from deltawire.models import ModelView, torch_dtype
 from deltawire.views.blocks import SCALES, SIDE, Blocks

@@ -34,7 +34,7 @@ import numpy as np
 
 import pause_server
 from _report import about, print_about, write_json
-from deltawire.cli.common import ended_by_sigterm
+from deltawire.cli.ui import ended_by_sigterm
 from pause_server import SHAPES, Clients, Gaps
 
 ADAPTERS = ("policy", "judge")

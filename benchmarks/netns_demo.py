@@ -42,7 +42,7 @@ from urllib.parse import urlsplit
 
 from _namespaces import Namespaces
 from _report import about, print_about, write_json
-from deltawire.cli.common import ended_by_sigterm
+from deltawire.cli.ui import ended_by_sigterm
 from deltawire_wordle.demo import QUIET
 from deltawire_wordle.processes import ChildProcess, uninterrupted
 

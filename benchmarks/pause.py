@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from _report import about, print_about, write_json
-from deltawire.cli.common import ended_by_sigterm
+from deltawire.cli.ui import ended_by_sigterm
 from deltawire.engines.live.launch import write_version
 
 ROOT = Path(__file__).parents[1]

@@ -859,7 +859,7 @@ def main() -> None:
             make_versions(Path(model), Path(folder), device, json.loads(order), last == "1", view or None)
         return
     from _report import about, print_about, write_json
-    from deltawire.cli.common import ended_by_sigterm
+    from deltawire.cli.ui import ended_by_sigterm
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="0.6B")

@@ -44,7 +44,7 @@ import deltawire as dw
 from _report import about, print_about, write_json
 from _shapes import QWEN3_06B
 from deltawire.bucket.run import Run
-from deltawire.cli.common import ended_by_sigterm, sparkline
+from deltawire.cli.ui import ended_by_sigterm, sparkline
 from deltawire.engines.fingerprint import fingerprint
 from deltawire.engines.live.launch import write_version
 from deltawire_wordle.demo import QUIET

@@ -25,7 +25,7 @@ from typing import Any
 
 from _charts import chart
 from _report import about, print_about, write_json
-from deltawire.cli.common import sparkline
+from deltawire.cli.ui import sparkline
 from deltawire_wordle.report import smoothed
 
 RESULTS = Path(__file__).parent / "results" / "wordle-seeds.json"

@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deltawire.cli.common import (
-    JsonOption,
-    console,
-    duration,
-    emit,
-    ended_by_sigterm,
-    percent,
-    size,
-    sparkline,
-    table,
-    times,
-)
+from deltawire.cli import ui
 from deltawire.cli.serve import Engine
 
 if TYPE_CHECKING:
@@ -66,7 +55,7 @@ def command(
         Path | None, typer.Option(metavar="DIR", file_okay=False, help="For report and logs; a temporary folder.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the bucket too, where it lies in that folder.")] = False,
-    json: JsonOption = False,
+    json: ui.JsonOption = False,
 ) -> None:
     """Show what deltawire does, on this machine, without a GPU or an account.
 
@@ -123,7 +112,7 @@ def command(
     )
     demo = Demo(plan)
     try:
-        with ended_by_sigterm(), _view(demo, json) as show:
+        with ui.ended_by_sigterm(), _view(demo, json) as show:
             demo.run(show)
         data = report.write(demo.record)
     finally:
@@ -135,7 +124,7 @@ def command(
     value = {
         "ok": not demo.record.problems, "problems": demo.record.problems, "report": files, **figures, "larger": larger,
     }  # fmt: skip
-    emit(value, lambda out: _epilogue(demo.record, figures, larger), json)
+    ui.emit(value, lambda out: _epilogue(demo.record, figures, larger), json)
     if demo.record.problems:
         raise typer.Exit(1)
 
@@ -168,7 +157,7 @@ def _need_nothing_at(where: str) -> None:
 @contextmanager
 def _view(demo: Demo, quiet: bool) -> Iterator[Callable[[], None]]:
     """A live picture on a terminal, else lines. Yields what is called whenever something may be new."""
-    out = console()
+    out = ui.console()
     if quiet:
         yield lambda: None
         return
@@ -227,9 +216,9 @@ class _Lines:
             self._steps += PLAIN_EVERY
             print("  ".join(f"{name} {text}" for name, text in _figures(record, self._steps).items()), flush=True)
         for one in record.larger.versions[self._versions :]:
-            changed = percent(one["changed"], record.larger.model["weights"])
+            changed = ui.percent(one["changed"], record.larger.model["weights"])
             print(
-                f"v{one['version']}  changed {changed}  sent {size(one['bytes'])}  {duration(one['seconds'])}",
+                f"v{one['version']}  changed {changed}  sent {ui.size(one['bytes'])}  {ui.duration(one['seconds'])}",
                 flush=True,
             )
         self._versions = len(record.larger.versions)
@@ -252,8 +241,8 @@ def _figures(record: DemoRecord, upto: int) -> dict[str, str]:
         newest, sent = deltas[-1], sum(version["bytes"] for version in deltas)
         full = sum(2 * version["elements"] for version in deltas)
         said["version"] = f"{newest['version']}"
-        said["changed"] = percent(newest["changed"], newest["elements"])
-        said["sent"] = f"{size(sent)} of {size(full)} ({times(full, sent)}, at lr {record.plan.rate:g})"
+        said["changed"] = ui.percent(newest["changed"], newest["elements"])
+        said["sent"] = f"{ui.size(sent)} of {ui.size(full)} ({ui.times(full, sent)}, at lr {record.plan.rate:g})"
     for name, statuses in record.replicas.items():
         said[name] = _replica(statuses[-1])
     return said
@@ -273,7 +262,7 @@ def _picture(record: DemoRecord) -> Group:
     from .report import smoothed
 
     rates = smoothed([step["figures"]["solved"] for step in record.steps])
-    rows = table("", " ", left=("", " "))
+    rows = ui.table("", " ", left=("", " "))
     if record.act in record.pages:
         rows.add_row("live page", record.pages[record.act])
     rows.add_row("phase", record.phase)
@@ -282,14 +271,14 @@ def _picture(record: DemoRecord) -> Group:
     if rates:
         width = 60
         shown = rates if len(rates) <= width else [rates[at * (len(rates) - 1) // (width - 1)] for at in range(width)]
-        rows.add_row("solve rate", f"{sparkline([*shown, 1.0])[:-1]} {rates[-1]:.0%}")
+        rows.add_row("solve rate", f"{ui.sparkline([*shown, 1.0])[:-1]} {rates[-1]:.0%}")
         done = int(record.progress * 60)
-        rows.add_row("training", f"{'━' * done}{'╌' * (60 - done)} {duration(record.steps[-1]['seconds'])}")
+        rows.add_row("training", f"{'━' * done}{'╌' * (60 - done)} {ui.duration(record.steps[-1]['seconds'])}")
         for name, text in _figures(record, len(record.steps)).items():
             if name not in record.replicas:
                 rows.add_row(name, text)
     for name, statuses in [*record.replicas.items()]:
-        rows.add_row(name, f"{_replica(statuses[-1]):<28} {sparkline([(g.lag or 0) for g in statuses[-30:]])}")
+        rows.add_row(name, f"{_replica(statuses[-1]):<28} {ui.sparkline([(g.lag or 0) for g in statuses[-30:]])}")
     title = f"Wordle, learned through {record.url or 'a bucket'}"
     if 1 not in record.plan.acts:
         title = f"A larger model, over {record.plan.link_mbit_s:g} Mbit/s"
@@ -309,32 +298,33 @@ def _larger_table(record: DemoRecord) -> Table:
         f"{model['weights'] / 1e6:.0f} M weights, AdamW at {model['rate']:g} on fp32 master weights, "
         f"published as bf16 over {model['link_mbit_s']:g} Mbit/s"
     )
-    rows = table("", "changed", "sent", "smaller", *PHASES, "in all", title=title, left=("",))
+    rows = ui.table("", "changed", "sent", "smaller", *PHASES, "in all", title=title, left=("",))
     if found.full is not None:
-        rows.add_row("full weights", "", size(found.full["bytes"]), "", *_times_of(found.full))
+        rows.add_row("full weights", "", ui.size(found.full["bytes"]), "", *_times_of(found.full))
     for one in found.versions:
-        changed, smaller = percent(one["changed"], model["weights"]), times(model["full_bytes"], one["bytes"])
-        rows.add_row(f"v{one['version']}", changed, size(one["bytes"]), smaller, *_times_of(one))
+        changed, smaller = ui.percent(one["changed"], model["weights"]), ui.times(model["full_bytes"], one["bytes"])
+        rows.add_row(f"v{one['version']}", changed, ui.size(one["bytes"]), smaller, *_times_of(one))
     return rows
 
 
 def _times_of(version: dict[str, Any]) -> list[str]:
-    return [*(duration(version["phases"][phase]) for phase in PHASES), duration(version["seconds"])]
+    return [*(ui.duration(version["phases"][phase]) for phase in PHASES), ui.duration(version["seconds"])]
 
 
 def _larger_lines(record: DemoRecord, larger: dict[str, Any]) -> list[str]:
     """What act two has shown, in words."""
     encodings, bits = record.larger.encodings or {}, larger["bits_per_change"]
     by_encoding = ", ".join(
-        f"{name} {bits[name]:.1f} ({size(one['bytes'])}, {duration(one['seconds'])} to encode)"
+        f"{name} {bits[name]:.1f} ({ui.size(one['bytes'])}, {ui.duration(one['seconds'])} to encode)"
         for name, one in encodings.items()
     )
     return [
         f"at a learning rate of {larger['rate']:g}, {larger['changed_percent']:.2f} % of "
-        f"{larger['weights'] / 1e6:.0f} M weights change in a step: {size(larger['bytes'])} instead of "
-        f"{size(larger['full_bytes'])}, {larger['smaller']:.0f}× smaller",
+        f"{larger['weights'] / 1e6:.0f} M weights change in a step: {ui.size(larger['bytes'])} instead of "
+        f"{ui.size(larger['full_bytes'])}, {larger['smaller']:.0f}× smaller",
         f"from the trainer's call to proven weights over {larger['link_mbit_s']:g} Mbit/s: "
-        f"{duration(larger['seconds'])} (median), full weights {duration(larger['seconds_full'])}, both measured here",
+        f"{ui.duration(larger['seconds'])} (median), full weights {ui.duration(larger['seconds_full'])}, both "
+        "measured here",
         f"bits per changed weight: {by_encoding}",
     ]
 
@@ -345,7 +335,7 @@ ENDED = {"goal": "the goal was reached", "seconds": "the time was up", "steps": 
 
 
 def _epilogue(record: DemoRecord, figures: dict[str, Any], larger: dict[str, Any] | None) -> None:
-    out = console()
+    out = ui.console()
 
     def say(text: str, style: str = "") -> None:
         out.print(text, style=style, soft_wrap=True)
@@ -355,13 +345,13 @@ def _epilogue(record: DemoRecord, figures: dict[str, Any], larger: dict[str, Any
     if figures["solved_after"] is not None:
         say(
             f"solved {figures['solved_before']:.1%} before, {figures['solved_after']:.1%} after "
-            f"{figures['steps']} steps in {duration(figures['seconds_training'])} "
-            f"({ENDED[figures['ended_by']]}); {duration(figures['seconds_in_all'])} in all"
+            f"{figures['steps']} steps in {ui.duration(figures['seconds_training'])} "
+            f"({ENDED[figures['ended_by']]}); {ui.duration(figures['seconds_in_all'])} in all"
         )
     if figures["bytes_sent"]:
         say(
             f"{figures['versions']} versions, {figures['changed_percent']:.1f} % of weights changed in each; "
-            f"{size(figures['bytes_sent'])} sent instead of {size(figures['bytes_full'])}, anchors included"
+            f"{ui.size(figures['bytes_sent'])} sent instead of {ui.size(figures['bytes_full'])}, anchors included"
         )
         say(f"  so many change because a model this small needs a learning rate of {record.plan.rate:g}")
     if larger is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from deltawire.cli.common import JsonOption, emit_line, ended_by_sigterm
+from deltawire.cli import ui
 from deltawire.cli.quantities import seconds
 
 
@@ -28,7 +28,7 @@ def command(
     idle: Annotated[
         float, typer.Option(parser=seconds, metavar="TIME", help="A session ends when silent for so long: 30s, 10min.")
     ] = "10min",  # type: ignore[assignment]  # parsed like what is typed
-    json: JsonOption = False,
+    json: ui.JsonOption = False,
 ) -> None:
     """Serve an environment that speaks the OpenEnv protocol.
 
@@ -61,7 +61,7 @@ def command(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--words") from None
     max_sessions = sessions_allowed(max_sessions)
-    with listen(host, port) as listener, ended_by_sigterm():
+    with listen(host, port) as listener, ui.ended_by_sigterm():
         taken = listener.getsockname()[1]
         url = f"http://[{host}]:{taken}" if ":" in host else f"http://{host}:{taken}"
 
@@ -75,7 +75,7 @@ def command(
                 "guesses": guesses,
                 "max_sessions": max_sessions,
             }
-            emit_line(value, f"{environment.value} at {url}  ({len(rules.words)} words, {guesses} guesses)", json)
+            ui.emit_line(value, f"{environment.value} at {url}  ({len(rules.words)} words, {guesses} guesses)", json)
 
         server = make_server(create_app(rules, max_sessions=max_sessions, idle=idle), max_sessions)
         server.on_listening = ready

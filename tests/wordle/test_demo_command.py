@@ -18,7 +18,7 @@ from tests.cli.cli_support import invoke, spawn
 
 pytest.importorskip("torch")
 
-from deltawire.cli.common import console
+from deltawire.cli.ui import console
 from deltawire_wordle import report
 from deltawire_wordle.demo import DemoRecord, LargerRecord, Plan, ReplicaStatus, _deltawire
 from deltawire_wordle.demo_command import PHASES, _epilogue, _Lines, _picture

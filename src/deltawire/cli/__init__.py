@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .common import clean, complain
+from . import ui
 
 __all__ = ["app", "main"]
 
@@ -42,14 +42,14 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except DeltawireError as error:
-            complain(str(error))
+            ui.complain(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise  # the reader of our output has closed it
-            complain(str(error))
+            ui.complain(str(error))
             raise typer.Exit(1) from None
 
 
@@ -80,7 +80,7 @@ class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         # one line, and nothing in it that a terminal would obey: messages quote buckets
-        text = clean(" ".join(record.getMessage().splitlines()), 2000)
+        text = ui.clean(" ".join(record.getMessage().splitlines()), 2000)
         print(f"{clock} {record.levelname.lower()} {text}", file=sys.stderr, flush=True)
 
 

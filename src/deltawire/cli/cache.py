@@ -5,25 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
-from .common import HostOption, JsonOption, RunArgument, TokenFileOption, serve_until_ended
+from . import ui
 
 PORT = 8330
 
 
 def command(
-    run: RunArgument,
-    folder: Annotated[Path, typer.Option(file_okay=False, help="Where objects are kept.")] = Path(
+    run: ui.RunArgument,
+    folder: Annotated[Path, Option(file_okay=False, help="Where objects are kept.")] = Path(
         "~/.cache/deltawire/objects"
     ),
     gigabytes: Annotated[
-        float, typer.Option("--gb", metavar="GB", min=0.001, help="Of objects, at most; the least recently used go.")
+        float, Option("--gb", metavar="GB", min=0.001, help="Of objects, at most; the least recently used go.")
     ] = 20.0,
-    host: HostOption = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = PORT,
-    token_file: TokenFileOption = None,
-    json: JsonOption = False,
+    host: ui.HostOption = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free.")] = PORT,
+    token_file: ui.TokenFileOption = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """Serve the objects of a run to the servers of one site.
 
@@ -47,4 +47,4 @@ def command(
     cache = Cache(folder.expanduser(), int(gigabytes * 1e9))
     server = CacheServer(run, cache, host=host, port=port, token=read_token(token_file))
     text = f"objects of {server.store.url} at {server.url}; Ctrl-C ends it"
-    serve_until_ended(server, {"event": "listening", "url": server.url}, text, json)
+    ui.serve_until_ended(server, {"event": "listening", "url": server.url}, text, json)

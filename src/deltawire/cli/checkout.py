@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+from typer import BadParameter, Option
 
-from .common import (
-    JsonOption,
-    ReferenceOption,
-    RunVersionArgument,
-    TrustOption,
-    emit,
-    fetch_version,
-    open_version,
-    progress,
-    size,
-)
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from . import ui
 
 
 def command(
-    run: RunVersionArgument,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Folder to make.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace DIR if it is there and not empty.")] = False,
-    reference: ReferenceOption = None,
-    trust: TrustOption = None,
-    json: JsonOption = False,
+    run: ui.RunVersionArgument,
+    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Folder to make.")],
+    force: Annotated[bool, Option("--force", help="Replace DIR if it is there and not empty.")] = False,
+    reference: ui.ReferenceOption = None,
+    trust: ui.TrustOption = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """Write a version as a checkpoint folder, bit for bit what was published.
 
@@ -45,11 +32,15 @@ def command(
     """
     from ..bucket import checkpoint_folder
 
+    # before anything is fetched
     with checkpoint_folder.writing(output):
-        _check_place(output, force)
-    opened, version = open_version(run, trust)
-    with checkpoint_folder.scratch(output) as made, progress() as advance:
-        state, steps = fetch_version(opened, version, reference, advance)
+        if output.is_symlink() or (output.exists() and not output.is_dir()):
+            raise BadParameter(f"{output} is not a folder of its own", param_hint="-o")
+        if output.is_dir() and any(output.iterdir()) and not force:
+            raise BadParameter(f"{output} is not empty; --force replaces it", param_hint="-o")
+    opened, version = ui.open_version(run, trust)
+    with checkpoint_folder.scratch(output) as made, ui.progress() as advance:
+        state, steps = ui.fetch_version(opened, version, reference, advance)
         manifest = opened.manifest(version)
         size_of_all = opened.schema.nbytes
         checkpoint_folder.fill(made, opened, manifest, state, progress=lambda n: advance("write", n, size_of_all))
@@ -65,17 +56,9 @@ def command(
         "files": [file.name for file in manifest.files],
     }
 
-    def render(out: Console) -> None:
+    def render(out: ui.Console) -> None:
         steps_taken = "one object" if len(steps) == 1 else f"{len(steps)} objects"
-        out.print(f"v{version} → {output}  {size(opened.schema.nbytes)} from {steps_taken}", soft_wrap=True)
+        out.print(f"v{version} → {output}  {ui.size(opened.schema.nbytes)} from {steps_taken}", soft_wrap=True)
         out.print(f"  state digest {manifest.digest}, proven")
 
-    emit(value, render, json)
-
-
-def _check_place(place: Path, force: bool) -> None:
-    """Before anything is fetched: a folder may be made here."""
-    if place.is_symlink() or (place.exists() and not place.is_dir()):
-        raise typer.BadParameter(f"{place} is not a folder of its own", param_hint="-o")
-    if place.is_dir() and any(place.iterdir()) and not force:
-        raise typer.BadParameter(f"{place} is not empty; --force replaces it", param_hint="-o")
+    ui.emit(value, render, json)

@@ -6,26 +6,11 @@ import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import BadParameter, Option, echo
 
-from .common import (
-    HostOption,
-    JsonOption,
-    RunArgument,
-    TokenFileOption,
-    complain,
-    duration,
-    emit,
-    ended_by_sigterm,
-    percent,
-    serve_until_ended,
-    size,
-    times,
-)
+from . import ui
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..dash import Document
 
 PORT = 8321
@@ -33,32 +18,30 @@ PORT = 8321
 
 
 def command(
-    run: RunArgument,
+    run: ui.RunArgument,
     port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help=f"Serve the live page; 0: any port that is free.  [default: {PORT}]"),
+        int | None, Option(min=0, max=65535, help=f"Serve the live page; 0: any port that is free.  [default: {PORT}]")
     ] = None,
-    host: HostOption = "127.0.0.1",
-    token_file: TokenFileOption = None,
+    host: ui.HostOption = "127.0.0.1",
+    token_file: ui.TokenFileOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Write the page as one file that needs no server."),
+        Path | None, Option("--out", "-o", metavar="FILE", help="Write the page as one file that needs no server.")
     ] = None,
     every: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="With --out: write it again and again, until interrupted.")
+        float, Option(metavar="SECONDS", min=0, help="With --out: write it again and again, until interrupted.")
     ] = 0.0,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the latest syncs as a trace for ui.perfetto.dev.")
+        Path | None, Option(metavar="FILE", help="Write the latest syncs as a trace for ui.perfetto.dev.")
     ] = None,
     requests: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=16,
             metavar="N",
             help="Most requests to the bucket before the page shows.  [default: 48, in a folder 400]",
         ),
     ] = None,
-    json: JsonOption = False,
+    json: ui.JsonOption = False,
 ) -> None:
     """Show a run on a page: versions, replicas, syncs, bytes, changes per tensor.
 
@@ -78,60 +61,49 @@ def command(
       deltawire dash s3://runs/chat --trace syncs.json
       deltawire dash s3://runs/chat --json | jq .headline
     """
-    from ..dash import Collector, save
+    from ..core.errors import DeltawireError
+    from ..dash import Collector, Server, save
     from ..dash.trace import trace as trace_of
+    from ..engines.access import read_token
 
     if every and out is None:
-        raise typer.BadParameter("goes with --out", param_hint="--every")
+        raise BadParameter("goes with --out", param_hint="--every")
     once = out is not None or trace is not None or json
     if once and port is not None:
-        raise typer.BadParameter("the page is served, or --out, --trace and --json are written", param_hint="--port")
+        raise BadParameter("the page is served, or --out, --trace and --json are written", param_hint="--port")
     for option, target in (("--out", out), ("--trace", trace)):
         if target is not None and target.is_dir():
-            raise typer.BadParameter(f"{target} is a folder; name a file in it", param_hint=option)
+            raise BadParameter(f"{target} is a folder; name a file in it", param_hint=option)
         if target is not None and not target.parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {target.parent}", param_hint=option)
+            raise BadParameter(f"there is no folder {target.parent}", param_hint=option)
     if not once:
-        _serve(run, PORT if port is None else port, host, token_file, requests)
+        token = read_token(token_file)
+        server = Server(run, host=host, port=PORT if port is None else port, token=token, requests=requests)
+        more = "; append #token=… to the address, or the page asks for it" if token else ""
+        ui.serve_until_ended(server, {"url": server.url}, f"{run} at {server.url}{more}; Ctrl-C ends it")
         return
     collector = Collector(run, requests=requests)
     collector.opened()
     document = collector.look()
     if document.problem and document.newest is None:
-        raise _failure(document)
+        raise DeltawireError(document.problem)
     if trace is not None:
         trace.write_text(json_module.dumps(trace_of(document)), "utf-8")
     if out is not None:
         save(document, out)
     if json or not every:
-        emit(document, lambda console: _render(console, document, out, trace), json)
+        ui.emit(document, lambda console: _render(console, document, out, trace), json)
     if document.problem and not every:
         # what can be read is written, and the command still fails
-        raise _failure(document)
+        raise DeltawireError(document.problem)
     if every:
-        typer.echo(f"writing {out} every {every:g} s; Ctrl-C ends it", err=True)
-    with ended_by_sigterm() as stop:
+        echo(f"writing {out} every {every:g} s; Ctrl-C ends it", err=True)
+    with ui.ended_by_sigterm() as stop:
         while every and out is not None and not stop.wait(every):
             try:
                 save(collector.look(), out)
             except OSError as error:
-                complain(f"--out: cannot write {out}, trying again in {every:g} s: {error.strerror or error}")
-
-
-def _failure(document: Document) -> Exception:
-    from ..core.errors import DeltawireError
-
-    return DeltawireError(document.problem)
-
-
-def _serve(run: str, port: int, host: str, token_file: Path | None, requests: int | None) -> None:
-    from ..dash import Server
-    from ..engines.access import read_token
-
-    token = read_token(token_file)
-    server = Server(run, host=host, port=port, token=token, requests=requests)
-    more = "; append #token=… to the address, or the page asks for it" if token else ""
-    serve_until_ended(server, {"url": server.url}, f"{run} at {server.url}{more}; Ctrl-C ends it")
+                ui.complain(f"--out: cannot write {out}, trying again in {every:g} s: {error.strerror or error}")
 
 
 def _slowest(document: Document) -> str:
@@ -144,20 +116,20 @@ def _slowest(document: Document) -> str:
     return f"{head.slowest}, {f'{head.slowest_lag} behind' if known else 'no version known'}"
 
 
-def _render(out: Console, document: Document, page: Path | None, trace: Path | None) -> None:
+def _render(out: ui.Console, document: Document, page: Path | None, trace: Path | None) -> None:
     head, totals = document.headline, document.totals
     rows: list[tuple[str, Any]] = [
         ("newest version", "none yet" if document.newest is None else f"v{document.newest}"),
-        ("deltas", f"{totals.deltas:,} in {size(totals.delta_bytes)}"),
-        ("smaller than full weights", times(head.smaller, 1) if head.smaller else "–"),
-        ("changed per version", "–" if totals.changed_share is None else percent(totals.changed_share, 1)),
+        ("deltas", f"{totals.deltas:,} in {ui.size(totals.delta_bytes)}"),
+        ("smaller than full weights", ui.times(head.smaller, 1) if head.smaller else "–"),
+        ("changed per version", "–" if totals.changed_share is None else ui.percent(totals.changed_share, 1)),
         ("replicas", f"{head.current} of {head.following} at the newest version"),
         ("slowest replica", _slowest(document)),
-        ("longest pause", "–" if head.pause_s is None else f"{duration(head.pause_s)}, {head.pause_replica}"),
-        ("from publish to proven", "–" if head.arrival_s is None else duration(head.arrival_s)),
+        ("longest pause", "–" if head.pause_s is None else f"{ui.duration(head.pause_s)}, {head.pause_replica}"),
+        ("from publish to proven", "–" if head.arrival_s is None else ui.duration(head.arrival_s)),
     ]
     for name, value in rows:
         out.print(f"  {name:<27}{value}", soft_wrap=True)
     for path in (page, trace):
         if path is not None:
-            out.print(f"wrote {path}, {size(path.stat().st_size)}", soft_wrap=True)
+            out.print(f"wrote {path}, {ui.size(path.stat().st_size)}", soft_wrap=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Argument, BadParameter
 
-from .common import JsonOption, RunArgument, SignOption, emit, open_run
+from . import ui
 
 
 def command(
-    run: RunArgument,
-    keeper: Annotated[str, typer.Argument(metavar="KEEPER_KEY", help="Public key of the keeper, as keygen prints it.")],
-    sign: SignOption = None,
-    json: JsonOption = False,
+    run: ui.RunArgument,
+    keeper: Annotated[str, Argument(metavar="KEEPER_KEY", help="Public key of the keeper, as keygen prints it.")],
+    sign: ui.SignOption = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """Let a keeper add anchors and skip deltas to a signed run.
 
@@ -33,8 +33,8 @@ def command(
     check_public(keeper, "the keeper's key")  # first: the arguments may be in the wrong order
     key = SigningKey.find(sign)
     if key is None:
-        raise typer.BadParameter("name the run's private key: --sign PATH, or DELTAWIRE_SIGN")
-    opened = open_run(run, Trust(key.public, remember=False))
+        raise BadParameter("name the run's private key: --sign PATH, or DELTAWIRE_SIGN")
+    opened = ui.open_run(run, Trust(key.public, remember=False))
     delegate(opened, key, keeper)
     value = {"run": opened.store.url, "by": key.public, "keeper": keeper}
-    emit(value, lambda out: out.print(f"{keeper} may add links to {opened.store.url}", soft_wrap=True), json)
+    ui.emit(value, lambda out: out.print(f"{keeper} may add links to {opened.store.url}", soft_wrap=True), json)

@@ -4,46 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from .common import (
-    AnchorEveryOption,
-    JsonOption,
-    PollOption,
-    ReferenceOption,
-    RunArgument,
-    SignOption,
-    TrustOption,
-    check_encoding,
-    durations,
-    emit_line,
-    ended_by_sigterm,
-    open_run,
-    percent,
-    pick,
-    size,
-)
+from . import ui
 
 if TYPE_CHECKING:
     from ..trainer.writer import Published
 
 
 def command(
-    run: RunArgument,
-    derived: Annotated[str, typer.Argument(metavar="RUN2", help="Address of the derived run.")],
-    view: Annotated[str, typer.Option("--as", metavar="VIEW", help="What to make of the weights.")] = "fp8-block",
-    once: Annotated[bool, typer.Option("--once", help="Derive the versions that are there, then end.")] = False,
+    run: ui.RunArgument,
+    derived: Annotated[str, Argument(metavar="RUN2", help="Address of the derived run.")],
+    view: Annotated[str, Option("--as", metavar="VIEW", help="What to make of the weights.")] = "fp8-block",
+    once: Annotated[bool, Option("--once", help="Derive the versions that are there, then end.")] = False,
     first: Annotated[
-        str | None,
-        typer.Option("--from", metavar="VERSION", help="First version of a new RUN2; by default the oldest."),
+        str | None, Option("--from", metavar="VERSION", help="First version of a new RUN2; by default the oldest.")
     ] = None,
-    encoding: Annotated[str, typer.Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
-    anchor_every: AnchorEveryOption = None,
-    poll: PollOption = 1.0,
-    reference: ReferenceOption = None,
-    trust: TrustOption = None,
-    sign: SignOption = None,
-    json: JsonOption = False,
+    encoding: Annotated[str, Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
+    anchor_every: ui.AnchorEveryOption = None,
+    poll: ui.PollOption = 1.0,
+    reference: ui.ReferenceOption = None,
+    trust: ui.TrustOption = None,
+    sign: ui.SignOption = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """Follow a run and publish a view of it as another run.
 
@@ -69,11 +52,11 @@ def command(
     from ..bucket.watch import wait_for_run
     from ..derive.deriver import OLDEST, Deriver
 
-    check_encoding(encoding)
-    with ended_by_sigterm() as stop:
+    ui.check_encoding(encoding)
+    with ui.ended_by_sigterm() as stop:
         if not once:
             wait_for_run(address_only(run), poll)
-        source = open_run(run, trust)
+        source = ui.open_run(run, trust)
         start = OLDEST if first is None else resolve(source, first)
         options = {"encoding": encoding, "anchor_every": anchor_every, "sign": sign}
         with Deriver(source, derived, view, resolve=resolver(reference), **options) as deriver:
@@ -86,9 +69,9 @@ def command(
 
 
 def _say(published: Published, source: int | None, json: bool) -> None:
-    fields = pick(published, "digest", "changed", "elements", "bytes", "kinds", "timings")
+    fields = ui.pick(published, "digest", "changed", "elements", "bytes", "kinds", "timings")
     value = {"version": published.version, "source_version": source, **fields}
-    share, kinds = percent(published.changed, published.elements), " + ".join(published.kinds)
-    took = durations(published.timings)
-    text = f"v{published.version} of v{source}  {kinds}  {share} changed  {size(published.bytes)}  {took}"
-    emit_line(value, text, json)
+    share, kinds = ui.percent(published.changed, published.elements), " + ".join(published.kinds)
+    took = ui.durations(published.timings)
+    text = f"v{published.version} of v{source}  {kinds}  {share} changed  {ui.size(published.bytes)}  {took}"
+    ui.emit_line(value, text, json)

@@ -8,26 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, BadParameter, Option
 
-from .common import (
-    Advance,
-    JsonOption,
-    ReferenceOption,
-    clean,
-    emit,
-    fetch_version,
-    open_version,
-    percent,
-    pick,
-    print_table,
-    progress,
-    step_rows,
-)
+from . import ui
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..bucket.compare import TensorDifference
     from ..bucket.replay import State
     from ..bucket.run import Run
@@ -41,17 +26,17 @@ _FIELDS = (
 
 
 def command(
-    old: Annotated[str, typer.Argument(metavar=_SIDE, help="The version to start from.")],
+    old: Annotated[str, Argument(metavar=_SIDE, help="The version to start from.")],
     new: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar=f"[{_SIDE}]",
             help="The version it became; @41 alone is one of the same run. Without it: the version before OLD and OLD.",
         ),
     ] = None,
-    all: Annotated[bool, typer.Option("--all", help="Also tensors that did not change.")] = False,
-    reference: ReferenceOption = None,
-    json: JsonOption = False,
+    all: Annotated[bool, Option("--all", help="Also tensors that did not change.")] = False,
+    reference: ui.ReferenceOption = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """Compare two versions tensor by tensor: what changed, how far, how much.
 
@@ -74,7 +59,7 @@ def command(
     """
     from ..bucket.compare import differences
 
-    with contextlib.ExitStack() as stack, progress() as advance:
+    with contextlib.ExitStack() as stack, ui.progress() as advance:
         first, second = _sides(old, new)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-diff-")))
         before, after = _open(first, second, scratch, reference, advance)
@@ -91,7 +76,7 @@ def command(
         "other_shape": sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]),
     }
     value = _value(first, second, found, apart)
-    emit(value, lambda out: _render(out, value, all), json)
+    ui.emit(value, lambda out: _render(out, value, all), json)
 
 
 # ── the two sides ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -105,7 +90,7 @@ class _Side:
         self.version: int | None = None
         self.folder = Path(text)
         if not self.folder.is_dir() or (self.folder / "run.json").exists():
-            self.run, self.version = open_version(text)
+            self.run, self.version = ui.open_version(text)
 
     @property
     def name(self) -> str:
@@ -120,7 +105,7 @@ def _sides(old: str, new: str | None) -> tuple[_Side, _Side]:
         return _Side(old), _Side(split(old)[0] + new if new.startswith("@") else new)
     second = _Side(old)
     if second.run is None or second.version is None:
-        raise typer.BadParameter("name two: a folder has no version before it")
+        raise BadParameter("name two: a folder has no version before it")
     parent = second.run.manifest(second.version).parent
     if parent is None:
         raise VersionNotFound(f"version {second.version} of {second.run.store.url} is the first: name two versions")
@@ -128,14 +113,14 @@ def _sides(old: str, new: str | None) -> tuple[_Side, _Side]:
 
 
 def _open(
-    first: _Side, second: _Side, scratch: Path, reference: Path | None, advance: Advance
+    first: _Side, second: _Side, scratch: Path, reference: Path | None, advance: ui.Advance
 ) -> tuple[Source, Source]:
     from ..core.full import Checkpoint, write_checkpoint
 
     def fetched(side: _Side, state: State | None = None) -> State:
         assert side.run is not None
         assert side.version is not None
-        return fetch_version(side.run, side.version, reference, advance, f"fetch v{side.version}", state)[0]
+        return ui.fetch_version(side.run, side.version, reference, advance, f"fetch v{side.version}", state)[0]
 
     if first.run is None:
         state, before = None, Checkpoint(first.folder)
@@ -174,8 +159,10 @@ def _value(first: _Side, second: _Side, found: list[TensorDifference], apart: di
         "elements": elements,
         "norm": norm,
         "relative": norm / old_norm if old_norm else None,
-        "steps": step_rows(total),
-        "tensors": [{**pick(difference, *_FIELDS), "steps": step_rows(difference.histogram)} for difference in found],
+        "steps": ui.step_rows(total),
+        "tensors": [
+            {**ui.pick(difference, *_FIELDS), "steps": ui.step_rows(difference.histogram)} for difference in found
+        ],
         **apart,
     }
 
@@ -185,40 +172,40 @@ def _lines(value: dict[str, Any]) -> Iterator[str]:
     for key, what in apart.items():
         if names := value[key]:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            yield f"{len(names)} tensors {what}: {', '.join(clean(name, 80) for name in names[:3])}{more}"
+            yield f"{len(names)} tensors {what}: {', '.join(ui.clean(name, 80) for name in names[:3])}{more}"
     lost = sum(row["not_finite"] for row in value["tensors"])
     if lost:
         yield f"{lost:,} changed weights are NaN or infinite on one side and in no norm"
 
 
-def _render(out: Console, value: dict[str, Any], all: bool) -> None:
-    out.print(f"{clean(value['old'])} → {clean(value['new'])}", soft_wrap=True)
+def _render(out: ui.Console, value: dict[str, Any], all: bool) -> None:
+    out.print(f"{ui.clean(value['old'])} → {ui.clean(value['new'])}", soft_wrap=True)
     shown = [row for row in value["tensors"] if all or row["changed"]]
     if shown:
         columns = ["tensor", "changed", "share", "max ulps", "mean ulps", "‖Δ‖", "‖Δ‖/‖old‖"]
         rows = [_cells(row) for row in shown]
-        print_table(out, columns, rows, left=("tensor",), drop=("mean ulps", "changed"), shorten="tensor")
+        ui.print_table(out, columns, rows, left=("tensor",), drop=("mean ulps", "changed"), shorten="tensor")
     for line in _lines(value):
         out.print(line, soft_wrap=True)
     if value["same"]:
         out.print(f"the same, bit for bit: {value['elements']:,} weights in {len(value['tensors'])} tensors")
         return
     norm = f"‖Δ‖ {value['norm']:.4g}" + (f", {value['relative']:.2g} of ‖old‖" if value["relative"] else "")
-    share = percent(value["changed"], value["elements"])
+    share = ui.percent(value["changed"], value["elements"])
     same = sum(not row["changed"] for row in value["tensors"])
     still = f"; {same} tensors did not change" if same and not all else ""
     out.print(f"{value['changed']:,} of {value['elements']:,} weights changed ({share}), {norm}{still}", soft_wrap=True)
     total = sum(row["up"] + row["down"] for row in value["steps"])
-    parts = [f"{row['ulps']}: {percent(row['up'] + row['down'], total)}" for row in value["steps"]]
+    parts = [f"{row['ulps']}: {ui.percent(row['up'] + row['down'], total)}" for row in value["steps"]]
     if parts:
         out.print(f"steps in ulps  {'  '.join(parts)}", soft_wrap=True)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
-        clean(row["name"]),
+        ui.clean(row["name"]),
         f"{row['changed']:,}",
-        percent(row["changed"], row["elements"]),
+        ui.percent(row["changed"], row["elements"]),
         "–" if row["max_ulps"] is None else f"{row['max_ulps']:,}",
         "–" if row["mean_ulps"] is None else f"{row['mean_ulps']:.3g}",
         f"{row['norm']:.3g}",

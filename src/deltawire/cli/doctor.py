@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, BadParameter, Exit, Option, echo
 
-from .common import JsonOption, TokenFileOption, clean, complain, duration, emit, ended_by_sigterm
+from . import ui
 
 if TYPE_CHECKING:
     from ..bucket.doctor import Finding
@@ -15,12 +15,12 @@ _MARKS = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "–"}
 
 
 def command(
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="Its address; with --server also a version.")] = None,
+    run: Annotated[str | None, Argument(metavar="RUN", help="Its address; with --server also a version.")] = None,
     server: Annotated[
-        str | None, typer.Option(metavar="URL", help="Check this rollout server instead, and that it follows RUN.")
+        str | None, Option(metavar="URL", help="Check this rollout server instead, and that it follows RUN.")
     ] = None,
-    token_file: TokenFileOption = None,
-    json: JsonOption = False,
+    token_file: ui.TokenFileOption = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """Try everything a run asks of its store: create, read, list, delete, speed, clocks.
 
@@ -60,22 +60,22 @@ def command(
 
         # no patience on top of the client's own: what is wrong is to be seen now
         store = open_store(split(run)[0], retry=False)
-        with ended_by_sigterm():
+        with ui.ended_by_sigterm():
             report = stores.examine(store, said)
         figures = {name: round(value, 6) for name, value in report.figures.items()}
         value = {"run": report.run, "healthy": report.healthy, "checks": report.findings, "figures": figures}
         failed, code = f"{report.run} does not do what a run needs", 5
     else:
-        raise typer.BadParameter("name a run: deltawire doctor RUN, or a server: deltawire doctor --server URL")
+        raise BadParameter("name a run: deltawire doctor RUN, or a server: deltawire doctor --server URL")
     # for people each finding is printed when it is made
-    emit(value, lambda out: None, json)
+    ui.emit(value, lambda out: None, json)
     if not report.healthy:
         bad = [finding.check for finding in report.findings if finding.verdict == "failed"]
-        complain(f"{failed}: {', '.join(bad)}")
-        raise typer.Exit(code)
+        ui.complain(f"{failed}: {', '.join(bad)}")
+        raise Exit(code)
 
 
 def _say(finding: Finding) -> None:
     """Print a finding at once: the next check may hang."""
-    took = duration(finding.seconds) if finding.seconds else ""
-    typer.echo(f"{_MARKS[finding.verdict]} {finding.check:<19}{took:>8}  {clean(finding.detail)}")
+    took = ui.duration(finding.seconds) if finding.seconds else ""
+    echo(f"{_MARKS[finding.verdict]} {finding.check:<19}{took:>8}  {ui.clean(finding.detail)}")

@@ -70,16 +70,16 @@ class Costs:
 
     def __init__(self) -> None:
         self.figures: dict[str, Figure] = {}
+        self.section = ""
+        """What the figures that are added next are about."""
         self.notes: list[str] = []
         """What follows from the setup and is easily overlooked."""
 
     def __getitem__(self, name: str) -> float:
         return self.figures[name].value
 
-    def add(
-        self, section: str, name: str, text: str, value: float, unit: Unit, source: str, basis: Basis = "extrapolated"
-    ) -> float:
-        self.figures[name] = Figure(section, text, value, unit, basis, source)
+    def add(self, name: str, text: str, value: float, unit: Unit, source: str, basis: Basis = "extrapolated") -> float:
+        self.figures[name] = Figure(self.section, text, value, unit, basis, source)
         return value
 
 
@@ -125,7 +125,7 @@ def _hashing_cores(setup: Setup, size: float) -> int:
 
 
 def _sizes(setup: Setup, costs: Costs) -> None:
-    section = "each version"
+    costs.section = "each version"
     density = _density(setup, costs)
     encoding = resolve(setup, density)
     bits, on_point = bits_at(density, encoding, setup.dtype), setup.dtype == "bf16"
@@ -133,26 +133,26 @@ def _sizes(setup: Setup, costs: Costs) -> None:
     source = "int32 index and value" if exact else f"{SCRIPT}, at the density above"
     basis: Basis = "exact" if exact else "measured" if on_point else "extrapolated"
     chosen = f"{encoding}, chosen by auto" if setup.encoding == AUTO else encoding
-    costs.add(section, "bits_per_change", f"bits per changed weight, {chosen}", bits, "bits", source, basis)
+    costs.add("bits_per_change", f"bits per changed weight, {chosen}", bits, "bits", source, basis)
     anchor, delta = _anchor_bytes(setup), _delta_bytes(setup, density, encoding)
     if delta == anchor:
         costs.notes.append("a delta is no smaller than the weights: every version will be an anchor")
-    costs.add(section, "delta_bytes", "a delta", delta, "bytes", "weights × density × bits")
+    costs.add("delta_bytes", "a delta", delta, "bytes", "weights × density × bits")
     if setup.density is None:
         first = density_at(setup.lr, first=True)
         size = _delta_bytes(setup, first, encoding)
         text = "the delta after the optimizer's first step"
-        costs.add(section, "first_delta_bytes", text, size, "bytes", f"{first:.1%} changed, {SCRIPT}")
-    costs.add(section, "anchor_bytes", "an anchor", anchor, "bytes", f"weights × {DTYPES[setup.dtype]} bytes", "exact")
+        costs.add("first_delta_bytes", text, size, "bytes", f"{first:.1%} changed, {SCRIPT}")
+    costs.add("anchor_bytes", "an anchor", anchor, "bytes", f"weights × {DTYPES[setup.dtype]} bytes", "exact")
     # the policy anchors at the first version at which the deltas since the last anchor outweigh it
     every = 1 if delta == anchor else math.floor(setup.anchor_ratio * anchor / delta) + 1
-    costs.add(section, "anchor_every", "an anchor every", every, "versions", "deltas since the last one > its bytes")
+    costs.add("anchor_every", "an anchor every", every, "versions", "deltas since the last one > its bytes")
 
 
 def _density(setup: Setup, costs: Costs) -> float:
-    section, text = "each version", "weights that change"
+    text = "weights that change"
     if setup.density is not None:
-        return costs.add(section, "density", text, setup.density, "share", "you said so", "given")
+        return costs.add("density", text, setup.density, "share", "you said so", "given")
     if setup.dtype != "bf16":
         raise UnknownCost(f"how many weights change was measured for bf16 only; for {setup.dtype} give the density")
     if setup.lr < TRAINING[0].lr or setup.lr > TRAINING[-1].lr:
@@ -160,12 +160,12 @@ def _density(setup: Setup, costs: Costs) -> float:
     known = any(math.isclose(setup.lr, point.lr) for point in TRAINING)
     source = f"{SCRIPT}: AdamW at this learning rate" + ("" if known else ", between its points")
     density = density_at(setup.lr)
-    return costs.add(section, "density", text, density, "share", source, "measured" if known else "extrapolated")
+    return costs.add("density", text, density, "share", source, "measured" if known else "extrapolated")
 
 
 def _times(setup: Setup, costs: Costs) -> None:
     """One phase after the other, without the round trips: those are for the network you have to say."""
-    section = "time of a version"
+    costs.section = "time of a version"
     changed, delta, cores = setup.params * costs["density"], costs["delta_bytes"], setup.cores
     coding = CODING[resolve(setup, costs["density"])]
     core, wire = f"{TIMED} × {cores} cores", "bytes ÷ bandwidth"
@@ -181,26 +181,26 @@ def _times(setup: Setup, costs: Costs) -> None:
         ("prove", "prove: digest of all live weights", setup.params / (SPEEDS.prove * cores), core),
     )
     for name, text, seconds, source in rows:
-        costs.add(section, name, text, seconds, "seconds", source)
+        costs.add(name, text, seconds, "seconds", source)
     total = sum(seconds for _, _, seconds, _ in rows)
-    costs.add(section, "sync", "from the trainer's weights to the replica's", total, "seconds", "sum")
+    costs.add("sync", "from the trainer's weights to the replica's", total, "seconds", "sum")
 
 
 def _encodings(setup: Setup, costs: Costs) -> None:
     """All of them side by side: what a delta takes, and how long the sync with it."""
-    section, density = "encodings compared", costs["density"]
+    costs.section, density = "encodings compared", costs["density"]
     fixed = costs["sync"] - _through(setup, density, resolve(setup, density))
     for name in CODING:
         size = _delta_bytes(setup, density, name)
         source = f"{bits_at(density, name, setup.dtype):.1f} bits per change"
-        costs.add(section, f"{name}_bytes", f"{name}, a delta", size, "bytes", source)
+        costs.add(f"{name}_bytes", f"{name}, a delta", size, "bytes", source)
         seconds = fixed + _through(setup, density, name)
         source = f"{TIMED} × {setup.cores} cores, bytes ÷ bandwidth"
-        costs.add(section, f"{name}_sync", f"{name}, the whole way", seconds, "seconds", source)
+        costs.add(f"{name}_sync", f"{name}, the whole way", seconds, "seconds", source)
 
 
 def _per_day(setup: Setup, costs: Costs) -> None:
-    section = "per day"
+    costs.section = "per day"
     delta, anchor, every = costs["delta_bytes"], costs["anchor_bytes"], costs["anchor_every"]
     # beside an anchor there is no delta of more than half its bytes
     deltas = 1.0 if 2 * delta <= anchor else 1 - 1 / every
@@ -216,55 +216,51 @@ def _per_day(setup: Setup, costs: Costs) -> None:
         basis, source = "extrapolated", "all that the trainer's link takes"
     else:
         basis, source = "exact", f"a step every {setup.step_seconds:,.0f} s"
-    versions = costs.add(section, "versions", "versions", DAY / interval, "versions", source, basis)
+    versions = costs.add("versions", "versions", DAY / interval, "versions", source, basis)
     source = "versions × (delta + its share of an anchor)"
-    costs.add(section, "stored", "put and stored", versions * stored, "bytes", source)
+    costs.add("stored", "put and stored", versions * stored, "bytes", source)
     # a version is young for one grace period, waits to be marked for at most another, and goes after a third
     kept = setup.keep_last + math.ceil(3 * setup.grace / interval)
     span = kept + every - 1
     held = span * delta * (delta != anchor) + (1 + (span - 1) // every) * anchor
     source = f"at most, with `prune --keep-last {setup.keep_last}` once in every grace period"
-    costs.add(section, "held", "in the bucket at any time, pruned", held, "bytes", source)
+    costs.add("held", "in the bucket at any time, pruned", held, "bytes", source)
     egress = versions * (deltas * delta + (1 - deltas) * anchor) * setup.replicas
-    costs.add(section, "egress", "fetched by replicas", egress, "bytes", f"every delta to {setup.replicas:,} replicas")
+    costs.add("egress", "fetched by replicas", egress, "bytes", f"every delta to {setup.replicas:,} replicas")
 
 
 def _compared(setup: Setup, costs: Costs) -> None:
-    section = "full weights instead"
+    costs.section = "full weights instead"
     anchor, delta = costs["anchor_bytes"], costs["delta_bytes"]
     seconds = anchor / setup.bandwidth + anchor / setup.replica_bandwidth + anchor / (SPEEDS.hash * setup.cores)
-    costs.add(section, "full_sync", "put, fetch and verify", seconds, "seconds", "bytes ÷ bandwidth")
+    costs.add("full_sync", "put, fetch and verify", seconds, "seconds", "bytes ÷ bandwidth")
     text, source = "fetched by replicas, per version", f"an anchor to {setup.replicas:,} replicas"
-    costs.add(section, "full_egress", text, anchor * setup.replicas, "bytes", source, "exact")
-    costs.add(section, "smaller", "a delta is smaller", anchor / delta, "times", "anchor ÷ delta")
+    costs.add("full_egress", text, anchor * setup.replicas, "bytes", source, "exact")
+    costs.add("smaller", "a delta is smaller", anchor / delta, "times", "anchor ÷ delta")
     times = seconds / costs["sync"]
-    costs.add(section, "faster", "and there sooner", times, "times", "all phases of both")
+    costs.add("faster", "and there sooner", times, "times", "all phases of both")
 
 
 def _late_joiner(setup: Setup, costs: Costs) -> None:
-    section = "a replica that joins late"
+    costs.section = "a replica that joins late"
     deltas = costs["anchor_every"] - 1
     for name, text, replayed in (("join", "on average", deltas / 2), ("join_worst", "at worst", deltas)):
         size = costs["anchor_bytes"] + replayed * costs["delta_bytes"]
-        costs.add(section, f"{name}_bytes", f"{text}, fetches", size, "bytes", f"an anchor and {replayed:,.0f} deltas")
+        costs.add(f"{name}_bytes", f"{text}, fetches", size, "bytes", f"an anchor and {replayed:,.0f} deltas")
         each = costs["decode"] + costs["apply"] + costs["prove"]
         # the anchor is proven as it lies on disk, and once more as loaded
         seconds = size / setup.replica_bandwidth + 2 * costs["prove"] + replayed * each
-        costs.add(section, f"{name}_seconds", f"{text}, takes", seconds, "seconds", "as above")
+        costs.add(f"{name}_seconds", f"{text}, takes", seconds, "seconds", "as above")
 
 
 def _money(setup: Setup, costs: Costs) -> None:
-    section = "money"
-    rows: list[tuple[str, str, float, str]] = []
-    if setup.price_storage is not None:
-        price, source = setup.price_storage, f"{setup.price_storage:g} USD per GB and month"
-        rows.append(("usd_held", "storage per month, pruned", costs["held"] / GB * price, source))
-        grown = costs["stored"] * MONTH / DAY
-        rows.append(("usd_stored", "storage in the second month, never pruned", grown / GB * price, source))
-    if setup.price_egress is not None:
-        source = f"{setup.price_egress:g} USD per GB"
-        rows.append(("usd_egress", "fetching per day", costs["egress"] / GB * setup.price_egress, source))
-        full = costs["full_egress"] * costs["versions"] / GB * setup.price_egress
-        rows.append(("usd_full_egress", "fetching per day, were all versions full weights", full, source))
-    for name, text, value, source in rows:
-        costs.add(section, name, text, value, "USD", source)
+    costs.section = "money"
+    if (price := setup.price_storage) is not None:
+        source, grown = f"{price:g} USD per GB and month", costs["stored"] * MONTH / DAY
+        costs.add("usd_held", "storage per month, pruned", costs["held"] / GB * price, "USD", source)
+        costs.add("usd_stored", "storage in the second month, never pruned", grown / GB * price, "USD", source)
+    if (price := setup.price_egress) is not None:
+        source, full = f"{price:g} USD per GB", costs["full_egress"] * costs["versions"]
+        costs.add("usd_egress", "fetching per day", costs["egress"] / GB * price, "USD", source)
+        text = "fetching per day, were all versions full weights"
+        costs.add("usd_full_egress", text, full / GB * price, "USD", source)

@@ -10,24 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import BadParameter, Exit, Option, echo
 
-from .common import (
-    JsonOption,
-    RunArgument,
-    clean,
-    complain,
-    duration,
-    emit,
-    ended_by_sigterm,
-    open_run,
-    print_table,
-)
+from . import ui
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from rich.console import Console
 
     from ..bucket.fleet import Allowed, Member
 
@@ -35,30 +23,29 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
 def command(
-    run: RunArgument,
+    run: ui.RunArgument,
     max_lag: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, help="For proxies: leave out servers that are more versions behind."),
+        int | None, Option(metavar="N", min=0, help="For proxies: leave out servers that are more versions behind.")
     ] = None,
     fresh: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="Without a heartbeat for longer, a server is silent.")
+        float, Option(metavar="SECONDS", min=1, help="Without a heartbeat for longer, a server is silent.")
     ] = 60.0,
     allow: Annotated[
         list[str] | None,
-        typer.Option(metavar="NETWORK|DOMAIN", help="Only use addresses in there: 10.0.0.0/8, .example.internal."),
+        Option(metavar="NETWORK|DOMAIN", help="Only use addresses in there: 10.0.0.0/8, .example.internal."),
     ] = None,
-    nginx: Annotated[Path | None, typer.Option(metavar="FILE|-", help="Write an upstream block for nginx.")] = None,
-    haproxy: Annotated[Path | None, typer.Option(metavar="FILE|-", help="Write a backend for HAProxy.")] = None,
+    nginx: Annotated[Path | None, Option(metavar="FILE|-", help="Write an upstream block for nginx.")] = None,
+    haproxy: Annotated[Path | None, Option(metavar="FILE|-", help="Write a backend for HAProxy.")] = None,
     prometheus_sd: Annotated[
-        Path | None, typer.Option(metavar="FILE|-", help="Write all servers for Prometheus (file_sd).")
+        Path | None, Option(metavar="FILE|-", help="Write all servers for Prometheus (file_sd).")
     ] = None,
-    name: Annotated[str, typer.Option(help="Of the upstream or backend.")] = "deltawire",
-    watch: Annotated[bool, typer.Option("--watch", help="Go on, and write files again when they change.")] = False,
-    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="With --watch: how often to look.")] = 5.0,
+    name: Annotated[str, Option(help="Of the upstream or backend.")] = "deltawire",
+    watch: Annotated[bool, Option("--watch", help="Go on, and write files again when they change.")] = False,
+    every: Annotated[float, Option(metavar="SECONDS", min=0.1, help="With --watch: how often to look.")] = 5.0,
     exec: Annotated[
-        str, typer.Option("--exec", metavar="COMMAND", help="Run after files were written, such as 'nginx -s reload'.")
+        str, Option("--exec", metavar="COMMAND", help="Run after files were written, such as 'nginx -s reload'.")
     ] = "",
-    json: JsonOption = False,
+    json: ui.JsonOption = False,
 ) -> None:
     """List the servers that follow a run: version, lag, health, last pause, address.
 
@@ -89,38 +76,38 @@ def command(
     )
     wanted = [output for output in outputs if output.path is not None]
     if not _NAME.fullmatch(name):
-        raise typer.BadParameter("letters, digits, '_' and '-', from a letter on", param_hint="--name")
+        raise BadParameter("letters, digits, '_' and '-', from a letter on", param_hint="--name")
     if watch and (not wanted or any(str(output.path) == "-" for output in wanted)):
-        raise typer.BadParameter("needs files to write: --nginx, --haproxy or --prometheus-sd", param_hint="--watch")
+        raise BadParameter("needs files to write: --nginx, --haproxy or --prometheus-sd", param_hint="--watch")
     if exec and not wanted:
-        raise typer.BadParameter("needs files to write: --nginx, --haproxy or --prometheus-sd", param_hint="--exec")
+        raise BadParameter("needs files to write: --nginx, --haproxy or --prometheus-sd", param_hint="--exec")
     for output in wanted:
         if output.path is not None and not output.path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {output.path.absolute().parent}: make it first")
-    allowed, opened = Allowed(allow or ()), open_run(run)
+            raise BadParameter(f"there is no folder {output.path.absolute().parent}: make it first")
+    allowed, opened = Allowed(allow or ()), ui.open_run(run)
     if not watch:
         newest, found = members(opened, fresh=fresh)
         if not wanted:
             value = {"run": opened.store.url, "newest": newest, "replicas": [asdict(member) for member in found]}
-            emit(value, lambda out: _render(out, opened.store.url, newest, found, allowed), json)
+            ui.emit(value, lambda out: _render(out, opened.store.url, newest, found, allowed), json)
         for output in wanted:
             if not output.write(found, allowed, max_lag):
                 raise ObjectNotFound(f"{_none(found)}: nothing is written; without options, fleet lists each of them")
         if wanted and not _run(exec):
-            raise typer.Exit(1)
+            raise Exit(1)
         return
-    with ended_by_sigterm() as stop:
+    with ui.ended_by_sigterm() as stop:
         while not stop.is_set():
             try:
                 _, found = members(opened, fresh=fresh)
                 before = [output.text for output in wanted]
                 for output in wanted:
                     if not output.write(found, allowed, max_lag):
-                        complain(f"{_none(found)}: {output.path} stays as it is")
+                        ui.complain(f"{_none(found)}: {output.path} stays as it is")
                 if [output.text for output in wanted] != before:
                     _run(exec)
             except (DeltawireError, OSError) as error:
-                complain(f"keeping what is written, trying again: {error}")
+                ui.complain(f"keeping what is written, trying again: {error}")
             stop.wait(every)
 
 
@@ -145,7 +132,7 @@ class Output:
             return False
         text = self.make(chosen)
         if str(self.path) == "-":
-            typer.echo(text, nl=False)
+            echo(text, nl=False)
         elif text != self.text and self.path is not None:
             # as a whole or not at all, as every object in a folder
             LocalStore(self.path.absolute().parent).put(self.path.name, text.encode())
@@ -163,7 +150,7 @@ def _run(command: str) -> bool:
         if command:
             subprocess.run(shlex.split(command), check=True, timeout=60)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        complain(f"--exec: {error}")
+        ui.complain(f"--exec: {error}")
         return False
     return True
 
@@ -192,21 +179,21 @@ def prometheus_targets(found: list[str]) -> str:
 # ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _render(out: Console, url: str, newest: int | None, found: list[Member], allowed: Allowed) -> None:
+def _render(out: ui.Console, url: str, newest: int | None, found: list[Member], allowed: Allowed) -> None:
     version = "no version yet" if newest is None else f"newest version {newest}"
     out.print(f"{url}  {version}, {len(found)} replicas with a heartbeat", soft_wrap=True)
     print_members(out, found, allowed)
 
 
-def print_members(out: Console, found: list[Member], allowed: Allowed | None = None) -> None:
+def print_members(out: ui.Console, found: list[Member], allowed: Allowed | None = None) -> None:
     """Print a table of replicas, and why some of them fail. Addresses that are not `allowed` are marked."""
     if found:
         columns = ("replica", "version", "lag", "health", "last pause", "seen", "address")
         rows, left = [_row(member, allowed) for member in found], ("replica", "health", "address")
-        print_table(out, columns, rows, left=left, drop=("seen", "last pause"), shorten="replica")
+        ui.print_table(out, columns, rows, left=left, drop=("seen", "last pause"), shorten="replica")
     for member in found:
         if member.error:
-            out.print(clean(f"{member.replica}: {member.error}"), soft_wrap=True)
+            out.print(ui.clean(f"{member.replica}: {member.error}"), soft_wrap=True)
 
 
 def _row(member: Member, allowed: Allowed | None) -> list[str]:
@@ -216,11 +203,11 @@ def _row(member: Member, allowed: Allowed | None) -> list[str]:
         return "–" if value is None else text
 
     return [
-        clean(member.replica),
+        ui.clean(member.replica),
         known(member.version, f"v{member.version}"),
         known(member.lag, str(member.lag)),
         member.health,
-        known(member.pause_s, duration(member.pause_s or 0.0)),
-        f"{duration(max(member.seen_s, 1))} ago",
+        known(member.pause_s, ui.duration(member.pause_s or 0.0)),
+        f"{ui.duration(max(member.seen_s, 1))} ago",
         (member.address or "–") + (" (not allowed)" if refused else ""),
     ]

@@ -11,20 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
-import typer
+from typer import BadParameter, Exit, Option
 
-from .common import (
-    JsonOption,
-    NameOption,
-    PollOption,
-    ReferenceOption,
-    RunArgument,
-    TrustOption,
-    complain,
-    durations,
-    emit_line,
-    ended_by_sigterm,
-)
+from . import ui
 
 if TYPE_CHECKING:
     from ..bucket.checkpoint_folder import CurrentFolder
@@ -39,18 +28,16 @@ RETRY_S = 5.0
 
 
 def command(
-    run: RunArgument,
-    folder: Annotated[Path | None, typer.Option("--dir", metavar="DIR", help="Checkpoint folder to keep.")] = None,
-    exec: Annotated[
-        str | None, typer.Option("--exec", metavar="CMD", help="Shell command to run for each version.")
-    ] = None,
-    every: Annotated[bool, typer.Option("--every", help="Go through every version, also when behind.")] = False,
-    poll: PollOption = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Go to the newest version, then end.")] = False,
-    reference: ReferenceOption = None,
-    trust: TrustOption = None,
-    id: NameOption = None,
-    json: JsonOption = False,
+    run: ui.RunArgument,
+    folder: Annotated[Path | None, Option("--dir", metavar="DIR", help="Checkpoint folder to keep.")] = None,
+    exec: Annotated[str | None, Option("--exec", metavar="CMD", help="Shell command to run for each version.")] = None,
+    every: Annotated[bool, Option("--every", help="Go through every version, also when behind.")] = False,
+    poll: ui.PollOption = 1.0,
+    once: Annotated[bool, Option("--once", help="Go to the newest version, then end.")] = False,
+    reference: ui.ReferenceOption = None,
+    trust: ui.TrustOption = None,
+    id: ui.NameOption = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """Follow a run: keep a checkpoint folder current, run a command per version.
 
@@ -86,16 +73,16 @@ def command(
     from ..replica import Replica
 
     if folder is None and exec is None:
-        raise typer.BadParameter("give --dir, --exec or both")
+        raise BadParameter("give --dir, --exec or both")
     if once and every:
-        raise typer.BadParameter("--once goes straight to the newest version; leave out --every")
+        raise BadParameter("--once goes straight to the newest version; leave out --every")
     address_only(run)
     try:
         # a new name for every short visit would fill `log` with replicas that are gone
         replica = Replica(run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0, trust=trust)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--id") from None
-    with ended_by_sigterm() as stop, CurrentFolder(folder) if folder is not None else nullcontext() as current:
+        raise BadParameter(str(error), param_hint="--id") from None
+    with ui.ended_by_sigterm() as stop, CurrentFolder(folder) if folder is not None else nullcontext() as current:
         opening = partial(Run.open, run, trust=trust)
         if once:
             keeper = _Keeper(opening(), current)
@@ -113,7 +100,7 @@ def command(
             code = _exec(exec, keeper, version) if exec else 0
             _say(replica, version, current, code, json)
     if once and code:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _retry(work: Callable[[], T], on: type[DeltawireError], every: float, text: str, stop: threading.Event) -> T:
@@ -125,7 +112,7 @@ def _retry(work: Callable[[], T], on: type[DeltawireError], every: float, text: 
             return work()
         except on as error:
             if not told:
-                complain(text.format(error))
+                ui.complain(text.format(error))
             told = True
         stop.wait(every)
     raise SystemExit(0)
@@ -148,7 +135,7 @@ class _Keeper:
                 self._shown = str(self.state.digest)
                 return
             except (DeltawireError, OSError) as error:
-                complain(f"starting from the bucket: {error}")
+                ui.complain(f"starting from the bucket: {error}")
         self.state = State(run.schema)
 
     def keep(self, version: int) -> None:
@@ -169,7 +156,7 @@ def _exec(command: str, keeper: _Keeper, version: int) -> int:
         given["DELTAWIRE_DIR"] = str(keeper.current.link)
     code = subprocess.run(command, shell=True, env={**os.environ, **given}, check=False).returncode
     if code:
-        complain(f"the command for version {version} ended with exit code {code}")
+        ui.complain(f"the command for version {version} ended with exit code {code}")
     return code
 
 
@@ -181,7 +168,7 @@ def _say(replica: Replica, version: int, current: CurrentFolder | None, code: in
         "timings": replica.timings,
         "exit_code": code,
     }
-    took = durations(replica.timings)
+    took = ui.durations(replica.timings)
     where = f"  → {current.link}" if current else ""
     behind = f"  ({replica.lag} behind)" if replica.lag else ""
-    emit_line(value, f"v{version}  {took or 'already here'}{where}{behind}", json)
+    ui.emit_line(value, f"v{version}  {took or 'already here'}{where}{behind}", json)

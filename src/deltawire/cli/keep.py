@@ -4,23 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import BadParameter, Exit, Option
 
-from .common import (
-    JsonOption,
-    NameOption,
-    PollOption,
-    ReferenceOption,
-    RunArgument,
-    SignOption,
-    TrustOption,
-    duration,
-    emit_line,
-    ended_by_sigterm,
-    pick,
-    progress,
-    size,
-)
+from . import ui
 from .quantities import seconds
 
 if TYPE_CHECKING:
@@ -28,43 +14,33 @@ if TYPE_CHECKING:
 
 
 def command(
-    run: RunArgument,
-    once: Annotated[bool, typer.Option("--once", help="Do what is due, then end.")] = False,
-    anchor_every: Annotated[
-        int | None, typer.Option(min=1, help="An anchor at the latest every so many versions.")
-    ] = None,
-    anchors: Annotated[bool, typer.Option("--anchors/--no-anchors", help="Make anchors.")] = True,
+    run: ui.RunArgument,
+    once: Annotated[bool, Option("--once", help="Do what is due, then end.")] = False,
+    anchor_every: Annotated[int | None, Option(min=1, help="An anchor at the latest every so many versions.")] = None,
+    anchors: Annotated[bool, Option("--anchors/--no-anchors", help="Make anchors.")] = True,
     longest_skip: Annotated[
-        int, typer.Option(min=0, help="Longest skip delta, in versions; 0 makes none. Longer ones need more disk.")
+        int, Option(min=0, help="Longest skip delta, in versions; 0 makes none. Longer ones need more disk.")
     ] = 3072,
-    encoding: Annotated[str | None, typer.Option(help="Encoding of skip deltas; the trainer's by default.")] = None,
-    since: Annotated[
-        int | None, typer.Option(min=0, help="Version to begin with, in a run that had no keeper.")
-    ] = None,
-    mirror: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="Copy the run to this address; repeatable.")
-    ] = None,
+    encoding: Annotated[str | None, Option(help="Encoding of skip deltas; the trainer's by default.")] = None,
+    since: Annotated[int | None, Option(min=0, help="Version to begin with, in a run that had no keeper.")] = None,
+    mirror: Annotated[list[str] | None, Option(metavar="URL", help="Copy the run to this address; repeatable.")] = None,
     view: Annotated[
-        list[str] | None, typer.Option(metavar="VIEW=RUN2", help="Keep a derived run, as `derive` does; repeatable.")
+        list[str] | None, Option(metavar="VIEW=RUN2", help="Keep a derived run, as `derive` does; repeatable.")
     ] = None,
-    keep_last: Annotated[
-        int | None, typer.Option(min=1, help="Delete old versions, except so many newest ones.")
-    ] = None,
-    keep_every: Annotated[
-        int | None, typer.Option(min=1, help="With --keep-last: and versions that divide by this.")
-    ] = None,
+    keep_last: Annotated[int | None, Option(min=1, help="Delete old versions, except so many newest ones.")] = None,
+    keep_every: Annotated[int | None, Option(min=1, help="With --keep-last: and versions that divide by this.")] = None,
     grace: Annotated[
-        float, typer.Option(parser=seconds, metavar="TIME", help="With --keep-last: time that readers get.")
+        float, Option(parser=seconds, metavar="TIME", help="With --keep-last: time that readers get.")
     ] = "1h",  # type: ignore[assignment]  # parsed like what is typed
     lease: Annotated[
-        float, typer.Option(parser=seconds, metavar="TIME", help="Time after which a silent keeper is replaced.")
+        float, Option(parser=seconds, metavar="TIME", help="Time after which a silent keeper is replaced.")
     ] = "1min",  # type: ignore[assignment]
-    poll: PollOption = 1.0,
-    reference: ReferenceOption = None,
-    trust: TrustOption = None,
-    sign: SignOption = None,
-    id: NameOption = None,
-    json: JsonOption = False,
+    poll: ui.PollOption = 1.0,
+    reference: ui.ReferenceOption = None,
+    trust: ui.TrustOption = None,
+    sign: ui.SignOption = None,
+    id: ui.NameOption = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """Keep a run: anchors, skip deltas, mirrors and pruning, without the trainer.
 
@@ -103,10 +79,10 @@ def command(
     from ..keeper.keeper import Keeper, KeeperOptions
 
     if keep_last is None and keep_every is not None:
-        raise typer.BadParameter("--keep-every needs --keep-last: without it no version is deleted")
+        raise BadParameter("--keep-every needs --keep-last: without it no version is deleted")
     views = [(name, address) for name, mark, address in (one.partition("=") for one in view or ()) if mark and address]
     if len(views) != len(view or ()):
-        raise typer.BadParameter("name the view and its run: --view fp8-block=s3://runs/chat-fp8")
+        raise BadParameter("name the view and its run: --view fp8-block=s3://runs/chat-fp8")
     levels = sum(3 * 4**level <= longest_skip for level in range(LEVELS))
     options = KeeperOptions(
         anchors=anchors,
@@ -120,7 +96,7 @@ def command(
         lease_s=lease,
     )
     address = address_only(run)
-    with ended_by_sigterm() as stop, progress() as advance:
+    with ui.ended_by_sigterm() as stop, ui.progress() as advance:
         if not once:
             wait_for_run(address, poll)
 
@@ -131,25 +107,25 @@ def command(
             key = SigningKey.find(sign)
             keeper = Keeper(address, options, id=id, reference=reference, trust=trust, sign=key, progress=fetched)
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--id") from None
+            raise BadParameter(str(error), param_hint="--id") from None
         try:
             for kept in keeper.once() if once else keeper.follow(poll=poll, stop=stop):
                 _say(kept, json)
             if once and not keeper.working:
-                emit_line({"keeper": keeper.holder}, f"another keeper is at work: {keeper.holder}", json)
+                ui.emit_line({"keeper": keeper.holder}, f"another keeper is at work: {keeper.holder}", json)
         finally:
             keeper.close()
     if once and keeper.bad:
-        raise typer.Exit(3)
+        raise Exit(3)
 
 
 def _say(kept: KeptVersion, json: bool) -> None:
     links = [{"kind": x.link.kind, "base": x.link.base, "bytes": x.link.bytes} for x in kept.added]
-    fields = pick(kept, "version", "newest", "working", "bad")
+    fields = ui.pick(kept, "version", "newest", "working", "bad")
     value = {**fields, "added": links, "seconds": round(kept.seconds, 3)}
     made = ", ".join("anchor" if x["base"] is None else f"skip from {x['base']}" for x in links)
-    text = f"v{kept.version}  {duration(kept.seconds)}"
-    text += f"  + {made}, {size(kept.bytes)}" if made else ""
+    text = f"v{kept.version}  {ui.duration(kept.seconds)}"
+    text += f"  + {made}, {ui.size(kept.bytes)}" if made else ""
     text += "".join(f"  BAD: {bad}" for bad in kept.bad)
     behind = kept.newest - kept.version
-    emit_line(value, text + (f"  ({behind} behind)" if behind else ""), json)
+    ui.emit_line(value, text + (f"  ({behind} behind)" if behind else ""), json)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, BadParameter
 
-from .common import JsonOption, emit
+from . import ui
 
 
 def command(
-    path: Annotated[Path, typer.Argument(metavar="[PATH]", help="File to write the private key to.")] = Path(
-        "deltawire.key"
-    ),
-    json: JsonOption = False,
+    path: Annotated[Path, Argument(metavar="[PATH]", help="File to write the private key to.")] = Path("deltawire.key"),
+    json: ui.JsonOption = False,
 ) -> None:
     """Make a key pair: the private key into a new file, the public key to stdout.
 
@@ -45,7 +43,7 @@ def command(
     try:
         key.write(path)
     except FileExistsError:
-        raise typer.BadParameter(f"{path} exists, and a key is never overwritten", param_hint="PATH") from None
+        raise BadParameter(f"{path} exists, and a key is never overwritten", param_hint="PATH") from None
     except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint="PATH") from None
-    emit({"path": str(path), "public": key.public}, lambda out: out.print(key.public, soft_wrap=True), json)
+        raise BadParameter(f"{path} cannot be written: {error.strerror}", param_hint="PATH") from None
+    ui.emit({"path": str(path), "public": key.public}, lambda out: out.print(key.public, soft_wrap=True), json)

@@ -5,28 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from .common import (
-    JsonOption,
-    RunVersionArgument,
-    TrustOption,
-    age,
-    clean,
-    emit,
-    open_version,
-    percent,
-    pick,
-    print_table,
-    size,
-    sparkline,
-    times,
-)
+from . import ui
 from .fleet import print_members
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..bucket.fleet import Member
     from ..bucket.run import Run
     from ..core.manifest import Summary, Tag
@@ -36,11 +20,11 @@ _METRICS = 4
 
 
 def command(
-    run: RunVersionArgument,
-    number: Annotated[int, typer.Option("-n", min=1, help="How many versions, the newest first.")] = 20,
-    all: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
-    trust: TrustOption = None,
-    json: JsonOption = False,
+    run: ui.RunVersionArgument,
+    number: Annotated[int, Option("-n", min=1, help="How many versions, the newest first.")] = 20,
+    all: Annotated[bool, Option("--all", help="All of them.")] = False,
+    trust: ui.TrustOption = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """List the versions of a run, newest first, and the replicas that follow it.
 
@@ -62,7 +46,7 @@ def command(
     from ..bucket.fleet import members
     from ..bucket.versions import tags
 
-    opened, newest = open_version(run, trust)
+    opened, newest = ui.open_version(run, trust)
     named = tags(opened)
     since = 0 if all else max(newest - number + 1, 0)
     versions = list(reversed(opened.timeline(newest, since).values()))
@@ -79,11 +63,11 @@ def command(
         "replicas": [asdict(member) for member in replicas],
     }
 
-    def render(out: Console) -> None:
+    def render(out: ui.Console) -> None:
         _render(out, value)
         print_members(out, replicas)
 
-    emit(value, render, json)
+    ui.emit(value, render, json)
 
 
 def _version(summary: Summary, run: Run, named: dict[str, Tag]) -> dict[str, Any]:
@@ -99,10 +83,10 @@ def _version(summary: Summary, run: Run, named: dict[str, Tag]) -> dict[str, Any
         "changed_share": round(summary.changed / max(run.schema.elements, 1), 8),
         "bytes": main.bytes,
         "times_smaller": round(run.schema.nbytes / main.bytes, 2) if main.bytes else None,
-        **pick(main, "encoding", "why"),
-        **pick(summary, "step", "metrics"),
+        **ui.pick(main, "encoding", "why"),
+        **ui.pick(summary, "step", "metrics"),
         "tags": sorted(name for name, tag in named.items() if tag.version == summary.version),
-        **pick(summary, "created", "digest", "links"),
+        **ui.pick(summary, "created", "digest", "links"),
     }
 
 
@@ -116,15 +100,15 @@ def _without_ended_keepers(found: list[Member]) -> list[Member]:
     return [member for member in found if member.role != KEEPER or member in shown]
 
 
-def _render(out: Console, value: dict[str, Any]) -> None:
+def _render(out: ui.Console, value: dict[str, Any]) -> None:
     full, elements = value["full_bytes"], value["elements"]
-    model = f"{clean(value['model'])}  " if value["model"] else ""
-    out.print(f"{value['run']}  {model}{elements:,} weights, {size(full)} in full", soft_wrap=True)
+    model = f"{ui.clean(value['model'])}  " if value["model"] else ""
+    out.print(f"{value['run']}  {model}{elements:,} weights, {ui.size(full)} in full", soft_wrap=True)
     if value["base_model"]:
-        out.print(f"adapters of {clean(str(value['base_model']), 2000)}", soft_wrap=True)
+        out.print(f"adapters of {ui.clean(str(value['base_model']), 2000)}", soft_wrap=True)
     names = list(dict.fromkeys(name for version in value["versions"] for name in version["metrics"]))[:_METRICS]
-    columns = ["version", "kind", "changed", "bytes", "smaller", "encoding", "step", "age", *map(clean, names)]
-    print_table(
+    columns = ["version", "kind", "changed", "bytes", "smaller", "encoding", "step", "age", *map(ui.clean, names)]
+    ui.print_table(
         out,
         columns,
         [_row(version, names, full, elements) for version in value["versions"]],
@@ -136,7 +120,7 @@ def _render(out: Console, value: dict[str, Any]) -> None:
     for version in value["versions"][:1]:
         if version["why"]:
             text = f"auto chose {version['encoding'] or 'full weights'} for v{version['version']}: {version['why']}"
-            out.print(clean(text), soft_wrap=True)
+            out.print(ui.clean(text), soft_wrap=True)
     _render_sizes(out, value["versions"], full)
 
 
@@ -147,22 +131,22 @@ def _row(version: dict[str, Any], names: list[str], full: int, elements: int) ->
     return [
         f"v{version['version']}{tags}",
         version["kind"] + also + (f" from v{version['base']}" if spans else ""),
-        percent(version["changed"], elements),
-        size(version["bytes"]),
-        times(full, version["bytes"]) if version["kind"] == "delta" else "–",
-        clean(version["encoding"]) or "–",
+        ui.percent(version["changed"], elements),
+        ui.size(version["bytes"]),
+        ui.times(full, version["bytes"]) if version["kind"] == "delta" else "–",
+        ui.clean(version["encoding"]) or "–",
         "–" if version["step"] is None else str(version["step"]),
-        age(version["created"]),
+        ui.age(version["created"]),
         *(f"{version['metrics'][name]:.4g}" if name in version["metrics"] else "–" for name in names),
     ]
 
 
-def _render_sizes(out: Console, versions: list[dict[str, Any]], full: int) -> None:
+def _render_sizes(out: ui.Console, versions: list[dict[str, Any]], full: int) -> None:
     """Draw the sizes of the deltas only: beside an anchor all of them would be flat."""
     deltas = [version["bytes"] for version in reversed(versions) if version["kind"] == "delta"]
     if not deltas:
         return
-    smaller = times(full * len(deltas), sum(deltas))
-    out.print(f"delta sizes {sparkline(deltas[-100:])} up to {size(max(deltas))}", soft_wrap=True)
+    smaller = ui.times(full * len(deltas), sum(deltas))
+    out.print(f"delta sizes {ui.sparkline(deltas[-100:])} up to {ui.size(max(deltas))}", soft_wrap=True)
     noun = "delta" if len(deltas) == 1 else "deltas"
-    out.print(f"{len(deltas)} {noun} in {size(sum(deltas))}, {smaller} smaller than as full weights\n")
+    out.print(f"{len(deltas)} {noun} in {ui.size(sum(deltas))}, {smaller} smaller than as full weights\n")

@@ -5,55 +5,42 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import BadParameter, Option
 
-from .common import JsonOption, duration, emit, percent, size, table
+from . import ui
 from .quantities import count, rate, seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from .estimate import Costs, Figure, Setup
 
 
 def command(
-    params: Annotated[
-        float, typer.Option(parser=count, metavar="COUNT", help="Weights of the model: 405e9, 405B, 600M.")
-    ],
-    lr: Annotated[float, typer.Option(min=0, help="Learning rate (AdamW, bf16 weights with an fp32 master).")] = 1e-6,
+    params: Annotated[float, Option(parser=count, metavar="COUNT", help="Weights of the model: 405e9, 405B, 600M.")],
+    lr: Annotated[float, Option(min=0, help="Learning rate (AdamW, bf16 weights with an fp32 master).")] = 1e-6,
     bandwidth: Annotated[
-        float, typer.Option(parser=rate, metavar="RATE", help="From the trainer into the bucket: 1Gbit, 2GB/s.")
+        float, Option(parser=rate, metavar="RATE", help="From the trainer into the bucket: 1Gbit, 2GB/s.")
     ] = "1Gbit",  # type: ignore[assignment]  # parsed like what is typed
-    replicas: Annotated[int, typer.Option(min=0, help="Number of replicas that follow.")] = 1,
+    replicas: Annotated[int, Option(min=0, help="Number of replicas that follow.")] = 1,
     replica_bandwidth: Annotated[
-        float | None,
-        typer.Option(parser=rate, metavar="RATE", help="From the bucket to each replica; else as --bandwidth."),
+        float | None, Option(parser=rate, metavar="RATE", help="From the bucket to each replica; else as --bandwidth.")
     ] = None,
     step_seconds: Annotated[
         float | None,
-        typer.Option(parser=seconds, metavar="TIME", help="Time between two versions: 45s, 2min. By default 60s."),
+        Option(parser=seconds, metavar="TIME", help="Time between two versions: 45s, 2min. By default 60s."),
     ] = None,
-    steps_per_hour: Annotated[
-        float | None, typer.Option(min=0.001, help="The same as a rate: versions per hour.")
-    ] = None,
+    steps_per_hour: Annotated[float | None, Option(min=0.001, help="The same as a rate: versions per hour.")] = None,
     density: Annotated[
         float | None,
-        typer.Option(
-            min=0, max=1, help="Share of weights that changes per version, where you know it (`log` shows it)."
-        ),
+        Option(min=0, max=1, help="Share of weights that changes per version, where you know it (`log` shows it)."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights on the wire: bf16, fp16, fp32, fp8.")] = "bf16",
-    encoding: Annotated[str, typer.Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
-    cores: Annotated[int, typer.Option(min=1, help="For deltawire, on the trainer and on each replica.")] = 16,
-    keep_last: Annotated[int, typer.Option(min=0, help="As for `prune`.")] = 20,
-    price_storage: Annotated[
-        float | None, typer.Option(min=0, metavar="USD", help="Per GB and month; no default.")
-    ] = None,
-    price_egress: Annotated[
-        float | None, typer.Option(min=0, metavar="USD", help="Per GB fetched; no default.")
-    ] = None,
-    all: Annotated[bool, typer.Option("--all", help="Every figure, and where it comes from.")] = False,
-    json: JsonOption = False,
+    dtype: Annotated[str, Option(help="Of the weights on the wire: bf16, fp16, fp32, fp8.")] = "bf16",
+    encoding: Annotated[str, Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
+    cores: Annotated[int, Option(min=1, help="For deltawire, on the trainer and on each replica.")] = 16,
+    keep_last: Annotated[int, Option(min=0, help="As for `prune`.")] = 20,
+    price_storage: Annotated[float | None, Option(min=0, metavar="USD", help="Per GB and month; no default.")] = None,
+    price_egress: Annotated[float | None, Option(min=0, metavar="USD", help="Per GB fetched; no default.")] = None,
+    all: Annotated[bool, Option("--all", help="Every figure, and where it comes from.")] = False,
+    json: ui.JsonOption = False,
 ) -> None:
     """Estimate what a run costs: sizes, times, storage, traffic, money.
 
@@ -73,9 +60,9 @@ def command(
     from .estimate import Setup, estimate
 
     if steps_per_hour is not None and step_seconds is not None:
-        raise typer.BadParameter("say it one way: --steps-per-hour or --step-seconds")
+        raise BadParameter("say it one way: --steps-per-hour or --step-seconds")
     if dtype not in DTYPES:
-        raise typer.BadParameter(f"{dtype!r} is unknown; known: {', '.join(DTYPES)}", param_hint="--dtype")
+        raise BadParameter(f"{dtype!r} is unknown; known: {', '.join(DTYPES)}", param_hint="--dtype")
     setup = Setup(
         params=params,
         lr=lr,
@@ -94,9 +81,9 @@ def command(
     try:
         costs = estimate(setup)
     except UnknownCost as error:
-        raise typer.BadParameter(str(error)) from None
+        raise BadParameter(str(error)) from None
     figures = {name: asdict(figure) for name, figure in costs.figures.items()}
-    emit(
+    ui.emit(
         {"setup": asdict(setup), "figures": figures, "notes": costs.notes},
         lambda out: _render(out, setup, costs, all),
         json,
@@ -109,30 +96,27 @@ _MAIN = (
 """The figures that most people ask for, beside those in the headline."""
 
 
-def _render(out: Console, setup: Setup, costs: Costs, all: bool) -> None:
+def _render(out: ui.Console, setup: Setup, costs: Costs, all: bool) -> None:
     figures = costs.figures
     fits = "within" if costs["sync"] <= setup.step_seconds else "longer than"
     out.print(
         f"A version is a delta of {_amount(figures['delta_bytes'])} instead of {_amount(figures['anchor_bytes'])} "
         f"({_amount(figures['smaller'])} smaller) and is on a replica {_amount(figures['sync'])} after the step, "
-        f"{fits} the {duration(setup.step_seconds)} of a step; full weights would take {_amount(figures['full_sync'])}."
+        f"{fits} the {ui.duration(setup.step_seconds)} of a step; "
+        f"full weights would take {_amount(figures['full_sync'])}."
     )
-    if all:
-        _render_all(out, costs)
+    if not all:
+        for name in _MAIN:
+            if name in figures:
+                figure = figures[name]
+                out.print(f"  {_amount(figure):>10}  {figure.section}: {figure.text}", soft_wrap=True)
+        for note in costs.notes:
+            out.print(f"note: {note}", soft_wrap=True)
+        out.print("--all has every figure and how it is known; --density takes what `log` shows of a run of yours.")
         return
-    for name in _MAIN:
-        if name in figures:
-            figure = figures[name]
-            out.print(f"  {_amount(figure):>10}  {figure.section}: {figure.text}", soft_wrap=True)
-    for note in costs.notes:
-        out.print(f"note: {note}", soft_wrap=True)
-    out.print("--all has every figure and how it is known; --density takes what `log` shows of a run of yours.")
-
-
-def _render_all(out: Console, costs: Costs) -> None:
     from ..core.costs import MACHINE, SCRIPT, TIMED
 
-    rows = table("", "figure", "known", "from", left=("", "known", "from"))
+    rows = ui.table("", "figure", "known", "from", left=("", "known", "from"))
     section = ""
     for figure in costs.figures.values():
         if figure.section != section:
@@ -151,11 +135,11 @@ def _render_all(out: Console, costs: Costs) -> None:
 def _amount(figure: Figure) -> str:
     value = figure.value
     if figure.unit == "share":
-        return percent(value, 1)
+        return ui.percent(value, 1)
     if figure.unit == "bytes":
-        return size(value)
+        return ui.size(value)
     if figure.unit == "seconds":
-        return duration(value)
+        return ui.duration(value)
     if figure.unit == "USD":
         return f"{value:,.2f} USD"
     if figure.unit == "times":

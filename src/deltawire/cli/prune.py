@@ -4,37 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
-from .common import JsonOption, RunArgument, emit, open_run, pick, size, table
+from . import ui
 from .quantities import seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..bucket.prune import PrunePlan
 
 
 def command(
-    run: RunArgument,
-    keep_last: Annotated[int, typer.Option(min=0, help="Number of newest versions to keep.")] = 20,
-    keep_every: Annotated[
-        int | None, typer.Option(min=1, help="And every version whose number divides by this.")
-    ] = None,
-    keep: Annotated[list[str] | None, typer.Option(metavar="VERSION", help="And this version; repeatable.")] = None,
+    run: ui.RunArgument,
+    keep_last: Annotated[int, Option(min=0, help="Number of newest versions to keep.")] = 20,
+    keep_every: Annotated[int | None, Option(min=1, help="And every version whose number divides by this.")] = None,
+    keep: Annotated[list[str] | None, Option(metavar="VERSION", help="And this version; repeatable.")] = None,
     grace: Annotated[
-        float, typer.Option(parser=seconds, metavar="TIME", help="Time that readers get: 90s, 30min, 1h, 2d.")
+        float, Option(parser=seconds, metavar="TIME", help="Time that readers get: 90s, 30min, 1h, 2d.")
     ] = "1h",  # type: ignore[assignment]  # parsed like what is typed
     unfinished: Annotated[
         float,
-        typer.Option(
-            parser=seconds, metavar="TIME", help="Also delete uploads that began longer ago and never finished."
-        ),
+        Option(parser=seconds, metavar="TIME", help="Also delete uploads that began longer ago and never finished."),
     ] = "1d",  # type: ignore[assignment]
-    apply: Annotated[
-        bool, typer.Option("--apply", help="Delete. Without it, only list what would be deleted.")
-    ] = False,
-    json: JsonOption = False,
+    apply: Annotated[bool, Option("--apply", help="Delete. Without it, only list what would be deleted.")] = False,
+    json: ui.JsonOption = False,
 ) -> None:
     """Delete old versions, but nothing that kept versions or current readers need.
 
@@ -61,16 +53,16 @@ def command(
     from ..bucket import prune
     from ..bucket.versions import resolve
 
-    opened = open_run(run)
+    opened = ui.open_run(run)
     kept = frozenset(resolve(opened, version) for version in keep or ())
     rule = prune.Retention(keep_last, keep_every, kept, grace, unfinished=unfinished)
     plan = prune.prune(opened, rule) if apply else prune.survey(opened, rule)
-    emit({"run": opened.store.url, "applied": apply, **_value(plan)}, lambda out: _render(out, plan, apply), json)
+    ui.emit({"run": opened.store.url, "applied": apply, **_value(plan)}, lambda out: _render(out, plan, apply), json)
 
 
 def _value(plan: PrunePlan) -> dict[str, Any]:
     return {
-        **pick(plan, "newest", "marked", "waiting", "bytes"),
+        **ui.pick(plan, "newest", "marked", "waiting", "bytes"),
         "kept": {str(version): why for version, why in plan.kept.items()},
         "marked_bytes": plan.later,
         "gone": plan.going,
@@ -78,10 +70,10 @@ def _value(plan: PrunePlan) -> dict[str, Any]:
     }
 
 
-def _render(out: Console, plan: PrunePlan, applied: bool) -> None:
+def _render(out: ui.Console, plan: PrunePlan, applied: bool) -> None:
     from ..bucket.run import ranges
 
-    stay = table("versions that stay", "why", left=("versions that stay", "why"))
+    stay = ui.table("versions that stay", "why", left=("versions that stay", "why"))
     for why in dict.fromkeys(plan.kept.values()):
         stay.add_row(ranges(v for v, reason in plan.kept.items() if reason == why), why)
     out.print(stay)
@@ -89,7 +81,7 @@ def _render(out: Console, plan: PrunePlan, applied: bool) -> None:
         out.print(f"{ranges(plan.waiting)} wait: marked less than the grace period ago, or still needed by a reader")
     if plan.marked:
         what = "marked" if applied else "to be marked"
-        out.print(f"{ranges(plan.marked)} {what}: {size(plan.later)} go when prune runs after the grace period")
+        out.print(f"{ranges(plan.marked)} {what}: {ui.size(plan.later)} go when prune runs after the grace period")
     if plan.objects:
         _render_objects(out, plan, applied)
     elif not plan.marked:
@@ -98,10 +90,10 @@ def _render(out: Console, plan: PrunePlan, applied: bool) -> None:
         out.print("nothing was done: add --apply to do it")
 
 
-def _render_objects(out: Console, plan: PrunePlan, applied: bool) -> None:
+def _render_objects(out: ui.Console, plan: PrunePlan, applied: bool) -> None:
     from ..bucket.run import ranges
 
-    go = table("what went" if applied else "what can go", "objects", "bytes", left=("what went", "what can go"))
+    go = ui.table("what went" if applied else "what can go", "objects", "bytes", left=("what went", "what can go"))
     for name, items in (
         (f"manifests of {len(plan.going):,} versions: {ranges(plan.going) or 'none'}", plan.manifests),
         ("anchors and deltas", plan.data),
@@ -109,6 +101,6 @@ def _render_objects(out: Console, plan: PrunePlan, applied: bool) -> None:
         ("heartbeats of silent replicas", plan.heartbeats),
     ):
         if items:
-            go.add_row(name, f"{len(items):,}", size(sum(item.size for item in items)))
-    go.add_row("in all", f"{len(plan.objects):,}", size(plan.bytes), style="bold")
+            go.add_row(name, f"{len(items):,}", ui.size(sum(item.size for item in items)))
+    go.add_row("in all", f"{len(plan.objects):,}", ui.size(plan.bytes), style="bold")
     out.print(go)

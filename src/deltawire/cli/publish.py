@@ -5,30 +5,13 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, BadParameter, Option
 
-from .common import (
-    AnchorEveryOption,
-    JsonOption,
-    RunArgument,
-    SignOption,
-    TrustOption,
-    age,
-    check_encoding,
-    durations,
-    emit,
-    percent,
-    pick,
-    progress,
-    size,
-    times,
-)
+from . import ui
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..bucket.run import Run
     from ..core.full import Source
     from ..trainer import Published
@@ -40,37 +23,37 @@ _LABELS = {"fetch": "fetch the version before", "detect": "compare", "put": "upl
 def command(
     checkpoint: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="CHECKPOINT_DIR",
             help="Hugging Face folder: *.safetensors, sharded or not, with config and tokenizer files.",
             exists=True,
             file_okay=False,
         ),
     ],
-    run: RunArgument,
+    run: ui.RunArgument,
     encoding: Annotated[
         str,
-        typer.Option(
+        Option(
             help="How the delta is coded: packed, context (smaller, slower), auto (whichever arrives sooner), "
             "or raw for any tool to read."
         ),
     ] = "packed",
-    anchor: Annotated[bool, typer.Option("--anchor", help="Also upload the full weights.")] = False,
-    anchor_every: AnchorEveryOption = None,
-    step: Annotated[int | None, typer.Option(help="The trainer's own step count, shown by `log`.")] = None,
+    anchor: Annotated[bool, Option("--anchor", help="Also upload the full weights.")] = False,
+    anchor_every: ui.AnchorEveryOption = None,
+    step: Annotated[int | None, Option(help="The trainer's own step count, shown by `log`.")] = None,
     metric: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A figure to keep with the version; repeatable.")
+        list[str] | None, Option(metavar="NAME=VALUE", help="A figure to keep with the version; repeatable.")
     ] = None,
     reference: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="FOLDER|HUB_ID",
             help="Checkpoint that a new run starts from, so that no full upload is needed; or where that is here.",
         ),
     ] = None,
     base: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="DIR",
             exists=True,
             file_okay=False,
@@ -78,13 +61,11 @@ def command(
             "fetched to compare with. By default the folder that was published last from here.",
         ),
     ] = None,
-    sign: SignOption = None,
-    next_key: Annotated[
-        str, typer.Option(metavar="KEY", help="Public key that may sign the versions after this one.")
-    ] = "",
-    trust: TrustOption = None,
-    new: Annotated[bool, typer.Option("--new", help="Make a new run; an error if there is one already.")] = False,
-    json: JsonOption = False,
+    sign: ui.SignOption = None,
+    next_key: Annotated[str, Option(metavar="KEY", help="Public key that may sign the versions after this one.")] = "",
+    trust: ui.TrustOption = None,
+    new: Annotated[bool, Option("--new", help="Make a new run; an error if there is one already.")] = False,
+    json: ui.JsonOption = False,
 ) -> None:
     """Publish the next version of a run from a checkpoint folder.
 
@@ -118,7 +99,7 @@ def command(
     from ..store import open_store
     from ..trainer import Publisher
 
-    check_encoding(encoding)
+    ui.check_encoding(encoding)
     metrics = _metrics(metric or [])
     url = open_store(address_only(run)).url
     there: Run | None = None
@@ -133,7 +114,8 @@ def command(
         run,
         encoding=encoding,
         anchor_every=1 if anchor else anchor_every,
-        reference=_absolute(reference),
+        # a relative path has no meaning in a run
+        reference=str(Path(reference).resolve()) if reference and Path(reference).is_dir() else reference,
         files=checkpoint,
         base=base or _last_published(url, checkpoint),
         continues=True,
@@ -142,7 +124,7 @@ def command(
         trust=trust or (),
     ) as publisher:
         fetched = 0
-        with progress() as advance:
+        with ui.progress() as advance:
 
             def count(phase: str, n: int, total: int) -> None:
                 nonlocal fetched
@@ -163,13 +145,8 @@ def _metrics(texts: list[str]) -> dict[str, float]:
         except ValueError:
             name = ""
         if not name:
-            raise typer.BadParameter(f"{text!r} is not NAME=VALUE with a number", param_hint="--metric")
+            raise BadParameter(f"{text!r} is not NAME=VALUE with a number", param_hint="--metric")
     return metrics
-
-
-def _absolute(reference: str | None) -> str | None:
-    """A folder's full path: the name is stored in the run, and a relative one has no meaning there."""
-    return str(Path(reference).resolve()) if reference and Path(reference).is_dir() else reference
 
 
 def _source(checkpoint: Path, run: Run | None) -> Source:
@@ -181,7 +158,7 @@ def _source(checkpoint: Path, run: Run | None) -> Source:
     from ..trainer.resume import OTHER_MODEL
 
     if (checkpoint / RUN).is_file():
-        raise typer.BadParameter(f"{checkpoint} is a run: the checkpoint folder comes first, then the run")
+        raise BadParameter(f"{checkpoint} is a run: the checkpoint folder comes first, then the run")
     source = Checkpoint(checkpoint)
     if run is None:
         return source
@@ -230,44 +207,40 @@ def _remember(url: str, checkpoint: Path) -> None:
 
 
 def _report(opened: Run, published: Published, fetched: int, left_out: dict[str, str], json: bool) -> None:
-    value = {**_value(opened, published), "fetched_bytes": fetched, "left_out": left_out}
-    has_config = any(file.name in _CONFIGS for file in opened.manifest(published.version).files)
+    manifest, full = opened.manifest(published.version), opened.schema.nbytes
+    delta = sum(link.bytes for link in manifest.links if link.kind == "delta" and link.base == manifest.parent)
+    value = {
+        "run": opened.store.url,
+        "version": published.version,
+        "parent": manifest.parent,
+        **ui.pick(published, "kinds", "digest", "changed"),
+        "elements": opened.schema.elements,
+        "bytes": published.bytes,
+        "delta_bytes": delta or None,
+        "full_bytes": full,
+        "times_smaller": round(full / delta, 2) if delta else None,
+        "timings": published.timings,
+        "fetched_bytes": fetched,
+        "left_out": left_out,
+    }
 
-    def render(out: Console) -> None:
-        before = opened.manifest(value["parent"]) if value["parent"] is not None else None
-        parent = f" ← v{before.version} ({age(before.created)} old)" if before else ""
-        share = percent(published.changed, opened.schema.elements)
+    def render(out: ui.Console) -> None:
+        before = opened.manifest(manifest.parent) if manifest.parent is not None else None
+        parent = f" ← v{before.version} ({ui.age(before.created)} old)" if before else ""
+        share = ui.percent(published.changed, opened.schema.elements)
         kinds = " + ".join(published.kinds)
-        out.print(f"v{published.version}{parent}  {kinds}  {share} changed  {size(published.bytes)} uploaded")
-        if value["delta_bytes"]:
-            smaller = times(opened.schema.nbytes, value["delta_bytes"])
-            out.print(f"  the delta is {smaller} smaller than the full {size(opened.schema.nbytes)}")
+        out.print(f"v{published.version}{parent}  {kinds}  {share} changed  {ui.size(published.bytes)} uploaded")
+        if delta:
+            out.print(f"  the delta is {ui.times(full, delta)} smaller than the full {ui.size(full)}")
         if fetched and not opened.store.url.startswith("file:"):
-            out.print(f"  fetched {size(fetched)} to compare with; --base DIR names a folder that has a version")
+            out.print(f"  fetched {ui.size(fetched)} to compare with; --base DIR names a folder that has a version")
         if left_out:
             out.print("  left out: " + ", ".join(f"{name} ({why})" for name, why in left_out.items()), markup=False)
-        if not has_config:
+        if not any(file.name in _CONFIGS for file in manifest.files):
             out.print(
                 "  no config.json in the folder: `deltawire serve RUN` and from_pretrained of a checkout need one",
                 soft_wrap=True,
             )
-        out.print("  " + durations(published.timings))
+        out.print("  " + ui.durations(published.timings))
 
-    emit(value, render, json)
-
-
-def _value(run: Run, published: Published) -> dict[str, Any]:
-    manifest = run.manifest(published.version)
-    delta = sum(link.bytes for link in manifest.links if link.kind == "delta" and link.base == manifest.parent)
-    return {
-        "run": run.store.url,
-        "version": published.version,
-        "parent": manifest.parent,
-        **pick(published, "kinds", "digest", "changed"),
-        "elements": run.schema.elements,
-        "bytes": published.bytes,
-        "delta_bytes": delta or None,
-        "full_bytes": run.schema.nbytes,
-        "times_smaller": round(run.schema.nbytes / delta, 2) if delta else None,
-        "timings": published.timings,
-    }
+    ui.emit(value, render, json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-import typer
+from typer import BadParameter
 
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*(.*?)\s*", re.DOTALL)
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -18,7 +18,7 @@ def count(text: str) -> float:
     """Parse a count: 405e9, 405B, 7B, 600M."""
     number, unit = _split(text)
     if unit.lower() not in _COUNTS:
-        raise typer.BadParameter(f"{text!r} is not a count: write it as 405e9, 405B or 600M")
+        raise BadParameter(f"{text!r} is not a count: write it as 405e9, 405B or 600M")
     return number * _COUNTS[unit.lower()]
 
 
@@ -27,7 +27,7 @@ def rate(text: str) -> float:
     number, unit = _split(text)
     match = _RATE.fullmatch(unit)
     if match is None or number <= 0:
-        raise typer.BadParameter(f"{text!r} is not a rate: write it as 1Gbit, 100Mbit/s or 2GB/s")
+        raise BadParameter(f"{text!r} is not a rate: write it as 1Gbit, 100Mbit/s or 2GB/s")
     bits = "bit" in match[2].lower() or match[2] == "b" or unit.endswith("bps")
     return number * _PREFIXES[match[1].lower()] / (8 if bits else 1)
 
@@ -36,7 +36,7 @@ def seconds(text: str) -> float:
     """Parse a duration into seconds: 90, 90s, 30min, 1h, 2d."""
     number, unit = _split(text)
     if unit.lower() not in _TIMES:
-        raise typer.BadParameter(f"{text!r} is not a time: write it as 90s, 30min, 1h or 2d")
+        raise BadParameter(f"{text!r} is not a time: write it as 90s, 30min, 1h or 2d")
     return number * _TIMES[unit.lower()]
 
 
@@ -44,5 +44,5 @@ def _split(text: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(str(text))
     number = float(match[1]) if match else math.nan
     if match is None or not math.isfinite(number):
-        raise typer.BadParameter(f"{text!r} does not begin with a number")
+        raise BadParameter(f"{text!r} does not begin with a number")
     return number, match[2]

@@ -5,21 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
-from .common import JsonOption, age, clean, emit, print_table, size
+from . import ui
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..bucket.browse import Listed
 
 
 def command(
-    bucket: Annotated[str, typer.Argument(metavar="BUCKET", help="A bucket, or a folder in it: what lies below.")],
-    depth: Annotated[int, typer.Option(min=0, max=20, help="How many folders deep to look.")] = 3,
-    stored: Annotated[bool, typer.Option("--stored", help="Also what each run stores; lists all of it.")] = False,
-    json: JsonOption = False,
+    bucket: Annotated[str, Argument(metavar="BUCKET", help="A bucket, or a folder in it: what lies below.")],
+    depth: Annotated[int, Option(min=0, max=20, help="How many folders deep to look.")] = 3,
+    stored: Annotated[bool, Option("--stored", help="Also what each run stores; lists all of it.")] = False,
+    json: ui.JsonOption = False,
 ) -> None:
     """List the runs below an address: newest version, size of the weights, age.
 
@@ -41,10 +39,10 @@ def command(
     store = open_store(address_only(bucket))
     found = look_at_all(store, depth, stored=stored)
     value = {"bucket": store.url, "runs": [asdict(run) for run in found]}
-    emit(value, lambda out: _render(out, store.url, found), json)
+    ui.emit(value, lambda out: _render(out, store.url, found), json)
 
 
-def _render(out: Console, url: str, found: list[Listed]) -> None:
+def _render(out: ui.Console, url: str, found: list[Listed]) -> None:
     if not found:
         out.print(f"no runs below {url}; --depth looks further down", soft_wrap=True)
         return
@@ -53,15 +51,15 @@ def _render(out: Console, url: str, found: list[Listed]) -> None:
     rows = []
     for run in found:
         cells = [
-            clean(run.url),
+            ui.clean(run.url),
             "–" if run.newest is None else f"v{run.newest}",
-            "–" if run.created is None else age(run.created),
-            size(run.bytes) if not run.error else "–",
+            "–" if run.created is None else ui.age(run.created),
+            ui.size(run.bytes) if not run.error else "–",
         ]
         if stored:
-            cells.append("–" if run.stored is None else size(run.stored))
-        rows.append([*cells, "cannot be read" if run.error else clean(run.model, 100)])
-    print_table(out, columns, rows, left=("run", "model"), drop=("model",), shorten="run")
+            cells.append("–" if run.stored is None else ui.size(run.stored))
+        rows.append([*cells, "cannot be read" if run.error else ui.clean(run.model, 100)])
+    ui.print_table(out, columns, rows, left=("run", "model"), drop=("model",), shorten="run")
     for run in found:
         if run.error:
-            out.print(clean(f"{run.url}: {run.error}"), soft_wrap=True)
+            out.print(ui.clean(f"{run.url}: {run.error}"), soft_wrap=True)

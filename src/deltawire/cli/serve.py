@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, BadParameter, Context, Option
 
-from .common import JsonOption, ReferenceOption, TrustOption, duration, emit_line, ended_by_sigterm
+from . import ui
 
 if TYPE_CHECKING:
     from ..engines.server import RolloutServer
@@ -21,84 +21,81 @@ _FLOW, _SIZE, _ACCESS = "Following the run", "Size", "Access"
 
 
 def command(
-    ctx: typer.Context,
+    ctx: Context,
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Checkpoint folder or hub id. Without --run: the run.")
+        str | None, Argument(metavar="MODEL", help="Checkpoint folder or hub id. Without --run: the run.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN[@VERSION]", help="The run to follow, or a version to stay at.")
+        str | None, Option("--run", metavar="RUN[@VERSION]", help="The run to follow, or a version to stay at.")
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--adapter",
             metavar="NAME=RUN",
             help="With --engine vllm or sglang: follow a run of adapters too, or without --run them alone. "
             "May be repeated.",
         ),
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="Inference engine.")] = "builtin",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    engine: Annotated[Engine, Option(help="Inference engine.")] = "builtin",
+    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     name: Annotated[
-        str | None, typer.Option("--served-model-name", metavar="NAME", help="What clients call the model.")
+        str | None, Option("--served-model-name", metavar="NAME", help="What clients call the model.")
     ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="To compute in; auto is float32 on a CPU, elsewhere what most weights of the run are."),
+        Option(help="To compute in; auto is float32 on a CPU, elsewhere what most weights of the run are."),
     ] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")] = "cpu",
-    threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads.")] = None,
+    device: Annotated[str, Option(help="cpu, cuda, cuda:1 …")] = "cpu",
+    threads: Annotated[int | None, Option(metavar="N", min=1, help="CPU threads.")] = None,
     kv: Annotated[
         Literal["clear", "keep", "version"] | None,
-        typer.Option(
+        Option(
             "--kv",
             help="Keys and values of the old weights: clear by default, with vLLM and SGLang version.",
             rich_help_panel=_FLOW,
         ),
     ] = None,
-    poll: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.01, help="How often to look.", rich_help_panel=_FLOW)
-    ] = 1.0,
+    poll: Annotated[float, Option(metavar="SECONDS", min=0.01, help="How often to look.", rich_help_panel=_FLOW)] = 1.0,
     id: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name in `log`; host and process by default.", rich_help_panel=_FLOW),
+        str | None, Option(metavar="NAME", help="Name in `log`; host and process by default.", rich_help_panel=_FLOW)
     ] = None,
-    reference: ReferenceOption = None,
-    trust: TrustOption = None,
+    reference: ui.ReferenceOption = None,
+    trust: ui.TrustOption = None,
     folder: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             file_okay=False,
             help="With --engine vllm or sglang: where the version to start from is written, and used again while it is "
             "the one wanted; else a temporary folder, which stays.",
         ),
     ] = None,
     logprobs_mode: Annotated[
-        Literal["raw_logprobs", "processed_logprobs"], typer.Option(help="Before or after temperature and top_p.")
+        Literal["raw_logprobs", "processed_logprobs"], Option(help="Before or after temperature and top_p.")
     ] = "raw_logprobs",
     max_model_len: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Prompt and answer together.", rich_help_panel=_SIZE)
+        int | None, Option(metavar="N", min=2, help="Prompt and answer together.", rich_help_panel=_SIZE)
     ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.", rich_help_panel=_SIZE)] = 64,
+    max_batch: Annotated[int, Option(min=1, help="Sequences that run at once.", rich_help_panel=_SIZE)] = 64,
     max_queue: Annotated[
-        int, typer.Option(min=1, help="Sequences that may wait; more get a 503.", rich_help_panel=_SIZE)
+        int, Option(min=1, help="Sequences that may wait; more get a 503.", rich_help_panel=_SIZE)
     ] = 1024,
     kv_memory: Annotated[
-        float, typer.Option(metavar="GB", min=0.001, help="Memory for keys and values.", rich_help_panel=_SIZE)
+        float, Option(metavar="GB", min=0.001, help="Memory for keys and values.", rich_help_panel=_SIZE)
     ] = 2.0,
     max_body: Annotated[
-        float, typer.Option(metavar="MB", min=0.001, help="Size of one request.", rich_help_panel=_SIZE)
+        float, Option(metavar="MB", min=0.001, help="Size of one request.", rich_help_panel=_SIZE)
     ] = 8.0,
     max_connections: Annotated[
-        int, typer.Option(min=8, help="Connections at once; fewer under a low ulimit -n.", rich_help_panel=_SIZE)
+        int, Option(min=8, help="Connections at once; fewer under a low ulimit -n.", rich_help_panel=_SIZE)
     ] = 1024,
     request_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.001, help="For one answer, then a 504.", rich_help_panel=_SIZE)
+        float, Option(metavar="SECONDS", min=0.001, help="For one answer, then a 504.", rich_help_panel=_SIZE)
     ] = 600.0,
     version_wait: Annotated[
         float,
-        typer.Option(
+        Option(
             metavar="SECONDS",
             min=0,
             envvar="DELTAWIRE_VERSION_WAIT",
@@ -109,7 +106,7 @@ def command(
     ] = 30.0,
     address: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="HOST:PORT",
             envvar="DELTAWIRE_ADDRESS",
             show_envvar=False,
@@ -119,7 +116,7 @@ def command(
     ] = "",
     token_file: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             exists=True,
             dir_okay=False,
             help="File with the bearer token; else DELTAWIRE_TOKEN.",
@@ -127,12 +124,12 @@ def command(
         ),
     ] = None,
     guard_all: Annotated[
-        bool, typer.Option("--guard-all", help="Ask for the token on /v1 and /metrics too.", rich_help_panel=_ACCESS)
+        bool, Option("--guard-all", help="Ask for the token on /v1 and /metrics too.", rich_help_panel=_ACCESS)
     ] = False,
     grace: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, help="For running requests at the end.", rich_help_panel=_ACCESS)
+        float, Option(metavar="SECONDS", min=0, help="For running requests at the end.", rich_help_panel=_ACCESS)
     ] = 5.0,
-    json: JsonOption = False,
+    json: ui.JsonOption = False,
 ) -> None:
     """Serve a model whose weights follow a run, in place, while it answers.
 
@@ -157,29 +154,27 @@ def command(
     """
     builtin = engine == "builtin"
     if adapter and builtin:
-        raise typer.BadParameter("--adapter is for --engine vllm or sglang")
+        raise BadParameter("--adapter is for --engine vllm or sglang")
     if builtin and os.environ.get("DELTAWIRE_ADAPTERS"):
-        raise typer.BadParameter("DELTAWIRE_ADAPTERS is set, and this server follows none: unset it, or use --engine")
+        raise BadParameter("DELTAWIRE_ADAPTERS is set, and this server follows none: unset it, or use --engine")
     if run is None and not adapter:
         model, run = None, model
     if run is None and not model:
-        raise typer.BadParameter(
+        raise BadParameter(
             "name the base model: deltawire serve --engine vllm MODEL --adapter NAME=RUN"
             if adapter
             else "name a run: deltawire serve RUN, or deltawire serve MODEL --run RUN"
         )
     if run is None and model and "://" in model:
-        raise typer.BadParameter(
+        raise BadParameter(
             f"with --adapter the argument is a model, and {model} is a run: give it as --run, with or without a model"
         )
     if folder and (builtin or model):
-        raise typer.BadParameter("--folder is for --engine vllm RUN and --engine sglang RUN")
+        raise BadParameter("--folder is for --engine vllm RUN and --engine sglang RUN")
     if kv == "version" and builtin:
-        raise typer.BadParameter(
-            "--kv version is for --engine vllm or sglang; this server keeps no prefixes: clear or keep"
-        )
+        raise BadParameter("--kv version is for --engine vllm or sglang; this server keeps no prefixes: clear or keep")
     if ctx.args and builtin:
-        raise typer.BadParameter(f"{ctx.args[0]!r} is a flag of another server, and needs --engine vllm or sglang")
+        raise BadParameter(f"{ctx.args[0]!r} is a flag of another server, and needs --engine vllm or sglang")
 
     from ..engines.access import check_guarded, listen, read_token
     from ..engines.live.settings import named_adapters
@@ -233,11 +228,11 @@ def command(
         grace=grace,
     )
     # while it waits or loads; the server has its own way to end once it is up
-    with ended_by_sigterm():
+    with ui.ended_by_sigterm():
         try:
             server = RolloutServer(options, on_version=lambda version, timings: _say(version, timings, json))
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
+            raise BadParameter(str(error)) from None
         server.run(on_listening=lambda: _listening(server, host, json))
 
 
@@ -248,7 +243,7 @@ def _pin(text: str) -> tuple[str, int | None]:
 
     where, version = split(text)
     if _is_checkpoint(where):
-        raise typer.BadParameter(
+        raise BadParameter(
             f"{where} is a checkpoint, not a run: add --run RUN (or --adapter NAME=RUN with --engine vllm or sglang)"
         )
     if version is None or version in NEWEST:
@@ -268,12 +263,12 @@ def _listening(server: RolloutServer, host: str, json: bool) -> None:
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{server.port}"
     value = {"event": "listening", "url": url, "host": host, "port": server.port, "model": server.name}
-    emit_line(value, f"listening on {url}", json)
+    ui.emit_line(value, f"listening on {url}", json)
 
 
 def _say(version: int, timings: Mapping[str, float], json: bool) -> None:
     phases = {name: seconds for name, seconds in timings.items() if name != "pause"}
     pause, total = timings.get("pause", 0.0), sum(phases.values())
     value = {"event": "version", "version": version, "pause_s": pause, "total_s": total, "timings": phases}
-    took = "  ".join(f"{name} {duration(seconds)}" for name, seconds in phases.items())
-    emit_line(value, f"v{version}  pause {pause * 1e3:.1f} ms  {took or 'already here'}", json)
+    took = "  ".join(f"{name} {ui.duration(seconds)}" for name, seconds in phases.items())
+    ui.emit_line(value, f"v{version}  pause {pause * 1e3:.1f} ms  {took or 'already here'}", json)

@@ -5,29 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, BadParameter, Option
 
-from .common import (
-    JsonOption,
-    ReferenceOption,
-    TrustOption,
-    age,
-    clean,
-    emit,
-    fetch_version,
-    open_version,
-    percent,
-    pick,
-    print_table,
-    progress,
-    size,
-    step_rows,
-    times,
-)
+from . import ui
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..bucket.run import Run
     from ..core.describe import Base, IndexStats, TensorPart
     from ..core.dtypes import Bits
@@ -41,23 +23,22 @@ SHOWN = 2000
 
 
 def command(
-    what: Annotated[str, typer.Argument(metavar="RUN[@VERSION]|FILE", help="A version of a run, or a local file.")],
+    what: Annotated[str, Argument(metavar="RUN[@VERSION]|FILE", help="A version of a run, or a local file.")],
     steps: Annotated[
-        bool,
-        typer.Option("--steps", help="Step sizes also where they need the base version; rebuilds that from the run."),
+        bool, Option("--steps", help="Step sizes also where they need the base version; rebuilds that from the run.")
     ] = False,
     base: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="CHECKPOINT_DIR",
             exists=True,
             file_okay=False,
             help="For a FILE: the weights it starts from; gives step sizes and shares.",
         ),
     ] = None,
-    reference: ReferenceOption = None,
-    trust: TrustOption = None,
-    json: JsonOption = False,
+    reference: ui.ReferenceOption = None,
+    trust: ui.TrustOption = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """Show what is in a version or a file: tensor by tensor, and how far weights moved.
 
@@ -78,10 +59,10 @@ def command(
     if Path(what).is_file():
         value = _file(Path(what), base)
     elif base is not None:
-        raise typer.BadParameter("goes with a FILE; a run knows its own base: use --steps", param_hint="--base")
+        raise BadParameter("goes with a FILE; a run knows its own base: use --steps", param_hint="--base")
     else:
         value = _version(what, steps, reference, trust)
-    emit(value, lambda out: _render(out, value), json)
+    ui.emit(value, lambda out: _render(out, value), json)
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -99,7 +80,7 @@ def _file(path: Path, base: Path | None) -> dict[str, Any]:
     return {
         "file": str(path),
         "bytes": contents.size,
-        **pick(contents, "kind", "encoding", "metadata"),
+        **ui.pick(contents, "kind", "encoding", "metadata"),
         **_tensors(contents.parts(), contents.stats(), schema),
         **_steps(contents.kind, contents.encoding, histogram, "--base names the weights it starts from"),
     }
@@ -126,15 +107,15 @@ def _base(checkpoint: Checkpoint) -> Base:
 def _version(text: str, steps: bool, reference: Path | None, trust: str | None) -> dict[str, Any]:
     from ..core.manifest import main_link
 
-    run, version = open_version(text, trust)
+    run, version = ui.open_version(text, trust)
     manifest = run.manifest(version)
     link = main_link(manifest)
     value: dict[str, Any] = {
         "run": run.store.url,
-        **pick(manifest, "version", "parent", "digest", "created", "step", "changed"),
+        **ui.pick(manifest, "version", "parent", "digest", "created", "step", "changed"),
         "elements": run.schema.elements,
         "full_bytes": run.schema.nbytes,
-        **pick(manifest, "metrics", "timings"),
+        **ui.pick(manifest, "metrics", "timings"),
         "links": [*map(_link, manifest.links)],
         "added": [_link(added.link) for added in run.added.between(version - 1, version)],
         "files": [{"name": file.name, "bytes": file.size} for file in manifest.files],
@@ -146,14 +127,14 @@ def _version(text: str, steps: bool, reference: Path | None, trust: str | None) 
         "encoding": link.encoding,
     }
     if not link.objects:
-        tensors = [{**pick(x, "name", "dtype", "shape"), "bytes": x.nbytes} for x in run.schema.tensors]
+        tensors = [{**ui.pick(x, "name", "dtype", "shape"), "bytes": x.nbytes} for x in run.schema.tensors]
         return {**value, "tensors": tensors, "steps": None}
     return {**value, **_objects(run, link, steps, reference)}
 
 
 def _link(link: Link) -> dict[str, Any]:
     return {
-        **pick(link, "kind", "base", "bytes", "encoding", "why", "source"),
+        **ui.pick(link, "kind", "base", "bytes", "encoding", "why", "source"),
         "objects": [blob.key for blob in link.objects],
     }
 
@@ -164,8 +145,8 @@ def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[
     base: Base | None = None
     readable = tells_steps(link)
     if steps and link.base is not None and not readable:
-        with progress() as advance:
-            state, _ = fetch_version(run, link.base, reference, advance, "fetch the base version")
+        with ui.progress() as advance:
+            state, _ = ui.fetch_version(run, link.base, reference, advance, "fetch the base version")
         specs, readable = run.schema.by_name(), True
         base = lambda name: (specs[name], state.bits(name))  # noqa: E731
     parts, histogram = read(run.store, link, steps=readable, base=base)
@@ -199,84 +180,81 @@ def _steps(kind: str, encoding: str, histogram: Histogram | None, hint: str) -> 
         return {"steps": None}
     if histogram is None:
         return {"steps": None, "hint": f"step sizes are not in a {encoding} delta; {hint}"}
-    return {"steps": step_rows(histogram)}
+    return {"steps": ui.step_rows(histogram)}
 
 
 # ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _render(out: Console, value: dict[str, Any]) -> None:
+def _render(out: ui.Console, value: dict[str, Any]) -> None:
     if "version" in value:
         _render_version(out, value)
     else:
-        _render_file(out, value)
+        coded = f" {value['encoding']}" if value["encoding"] else ""
+        out.print(f"{value['file']}  {value['kind']}{coded}  {ui.size(value['bytes'])}", soft_wrap=True)
+        for name, text in value["metadata"].items():
+            out.print(f"  {ui.clean(name)}: {ui.clean(text)}", soft_wrap=True)
     _render_tensors(out, value)
     _render_steps(out, value)
 
 
-def _render_version(out: Console, value: dict[str, Any]) -> None:
+def _render_version(out: ui.Console, value: dict[str, Any]) -> None:
     parent = "" if value["parent"] is None else f" ← v{value['parent']}"
-    share = percent(value["changed"], value["elements"])
+    share = ui.percent(value["changed"], value["elements"])
     out.print(
-        f"{value['run']} v{value['version']}{parent}  {share} changed  {age(value['created'])} old", soft_wrap=True
+        f"{value['run']} v{value['version']}{parent}  {share} changed  {ui.age(value['created'])} old", soft_wrap=True
     )
     for link in (*value["links"], *value["added"]):
         base = "" if link["base"] is None else f" from v{link['base']}"
-        smaller = f", {times(value['full_bytes'], link['bytes'])} smaller than full" if link["kind"] == "delta" else ""
-        where = " ".join(link["objects"]) or clean(link["source"])
-        coded = f" {clean(link['encoding'])}" if link["encoding"] else ""
+        smaller = (
+            f", {ui.times(value['full_bytes'], link['bytes'])} smaller than full" if link["kind"] == "delta" else ""
+        )
+        where = " ".join(link["objects"]) or ui.clean(link["source"])
+        coded = f" {ui.clean(link['encoding'])}" if link["encoding"] else ""
         later = "  added later" if link in value["added"] else ""
-        out.print(f"  {link['kind']}{coded}{base}  {size(link['bytes'])}{smaller}  {where}{later}", soft_wrap=True)
+        out.print(f"  {link['kind']}{coded}{base}  {ui.size(link['bytes'])}{smaller}  {where}{later}", soft_wrap=True)
         if link["why"]:
-            out.print(f"    chosen by auto: {clean(link['why'])}", soft_wrap=True)
+            out.print(f"    chosen by auto: {ui.clean(link['why'])}", soft_wrap=True)
     out.print(f"  state digest {value['digest']}")
     if value["signer"]:
         checked = "checked" if value["signature_checked"] else "not checked: no trusted key was given (--trust)"
-        out.print(f"  signed by {clean(value['signer'])}, {checked}", soft_wrap=True)
+        out.print(f"  signed by {ui.clean(value['signer'])}, {checked}", soft_wrap=True)
+    origin: Origin | None = value["origin"]
+    derived = origin and f"version {origin.version} of the run {origin.run}, {origin.view} of {origin.digest}"
     for name, shown in (
         ("adapter of", value["base_model"]),
-        ("derived from", _origin(value["origin"])),
+        ("derived from", derived),
         ("step", value["step"]),
         ("metrics", "  ".join(f"{k} {v:g}" for k, v in value["metrics"].items())),
         ("seconds", "  ".join(f"{k} {v:.3f}" for k, v in value["timings"].items())),
-        ("files", "  ".join(f"{f['name']} ({size(f['bytes'])})" for f in value["files"])),
+        ("files", "  ".join(f"{f['name']} ({ui.size(f['bytes'])})" for f in value["files"])),
     ):
         if shown not in (None, ""):
-            out.print(f"  {name}: {clean(str(shown), 2000)}", soft_wrap=True)
+            out.print(f"  {name}: {ui.clean(str(shown), 2000)}", soft_wrap=True)
 
 
-def _origin(origin: Origin | None) -> str:
-    return (
-        "" if origin is None else f"version {origin.version} of the run {origin.run}, {origin.view} of {origin.digest}"
-    )
-
-
-def _render_file(out: Console, value: dict[str, Any]) -> None:
-    coded = f" {value['encoding']}" if value["encoding"] else ""
-    out.print(f"{value['file']}  {value['kind']}{coded}  {size(value['bytes'])}", soft_wrap=True)
-    for name, text in value["metadata"].items():
-        out.print(f"  {clean(name)}: {clean(text)}", soft_wrap=True)
-
-
-def _render_tensors(out: Console, value: dict[str, Any]) -> None:
+def _render_tensors(out: ui.Console, value: dict[str, Any]) -> None:
     sparse = value["kind"] == "delta"
     ranged = any("indices" in row for row in value["tensors"])
     columns = ["tensor", "dtype", "shape", *(["changed", "share"] if sparse else []), "bytes"]
     rows = []
     for row in value["tensors"][:SHOWN]:
         shape = "?" if row["shape"] is None else "×".join(map(str, row["shape"])) or "1"
-        cells = [clean(row["name"]), row["dtype"], shape]
+        cells = [ui.clean(row["name"]), row["dtype"], shape]
         if sparse:
             changed, elements = row["changed"], row["elements"]
             cells += ["–" if changed is None else f"{changed:,}"]
-            cells += [percent(changed, elements) if changed is not None and elements else "–"]
-        cells.append("–" if row["bytes"] is None else size(row["bytes"]))
+            cells += [ui.percent(changed, elements) if changed is not None and elements else "–"]
+        cells.append("–" if row["bytes"] is None else ui.size(row["bytes"]))
         if ranged:
-            cells += _range_cells(row.get("indices"))
+            stats: IndexStats | None = row.get("indices")
+            order = "" if stats is None or stats.ascending else " unsorted"
+            cells.append("–" if stats is None else f"{stats.first:,} … {stats.last:,}{order}")
+            cells.append("–" if stats is None or stats.low is None else f"{stats.low:.3g} … {stats.high:.3g}")
         rows.append(cells)
     if ranged:
         columns += ["indices", "values"]
-    print_table(out, columns, rows, left=("tensor", "dtype"), drop=("values", "indices", "dtype"), shorten="tensor")
+    ui.print_table(out, columns, rows, left=("tensor", "dtype"), drop=("values", "indices", "dtype"), shorten="tensor")
     if len(value["tensors"]) > SHOWN:
         out.print(f"… and {len(value['tensors']) - SHOWN:,} more; --json has all of them")
     if sparse:
@@ -284,14 +262,7 @@ def _render_tensors(out: Console, value: dict[str, Any]) -> None:
         out.print(f"{total:,} changed, tensors: {len(value['tensors'])}")
 
 
-def _range_cells(stats: IndexStats | None) -> list[str]:
-    if stats is None:
-        return ["–", "–"]
-    indices = f"{stats.first:,} … {stats.last:,}" + ("" if stats.ascending else " unsorted")
-    return [indices, "–" if stats.low is None else f"{stats.low:.3g} … {stats.high:.3g}"]
-
-
-def _render_steps(out: Console, value: dict[str, Any]) -> None:
+def _render_steps(out: ui.Console, value: dict[str, Any]) -> None:
     if "hint" in value:
         out.print(value["hint"])
     if not value["steps"]:
@@ -301,6 +272,6 @@ def _render_steps(out: Console, value: dict[str, Any]) -> None:
     for row in value["steps"]:
         both = row["up"] + row["down"]
         bar = "█" * round(30 * both / total)
-        rows.append([row["ulps"], f"{row['up']:,}", f"{row['down']:,}", percent(both, total), bar])
+        rows.append([row["ulps"], f"{row['up']:,}", f"{row['down']:,}", ui.percent(both, total), bar])
     out.print("\nsteps")
-    print_table(out, ("ulps", "up", "down", "share", ""), rows, left=("",))
+    ui.print_table(out, ("ulps", "up", "down", "share", ""), rows, left=("",))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, BadParameter, Option
 
-from .common import JsonOption, RunVersionArgument, age, emit, open_version, print_table
+from . import ui
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..core.manifest import Tag
 
 
 def command(
-    run: RunVersionArgument,
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The tag to set; without it, list them.")] = None,
-    delete: Annotated[str | None, typer.Option("--delete", metavar="NAME", help="Delete this tag.")] = None,
-    json: JsonOption = False,
+    run: ui.RunVersionArgument,
+    name: Annotated[str | None, Argument(metavar="NAME", help="The tag to set; without it, list them.")] = None,
+    delete: Annotated[str | None, Option("--delete", metavar="NAME", help="Delete this tag.")] = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """Give a version a name, list the names there are, or delete one.
 
@@ -39,14 +37,19 @@ def command(
       deltawire checkout s3://runs/chat@best -o models/best
     """
     from ..bucket.versions import delete_tag, set_tag, split, tags
+    from ..core import keys
 
     if delete is not None and (name is not None or split(run)[1] is not None):
-        raise typer.BadParameter("--delete goes with the address of a run alone", param_hint="--delete")
+        raise BadParameter("--delete goes with the address of a run alone", param_hint="--delete")
     for given, hint in ((name, "NAME"), (delete, "--delete")):
-        _check_name(given, hint)
+        try:
+            if given is not None:
+                keys.tag(given)
+        except ValueError as error:
+            raise BadParameter(str(error), param_hint=hint) from None
     if name is None and split(run)[1] is not None:
-        raise typer.BadParameter("name the tag that this version gets, or leave out the version to list all")
-    opened, version = open_version(run)
+        raise BadParameter("name the tag that this version gets, or leave out the version to list all")
+    opened, version = ui.open_version(run)
     value: dict[str, object] = {"run": opened.store.url}
     said = ""
     if name is not None:
@@ -60,23 +63,13 @@ def command(
         said = f"{delete} deleted"
     found = tags(opened)
     value["tags"] = {key: {"version": tag.version, "at": tag.at} for key, tag in sorted(found.items())}
-    emit(value, lambda out: out.print(said) if said else _render(out, found), json)
+    ui.emit(value, lambda out: out.print(said) if said else _render(out, found), json)
 
 
-def _check_name(name: str | None, hint: str) -> None:
-    from ..core import keys
-
-    try:
-        if name is not None:
-            keys.tag(name)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=hint) from None
-
-
-def _render(out: Console, found: dict[str, Tag]) -> None:
+def _render(out: ui.Console, found: dict[str, Tag]) -> None:
     if not found:
         out.print("no tags; set one with `deltawire tag RUN@VERSION NAME`")
         return
     newest_last = sorted(found.items(), key=lambda item: (item[1].version, item[0]))
-    rows = [[name, f"v{tag.version}", age(tag.at)] for name, tag in newest_last]
-    print_table(out, ("tag", "version", "set"), rows, left=("tag",))
+    rows = [[name, f"v{tag.version}", ui.age(tag.at)] for name, tag in newest_last]
+    ui.print_table(out, ("tag", "version", "set"), rows, left=("tag",))

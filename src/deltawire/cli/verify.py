@@ -6,30 +6,28 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import BadParameter, Exit, Option
 
-from .common import JsonOption, ReferenceOption, RunArgument, TrustOption, clean, emit, open_run, progress, size
+from . import ui
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..bucket.run import Run
     from ..bucket.verify import Verification
 
 
 def command(
-    run: RunArgument,
-    first: Annotated[str | None, typer.Option("--from", metavar="VERSION", help="Start at this version.")] = None,
-    last: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="Stop after this one.")] = None,
+    run: ui.RunArgument,
+    first: Annotated[str | None, Option("--from", metavar="VERSION", help="Start at this version.")] = None,
+    last: Annotated[str | None, Option("--to", metavar="VERSION", help="Stop after this one.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Hash everything, replay nothing: no memory for weights needed.")
+        bool, Option("--quick", help="Hash everything, replay nothing: no memory for weights needed.")
     ] = False,
     source: Annotated[
-        str | None, typer.Option(metavar="RUN", help="The run that this one is derived from, to compute it again.")
+        str | None, Option(metavar="RUN", help="The run that this one is derived from, to compute it again.")
     ] = None,
-    reference: ReferenceOption = None,
-    trust: TrustOption = None,
-    json: JsonOption = False,
+    reference: ui.ReferenceOption = None,
+    trust: ui.TrustOption = None,
+    json: ui.JsonOption = False,
 ) -> None:
     """Check a run: hash every object, replay the chain, compare every digest.
 
@@ -52,25 +50,19 @@ def command(
     from ..bucket.verify import verify
 
     if quick and source is not None:
-        raise typer.BadParameter("--source computes weights again, which --quick promises not to do: leave out one")
-    opened = open_run(run, trust)
+        raise BadParameter("--source computes weights again, which --quick promises not to do: leave out one")
+    opened = ui.open_run(run, trust)
     bounds = {"first": _bound(opened, first), "last": _bound(opened, last)}
-    with progress() as advance:
-        result = verify(
-            opened,
-            **bounds,
-            quick=quick,
-            resolve=resolver(reference),
-            progress=partial(advance, "verify"),
-        )
+    with ui.progress() as advance:
+        result = verify(opened, **bounds, quick=quick, resolve=resolver(reference), progress=partial(advance, "verify"))
     recomputed = 0
     if source is not None and result.ok:
         from ..derive.deriver import recompute
 
-        with progress() as advance:
+        with ui.progress() as advance:
             again = recompute(
                 opened,
-                open_run(source, trust),
+                ui.open_run(source, trust),
                 **bounds,
                 resolve=resolver(reference),
                 progress=partial(advance, "derive again"),
@@ -78,13 +70,13 @@ def command(
         recomputed, result.failure = again.proven, again.failure
         result.warnings += [f"{count:,} versions not computed again: {why}" for why, count in again.not_proven.items()]
     url = opened.store.url
-    emit(
+    ui.emit(
         {"run": url, "ok": result.ok, "base_model": opened.info.base, **asdict(result), "recomputed": recomputed},
         lambda out: _render(out, opened, result, recomputed),
         json,
     )
     if not result.ok:
-        raise typer.Exit(3)
+        raise Exit(3)
 
 
 def _bound(run: Run, version: str | None) -> int | None:
@@ -97,26 +89,26 @@ def _bound(run: Run, version: str | None) -> int | None:
     return exact if exact is not None and exact >= 0 else resolve(run, version)
 
 
-def _render(out: Console, run: Run, result: Verification, recomputed: int) -> None:
+def _render(out: ui.Console, run: Run, result: Verification, recomputed: int) -> None:
     def line(word: str, style: str, text: str) -> None:
         from rich.text import Text
 
         out.print(Text.assemble((f"{word:<6}", style), text), soft_wrap=True)
 
     if run.info.base is not None:
-        line("note", "yellow", f"adapters of {clean(str(run.info.base), 2000)}")
+        line("note", "yellow", f"adapters of {ui.clean(str(run.info.base), 2000)}")
     for warning in result.warnings:
         line("note", "yellow", warning)
     for reason, count in result.not_proven.items():
         line("note", "yellow", f"{count:,} objects only hashed: {reason}")
     for signer in result.signers:
         spans = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in signer.versions)
-        said = f"{signer.signed} of version {spans} signed by {clean(signer.key)}"
+        said = f"{signer.signed} of version {spans} signed by {ui.clean(signer.key)}"
         if result.signatures_checked:
             line("good", "green", said)
         else:
             line("note", "yellow", f"{said}; nobody checked it: give the key with --trust")
-    read = f"{result.versions:,} versions, {result.objects:,} objects, {size(result.bytes)}"
+    read = f"{result.versions:,} versions, {result.objects:,} objects, {ui.size(result.bytes)}"
     problem = result.failure
     if problem is None:
         again = f", {recomputed:,} versions computed again" if recomputed else ""

@@ -13,7 +13,7 @@ from cli_support import invoke
 
 import deltawire as dw
 from deltawire.bucket.versions import address_only, split
-from deltawire.cli import app, common
+from deltawire.cli import app, ui
 from deltawire.core import errors
 
 COMMANDS = (
@@ -178,29 +178,29 @@ def test_short_help(command: str) -> None:
 @pytest.mark.parametrize(
     "shown, expected",
     [
-        (common.size(0), "0 B"),
-        (common.size(999), "999 B"),
-        (common.size(1000), "1 kB"),
-        (common.size(4_900_000), "4.9 MB"),
-        (common.size(812_345), "812 kB"),
-        (common.size(999_999), "1 MB"),
-        (common.size(810e9), "810 GB"),
-        (common.percent(0, 10), "0 %"),
-        (common.percent(10, 10), "100 %"),
-        (common.percent(1, 10**6), "<0.01 %"),
-        (common.percent(94, 10_000), "0.94 %"),
-        (common.percent(1, 3), "33.3 %"),
-        (common.duration(0.0613), "61 ms"),
-        (common.duration(3.24), "3.2 s"),
-        (common.duration(240), "4.0 min"),
-        (common.duration(86_400 * 12), "12 d"),
-        (common.times(1000, 10), "100×"),
-        (common.times(1000, 0), "–"),
-        (common.sparkline([0, 4, 8]), "▁▅█"),
-        (common.sparkline([]), ""),
-        (common.sparkline([0, 0]), "▁▁"),
-        (common.clean("a\x1b[31mb\n"), "a\ufffd[31mb\ufffd"),
-        (common.clean("x" * 600, 5), "xxxxx …"),
+        (ui.size(0), "0 B"),
+        (ui.size(999), "999 B"),
+        (ui.size(1000), "1 kB"),
+        (ui.size(4_900_000), "4.9 MB"),
+        (ui.size(812_345), "812 kB"),
+        (ui.size(999_999), "1 MB"),
+        (ui.size(810e9), "810 GB"),
+        (ui.percent(0, 10), "0 %"),
+        (ui.percent(10, 10), "100 %"),
+        (ui.percent(1, 10**6), "<0.01 %"),
+        (ui.percent(94, 10_000), "0.94 %"),
+        (ui.percent(1, 3), "33.3 %"),
+        (ui.duration(0.0613), "61 ms"),
+        (ui.duration(3.24), "3.2 s"),
+        (ui.duration(240), "4.0 min"),
+        (ui.duration(86_400 * 12), "12 d"),
+        (ui.times(1000, 10), "100×"),
+        (ui.times(1000, 0), "–"),
+        (ui.sparkline([0, 4, 8]), "▁▅█"),
+        (ui.sparkline([]), ""),
+        (ui.sparkline([0, 0]), "▁▁"),
+        (ui.clean("a\x1b[31mb\n"), "a\ufffd[31mb\ufffd"),
+        (ui.clean("x" * 600, 5), "xxxxx …"),
     ],
 )
 def test_figures(shown: str, expected: str) -> None:
@@ -208,7 +208,7 @@ def test_figures(shown: str, expected: str) -> None:
 
 
 def test_age() -> None:
-    assert common.age(time.time() + 100) == "now"
-    assert common.age(-1e308) == "–"
-    assert common.age(time.time() - 12.2) == "12 s"
-    assert common.age(time.time() - 3 * 3600) == "3.0 h"
+    assert ui.age(time.time() + 100) == "now"
+    assert ui.age(-1e308) == "–"
+    assert ui.age(time.time() - 12.2) == "12 s"
+    assert ui.age(time.time() - 3 * 3600) == "3.0 h"

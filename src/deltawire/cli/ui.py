@@ -1,4 +1,4 @@
-"""Shared by the commands: output for people and for programs, figures, addresses, progress."""
+"""What commands share: options, output for people and for programs, figures, addresses, progress."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, BadParameter, Option, echo
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console as Console
     from rich.table import Table
 
     from ..bucket.replay import State
@@ -27,43 +27,37 @@ if TYPE_CHECKING:
     from ..core.ulps import Histogram
     from ..engines.threaded import ThreadedServer
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for programs.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Address of the run.")]
+JsonOption = Annotated[bool, Option("--json", help="Write JSON to stdout, for programs.")]
+RunArgument = Annotated[str, Argument(metavar="RUN", help="Address of the run.")]
 RunVersionArgument = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="RUN[@VERSION]",
         help="Address of the run, and which version: @41, @v41, @latest (as without), @-2, or a tag as in @best.",
     ),
 ]
 ReferenceOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", exists=True, file_okay=False, help="Where the checkpoint is that the run starts from."),
+    Option(metavar="DIR", exists=True, file_okay=False, help="Where the checkpoint is that the run starts from."),
 ]
-PollOption = Annotated[
-    float, typer.Option(metavar="SECONDS", min=0.01, help="Longest time between two looks at the run.")
-]
-NameOption = Annotated[str | None, typer.Option(metavar="NAME", help="Name in `log`; host and process by default.")]
-AnchorEveryOption = Annotated[
-    int | None, typer.Option(min=1, help="Upload the full weights at least every N versions.")
-]
+PollOption = Annotated[float, Option(metavar="SECONDS", min=0.01, help="Longest time between two looks at the run.")]
+NameOption = Annotated[str | None, Option(metavar="NAME", help="Name in `log`; host and process by default.")]
+AnchorEveryOption = Annotated[int | None, Option(min=1, help="Upload the full weights at least every N versions.")]
 TrustOption = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="KEY",
         help="Accept only versions signed by this public key, or by those in a file; else DELTAWIRE_TRUST.",
     ),
 ]
 SignOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="PATH", help="File with the private key that signs; else DELTAWIRE_SIGN. See deltawire keygen."
-    ),
+    Option(metavar="PATH", help="File with the private key that signs; else DELTAWIRE_SIGN. See deltawire keygen."),
 ]
 
-HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
+HostOption = Annotated[str, Option(help="Address to listen on.")]
 TokenFileOption = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="File with the bearer token; else DELTAWIRE_TOKEN.")
+    Path | None, Option(exists=True, dir_okay=False, help="File with the bearer token; else DELTAWIRE_TOKEN.")
 ]
 
 Advance = Callable[[str, int, int], None]
@@ -76,7 +70,7 @@ _PIPE_WIDTH = 160
 
 def console() -> Console:
     """Return a console for standard output. In a pipe it is wide, so that no table is cut to 80 columns."""
-    from rich.console import Console
+    from rich.console import Console as Console
     from rich.segment import Segment
 
     class CleanConsole(Console):
@@ -98,7 +92,7 @@ def emit(value: Any, render: Callable[[Console], None], as_json: bool) -> None:
         return
     import msgspec
 
-    typer.echo(_escaped(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
+    echo(_escaped(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
 
 
 def emit_line(value: Any, text: str, as_json: bool) -> None:
@@ -120,12 +114,12 @@ def step_rows(histogram: Histogram) -> list[dict[str, Any]]:
 
 def _escaped(json: str) -> str:
     """Escape control characters in JSON. They can only occur in strings, where escapes are valid."""
-    return "".join(char if char.isprintable() or char == "\n" else _escape(char) for char in json)
 
+    def escape(char: str) -> str:
+        encoded = char.encode("utf-16-be", "surrogatepass").hex()
+        return "".join(f"\\u{encoded[at : at + 4]}" for at in range(0, len(encoded), 4))
 
-def _escape(char: str) -> str:
-    encoded = char.encode("utf-16-be", "surrogatepass").hex()
-    return "".join(f"\\u{encoded[at : at + 4]}" for at in range(0, len(encoded), 4))
+    return "".join(char if char.isprintable() or char == "\n" else escape(char) for char in json)
 
 
 def clean(text: str, limit: int = 500) -> str:
@@ -143,7 +137,7 @@ def clean_lines(text: str) -> str:
 
 def complain(text: str) -> None:
     """Print an error as one line on stderr."""
-    typer.echo(f"deltawire: {clean(' '.join(text.splitlines()), 2000)}", err=True)
+    echo(f"deltawire: {clean(' '.join(text.splitlines()), 2000)}", err=True)
 
 
 def table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> Table:
@@ -155,11 +149,6 @@ def table(*columns: str, title: str | None = None, left: Sequence[str] = ()) -> 
     for column in columns:
         made.add_column(column, justify="left" if column in left else "right", no_wrap=column not in left)
     return made
-
-
-def _cut(text: str, width: int) -> str:
-    """Keep the end of a text that is too long."""
-    return text if len(text) <= width else "…" + text[1 - width :]
 
 
 def print_table(
@@ -192,11 +181,15 @@ def print_table(
     if shorten and missing() > 0:
         at = columns.index(shorten)
         widths[at] = max(widths[at] - missing(), 12)
+
+    def cut(text: str, width: int) -> str:
+        return text if len(text) <= width else "…" + text[1 - width :]
+
     made = table(*(columns[at] for at in widths), left=left)
     for column in made.columns:
         column.no_wrap = True
     for row in rows:
-        made.add_row(*(_cut(row[at], widths[at]) for at in widths))
+        made.add_row(*(cut(row[at], widths[at]) for at in widths))
     out.print(made)
 
 
@@ -304,7 +297,7 @@ def check_encoding(encoding: str) -> None:
     try:
         EncodingChooser(encoding)
     except UnknownFormat as error:
-        raise typer.BadParameter(str(error), param_hint="--encoding") from None
+        raise BadParameter(str(error), param_hint="--encoding") from None
 
 
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -351,7 +344,7 @@ def progress() -> Iterator[Advance]:
 
     Yields `advance(label, bytes, total)`, which makes a bar for each new label. It may be called from any thread.
     """
-    from rich.console import Console
+    from rich.console import Console as Console
 
     stderr = Console(stderr=True)
     if not stderr.is_terminal:
