@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -27,24 +28,7 @@ from ..core.errors import DeltawireError, ObjectTooLarge, RunNotFound, RunReplac
 from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, Tag, main_link, parse
 from ..core.parallel import ordered_map
 from ..store import Store, open_store
-from .document import (
-    LARGEST,
-    Columns,
-    Document,
-    Headline,
-    Heat,
-    Link,
-    Replica,
-    Steps,
-    Sync,
-    Totals,
-    Trainer,
-    Version,
-    columns,
-    groups,
-    merged,
-    share,
-)  # fmt: skip
+from . import document as doc
 
 log = logging.getLogger("deltawire")
 
@@ -92,6 +76,21 @@ _EARLIER = 8
 """Number of manifests that are tried for one that can be read, from the newest on."""
 
 
+@dataclass(slots=True)
+class _Known:
+    """What is known of a replica."""
+
+    listed: float
+    """When its heartbeat was written, by the store's clock."""
+    read: float = 0.0
+    """The same of the one that was read; 0 if none was."""
+    beat: Heartbeat | None = None
+    """None where it cannot be read, or is of another run."""
+    broken: bool = False
+    """Whether it cannot be read."""
+    syncs: dict[tuple[float, int], doc.Sync] = field(default_factory=dict)
+
+
 class Collector:
     """Reads a run, again and again. Threads may share it."""
 
@@ -114,27 +113,22 @@ class Collector:
         """The newest version that can be read."""
         self._summaries: dict[int, Summary] = {}
         self._tags: dict[str, int] = {}
-        self._beats: dict[str, tuple[float, Heartbeat | None]] = {}
-        """Heartbeats by key, each with its time in the store."""
-        self._listed: dict[str, float] = {}
-        """All heartbeats there are: key and time in the store."""
+        self._known: dict[str, _Known] = {}
+        """Replicas, by the key of their heartbeats."""
         self._others = 0
         """Number of heartbeats beyond MAX_REPLICAS."""
-        self._broken: set[str] = set()
-        """Keys of heartbeats that cannot be read."""
-        self._syncs: dict[str, dict[tuple[float, int], Sync]] = {}
         self._heat: dict[int, list[float]] = {}
         self._unreadable: set[int] = set()
-        self._trainer: dict[int, Trainer] = {}
-        self._shown_steps: Steps | None = None
+        self._trainer: dict[int, doc.Trainer] = {}
+        self._shown_steps: doc.Steps | None = None
         """Those of the newest version at the first look."""
-        self._asked_steps: Steps | None = None
+        self._asked_steps: doc.Steps | None = None
         """The latest that a viewer asked for."""
         self._spent = 0
 
     # ── looking ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def look(self) -> Document:
+    def look(self) -> doc.Document:
         """Read what is new and return everything. What is wrong with the bucket is in `problem`, never raised."""
         with self._lock:
             problem = ""
@@ -143,7 +137,7 @@ class Collector:
             except RunReplaced:
                 log.info("another run is at %s now", self._store.url)
                 self._reset()
-                return Document(self._store.url, time.time(), problem="another run is at this address; reading it")
+                return doc.Document(self._store.url, time.time(), problem="another run is at this address; reading it")
             except RunNotFound as error:
                 problem = str(error) if self._run is None else f"the run is gone: {error}"
             except DAMAGE as error:
@@ -163,8 +157,8 @@ class Collector:
             # once: a schema may have a hundred thousand tensors
             self._sizes = {tensor.name: tensor.elements for tensor in run.schema.tensors}
             self._elements, self._full_bytes = sum(self._sizes.values()), run.schema.nbytes
-            self._rows = groups([*self._sizes], HEAT_ROWS)
-            self._columns, self._totals = columns([], 0), Totals()
+            self._rows = doc.groups([*self._sizes], HEAT_ROWS)
+            self._columns, self._totals = doc.columns([], 0), doc.Totals()
             # of a copy, the times of objects say when it was made
             written = [item.modified for item in self._store.list(keys.RUN) if item.key == keys.RUN]
             self._copied = any(modified - run.info.created > SILENT for modified in written)
@@ -217,7 +211,7 @@ class Collector:
             self._summaries = {v: s for v, s in self._summaries.items() if v not in gone}
             self._newest = newest
             known = [self._summaries[v] for v in sorted(self._summaries)]
-            self._columns, self._totals = columns(known, self._elements), _totals(known, self._elements)
+            self._columns, self._totals = doc.columns(known, self._elements), _totals(known, self._elements)
             self._learn(run.manifest(newest))
             self._read_tags(run)
         self._read_heartbeats(run, first)
@@ -247,30 +241,24 @@ class Collector:
     def _read_heartbeats(self, run: Run, first: bool) -> None:
         items = sorted(self._store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)
         self._others, items = max(len(items) - MAX_REPLICAS, 0), items[:MAX_REPLICAS]
-        self._listed = {item.key: item.modified for item in items}
-        self._beats = {key: found for key, found in self._beats.items() if key in self._listed}
-        due = [item for item in items if item.key not in self._beats or self._beats[item.key][0] != item.modified]
-        # those that were never read first, and then those whose news are oldest
-        due.sort(key=lambda item: self._beats.get(item.key, (0.0, None))[0])
-        if first:
-            due = [item for item in items if item in due]
-        most = max(self._requests // 2, 1)
-        due = due[:most]
+        before, self._known = self._known, {}
+        for item in items:
+            self._known[item.key] = known = before.get(item.key) or _Known(item.modified)
+            known.listed = item.modified
+        due = [key for key, known in self._known.items() if known.read != known.listed]
+        if not first:
+            # those that were never read first, and then those whose news are oldest
+            due.sort(key=lambda key: self._known[key].read)
+        due = due[: max(self._requests // 2, 1)]
         self._spent += 1 + len(due)
-        found = ordered_map(lambda item: run.heartbeat(item.key), due, REQUESTS)
-        for item, beat in zip(due, found, strict=True):
-            ours = beat is not None and beat.run == run.info.run
-            self._beats[item.key] = item.modified, beat if ours else None
-            if beat is None:
-                self._broken.add(item.key)
-            else:
-                self._broken.discard(item.key)
-            if beat is not None and ours:
-                self._keep_syncs(item.key, beat, self._skew(beat, item.modified))
-        self._broken &= self._beats.keys()
+        for key, beat in zip(due, ordered_map(run.heartbeat, due, REQUESTS), strict=True):
+            known = self._known[key]
+            known.read, known.broken = known.listed, beat is None
+            known.beat = beat if beat is not None and beat.run == run.info.run else None
+            if known.beat is not None:
+                self._keep_syncs(known.syncs, known.beat, self._skew(known.beat, known.read))
 
-    def _keep_syncs(self, key: str, beat: Heartbeat, skew: float) -> None:
-        kept = self._syncs.setdefault(key, {})
+    def _keep_syncs(self, kept: dict[tuple[float, int], doc.Sync], beat: Heartbeat, skew: float) -> None:
         now = time.time()
         for record in beat.syncs:
             sync = _sync(record, skew)
@@ -297,42 +285,38 @@ class Collector:
         """Whether a replica can have a version: what a heartbeat says is untrusted."""
         return version is None or (self._head is not None and version <= self._head + _JUST_PUBLISHED)
 
-    def _known_syncs(self, key: str) -> list[Sync]:
-        found = [
-            s
-            for s in self._syncs.get(key, {}).values()
-            if self._is_possible(s.version) and self._is_possible(s.previous)
-        ]
+    def _possible_syncs(self, known: _Known) -> list[doc.Sync]:
+        found = [s for s in known.syncs.values() if self._is_possible(s.version) and self._is_possible(s.previous)]
         return sorted(found, key=lambda sync: sync.at)
 
     def _learn(self, manifest: Manifest) -> None:
         """Keep the trainer's timings of a manifest that was read."""
         phases = {name[:40]: seconds for name, seconds in list(manifest.timings.items())[:12] if _sane(seconds)}
-        self._trainer[manifest.version] = Trainer(manifest.version, _moment(manifest.created), phases)
+        self._trainer[manifest.version] = doc.Trainer(manifest.version, _moment(manifest.created), phases)
         for version in sorted(self._trainer)[:-RECENT]:
             del self._trainer[version]
 
     # ── detail ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def versions(self, first: int, last: int) -> Columns:
+    def versions(self, first: int, last: int) -> doc.Columns:
         """Return the versions of a range, without thinning it out where it is short enough."""
         with self._lock:
             found = [self._summaries[v] for v in sorted(self._summaries) if first <= v <= last]
-            return columns(found, self._elements if self._run else 0)
+            return doc.columns(found, self._elements if self._run else 0)
 
-    def details(self, first: int, last: int) -> list[Version]:
+    def details(self, first: int, last: int) -> list[doc.Version]:
         """Return the versions of a range in detail, RECENT at most."""
         with self._lock:
             wanted = [v for v in sorted(self._summaries) if first <= v <= last][:RECENT]
             return self._versions(wanted)
 
-    def heat(self, versions: Iterable[int]) -> Heat | None:
+    def heat(self, versions: Iterable[int]) -> doc.Heat | None:
         """Read changed weights per tensor of some more versions, HEAT_COLUMNS at most."""
         with self._lock:
             self._read_heat(4 * HEAT_COLUMNS, list(versions)[:HEAT_COLUMNS])
             return self._heat_map()
 
-    def steps(self, version: int, *, most: int = ASKED_BYTES) -> Steps:
+    def steps(self, version: int, *, most: int = ASKED_BYTES) -> doc.Steps:
         """Return how far the weights of a version moved; fetches its delta, and its base where that is needed.
 
         Raises a DeltawireError where there is no such version, or it cannot be read.
@@ -375,7 +359,7 @@ class Collector:
                 self._unreadable.add(version)
                 continue
             self._learn(found[0])
-            self._heat[version] = merged(found[1], self._sizes, self._rows)
+            self._heat[version] = doc.merged(found[1], self._sizes, self._rows)
         for version in sorted(set(self._heat) - set(_spread(sorted(self._heat), HEAT_COLUMNS))):
             del self._heat[version]
 
@@ -395,9 +379,9 @@ class Collector:
 
     # ── the document ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _document(self, problem: str) -> Document:
+    def _document(self, problem: str) -> doc.Document:
         run = self._run
-        document = Document(self._store.url, round(time.time(), 3), problem)
+        document = doc.Document(self._store.url, round(time.time(), 3), problem)
         if run is None:
             return document
         document.run, document.model = run.info.run[:64], run.info.model[:200]
@@ -414,15 +398,15 @@ class Collector:
         document.notes = self._notes(document)
         return document
 
-    def _notes(self, document: Document) -> list[str]:
+    def _notes(self, document: doc.Document) -> list[str]:
         notes = []
         unread = sum(replica.health == "unread" for replica in document.replicas)
         if unread:
             notes.append(f"The heartbeats of {unread} of {len(document.replicas)} replicas were not read.")
-        if self._broken:
-            names = [_replica_id(key)[:24] for key in sorted(self._broken)[:4]]
-            more = ", …" if len(self._broken) > len(names) else ""
-            many = f"{len(self._broken)} heartbeats" if len(self._broken) > 1 else "1 heartbeat"
+        if broken := sorted(key for key, known in self._known.items() if known.broken):
+            names = [_replica_id(key)[:24] for key in broken[:4]]
+            more = ", …" if len(broken) > len(names) else ""
+            many = f"{len(broken)} heartbeats" if len(broken) > 1 else "1 heartbeat"
             notes.append(f"{many} cannot be read: {', '.join(names)}{more}.")
         if self._others:
             notes.append(f"{self._others:,} more replicas, whose heartbeats are older, are left out.")
@@ -433,12 +417,12 @@ class Collector:
             notes.append(f"Versions that were pruned or cannot be read: {self._newest + 1 - len(self._summaries):,}.")
         return notes
 
-    def _versions(self, wanted: list[int]) -> list[Version]:
+    def _versions(self, wanted: list[int]) -> list[doc.Version]:
         proven: dict[int, set[str]] = {}
-        for key, (_, beat) in self._beats.items():
-            if beat is not None and beat.version is not None:
-                proven.setdefault(beat.version, set()).add(key)
-            for sync in self._known_syncs(key):
+        for key, known in self._known.items():
+            if known.beat is not None and known.beat.version is not None:
+                proven.setdefault(known.beat.version, set()).add(key)
+            for sync in self._possible_syncs(known):
                 if sync.proven and not sync.error:
                     proven.setdefault(sync.version, set()).add(key)
         tags: dict[int, list[str]] = {}
@@ -446,15 +430,14 @@ class Collector:
             tags.setdefault(version, []).append(name)
         return [_version(self._summaries[v], self._elements, tags.get(v, []), len(proven.get(v, ()))) for v in wanted]
 
-    def _replicas(self) -> list[Replica]:
-        found = [self._replica(key, seen) for key, seen in self._listed.items()]
+    def _replicas(self) -> list[doc.Replica]:
+        found = [self._replica(_replica_id(key), known) for key, known in self._known.items()]
         return sorted((r for r in found if r is not None), key=lambda replica: replica.id)
 
-    def _replica(self, key: str, seen: float) -> Replica | None:
-        id = _replica_id(key)
-        if key not in self._beats:
-            return Replica(id, "unread", None, None, None, seen, 0.0, "", [])
-        modified, beat = self._beats[key]
+    def _replica(self, id: str, known: _Known) -> doc.Replica | None:
+        seen, beat = known.listed, known.beat
+        if not known.read:
+            return doc.Replica(id, "unread", None, None, None, seen, 0.0, "", [])
         if beat is None:
             return None
         version = beat.version if self._is_possible(beat.version) else None
@@ -464,10 +447,10 @@ class Collector:
             behind = self._behind(version)
         if self._copied and (at := _moment(beat.at)) is not None:
             seen = min(seen, at)
-        silent = time.time() - (seen if self._copied else modified) > SILENT
+        silent = time.time() - (seen if self._copied else known.read) > SILENT
         health = "silent" if silent else "ok" if beat.healthy else "failing"
-        skew, syncs = self._skew(beat, modified), self._known_syncs(key)
-        return Replica(id, health, version, lag, behind, seen, skew, beat.error[:500], syncs)
+        skew, syncs = self._skew(beat, known.read), self._possible_syncs(known)
+        return doc.Replica(id, health, version, lag, behind, seen, skew, beat.error[:500], syncs)
 
     def _behind(self, version: int) -> float | None:
         """Seconds since the version after this one was published."""
@@ -477,12 +460,12 @@ class Collector:
         at = _moment(after.created) if after else None
         return None if at is None else round(max(time.time() - at, 0.0), 3)
 
-    def _heat_map(self) -> Heat | None:
+    def _heat_map(self) -> doc.Heat | None:
         if self._run is None or not self._heat:
             return None
         labels = [r[0][:200] if len(r) == 1 else f"{r[0][:100]} … {r[-1][:100]} ({len(r)} tensors)" for r in self._rows]
         order, tensors = sorted(self._heat), len(self._sizes)
-        return Heat(labels, order, [self._heat[v] for v in order], tensors if len(labels) < tensors else 0)
+        return doc.Heat(labels, order, [self._heat[v] for v in order], tensors if len(labels) < tensors else 0)
 
 
 # ── from records to the document ─────────────────────────────────────────────────────────────────────────────────────
@@ -494,7 +477,7 @@ def _sane(value: float) -> bool:
 
 def _size(value: int) -> int:
     """Bytes that a program in JavaScript can count."""
-    return min(max(value, 0), LARGEST)
+    return min(max(value, 0), doc.LARGEST)
 
 
 def _moment(at: float) -> float | None:
@@ -506,7 +489,7 @@ def _replica_id(key: str) -> str:
     return key.removeprefix(keys.REPLICAS).removesuffix(".json")[:128]
 
 
-def _sync(record: SyncRecord, skew: float) -> Sync | None:
+def _sync(record: SyncRecord, skew: float) -> doc.Sync | None:
     at = _moment(record.at - skew)
     versions = (record.version,) if record.previous is None else (record.version, record.previous)
     if at is None or not 0 <= record.seconds <= _LONGEST_SYNC or not all(0 <= v <= keys.MAX_VERSION for v in versions):
@@ -517,43 +500,35 @@ def _sync(record: SyncRecord, skew: float) -> Sync | None:
     paused = min(phases.get("pause", phases.get("apply", 0.0) + phases.get("prove", 0.0)), record.seconds)
     proven = not record.error and ("prove" in phases or "audit" in phases)
     times = min(max(record.times, 1), 1 << 31)
-    return Sync(
-        record.version,
-        record.previous,
-        at,
-        record.seconds,
-        _size(record.bytes),
-        phases,
-        paused,
-        proven,
-        record.error[:200],
-        times,
-    )
+    return doc.Sync(
+        record.version, record.previous, at, record.seconds, _size(record.bytes), phases, paused, proven,
+        record.error[:200], times,
+    )  # fmt: skip
 
 
 def _objects(summary: Summary) -> int:
     return max((x.objects for x in summary.links if x.kind == "delta"), default=1)
 
 
-def _version(summary: Summary, elements: int, tags: list[str], proven: int) -> Version:
-    links = [Link(x.kind, x.base, _size(x.bytes), x.encoding[:40], x.why[:300]) for x in summary.links[:16]]
-    step = summary.step if summary.step is not None and abs(summary.step) < LARGEST else None
+def _version(summary: Summary, elements: int, tags: list[str], proven: int) -> doc.Version:
+    links = [doc.Link(x.kind, x.base, _size(x.bytes), x.encoding[:40], x.why[:300]) for x in summary.links[:16]]
+    step = summary.step if summary.step is not None and abs(summary.step) < doc.LARGEST else None
     metrics = {k[:40]: v for k, v in list(summary.metrics.items())[:16] if math.isfinite(v) and abs(v) < 1e300}
-    return Version(
-        summary.version, summary.parent, _moment(summary.created), step, share(summary, elements), links, metrics,
+    return doc.Version(
+        summary.version, summary.parent, _moment(summary.created), step, doc.share(summary, elements), links, metrics,
         sorted(tags), proven,
     )  # fmt: skip
 
 
-def _totals(found: list[Summary], elements: int) -> Totals:
-    totals = Totals(versions=len(found))
+def _totals(found: list[Summary], elements: int) -> doc.Totals:
+    totals = doc.Totals(versions=len(found))
     shares = []
     for summary in found:
         link = main_link(summary) if summary.links else None
         if link is not None and link.kind == "delta":
             totals.deltas += 1
             totals.delta_bytes += _size(link.bytes)
-            shares.append(share(summary, elements))
+            shares.append(doc.share(summary, elements))
         totals.anchors += any(x.kind != "delta" for x in summary.links)
         totals.skips += sum(x.kind == "delta" and x.base != summary.parent for x in summary.links)
         totals.stored_bytes += sum(_size(x.bytes) for x in summary.links if x.kind != "reference")
@@ -561,8 +536,8 @@ def _totals(found: list[Summary], elements: int) -> Totals:
     return totals
 
 
-def _headline(document: Document, summaries: dict[int, Summary]) -> Headline:
-    found, totals = Headline(), document.totals
+def _headline(document: doc.Document, summaries: dict[int, Summary]) -> doc.Headline:
+    found, totals = doc.Headline(), document.totals
     if totals.delta_bytes:
         full = document.full_bytes * totals.deltas
         found.smaller, found.saved_bytes = round(full / totals.delta_bytes, 2), max(full - totals.delta_bytes, 0)
@@ -585,7 +560,7 @@ def _headline(document: Document, summaries: dict[int, Summary]) -> Headline:
     if alive:
         took = {r.id: median([s.seconds for s in r.syncs if s.previous is not None] or [0.0]) for r in alive}
         slowest = max(
-            alive, key=lambda replica: (replica.lag if replica.lag is not None else LARGEST, took[replica.id])
+            alive, key=lambda replica: (replica.lag if replica.lag is not None else doc.LARGEST, took[replica.id])
         )
         found.slowest, found.slowest_lag = slowest.id, slowest.lag or 0
         found.slowest_sync_s = round(took[slowest.id], 6) or None
@@ -601,12 +576,12 @@ def _spread(values: list[int], most: int) -> list[int]:
     return sorted({values[-1 - round(i * (len(values) - 1) / max(most - 1, 1))] for i in range(most)})
 
 
-def _steps(run: Run, version: int, most: int) -> Steps:
+def _steps(run: Run, version: int, most: int) -> doc.Steps:
     """How far the weights of a version moved, unless more than `most` bytes would be fetched for it."""
     manifest = run.manifest(version)
     link = main_link(manifest)
     if link.kind != "delta" or link.base is None:
-        return Steps(version, [], "this version has no delta")
+        return doc.Steps(version, [], "this version has no delta")
     base, cost = None, link.bytes
     if not contents.tells_steps(link):
         cost += sum(step.bytes for step in Walker(run).plan(None, link.base))
@@ -616,6 +591,6 @@ def _steps(run: Run, version: int, most: int) -> Steps:
             base = lambda name: (specs[name], state.bits(name))  # noqa: E731
     if cost > most:
         ask = "; “Compute” fetches it" if cost <= ASKED_BYTES else ""
-        return Steps(version, [], f"this takes {cost / 1e6:,.0f} MB from the bucket{ask}")
+        return doc.Steps(version, [], f"this takes {cost / 1e6:,.0f} MB from the bucket{ask}")
     _, histogram = contents.read(run.store, link, steps=True, base=base)
-    return Steps(version, histogram.rows(), "")
+    return doc.Steps(version, histogram.rows(), "")
