@@ -54,7 +54,6 @@ ELSEWHERE = {
     "deltawire/engines/vllm/engine.py": "engines/live/test_follower.py",
     "deltawire/engines/vllm/guard.py": "engines/live/test_endpoint.py",
     "deltawire/engines/vllm/relay.py": "engines/live/test_endpoint.py",
-    "deltawire/engines/vllm/samples.py": "engines/live/test_samples.py",
     "deltawire/engines/sglang/core.py": "engines/live/test_sglang.py",
     "deltawire/engines/sglang/endpoint.py": "engines/live/test_sglang.py",
     "deltawire/engines/sglang/engine.py": "engines/live/test_sglang.py",

@@ -91,7 +91,6 @@ class Following(Protocol):
 
     def hurry(self, seconds: float) -> None:
         """Look for versions more often for so many seconds, because somebody waits for one."""
-        ...
 
 
 async def reached(bound: Bound, follower: Following, present: Callable[[], int | None], seconds: float) -> bool:

@@ -20,17 +20,7 @@ from fastapi import APIRouter, HTTPException, Request
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ..core.errors import (
-    BadURL,
-    DeltawireError,
-    Misconfigured,
-    MissingExtra,
-    ObjectNotFound,
-    ReferenceUnavailable,
-    RunNotFound,
-    StoreError,
-    VersionNotFound,
-)
+from ..core import errors
 from .follower import Follower
 from .names import STATES
 
@@ -140,7 +130,7 @@ def routes(
         authorize(request)
         try:
             version, found = await asyncio.to_thread(follower().live)
-        except DeltawireError as error:
+        except errors.DeltawireError as error:
             raise refusal(error) from error
         return {"version": version, "digest": str(found)}
 
@@ -194,20 +184,20 @@ async def command(
 
     try:
         return await asyncio.to_thread(move)
-    except DeltawireError as error:
+    except errors.DeltawireError as error:
         log.warning("could not go to the requested version: %s", error)
         raise refusal(error) from error
 
 
-_STATUS: tuple[tuple[tuple[type[DeltawireError], ...], int], ...] = (
-    ((RunNotFound, VersionNotFound, ReferenceUnavailable, ObjectNotFound), 404),
-    ((BadURL, Misconfigured, MissingExtra), 400),
-    ((StoreError,), 503),
+_STATUS: tuple[tuple[tuple[type[errors.DeltawireError], ...], int], ...] = (
+    ((errors.RunNotFound, errors.VersionNotFound, errors.ReferenceUnavailable, errors.ObjectNotFound), 404),
+    ((errors.BadURL, errors.Misconfigured, errors.MissingExtra), 400),
+    ((errors.StoreError,), 503),
 )
 """HTTP status of an error, by the first line that its class is in; 409 for all others."""
 
 
-def refusal(error: DeltawireError) -> HTTPException:
+def refusal(error: errors.DeltawireError) -> HTTPException:
     """Return the HTTP error for a control request that raised this error."""
     status = next((status for kinds, status in _STATUS if isinstance(error, kinds)), 409)
     return HTTPException(status, f"{type(error).__name__}: {error}")

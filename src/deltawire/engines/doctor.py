@@ -45,7 +45,12 @@ def examine(
 ) -> Report:
     """Check a server; with RUN[@VERSION], also that it follows that run, and how far behind the bucket it is, or that
     it serves that version."""
-    if not _is_address(url):
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an invalid port
+        is_address = False
+    if not is_address:
         raise BadURL(f"{url!r} is not the address of a server: write http://host:port")
     findings = []
     clock = time.perf_counter()
@@ -55,14 +60,6 @@ def examine(
             say(findings[-1])
         clock = time.perf_counter()
     return Report(url, tuple(findings))
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an invalid port
-        return False
 
 
 def _checks(url: str, token: str | None, run: str | None) -> Iterator[Finding]:
@@ -76,10 +73,12 @@ def _checks(url: str, token: str | None, run: str | None) -> Iterator[Finding]:
         yield Finding("plugin", "failed", f"it does not show its status without the right token: {_TOKEN}")
         return
     if answer.status != 200 or not isinstance(answer.value, dict) or "state" not in answer.value:
+        path = urlsplit(url).path
         yield Finding(
             "plugin", "failed",
             f"no deltawire here (/deltawire/status is {answer.status or answer.why}): start vLLM with "
-            f"VLLM_PLUGINS=deltawire, or start the server with `deltawire serve`{_without_path(url)}",
+            "VLLM_PLUGINS=deltawire, or start the server with `deltawire serve`"
+            + (f"; if this is its API's address, leave out {path}" if path else ""),
         )  # fmt: skip
         return
     status = answer.value
@@ -87,11 +86,6 @@ def _checks(url: str, token: str | None, run: str | None) -> Iterator[Finding]:
     yield from _following(status, run)
     yield _guard(status)
     yield _token(url, token)
-
-
-def _without_path(url: str) -> str:
-    path = urlsplit(url).path
-    return f"; if this is its API's address, leave out {path}" if path else ""
 
 
 def _following(status: dict[str, Any], wanted: str | None) -> Iterator[Finding]:
@@ -145,9 +139,7 @@ def _following(status: dict[str, Any], wanted: str | None) -> Iterator[Finding]:
 
 
 def _guard(status: dict[str, Any]) -> Finding:
-    guard = status.get("guard")
-    if status.get("engine") == "builtin":
-        return Finding("guard", "ok", "weights are patched in place")
+    guard = "patch" if status.get("engine") == "builtin" else status.get("guard")
     if not guard:
         return Finding("guard", "skipped", "the layout of the weights is not known yet")
     if guard == "patch":

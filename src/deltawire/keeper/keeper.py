@@ -30,22 +30,11 @@ from ..bucket.run import DAMAGE
 from ..bucket.trust import KeysLike, Trust, link_signer
 from ..bucket.walk import prefetch
 from ..bucket.watch import Watcher, following
-from ..core import full, keys
+from ..core import errors, full, keys
 from ..core.added import LEVELS, AddedIndex, AddedLink, merge
 from ..core.chain import Step
 from ..core.change import Change, whole
 from ..core.digest import StateDigest
-from ..core.errors import (
-    DeltawireError,
-    Misconfigured,
-    NotTheSigner,
-    RunNotFound,
-    RunReplaced,
-    SchemaError,
-    StoreError,
-    Unsupported,
-    VersionNotFound,
-)
 from ..core.manifest import KEEPER, Blob, Link, Manifest, main_link
 from ..core.signing import SigningKey
 from ..core.sparse import DataFile, DeltaWriter
@@ -148,7 +137,7 @@ class Keeper:
         self.replica.role = KEEPER
         self.run = self.replica.opened()
         if own := [url for url in options.mirrors if open_store(url).url == self.run.store.url]:
-            raise Misconfigured(f"{own[0]} is the run itself: a mirror needs an address of its own")
+            raise errors.Misconfigured(f"{own[0]} is the run itself: a mirror needs an address of its own")
         self._sign, self._signer = sign, link_signer(self.run, sign)
         self._resolve = resolver(reference)
         self.state = State(self.run.schema)
@@ -192,16 +181,16 @@ class Keeper:
                     try:
                         while newest is not None and not stop.is_set() and (kept := self.keep(newest)) is not None:
                             yield kept
-                    except NotTheSigner as error:
+                    except errors.NotTheSigner as error:
                         refused = error
                     if newest is not None:
                         self.tend(newest, may_prune=refused is None)
                     if refused is not None:
                         raise refused
                     self._note("loop", "")
-                except (RunReplaced, SchemaError, Unsupported):
+                except (errors.RunReplaced, errors.SchemaError, errors.Unsupported):
                     raise
-                except DeltawireError as error:
+                except errors.DeltawireError as error:
                     self._note("loop", f"retrying: {error}")
                     watcher.forget()
                 self.replica.beat()
@@ -211,7 +200,7 @@ class Keeper:
         """Do what is due and yield each version that was dealt with."""
         newest = self.run.newest()
         if newest is None:
-            raise RunNotFound(f"the run at {self.run.store.url} has no version yet")
+            raise errors.RunNotFound(f"the run at {self.run.store.url} has no version yet")
         index, refused = self.run.added.index(), None
         if index is not None and index.done == newest:
             self._lease.hold()  # for mirrors and retention: there is nothing to add
@@ -219,7 +208,7 @@ class Keeper:
             try:
                 while (kept := self.keep(newest)) is not None:
                     yield kept
-            except NotTheSigner as error:
+            except errors.NotTheSigner as error:
                 refused = error
         self.tend(newest, may_prune=refused is None, wait=True)
         for what, work in self._beside.items():
@@ -232,7 +221,7 @@ class Keeper:
         self._ending.set()
         self.replica.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        with suppress(StoreError):
+        with suppress(errors.StoreError):
             self._lease.release()
 
     # ── one version ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -356,7 +345,7 @@ class Keeper:
             self._report(f"the {step.kind} to version {step.version} cannot be used: {why}")
         return self._weights.changes
 
-    def _remember_damaged(self, step: Step, why: DeltawireError) -> None:
+    def _remember_damaged(self, step: Step, why: errors.DeltawireError) -> None:
         """Remember which objects of a link are damaged; none where the store could not be reached."""
         if not isinstance(why, DAMAGE):
             return
@@ -430,7 +419,7 @@ class Keeper:
         version = manifest.version
         try:
             base = self.run.manifest(skip.base)
-        except VersionNotFound:
+        except errors.VersionNotFound:
             return []  # pruned meanwhile
         trainers = main_link(manifest).encoding
         encoding = self.options.encoding or trainers or "packed"

@@ -226,7 +226,8 @@ def test_no_request_can_name_a_version_while_another_is_dropped(scene: Scene) ->
 
     async def end() -> None:
         for number in range(2):
-            adapters.ended(adapters.names[f"policy@{number}"], named=False)
+            adapters.names[f"policy@{number}"].requests -= 1
+            adapters._sweep_soon()
 
     scene.run(end())
     until(lambda: adapters.held() == ["policy@2"])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from deltawire.engines.live.samples import VersionMiddleware, current, route
+from deltawire.engines.live.samples import VersionMiddleware, current, observe, route
 from deltawire.engines.names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER, VERSION_HEADER
-from deltawire.engines.vllm.samples import observe
+from deltawire.engines.vllm.endpoint import note_versions
 
 
 def span(version: str, start: int, end: int) -> SimpleNamespace:
@@ -43,7 +44,7 @@ def call(
     engine: Any, app: Any, path: str = "/v1/completions", present: Any = lambda: 7, bound: tuple[str, str] | None = None
 ) -> tuple[dict, bytes]:
     """Headers and body that a client sees; the status is among the headers."""
-    observe(engine, present)
+    observe(engine, "generate", partial(note_versions, present=present))
     sent: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:
@@ -201,7 +202,7 @@ def test_a_client_that_leaves_closes_the_engines_stream() -> None:
             break
         await stream.aclose()
 
-    observe(engine, lambda: 7)
+    observe(engine, "generate", partial(note_versions, present=lambda: 7))
     scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
     asyncio.run(VersionMiddleware(app, lambda: 7)(scope, None, None))
     assert engine.closed == 1
@@ -283,7 +284,7 @@ def test_a_bound_is_about_the_adapter_that_a_request_names(
 ) -> None:
     """The engine marks tokens with the version of the base weights, 7; the body comes in two parts and is passed on."""
     engine, answer = Engine([output(0, [span("7", 0, 2)])]), plain(None, prompts=0, content={"choices": [{"index": 0}]})
-    observe(engine, lambda: 7)
+    observe(engine, "generate", partial(note_versions, present=lambda: 7))
     followed = SimpleNamespace(listeners=set(), pin=None, hurry=lambda seconds: None)
     versions = {"policy": 41, "policy@40": 40}
     body = json.dumps({"model": "base", field: model, "prompt": "t5"}).encode()

@@ -37,6 +37,7 @@ from ..follower import Follower
 from . import arrays
 from .channel import Answer
 from .node import source_folder
+from .samples import current
 from .swap import errors
 from .turns import short_turns
 
@@ -440,18 +441,38 @@ class Adapters(ABC):
     def lend(self, loaded: Loaded, outputs: Any, *, named: bool) -> AsyncIterator[Any]:
         """Pass on the outputs of a request, and keep its version loaded until they end. `named`: the request asked for
         this version and not for the current one, so that its client may come back for more."""
-        use = _Use(self, loaded, named)
-        passed = _passed(outputs, use)
-        # a generator that is never started runs none of its own code
-        finalize(passed, use.drop)
-        return passed
+        if (record := current.get()) is not None:
+            record.adapter_version = loaded.version
+        loaded.requests += 1
+        begun = False
 
-    def ended(self, loaded: Loaded, named: bool) -> None:
-        loaded.requests -= 1
-        if named:
-            self._registry.name(loaded)
-            self._sweep_later(loaded)
-        self._sweep_soon()
+        def end() -> None:
+            loaded.requests -= 1
+            if named:
+                self._registry.name(loaded)
+                self._sweep_later(loaded)
+            self._sweep_soon()
+
+        async def passed() -> AsyncIterator[Any]:
+            nonlocal begun
+            begun = True
+            try:
+                # closed before the use ends: the engine then computes nothing for it any more
+                async with aclosing(outputs) as stream:
+                    async for output in stream:
+                        yield output
+            finally:
+                end()
+
+        def drop() -> None:
+            # called by whichever thread collects garbage
+            if not begun and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(end)
+
+        lent = passed()
+        # a generator that is never started runs none of its own code
+        finalize(lent, drop)
+        return lent
 
     def lease(self, name: str, version: int, seconds: float) -> None:
         """Keep a version loaded for so many seconds, also while no request uses it; 0 ends its lease.
@@ -496,32 +517,3 @@ class Adapters(ABC):
             text = "%s may stay in the memory of some ranks; no request uses it; next try in %d s: %s: %s"
             log.warning(text, loaded.full_name, DROP_AGAIN_S, type(error).__name__, error)
             self._loop.call_later(DROP_AGAIN_S, lambda: self._begin(self._drop(loaded)))
-
-
-class _Use:
-    """A request's use of a version. Ends once."""
-
-    def __init__(self, adapters: Adapters, loaded: Loaded, named: bool) -> None:
-        self._adapters, self._loaded, self._named = adapters, loaded, named
-        self._loop = asyncio.get_running_loop()
-        self.begun = False
-        loaded.requests += 1
-
-    def end(self) -> None:
-        self._adapters.ended(self._loaded, self._named)
-
-    def drop(self) -> None:
-        """End a use that was never begun; called by whichever thread collects garbage."""
-        if not self.begun and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.end)
-
-
-async def _passed(outputs: Any, use: _Use) -> AsyncIterator[Any]:
-    use.begun = True
-    try:
-        # closed before the use ends: the engine then computes nothing for it any more
-        async with aclosing(outputs) as stream:
-            async for output in stream:
-                yield output
-    finally:
-        use.end()

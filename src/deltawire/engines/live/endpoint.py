@@ -147,14 +147,21 @@ class Endpoint:
                 raise HTTPException(400, "this server follows no run yet: name one")
             if self._target is None:
                 raise HTTPException(503, "the engine is not ready")
-            first = self._first(run, self._target)
+            with self._beginning:
+                try:
+                    first = self._begin(run, self._target) if self._follower is None else None
+                except DeltawireError as error:
+                    raise control.refusal(error) from error
             if first is not None:
-                return await self._command_first(first, version)
+                try:
+                    return await control.command(first, version, self._status)
+                except HTTPException:
+                    if first.state == "starting":
+                        # it cannot be followed: the server stays free for another
+                        self._follower = None
+                    raise
         follower = self._followed()
-        if run is not None and run.rstrip("/") not in (
-            self._run.rstrip("/"),
-            follower.replica.url.rstrip("/"),
-        ):
+        if run is not None and run.rstrip("/") not in (self._run.rstrip("/"), follower.replica.url.rstrip("/")):
             raise HTTPException(409, f"this server follows {follower.replica.url}; another run needs another server")
         return await control.command(follower, version, self._status)
 
@@ -183,23 +190,6 @@ class Endpoint:
         if self._follower is None:
             raise HTTPException(409, "this server follows no run: set DELTAWIRE_RUN, or name one to /update_weights")
         return self._follower
-
-    def _first(self, run: str, target: EngineTarget) -> EngineFollower | None:
-        """Choose the run that a trainer named; None if another request was first."""
-        with self._beginning:
-            try:
-                return self._begin(run, target) if self._follower is None else None
-            except DeltawireError as error:
-                raise control.refusal(error) from error
-
-    async def _command_first(self, follower: EngineFollower, version: Any) -> dict[str, Any]:
-        """Go to the first version. A run that cannot be followed leaves the server free for another."""
-        try:
-            return await control.command(follower, version, self._status)
-        except HTTPException:
-            if follower.state == "starting":
-                self._follower = None
-            raise
 
     def _status(self) -> dict[str, Any]:
         more: dict[str, Any] = {} if self._follower is None else {"guard": self._follower.target.guard}

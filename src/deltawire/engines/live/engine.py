@@ -21,7 +21,6 @@ class Engine(Protocol):
 
     async def call(self, operation: str, **arguments: object) -> list[Answer]:
         """Call an operation of every `Rank`, between two steps. Returns their answers in order."""
-        ...
 
     async def swap(self, version: str, staged: list[int]) -> Answer:
         """Let the step in flight finish, write what ranks have staged, and go on, as it was before. If a rank fails,
@@ -31,16 +30,12 @@ class Engine(Protocol):
         back, `lost` if that failed too (the engine then stays stopped), and the seconds of each phase: `stop`,
         `apply`, `prove`, `pause`.
         """
-        ...
 
     async def hold(self) -> None:
         """Hold generation; requests wait."""
-        ...
 
     async def stop(self) -> None:
         """Stop generation because the weights are no known version, and drop what was computed with them."""
-        ...
 
     async def set_version(self, version: str, resume: bool) -> None:
         """Name the weights; with `resume`, let generation go on after `hold` or `stop`."""
-        ...

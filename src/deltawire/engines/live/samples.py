@@ -1,13 +1,14 @@
 """Label every completion with the versions that made it.
 
-An adapter picks up the versions of tokens where outputs pass from the engine to the server (`current`). They are
-written into the response: a header, and `weight_versions` in every choice.
+The versions of tokens are picked up where outputs pass from the engine to the server (`observe`). They are written into
+the response: a header, and `weight_versions` in every choice.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
@@ -43,8 +44,9 @@ class Record:
     @property
     def header(self) -> str:
         """All versions, in order: `41`, or `41,42` for a completion that a sync went through."""
-        versions = [span["version"] for number in sorted(self.spans) for span in self.spans[number]]
-        return ",".join(str(version) for version in sorted(set(versions), key=str if _mixed(versions) else int))
+        versions = {span["version"] for spans in self.spans.values() for span in spans}
+        numbers = all(isinstance(version, int) for version in versions)
+        return ",".join(str(version) for version in sorted(versions, key=int if numbers else str))
 
 
 current: ContextVar[Record | None] = ContextVar("deltawire_record", default=None)
@@ -56,8 +58,24 @@ def number(version: str) -> int | str:
     return int(version) if version.isdecimal() else version
 
 
-def _mixed(versions: list[Any]) -> bool:
-    return not all(isinstance(version, int) for version in versions)
+def observe(owner: Any, method: str, begin: Callable[[Record], Callable[[Any], None]]) -> None:
+    """Record versions from the outputs of an engine: `owner.method` returns those of one prompt. For each that is to be
+    labelled, `begin` returns what notes an output in the record."""
+    generate = getattr(owner, method)
+
+    def observed(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        record, outputs = current.get(), generate(*args, **kwargs)
+        return outputs if record is None else passed_on(outputs, begin(record))
+
+    setattr(owner, method, observed)
+
+
+async def passed_on(outputs: Any, note: Callable[[Any], None]) -> AsyncIterator[Any]:
+    """Pass outputs on, each after `note` was called with it, and close them with this."""
+    async with aclosing(outputs) as stream:
+        async for output in stream:
+            note(output)
+            yield output
 
 
 Adapter = tuple[Following, Callable[[], int | None]]
@@ -232,14 +250,14 @@ class _Marked:
         self._body = rest if more else b""
         ready = whole + gap + (b"" if more else rest)
         if b'"finish_reason":"' in ready or b'"finish_reason":{' in ready:
-            ready = b"\n\n".join(self._event(event) for event in ready.split(b"\n\n"))
+            ready = b"\n\n".join(
+                b"data: " + self._with_versions(event.removeprefix(b"data: "), finished=True)
+                if event.startswith(b"data: {")
+                else event
+                for event in ready.split(b"\n\n")
+            )
         if ready or not more:
             await self._send({"type": "http.response.body", "body": ready, "more_body": more})
-
-    def _event(self, event: bytes) -> bytes:
-        if not event.startswith(b"data: {"):
-            return event
-        return b"data: " + self._with_versions(event.removeprefix(b"data: "), finished=True)
 
     def _with_versions(self, body: bytes, finished: bool = False) -> bytes:
         try:

@@ -66,6 +66,11 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
         except ValueError:
             raise Misconfigured(f"{name} is {environment[name]!r}; it is a number of seconds") from None
 
+    # a comma before `name=` begins the next adapter, any other one separates two addresses of the same run
+    adapters = re.split(r",(?=\s*[^\s,=:?]+\s*=)", environment.get("DELTAWIRE_ADAPTERS", ""))
+    keep = environment.get("DELTAWIRE_ADAPTERS_KEEP") or "1"
+    if not keep.isdecimal():
+        raise Misconfigured(f"DELTAWIRE_ADAPTERS_KEEP is {keep[:80]!r}; it is a number of versions")
     return Settings(
         run=environment.get("DELTAWIRE_RUN", ""),
         poll=number("DELTAWIRE_POLL", 1.0),
@@ -80,8 +85,8 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
         heartbeat=number("DELTAWIRE_HEARTBEAT", 10.0),
         address=environment.get("DELTAWIRE_ADDRESS", ""),
         version_wait=number("DELTAWIRE_VERSION_WAIT", 30.0),
-        adapters=_adapters(environment.get("DELTAWIRE_ADAPTERS", "")),
-        adapters_keep=_count("DELTAWIRE_ADAPTERS_KEEP", environment.get("DELTAWIRE_ADAPTERS_KEEP") or "1"),
+        adapters=named_adapters("DELTAWIRE_ADAPTERS", filter(str.strip, adapters)),
+        adapters_keep=int(keep),
     )
 
 
@@ -89,15 +94,8 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 """Names of adapters. `@` separates one from a version: policy@41."""
 
 
-def _adapters(text: str) -> dict[str, str]:
-    """Read `policy=s3://runs/lora, judge=s3://runs/judge@41`. Each run may have several addresses."""
-    # a comma before `name=` begins the next adapter, any other one separates two addresses of the same run
-    entries = re.split(r",(?=\s*[^\s,=:?]+\s*=)", text)
-    return named_adapters("DELTAWIRE_ADAPTERS", [entry for entry in entries if entry.strip()])
-
-
 def named_adapters(setting: str, entries: Iterable[str]) -> dict[str, str]:
-    """Read NAME=RUN, NAME=RUN, … of a setting: the runs by name."""
+    """Read NAME=RUN, NAME=RUN, … of a setting: the runs by name. Each may have several addresses."""
     found: dict[str, str] = {}
     for entry in entries:
         name, _, run = (part.strip() for part in entry.partition("="))
@@ -110,9 +108,3 @@ def named_adapters(setting: str, entries: Iterable[str]) -> dict[str, str]:
             raise Misconfigured(f"{setting} names {name!r} twice")
         found[name] = run
     return found
-
-
-def _count(name: str, text: str) -> int:
-    if not text.isdecimal():
-        raise Misconfigured(f"{name} is {text[:80]!r}; it is a number of versions")
-    return int(text)

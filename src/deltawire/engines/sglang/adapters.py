@@ -16,7 +16,6 @@ from fastapi import HTTPException
 from ...core.errors import Misconfigured
 from ..live.adapters import AdapterFollower, Adapters, Loaded
 from ..live.channel import Answer
-from ..live.samples import current
 from .engine import call
 
 _END_S = 10.0
@@ -91,8 +90,6 @@ class SglangAdapters(Adapters):
             loaded, named = self._chosen(getattr(request, "lora_path", None))
             if loaded is None:
                 return generate(request, *args, **kwargs)  # type: ignore[no-any-return]
-            if (record := current.get()) is not None:
-                record.adapter_version = loaded.version
             request.lora_path = loaded.full_name
             return self.lend(loaded, generate(request, *args, **kwargs), named=named)
 

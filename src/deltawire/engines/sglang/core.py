@@ -108,19 +108,22 @@ class Core:
     def _swap(self, version: str, clear: bool, staged: list[int]) -> Answer:
         """Write what is staged, as `Engine.swap` says. `clear` drops all cached keys and values, those of running
         requests too."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
         scheduler, began = self._scheduler, time.perf_counter()
         paused = scheduler._engine_paused
         self._drain()
         stopped = time.perf_counter()
-        answer: Answer = self._cleared() if clear else {}
-        if "failure" not in answer:
+        if clear and (failed := errors(self._gather(self._clear()))):
+            answer: Answer = {"failure": failed[0]}
+        else:
             answer = write_all(self._everywhere, staged)
         if "failure" not in answer and version:
             self._name(version)
         if "lost" in answer:
             scheduler._engine_paused = True
         elif clear and not paused:
-            self._continue()
+            scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
         return answer | {"stop": stopped - began, "pause": time.perf_counter() - began}
 
     def _name(self, version: str) -> Answer:
@@ -131,10 +134,6 @@ class Core:
             if hasattr(request, _OWN):
                 salt(scheduler, request)
         return {}
-
-    def _cleared(self) -> Answer:
-        failed = errors(self._gather(self._clear()))
-        return {"failure": failed[0]} if failed else {}
 
     def _clear(self) -> Answer:
         """Stop, send running requests back to the queue, and drop all keys and values."""
@@ -149,11 +148,6 @@ class Core:
             log.exception("cached keys and values could not be dropped")
             return {"error": f"{type(error).__name__}: {error}"}
         return {} if dropped else {"error": "keys and values of the old weights could not be dropped"}
-
-    def _continue(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     def _drain(self) -> None:
         """Finish the batch in flight. With SGLang's overlap its result waits for the next step to begin: its tokens

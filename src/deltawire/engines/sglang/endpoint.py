@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, generate_latest
 
 from ..live.endpoint import Endpoint
-from ..live.samples import PATHS, Record, current, models, number, read_ahead, route
+from ..live.samples import PATHS, Record, models, number, observe, read_ahead, route
 from .adapters import SglangAdapters
 from .engine import SglangEngine
 
@@ -49,7 +49,7 @@ class Server(Endpoint):
         self._manager = manager
         chosen = manager.server_args.resolved_dict()
         self._listens(chosen["host"], chosen["port"], manager.served_model_name)
-        observe(manager)
+        observe(manager, "generate_request", lambda record: partial(_note, record))
 
     def attach(self, app: Any) -> None:
         super().attach(app)
@@ -118,29 +118,16 @@ class OwnRoutesMiddleware:
         await answer(scope, receive, send)
 
 
-def observe(manager: Any) -> None:
-    """Record versions from the outputs of the schedulers, which mark the tokens of each request that ends."""
-    generate = manager.generate_request
-
-    def observed(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        record, outputs = current.get(), generate(*args, **kwargs)
-        return outputs if record is None else _noted(outputs, record)
-
-    manager.generate_request = observed
-
-
-async def _noted(outputs: Any, record: Record) -> AsyncIterator[Any]:
-    async with aclosing(outputs) as stream:
-        async for output in stream:
-            for position, item in enumerate(output if isinstance(output, list) else [output]):
-                spans = item["meta_info"].get("weight_versions")
-                if spans is None:
-                    continue
-                if (adapter := record.adapter_version) is not None:
-                    # SGLang marks tokens with the version of the base weights
-                    spans = [{"version": str(adapter), "start": 0, "end": spans[-1]["end"]}] if spans else []
-                record.spans[item.get("index", position)] = [{**s, "version": number(s["version"])} for s in spans]
-            yield output
+def _note(record: Record, output: Any) -> None:
+    """Note the versions that schedulers mark the tokens of each request with when it ends."""
+    for position, item in enumerate(output if isinstance(output, list) else [output]):
+        spans = item["meta_info"].get("weight_versions")
+        if spans is None:
+            continue
+        if (adapter := record.adapter_version) is not None:
+            # SGLang marks tokens with the version of the base weights
+            spans = [{"version": str(adapter), "start": 0, "end": spans[-1]["end"]}] if spans else []
+        record.spans[item.get("index", position)] = [{**s, "version": number(s["version"])} for s in spans]
 
 
 class MetricsMiddleware:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,7 +28,7 @@ def hooked_layers(model: nn.Module) -> list[Layer]:
     for name, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
         if method is not None and (loaded := module.__dict__.get(_LOADED)):
-            found.append(Layer(name, module, loaded, lambda made, m=method: _run(m, made), (type(method),)))  # type: ignore[misc]
+            found.append(Layer(name, module, loaded, partial(_run, method), (type(method),)))
     return found
 
 

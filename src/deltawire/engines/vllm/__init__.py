@@ -7,7 +7,7 @@ adapters    followed adapters, named in the API server; adapter_worker: read and
 core        the swap of all ranks, between two steps of the engine; salts of its cache
 engine      vLLM as a target sees it
 relay       several API servers: one follows, the others pass on what concerns it
-endpoint    the endpoint plugin; samples: versions of tokens
+endpoint    the endpoint plugin, and versions of tokens
 launch      `deltawire serve --engine vllm`
 """
 

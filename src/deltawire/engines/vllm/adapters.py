@@ -14,7 +14,6 @@ from typing import Any
 from ...core.errors import Misconfigured
 from ..live.adapters import Adapters, Loaded
 from ..live.channel import Answer
-from ..live.samples import current
 from .engine import call_ranks
 
 
@@ -76,8 +75,6 @@ class VllmAdapters(Adapters):
             loaded = None if lora_request is None else self._chosen(lora_request)
             if loaded is None:
                 return generate(*args, lora_request=lora_request, **kwargs)  # type: ignore[no-any-return]
-            if (record := current.get()) is not None:
-                record.adapter_version = loaded.version
             # under the full name: vLLM takes two requests for one adapter if they name it alike
             outputs = generate(*args, lora_request=_request(loaded, loaded.full_name), **kwargs)
             return self.lend(loaded, outputs, named=lora_request.lora_name == loaded.full_name)

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,11 @@ from fastapi import FastAPI, Response
 from ...core.errors import Misconfigured
 from ..bounds import Following
 from ..live.endpoint import Endpoint
+from ..live.samples import Record, number, observe
 from . import BACKEND_FLAG, NAME
 from .adapters import VllmAdapters
 from .engine import VllmEngine
 from .relay import Relay, RelayMiddleware, serve
-from .samples import observe
 
 log = logging.getLogger("deltawire")
 
@@ -44,7 +45,8 @@ class Plugin(Endpoint):
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         if engine_client is None:
             return
-        if _knows_some_engines(engine_client.vllm_config):
+        parallel = getattr(engine_client.vllm_config, "parallel_config", None)
+        if getattr(parallel, "local_engines_only", False) and engine_client.vllm_config.model_config.is_moe:
             raise Misconfigured(
                 "all data-parallel ranks of experts must switch together, and this server knows only some of them: "
                 "start vllm serve without --data-parallel-rank and without external or hybrid load balancing"
@@ -60,11 +62,10 @@ class Plugin(Endpoint):
             self._listens("127.0.0.1", None, model)
         else:
             self._listens(getattr(args, "host", None), getattr(args, "port", None) or 8000, model)
-        observe(engine_client, self._version)
+        observe(engine_client, "generate", partial(note_versions, present=self._version))
         self._several = several = (getattr(args, "api_server_count", None) or 1) > 1
         if several and self._settings.adapters:
             raise Misconfigured("adapters are followed by one API server: start vllm serve with --api-server-count 1")
-        parallel = getattr(engine_client.vllm_config, "parallel_config", None)
         if self._settings.adapters and getattr(parallel, "nnodes", 1) > 1:
             raise Misconfigured("adapters are written to a folder that all ranks read: serve them on one node")
         if several and engine_client.engine_core.client_index:
@@ -75,13 +76,10 @@ class Plugin(Endpoint):
         if self._settings.adapters:
             self._follow_adapters(partial(VllmAdapters, engine_client, state.openai_serving_models))
         if several:
-            self._serve_others()
-
-    def _serve_others(self) -> None:
-        app = FastAPI()
-        app.add_api_route("/health", lambda: Response(status_code=200), methods=["GET"])
-        self._attach_routes(app)
-        serve(app)
+            others = FastAPI()
+            others.add_api_route("/health", lambda: Response(status_code=200), methods=["GET"])
+            self._attach_routes(others)
+            serve(others)
 
     def _end(self) -> None:
         parent = multiprocessing.parent_process()
@@ -98,10 +96,29 @@ class Plugin(Endpoint):
         return self._relay.version if self._relay is not None else super()._version()
 
 
-def _knows_some_engines(config: Any) -> bool:
-    """Whether other servers run engines that take every step together with those of this one."""
-    parallel = getattr(config, "parallel_config", None)
-    return bool(getattr(parallel, "local_engines_only", False) and config.model_config.is_moe)
+def note_versions(record: Record, present: Callable[[], Any]) -> Callable[[Any], None]:
+    """What notes the versions of one prompt's tokens, which the engine marks since vLLM 0.32. `present` returns the
+    version to use where it marks none."""
+    first = present()
+    prompt, record.prompts = record.prompts, record.prompts + 1
+
+    def note(output: Any) -> None:
+        for choice in output.outputs:
+            spans = getattr(choice, "weight_versions", None)
+            if spans is not None:
+                found = [{"version": number(s.version), "start": s.start, "end": s.end} for s in spans]
+            elif choice.finish_reason is not None:
+                # no more is known than what it began and ended with
+                found = [{"version": version} for version in dict.fromkeys((first, present()))]
+            else:
+                continue
+            if record.adapter_version is not None:
+                # the engine marks tokens with the version of the base weights
+                ends = {"start": 0, "end": found[-1]["end"]} if spans else {}
+                found = [{"version": record.adapter_version, **ends}]
+            record.spans[prompt * len(output.outputs) + choice.index] = found
+
+    return note
 
 
 def make() -> Plugin:

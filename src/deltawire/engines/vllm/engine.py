@@ -8,7 +8,6 @@ from typing import Any
 
 from ..live.channel import Answer
 from ..live.settings import Policy
-from .guard import has_draft
 
 
 class VllmEngine:
@@ -20,7 +19,9 @@ class VllmEngine:
         self._client, self._policy = client, policy
         config = client.vllm_config
         self.source = str(config.model_config.model)
-        self.has_draft = has_draft(config)
+        speculative: Any = getattr(config, "speculative_config", None)
+        draft = getattr(speculative, "draft_model_config", None)
+        self.has_draft = draft is not None and draft is not speculative.target_model_config
         self._engines = engines(client)
         first = getattr(client.engine_core, "engine_ranks_managed", [0])[0]
         self.first_rank = first * config.parallel_config.world_size if first else 0

@@ -24,7 +24,8 @@ def problems_of(model: nn.Module, config: Any) -> list[str]:
     if getattr(config.parallel_config, "enable_eplb", False):
         problems.append("the server moves experts between ranks (EPLB)")
     for name, module in model.named_modules():
-        if (linear := getattr(module, "cpu_linear", None)) is not None and _closes_over(linear):
+        # a closure has data: a packed weight, or the handle of one
+        if getattr(getattr(module, "cpu_linear", None), "__closure__", None):
             problems.append(f"{name!r} computes with a repacked copy of its weight; start with VLLM_PLUGINS=deltawire")
             break
     return problems
@@ -77,18 +78,6 @@ def _first_places(state: Any, moved: Any) -> torch.Tensor:
     )
     first[:, : len(placed)] = torch.tensor(placed, dtype=first.dtype)
     return first
-
-
-def has_draft(config: Any) -> bool:
-    """Whether the server uses a separate draft model, whose weights are not in the run."""
-    speculative: Any = getattr(config, "speculative_config", None)
-    draft = getattr(speculative, "draft_model_config", None)
-    return draft is not None and draft is not speculative.target_model_config
-
-
-def _closes_over(function: Any) -> bool:
-    """Whether a function has data in its closure: a packed weight, or the handle of one."""
-    return bool(getattr(function, "__closure__", None))
 
 
 def pack_again(model: nn.Module) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from ..live.learn import Layer, copy_of, without_data
@@ -17,30 +17,21 @@ def hooked_layers(model: nn.Module) -> list[Layer]:
     """Layers whose quantization method, which every linear layer and every group of experts has, has a hook. None in a
     vLLM that does not note how parameters were before their hook."""
     try:
-        return [*_hooked(model)]
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
     except ImportError:
         return []
-
-
-def _hooked(model: nn.Module) -> Iterator[Layer]:
+    found = []
     for name, module in model.named_modules():
         method: Any = getattr(module, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase) and (loaded := _as_loaded(module)):
+        if not isinstance(method, QuantizeMethodBase):
+            continue
+        # as vLLM noted them when it made the layer; loaders that are methods of the layer are noted without it
+        noted, _ = get_layerwise_info(module).restore_metadata
+        if loaded := {key: restore_layer_refs(without_data(tensor), module) for key, tensor in noted.items()}:
             choices = [str(v) for key, v in sorted(vars(method).items()) if key.endswith(("backend", "experts_cls"))]
-            yield Layer(name, module, loaded, lambda made, m=method: _run(m, made), (type(method), *choices))  # type: ignore[misc]
-
-
-def _as_loaded(module: nn.Module) -> Mapping[str, Tensor]:
-    """The parameters that the loader fills, as vLLM noted them when it made the layer; without data."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-
-    noted, _ = get_layerwise_info(module).restore_metadata
-    made = {}
-    for name, tensor in noted.items():
-        # loaders that are methods of the layer are noted without it
-        made[name] = restore_layer_refs(without_data(tensor), module)
-    return made
+            found.append(Layer(name, module, loaded, partial(_run, method), (type(method), *choices)))
+    return found
 
 
 def _run(method: Any, made: Any) -> None:
