@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from _report import write_json
-from deltawire.cli.ui import duration, size
 from deltawire.cli.estimate import Costs, Setup, estimate
+from deltawire.cli.ui import duration, size
 
 RESULTS = Path(__file__).parent / "results"
 HOUR = 3600.0

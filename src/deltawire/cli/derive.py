@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument, Option, echo
 
 from . import ui
 
@@ -65,7 +65,7 @@ def command(
                 _say(published, deriver.reached, json)
             if once and deriver.reached == before and not json:
                 there = "has no version" if before is None else f"has no version after {before}, which {derived} has"
-                typer.echo(f"nothing to derive: {run} {there}", err=True)
+                echo(f"nothing to derive: {run} {there}", err=True)
 
 
 def _say(published: Published, source: int | None, json: bool) -> None:
