@@ -242,8 +242,8 @@ def _one_rank(world: int, options: argparse.Namespace) -> dict[str, Any]:
     from fused import Fused
 
     from deltawire.core.change import Change
-    from deltawire.engines.live.placement import trace
-    from deltawire.engines.live.shard import PieceChange, open_shard
+    from deltawire.engines.live.placement import open_shard, trace
+    from deltawire.replica.shard import PieceChange
 
     sizes = {"hidden": 1024, "heads": 16, "kv": 8, "ffn": 3072, "vocab": 151936, "layers": 28}
     model = Fused(**sizes, world=world, device=options.device, bias=False)

@@ -25,9 +25,8 @@ from typing import Any
 import numpy as np
 
 from deltawire.bucket.run import Run
-from deltawire.core import change
 from deltawire.replica import Replica, host
-from deltawire.replica.host import HostMemory
+from deltawire.replica.host import HostShard
 from deltawire.store import LocalStore
 from deltawire.trainer import Publisher
 from support import HookedStore, Model, model
@@ -97,17 +96,18 @@ def publish(task: dict[str, Any], death: Death) -> None:
 
 
 def apply(task: dict[str, Any], death: Death) -> None:
-    scatter = change.scatter
+    scatter = host.scatter_and_look
 
-    def slowly(region: Any, positions: Any, values: Any, bits: Any) -> None:
+    def slowly(bits: Any, positions: Any, values: Any, *geometry: int) -> bool:
         # weight by weight, as the kernel does
         for i in range(positions.size):
-            scatter(region, positions[i : i + 1], values[i : i + 1], bits)
-            death("weight", region.tensor.name)
+            scatter(bits, positions[i : i + 1], values[i : i + 1], *geometry)
+            death("weight")
+        return True
 
-    change.scatter = host.scatter = slowly
-    around(death, HostMemory, "write")
-    around(death, HostMemory, "load")
+    host.scatter_and_look = slowly
+    around(death, HostShard, "put_new")
+    around(death, HostShard, "load")
     live = mapped(Path(task["weights"]))
     replica = Replica(LocalStore(task["run"]), heartbeat=0)
     newest = Run.open(task["run"]).newest() or 0

@@ -25,6 +25,7 @@ ELSEWHERE = {
     "deltawire/kernels/triton_ops.py": "kernels/test_kernels_change.py",
     "deltawire/kernels/_steps.py": "kernels/test_ranks.py",
     "deltawire/kernels/_tiles.py": "kernels/test_kernels_change.py",
+    "deltawire/kernels/_rows.py": "engines/live/test_decode.py",
     "deltawire/trainer/adamw.py": "kernels/test_kernels_adamw.py",
     # kernels of one codec: each alone has no meaning that a test could name
     "deltawire/core/codecs/context/classes.py": "kernels/test_ranks.py",
@@ -40,12 +41,10 @@ ELSEWHERE = {
     "deltawire/engines/server/answers.py": "engines/server/test_app.py",
     "deltawire/engines/server/server.py": "engines/server/test_app.py",
     # parts of a rank, tested with several of them
-    "deltawire/engines/live/_rows.py": "engines/live/test_decode.py",
-    "deltawire/engines/live/device.py": "engines/live/test_decode.py",
+    "deltawire/replica/moves.py": "engines/live/test_decoder.py",
+    "deltawire/replica/shard.py": "engines/live/test_decode.py",
     "deltawire/engines/live/layout.py": "engines/live/test_placement.py",
-    "deltawire/engines/live/moves.py": "engines/live/test_decoder.py",
     "deltawire/engines/live/rank.py": "engines/live/test_follower.py",
-    "deltawire/engines/live/shard.py": "engines/live/test_decode.py",
     "deltawire/engines/live/target.py": "engines/live/test_follower.py",
     # what an engine provides, tested through vLLM's adapter
     "deltawire/engines/live/engine.py": "engines/live/test_follower.py",

@@ -18,12 +18,14 @@ from deltawire.core.change import (
     RegionMoves,
     blocks,
     compare,
+    whole,
 )
 from deltawire.core.dtypes import lookup
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.core.ulps import zigzags_of
 from deltawire.kernels import torch_ops
 from deltawire.models import ModelView
+from deltawire.replica.moves import DevicePieces
 
 
 def _model(device: torch.device) -> tuple[list[str], list[torch.Tensor], list[torch.Tensor], Schema]:
@@ -108,8 +110,18 @@ def test_steps_from_the_host_are_taken_where_the_weights_are(
         elif number % 3 == 1:
             kind, values = FLIPS, change.old ^ change.new
         moves.append(RegionMoves(change.region, change.positions, values, kind))
-    before = models.clones(old)
-    assert models.equal(ops.resolve(plan, old, kernels.send_moves(plan, moves)), expected)
+    before, flat = models.clones(old), kernels.flat_plan(old)
+    pieces = DevicePieces([whole(schema.by_name()[name]) for name in names])
+    cut, _ = pieces.cut(moves)
+    parts, made = pieces.join(cut, lambda shapes: {n: np.empty(shape, dtype) for n, (dtype, shape) in shapes.items()})
+    found = []
+    for kind, _ in parts:
+        sent = [torch.from_numpy(made[f"{name}.{kind}"]).to(device) for name in ("starts", "positions", "values")]
+        kinds = torch.full((flat.tiles,), kind, dtype=torch.int32, device=device)
+        found.append(ops.resolve(flat, old, kernels.Moves(*sent, kinds)))
     assert models.same(old, before)
+    for changed in found:
+        ops.apply(flat, old, changed)
+    assert models.same(old, new)
     with pytest.raises(ValueError, match="tiles"):
-        kernels.resolve(old, kernels.send_moves(plan, moves), plan=kernels.region_plan(names, old, regions, tile=64))
+        kernels.resolve(old, kernels.Moves(*sent, kinds), plan=kernels.flat_plan(old, tile=64))

@@ -13,7 +13,8 @@ import deltawire as dw  # noqa: E402
 from deltawire.core.change import compare, regions  # noqa: E402
 from deltawire.core.errors import SchemaMismatch  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
-from deltawire.replica.host import HostMemory  # noqa: E402
+from deltawire.replica.model import open_weights  # noqa: E402
+from deltawire.replica.shard import PieceChange  # noqa: E402
 from deltawire.store import Store  # noqa: E402
 from support import specials  # noqa: E402
 
@@ -62,7 +63,7 @@ def test_the_digest_is_that_of_the_narrow_weights(dtype: str) -> None:
             parameter.copy_(parameter.to(TORCH[dtype]).float())
     narrow = narrow_copy(model, TORCH[dtype])
     schema = ModelView(narrow).schema
-    assert HostMemory(model, schema).digest() == HostMemory(narrow, schema).digest()
+    assert open_weights(model, schema).digest() == open_weights(narrow, schema).digest()
 
 
 def test_every_bfloat16_survives_and_changes_can_be_undone() -> None:
@@ -70,16 +71,16 @@ def test_every_bfloat16_survives_and_changes_can_be_undone() -> None:
     wide = {"w": torch.from_numpy((every.astype(np.uint32) << 16).view(np.float32).copy())}
     narrow = {"w": every.copy()}
     schema = ModelView(narrow).schema
-    target = HostMemory(wide, schema)
-    assert np.array_equal(target.bits("w"), every)
+    target = open_weights(wide, schema)
+    assert np.array_equal(target.shard.read(0).reshape(-1), every)
     new = np.roll(every, 7)
     region = next(regions(schema.tensors[0]))
     change = compare(region, every, new)
-    target.write(change)
-    assert np.array_equal(target.bits("w"), new)
-    assert target.digest() == HostMemory({"w": new}, schema).digest()
-    target.undo(change)
-    assert target.digest() == HostMemory(narrow, schema).digest()
+    target.shard.write([PieceChange(0, change)])
+    assert np.array_equal(target.shard.read(0).reshape(-1), new)
+    assert target.digest() == open_weights({"w": new}, schema).digest()
+    target.shard.undo([PieceChange(0, change)])
+    assert target.digest() == open_weights(narrow, schema).digest()
 
 
 def test_every_float16_survives_but_signalling_nans_which_hardware_quiets() -> None:
@@ -88,22 +89,23 @@ def test_every_float16_survives_but_signalling_nans_which_hardware_quiets() -> N
     quiet = bits[~is_nan | (bits & 0x200 != 0)]
     narrow = {"w": quiet.view(np.float16)}
     schema = ModelView(narrow).schema
-    target = HostMemory({"w": torch.zeros(quiet.size)}, schema)
-    target.load(HostMemory({"w": quiet.view(np.float16).copy()}, schema))
-    assert np.array_equal(target.bits("w"), quiet)
-    assert target.digest() == HostMemory({"w": quiet.view(np.float16).copy()}, schema).digest()
+    target = open_weights({"w": torch.zeros(quiet.size)}, schema)
+    target.shard.load(ModelView(narrow))
+    assert np.array_equal(target.shard.read(0).reshape(-1), quiet)
+    assert target.digest() == open_weights({"w": quiet.view(np.float16).copy()}, schema).digest()
 
 
 def test_a_weight_between_two_bfloat16_is_no_version() -> None:
     model = rounded(Tiny())
     narrow = narrow_copy(model, torch.bfloat16)
     schema = ModelView(narrow).schema
-    target = HostMemory(model, schema)
+    target = open_weights(model, schema)
     exact = target.digest()
     with torch.no_grad():
         # the upper half, which is the bfloat16, stays as it is
         model.norm.weight.view(torch.int32)[3] += 1
-    assert np.array_equal(target.bits("norm.weight"), HostMemory(narrow, schema).bits("norm.weight"))
+    number = [tensor.name for tensor in schema.tensors].index("norm.weight")
+    assert np.array_equal(target.shard.read(number), open_weights(narrow, schema).shard.read(number))
     assert target.digest() != exact
 
 
@@ -112,10 +114,9 @@ def test_loading_overwrites_everything() -> None:
     nudge(other, 1)
     narrow = {name: tensor.contiguous() for name, tensor in narrow_copy(other, torch.bfloat16).items()}
     schema = ModelView(narrow).schema
-    source = HostMemory(narrow, schema)
-    target = HostMemory(model, schema)
-    target.load(source)
-    assert target.digest() == source.digest()
+    target = open_weights(model, schema)
+    target.shard.load(ModelView(narrow))
+    assert target.digest() == open_weights(narrow, schema).digest()
     for name, tensor in narrow.items():
         assert torch.equal(model.state_dict()[name], tensor.float())
 
@@ -126,8 +127,8 @@ def test_a_tie_that_this_model_does_not_have_is_written_twice() -> None:
     schema = ModelView(tied, "bf16").schema
     assert schema.ties
     source = ModelView(tied, "bf16")
-    target = HostMemory(untied, schema)
-    target.load(source)
+    target = open_weights(untied, schema)
+    target.shard.load(source)
     assert torch.equal(untied.head.weight, tied.head.weight.bfloat16().float())
     proven = target.digest()
     with torch.no_grad():
@@ -153,23 +154,23 @@ def test_another_model_is_refused_before_anything_is_written() -> None:
     model = Tiny()
     schema = ModelView(model, "bf16").schema
     with pytest.raises(SchemaMismatch, match="in the run but") as wrong:
-        HostMemory(model, ModelView(Tiny(hidden=4), "bf16").schema)
+        open_weights(model, ModelView(Tiny(hidden=4), "bf16").schema)
     assert "dtype" not in str(wrong.value), "advice about dtypes helps nobody whose shapes are wrong"
     with pytest.raises(SchemaMismatch, match="this model does not"):
-        HostMemory(model, ModelView(Tiny(layers=3), "bf16").schema)
+        open_weights(model, ModelView(Tiny(layers=3), "bf16").schema)
     with pytest.raises(SchemaMismatch, match="does not carry"):
-        HostMemory(Tiny(layers=3), schema)
+        open_weights(Tiny(layers=3), schema)
     with pytest.raises(SchemaMismatch, match="load the model in the run's dtype or a wider one"):
-        HostMemory(Tiny().bfloat16(), ModelView(Tiny()).schema)
+        open_weights(Tiny().bfloat16(), ModelView(Tiny()).schema)
     with pytest.raises(SchemaMismatch, match="wider one"):
-        HostMemory(Tiny().half(), schema)
+        open_weights(Tiny().half(), schema)
 
 
 def test_all_names_that_differ_are_named() -> None:
     model = {f"model.layers.{i}.weight": torch.zeros(4) for i in range(5)} | {"norm": torch.zeros(3)}
     run = {f"layers.{i}.weight": torch.zeros(4) for i in range(5)} | {"norm": torch.zeros(4)}
     with pytest.raises(SchemaMismatch) as refused:
-        HostMemory(model, ModelView(run).schema)
+        open_weights(model, ModelView(run).schema)
     assert str(refused.value) == (
         "the run has 'layers.0.weight', 'layers.1.weight', 'layers.2.weight' and 2 more, this model does not; "
         "this model has 'model.layers.0.weight', 'model.layers.1.weight', 'model.layers.2.weight' and 2 more, which "

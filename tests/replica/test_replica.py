@@ -22,6 +22,7 @@ from blake3 import blake3
 from deltawire.bucket import fetch as fetching
 from deltawire.bucket.run import Run
 from deltawire.core import full, keys
+from deltawire.core.change import Change
 from deltawire.core.errors import (
     DeltawireError,
     DigestMismatch,
@@ -36,9 +37,10 @@ from deltawire.core.errors import (
 from deltawire.core.manifest import Blob
 from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
-from deltawire.replica.host import HostMemory
+from deltawire.replica.host import HostShard
 from deltawire.replica.model import ModelTarget
 from deltawire.replica.replica import SYNCS
+from deltawire.replica.shard import PieceChange
 from deltawire.replica.target import Update
 from deltawire.store import Retrying, Store, open_store
 from deltawire.trainer import Publisher
@@ -354,18 +356,18 @@ class Boom(Exception):
 def writes(store: Store, live: Model) -> int:
     """How many changes the newest delta has."""
     count = 0
-    real = HostMemory.write
+    real = HostShard.put_new
 
-    def counted(self: HostMemory, change: Any) -> None:
+    def counted(self: HostShard, item: PieceChange) -> None:
         nonlocal count
         count += 1
-        real(self, change)
+        real(self, item)
 
-    HostMemory.write = counted  # type: ignore[method-assign]
+    HostShard.put_new = counted  # type: ignore[method-assign]
     try:
         Replica(store, heartbeat=0).sync(copy(live))
     finally:
-        HostMemory.write = real  # type: ignore[method-assign]
+        HostShard.put_new = real  # type: ignore[method-assign]
     return count
 
 
@@ -377,32 +379,34 @@ def test_a_write_that_fails_is_undone_whole(
     """At every change, before it, half-way through it and after it."""
     versions = history(2, changes=9)
     publish(store, versions, encoding=encoding)
-    real = HostMemory.write
+    real = HostShard.put_new
     total = writes(store, versions[0])
     assert total >= 4
     for k in range(total):
         for moment in ("before", "half", "after"):
             calls = iter(range(1000))
 
-            def failing(self: HostMemory, change: Any, k: int = k, moment: str = moment, calls: Any = calls) -> None:
+            def failing(
+                self: HostShard, item: PieceChange, k: int = k, moment: str = moment, calls: Any = calls
+            ) -> None:
                 if next(calls) != k:
-                    real(self, change)
+                    real(self, item)
                     return
                 if moment == "half":
-                    half = change.count // 2
-                    part = type(change)(change.region, change.positions[:half], change.old[:half], change.new[:half])
-                    real(self, part)
+                    change, half = item.change, item.change.count // 2
+                    part = Change(change.region, change.positions[:half], change.old[:half], change.new[:half])
+                    real(self, PieceChange(item.piece, part))
                 elif moment == "after":
-                    real(self, change)
+                    real(self, item)
                 raise error
 
             live = copy(versions[0])
             replica = Replica(store, heartbeat=0)
             replica.sync(live, 0)
-            monkeypatch.setattr(HostMemory, "write", failing)
+            monkeypatch.setattr(HostShard, "put_new", failing)
             with pytest.raises(error):
                 replica.sync(live)
-            monkeypatch.setattr(HostMemory, "write", real)
+            monkeypatch.setattr(HostShard, "put_new", real)
             assert same(live, versions[0]), f"change {k}, {moment}"
             assert replica.version == 0
             assert replica.sync(live) == 1
@@ -419,16 +423,16 @@ def test_a_write_that_fails_on_a_parameter_that_is_not_contiguous(
     live = {n: torch.zeros(30, 40, dtype=torch.bfloat16).T for n in "abc"}
     replica = Replica(store, heartbeat=0)
     replica.sync(live, 0)
-    real = HostMemory.write
+    real = HostShard.put_new
     seen: list[str] = []
 
-    def failing(self: HostMemory, change: Any) -> None:
-        real(self, change)
-        seen.append(change.region.tensor.name)
+    def failing(self: HostShard, item: PieceChange) -> None:
+        real(self, item)
+        seen.append(item.change.region.tensor.name)
         if len(seen) == 2:
             raise Boom
 
-    monkeypatch.setattr(HostMemory, "write", failing)
+    monkeypatch.setattr(HostShard, "put_new", failing)
     with pytest.raises(Boom):
         replica.sync(live)
     assert all(torch_bits(live[n]).tolist() == first[n].reshape(-1).tolist() for n in "abc")
@@ -441,12 +445,14 @@ def test_a_delta_that_is_written_wrong_is_taken_back(store: Store, monkeypatch: 
     live = copy(versions[0])
     replica = Replica(store, heartbeat=0)
     replica.sync(live, 0)
-    real = HostMemory.write
+    real = HostShard.put_new
 
-    def wrong(self: HostMemory, change: Any) -> None:
-        real(self, type(change)(change.region, change.positions, change.old, change.new ^ change.new.dtype.type(1)))
+    def wrong(self: HostShard, item: PieceChange) -> None:
+        change = item.change
+        new = change.new ^ change.new.dtype.type(1)
+        real(self, PieceChange(item.piece, Change(change.region, change.positions, change.old, new)))
 
-    monkeypatch.setattr(HostMemory, "write", wrong)
+    monkeypatch.setattr(HostShard, "put_new", wrong)
     with pytest.raises(DigestMismatch):
         replica.sync(live)
     assert same(live, versions[0])
@@ -460,17 +466,17 @@ def test_an_anchor_that_breaks_off_leaves_weights_without_a_name(store: Store, m
     live = copy(versions[0])
     replica = Replica(store, heartbeat=0)
     replica.sync(live, 0)
-    real = HostMemory.load
+    real = HostShard.load
 
-    def half(self: HostMemory, source: Any) -> None:
-        self._cells["embed.weight"][0].read(None)[0][:] = 0
+    def half(self: HostShard, source: Any) -> None:
+        self.read(0)[:] = 0
         raise Boom
 
-    monkeypatch.setattr(HostMemory, "load", half)
+    monkeypatch.setattr(HostShard, "load", half)
     with pytest.raises(Boom):
         replica.sync(live)
     assert replica.version is None
-    monkeypatch.setattr(HostMemory, "load", real)
+    monkeypatch.setattr(HostShard, "load", real)
     assert replica.sync(live) == 1
     assert same(live, versions[1])
 
@@ -519,13 +525,13 @@ def test_weights_that_somebody_keeps_changing(store: Store, monkeypatch: pytest.
     live = copy(versions[1])
     replica = Replica(store, heartbeat=0)
     replica.sync(live, 1)
-    real = HostMemory.write
+    real = HostShard.put_new
 
-    def interfered(self: HostMemory, change: Any) -> None:
-        real(self, change)
+    def interfered(self: HostShard, item: PieceChange) -> None:
+        real(self, item)
         live["layer.weight"][0, 0] += 1
 
-    monkeypatch.setattr(HostMemory, "write", interfered)
+    monkeypatch.setattr(HostShard, "put_new", interfered)
     with pytest.raises(DigestMismatch):
         replica.sync(live)
 
@@ -540,9 +546,9 @@ def test_a_detour_never_shows_older_weights(store: Store, monkeypatch: pytest.Mo
     spoil(store, delta_key(store, 6))
     known = {digest(weights): version for version, weights in enumerate(versions)}
     seen: list[int | None] = []
-    real = HostMemory.load
+    real = HostShard.load
     monkeypatch.setattr(
-        HostMemory, "load", lambda self, source: (seen.append(known.get(digest(live))), real(self, source))
+        HostShard, "load", lambda self, source: (seen.append(known.get(digest(live))), real(self, source))
     )
     assert replica.sync(live) == 8
     assert seen == [5], "from 5 to 8 in one go"

@@ -19,9 +19,9 @@ from deltawire.core.codecs import context  # noqa: E402
 from deltawire.core.digest import StateDigest  # noqa: E402
 from deltawire.core.errors import DigestMismatch  # noqa: E402
 from deltawire.models import ModelView, torch_bits  # noqa: E402
-from deltawire.replica import device as device_module  # noqa: E402
 from deltawire.replica import model as model_module  # noqa: E402
-from deltawire.replica.device import DeviceMemory  # noqa: E402
+from deltawire.replica.device import DeviceShard, DeviceWeights  # noqa: E402
+from deltawire.replica.model import open_weights  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
 from deltawire.trainer import SnapshotDetector, stream  # noqa: E402
 from deltawire.trainer.policy import AnchorPolicy  # noqa: E402
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 def by_kernels() -> Iterator[None]:
     """Models in host memory too are patched as if they were on a device."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(model_module, "open_memory", DeviceMemory)
+        patched.setattr(model_module, "is_on_device", lambda tensors, schema: True)
         yield
 
 
@@ -106,7 +106,7 @@ def test_context_is_counted_where_the_weights_are(
 ) -> None:
     """In tiles, with rows that never move, in tensors that the run ties and this model does not."""
     monkeypatch.setattr(context, "encode", context.encode_tiles)
-    monkeypatch.setattr(DeviceMemory, "_base", None)
+    monkeypatch.setattr(DeviceShard, "read", None)
     model = weights(1, device)
     model["wide"] = torch.randn(400, 512, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
     model["head"] = model["wide"]
@@ -127,13 +127,13 @@ def test_a_weight_that_does_not_take_the_write_is_found_and_all_of_it_undone(
     device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica, live, before = one_behind(weights(1, device), store)
-    real = device_module.DevicePatch.write
+    real = DeviceShard.write
 
-    def faulty(patch: Any) -> None:
-        real(patch)
+    def faulty(shard: DeviceShard, patch: Any) -> None:
+        real(shard, patch)
         live["embed"].view(torch.int16)[7, 7] ^= 1
 
-    monkeypatch.setattr(device_module.DevicePatch, "write", faulty)
+    monkeypatch.setattr(DeviceShard, "write", faulty)
     with pytest.raises(DigestMismatch):
         replica.sync(live)
     undone = {name: t.clone() for name, t in live.items()}
@@ -146,7 +146,7 @@ def test_an_error_half_way_leaves_the_old_weights(
 ) -> None:
     model = weights(2, device)
     replica, live, before = one_behind(model, store)
-    monkeypatch.setattr(DeviceMemory, "digest", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr(DeviceWeights, "digest", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         replica.sync(live)
     assert equal(live, before)
@@ -167,7 +167,7 @@ def test_names_that_the_run_ties_and_the_model_does_not(device: str, store: Obje
             replica.sync(live)
             assert equal(live, model)
             embed[version] += 1
-    target = DeviceMemory(live, ModelView(model).schema)
+    target = open_weights(live, ModelView(model).schema)
     whole = target.digest()
     live["head"].view(torch.int16)[0, 0] ^= 1
     assert target.digest() == whole + StateDigest(1, 1)
@@ -184,20 +184,20 @@ def test_tied_weights_are_taken_back_together(device: str, store: ObjectStore, m
         before = {name: t.clone() for name, t in live.items()}
         embed += 1
         publisher.publish({"embed": embed, "head": embed}).result(60)
-    real, calls = device_module.kernels.apply, []
+    real = DeviceShard.write
 
-    def interrupted(*given: Any, **options: Any) -> Any:
-        calls.append(options)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*given, **options)
+    def interrupted(shard: DeviceShard, patch: Any) -> None:
+        """As a launch that has written one of the two."""
+        real(shard, patch)
+        live["head"].copy_(before["head"])
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(device_module.kernels, "apply", interrupted)
+    monkeypatch.setattr(DeviceShard, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         replica.sync(live)
     assert equal(live, before)
     monkeypatch.undo()
-    monkeypatch.setattr(DeviceMemory, "digest", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr(DeviceWeights, "digest", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         replica.sync(live)
     assert equal(live, before)
@@ -241,7 +241,7 @@ def test_regions_that_somebody_cut_in_another_way(
 def test_digest_and_load(device: str) -> None:
     model, live = weights(4, device), weights(5, device)
     view = ModelView(model)
-    target = DeviceMemory(live, view.schema)
+    target = open_weights(live, view.schema)
     assert target.digest() == full.digest_of(ModelView(live))
-    target.load(view)
+    target.shard.load(view)
     assert equal(live, model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 
@@ -11,6 +10,7 @@ from deltawire import Publisher, Replica
 from deltawire.core.digest import StateDigest
 from deltawire.core.errors import DigestMismatch, NotRestored
 from deltawire.core.schema import Schema
+from deltawire.models import ModelView
 from deltawire.replica.model import ModelTarget, StagedModel
 from deltawire.replica.target import Delta, Target, Update
 from deltawire.store import Store
@@ -83,9 +83,7 @@ def test_full_weights_that_are_not_the_version_touch_nothing(store: Store, versi
     target = ModelTarget(live)
     target.bind(Replica(store)._open().schema)
     before = target.digest()
-    source = ModelTarget(versions[1])
-    source.bind(target._memory.schema)
-    wrong: Any = source._memory
+    wrong = ModelView(versions[1])
     with pytest.raises(DigestMismatch, match="nothing was changed"):
         target.stage(Update(1, StateDigest(1, 2), before, wrong))
     assert target.digest() == before

@@ -27,7 +27,7 @@ from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
 from ..core.codecs.context.tiles import grid_of, walked
 from ..core.digest import StateDigest, tensor_keys
 from . import torch_ops
-from .host import from_changes, read_region, region_plan, send_moves, to_changes
+from .host import from_changes, read_region, region_plan, to_changes
 from .pace import gently
 from .plan import TILE, Plan, Segment, flat_plan, grid, unit_bytes
 from .results import CLASS_STEPS, Changed, Moves, Origins, Ranks, Rules, TooMany, read_sheet, rules
@@ -51,7 +51,6 @@ __all__ = [
     "digest",
     "digest_change",
     "digest_change_by_group",
-    "digest_plan",
     "exponents",
     "flat_plan",
     "from_changes",
@@ -65,7 +64,6 @@ __all__ = [
     "region_plan",
     "resolve",
     "rules",
-    "send_moves",
     "state",
     "tile_keys",
     "to_changes",
@@ -142,14 +140,9 @@ def resolve(tensors: Sequence[Tensor], moves: Moves, *, plan: Plan) -> Changed:
     return _run("resolve", plan, tensors, moves)  # type: ignore[no-any-return]
 
 
-def digest_plan(tensors: Sequence[Tensor]) -> Plan:
-    """How `digest` cuts tensors: for who asks for it often, and in a hurry."""
-    return flat_plan(tensors, unit=2)
-
-
-def digest(names: Sequence[str], tensors: Sequence[Tensor], *, plan: Plan | None = None) -> StateDigest:
+def digest(names: Sequence[str], tensors: Sequence[Tensor]) -> StateDigest:
     """The state digest of a model: what `deltawire.core.digest` says of the same bits."""
-    plan = plan or digest_plan(tensors)
+    plan = flat_plan(tensors, unit=2)
     return state(_run("digest", plan, tensors, tile_keys(plan, names)))
 
 

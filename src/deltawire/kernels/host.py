@@ -6,9 +6,9 @@ along memory where the region is in one piece, in bands of whole rows where it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, starmap
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,19 +16,14 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from ..core.change import Change, Region, RegionMoves
+from ..core.change import Change, Region
 from ..core.dtypes import Bits, lookup
-from ..core.parallel import for_each, ordered_map
+from ..core.parallel import for_each
 from .plan import TILE, Plan, Segment
-from .results import Changed, Moves
+from .results import Changed
 
 _WORTH_THREADS = 1 << 18
 """Changes that are worth starting threads for."""
-
-_AT_A_TIME = 8
-"""Regions that one of them takes."""
-
-T = TypeVar("T")
 
 
 def region_plan(names: Sequence[str], tensors: Sequence[Tensor], regions: Sequence[Region], tile: int = TILE) -> Plan:
@@ -88,35 +83,6 @@ def from_changes(plan: Plan, changes: Sequence[Change]) -> Changed:
     return Changed(*(t.to(plan.device, non_blocking=True) for t in (starts, positions, old, new)))
 
 
-def send_moves(plan: Plan, moves: Sequence[RegionMoves]) -> Moves:
-    """Moves of the regions of a `region_plan`, one for each and in their order, on the device."""
-    cuda = plan.device.type == "cuda"
-    begin = np.cumsum([0, *(move.positions.size for move in moves)])
-    starts = torch.empty(plan.tiles + 1, dtype=torch.int64, pin_memory=cuda)
-    positions = torch.empty(int(begin[-1]), dtype=plan.position_dtype, pin_memory=cuda)
-    values = torch.empty(int(begin[-1]), dtype=plan.value_dtype, pin_memory=cuda)
-    kinds = torch.empty(plan.tiles, dtype=torch.int32, pin_memory=cuda)
-    starts[-1] = int(begin[-1])
-    bases = plan.remember("bases by segment", lambda: [_bases(segment) for segment in plan.segments])
-    out = starts.numpy(), kinds.numpy(), positions.numpy(), values.numpy()
-    ends, tiles = begin.tolist(), plan.first_tile.tolist()
-
-    def put(number: int) -> None:
-        move = moves[number]
-        _put(move.positions, move.values, move.kind, bases[number], tiles[number], ends[number], *out)
-
-    _by_region(put, len(moves), int(begin[-1]))
-    return Moves(*(t.to(plan.device, non_blocking=True) for t in (starts, positions, values, kinds)))
-
-
-def _by_region(work: Callable[[int], T], regions: int, changes: int) -> list[T]:
-    """The work of all regions in order; on several threads where there are many changes."""
-    # hundreds of regions, most of them small: a task for each would take longer than the work
-    groups = [range(first, min(first + _AT_A_TIME, regions)) for first in range(0, regions, _AT_A_TIME)]
-    threads = None if changes >= _WORTH_THREADS else 1
-    return [found for group in ordered_map(lambda group: [*map(work, group)], groups, threads) for found in group]
-
-
 def fetched(tensor: Tensor) -> Tensor:
     """A copy on its way to the host; pinned, so that the device can write it while the host does something else."""
     if tensor.device.type == "cpu":
@@ -156,19 +122,3 @@ def _subtract_bases(positions: Any, edges: Any, bases: Any, out: Any) -> None:
     for tile in range(bases.size):
         for i in range(edges[tile], edges[tile + 1]):
             out[i] = positions[i] - bases[tile]
-
-
-@njit(cache=True, nogil=True)
-def _put(
-    positions: Any, values: Any, kind: Any, bases: Any, tile: Any, to: Any, starts: Any, kinds: Any, out: Any, bits: Any
-) -> None:
-    """The moves of a region, whose tiles begin at number `tile`, from place `to` on."""
-    i = 0
-    for t in range(bases.size):
-        starts[tile + t] = to + i
-        kinds[tile + t] = kind
-        last = t + 1 == bases.size
-        while i < positions.size and (last or positions[i] < bases[t + 1]):
-            out[to + i] = positions[i] - bases[t]
-            bits[to + i] = values[i]
-            i += 1

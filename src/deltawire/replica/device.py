@@ -1,13 +1,17 @@
-"""Live weights on a GPU: what changes is staged there, written by one kernel and proven by another.
+"""Weights on a GPU: what changes is made ready there, written by a launch or two and proven by another.
 
-While the engine is paused nothing crosses the bus but two words of digest.
+No weight leaves the device. Moves and ranks come from the decoder (moves.py), go to the device through pinned memory,
+and become old and new bits there. Beside a model that is served all of that has a stream of its own, and buffers in
+pinned memory that are made once, before anything is served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,209 +19,525 @@ import torch
 from torch import Tensor
 
 from .. import kernels
-from ..core.change import NEW_BITS, Region, RegionMoves, blocks, no_change, regions
+from ..core import digest
+from ..core.change import NEW_BITS, Change, Region, RegionMoves, pieces, whole
 from ..core.codecs import context
-from ..core.codecs.base import BaseBits
-from ..core.codecs.context.decoder import Ranked, Tiles, decode_ranks, join_ranks, make_sheet
-from ..core.codecs.context.tiles import walked
+from ..core.codecs.context.decoder import Tiles, decode_ranks, join_ranks, make_sheet
 from ..core.digest import StateDigest
-from ..core.dtypes import Bits, lookup
+from ..core.dtypes import Bits
 from ..core.full import Source
 from ..core.schema import Schema
 from ..core.sparse import BlockRef, DeltaFile
-from ..kernels.plan import Remember, units
-from ..models import live_tensors
-from .host import require
+from ..kernels import torch_ops
+from ..kernels.host import wait
+from ..kernels.pace import in_turns
+from ..kernels.plan import Launch, Remember, narrow, units, widen
+from .model import ModelWeights
+from .moves import CutTiles, DevicePieces, PieceMoves
+from .shard import DENSE, WHOLE, Part, Piece, PieceChange, Places, Sums, cut
+
+Array = npt.NDArray[Any]
 
 
-class DeviceMemory:
-    """Contiguous tensors on one device, by the names of the run's schema."""
+class Stored(Protocol):
+    """An array that is read in parts."""
 
-    def __init__(self, model: Any, schema: Schema, *, strict: bool = True) -> None:
-        self.schema = schema
-        tensors = live_tensors(model)
-        self._names = require(tensors, schema, strict, may_be_wider=False)
-        """The model's names with memory of their own, by the run's: an alias may be tied in the run and not here."""
-        self._live = {name: tensors[name].detach() for names in self._names.values() for name in names}
-        self.device = next(iter(self._live.values())).device
-        self._regions = [region for block in blocks(schema) for region in block]
-        """The regions that a publisher cuts the run into."""
-        self._plans = Remember()
-        self._proven = [tensor.name for tensor in schema.tensors]
-        """What is proven in every pause."""
-        self._first = [self._live[self._names[name][0]] for name in self._proven]
-        self._digest_plan = kernels.digest_plan(self._first)
-        self._number = {name: number for number, name in enumerate(self._proven)}
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, start: int, out: Array) -> None:
+        """Fill `out`, which is bytes, from byte `start` of the array on."""
+        ...
+
+
+_SLOT = 8 << 20
+"""Bytes of one of two pinned buffers that everything passes through."""
+
+
+SHADOW_UNITS = 1 << 24
+"""Units in a kernel's order that may be held a second time, with 8 bytes each for their places."""
+
+_BAND = 1 << 24
+"""Units of full weights that are compared at once; a multiple of a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """Changes on the device, ready to be written and to be taken back."""
+
+    parts: list[tuple[kernels.Plan, kernels.Changed]]
+    writes: list[Callable[[], None]]
+    """What writes each part: made here, because in a swap there is no time to look where every tensor lies."""
+
+    @property
+    def count(self) -> int:
+        return sum(changed.count for _, changed in self.parts)
+
+
+class DeviceShard:
+    """Pieces on one device.
+
+    served   whether a model computes with them beside the staging, which then has a stream and buffers of its own, and
+             breaks in which the device is the model's
+    """
+
+    audited = False
+
+    def __init__(self, pieces: Sequence[Piece], *, served: bool = True) -> None:
+        self.pieces = pieces
+        tiled = [piece for piece in pieces if piece.places is not None]
+        if sum(piece.region.units for piece in tiled) > SHADOW_UNITS:
+            raise ValueError(f"a kernel keeps {tiled[0].region.tensor.name!r} in tiles: too many to patch on a device")
+        self._shadows = [_Shadow(piece, piece.places) for piece in pieces if piece.places is not None]
+        shadows = iter(self._shadows)
+        self._plain = [piece if piece.places is None else replace(piece, view=next(shadows).view) for piece in pieces]
+        """The pieces, with shadows in the place of those that a kernel keeps in another order."""
+        self._views = [piece.view for piece in self._plain]
+        for piece in self._plain:
+            if not piece.view.is_contiguous():
+                raise ValueError(f"{piece.region.tensor.name!r} is not in one piece on its device")
+            if piece.region.units > 1 << 32:
+                raise ValueError(f"{piece.region.tensor.name!r} has more units than positions can count")
+        self._names = [piece.region.tensor.name for piece in pieces]
+        self._device = self._views[0].device if pieces else torch.device("cpu")
+        self._plan = kernels.flat_plan(self._views)
         self._tile_plans = Remember()
+        self._proof: tuple[tuple[int, ...], _Proof] | None = None
+        beside = served and self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if beside else None
+        self._slots = [_Slot() for _ in range(2)] if beside else []
 
-    def decode(self, file: DeltaFile) -> list[RegionMoves | _Counted]:
-        """What takes no weights to read: positions and steps, or ranks within classes counted on the device."""
+    def _patch(self, *parts: tuple[kernels.Plan, kernels.Changed]) -> Patch:
+        return Patch([*parts], [kernels.prepare_apply(self._views, changed, plan=plan) for plan, changed in parts])
 
-        def one(block: BlockRef) -> list[RegionMoves] | list[Tiles]:
-            found = file.read(block)
-            if not isinstance(found, context.TiledBlock):
-                return found
-            if not all(_is_walked_in_memory(region) for region, _ in block.regions):
-                changes = found.decode(self._base([region for region, _ in block.regions]))
-                return [RegionMoves(c.region, c.positions, c.new, NEW_BITS) for c in changes]
-            return self._tiles(found)
+    def warm_up(self) -> None:
+        """Run all that staging runs, on the tiles that versions mostly have: what a device compiles on first use would
+        hold up a model that is being served. A weight is written over itself."""
+        if self._stream is None:
+            return
+        with self._beside():
+            starts = torch.ones(self._plan.tiles + 1, dtype=torch.int64, device=self._device)
+            starts[0] = 0
+            kinds = torch.zeros(self._plan.tiles, dtype=torch.int32, device=self._device)
+            dtypes = self._plan.position_dtype, self._plan.value_dtype
+            first, same = (torch.zeros(1, dtype=dtype, device=self._device) for dtype in dtypes)
+            kernels.resolve(self._views, kernels.Moves(starts, first, same, kinds), plan=self._plan)
+            kernels.compile_classes(self._views, [(piece.region.rows, piece.region.columns) for piece in self._plain])
 
-        found = [item for items in file.each(one) for item in items]
-        tiles = [item for item in found if isinstance(item, Tiles)]
-        moves: list[RegionMoves | _Counted] = [item for item in found if isinstance(item, RegionMoves)]
-        return [*moves, self._count(tiles)] if tiles else moves
+    # ── beside the model ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _tiles(self, block: context.TiledBlock) -> list[Tiles]:
-        result = []
-        for number, (region, _) in enumerate(block.regions):
-            span = block.span(number, slice(0, region.rows), slice(0, region.columns))
-            tensor = self._number[region.tensor.name]
-            result.append(Tiles(tensor, region.base, max(region.tensor.columns, 1), block, span))
-        return result
+    def read(self, piece: int, part: Part = WHOLE) -> Bits:
+        """A copy in host memory: for deltas whose tiles are cut by the edges of pieces, and for tests."""
+        view = self._views[piece]
+        with self._beside():
+            signed = units(view).reshape(view.shape)[part].contiguous().cpu().numpy()
+        return signed.view(f"u{signed.itemsize}")
 
-    def _count(self, tiles: list[Tiles]) -> _Counted:
-        """Count classes on the device, and decode ranks by that. No weight leaves the device."""
-        plan, rules = kernels.read_sheet(make_sheet(tiles), self._first, self._tile_plans)
-        sizes = kernels.class_counts(self._first, plan, rules).cpu().numpy()
-        return _Counted(tiles, decode_ranks(tiles, sizes))
+    def prepare(self, changes: Sequence[PieceChange]) -> Patch:
+        by_piece: dict[int, list[Change]] = {}
+        for item in changes:
+            by_piece.setdefault(item.piece, []).append(item.change)
+        whole = [_joined(piece, by_piece.get(number, [])) for number, piece in enumerate(self._plain)]
+        with self._beside():
+            return self._patch((self._plan, kernels.from_changes(self._plan, [c for c in whole if c.region.units])))
 
-    def prepare(self, decoded: Sequence[RegionMoves | _Counted]) -> DevicePatch:
-        most = max(map(len, self._names.values()), default=1)
-        moves = [item for item in decoded if isinstance(item, RegionMoves)]
-        counted = [item for item in decoded if isinstance(item, _Counted)]
-        parts = []
-        for number in range(most):
-            parts += [self._part(moves, number), *(self._placed(item, number) for item in counted)]
-        return DevicePatch(self.device, [part for part in parts if part is not None])
+    def receive(
+        self,
+        moves: Mapping[str, Array | Stored],
+        parts: Sequence[tuple[int, int]],
+        sheet: Mapping[str, Array],
+        ranks: Mapping[str, Array | Stored],
+    ) -> Patch:
+        """What was decoded for these pieces (moves.py): moves, of which `parts` has kinds and counts, and ranks of the
+        tiles that were counted by a sheet, if any were."""
+        with self._beside():
+            ready = []
+            for kind, count in parts:
+                if count:
+                    kinds = torch.full((self._plan.tiles,), kind, dtype=torch.int32, device=self._device)
+                    starts, positions, values = (
+                        self._send(moves[f"{name}.{kind}"]) for name in ("starts", "positions", "values")
+                    )
+                    sent_moves = kernels.Moves(starts, positions, values, kinds)
+                    ready.append((self._plan, kernels.resolve(self._views, sent_moves, plan=self._plan)))
+            if sheet:
+                plan, rules = kernels.read_sheet(sheet, self._views, self._tile_plans)
+                placed = [self._send(array) for array in ranks.values()]
+                ready.append((plan, kernels.place(self._views, plan, rules, *placed)))
+        return self._patch(*ready)
 
-    def _placed(self, counted: _Counted, number: int) -> _Part | None:
-        """The same as `_part` for ranks."""
-        there = [len(self._names[name]) > number for name in self._proven]
-        kept = [i for i, item in enumerate(counted.tiles) if there[item.tensor]]
-        if not kept:
-            return None
-        tiles, found = [counted.tiles[i] for i in kept], [counted.found[i] for i in kept]
-        # no tile lies in those that are not there
-        tensors = [self._live[self._names[name][number if there[i] else 0]] for i, name in enumerate(self._proven)]
-        plan, rules = kernels.read_sheet(make_sheet(tiles), tensors, self._tile_plans)
-        sent = (_sent(array, self.device) for array in join_ranks(tiles, found).values())
-        return _Part(self._proven, tensors, plan, kernels.place(tensors, plan, rules, *sent), number == 0)
+    def compare(self, source: Source) -> Patch:
+        """What full weights change, found on the device, band by band. TooMany if most of a model is other weights."""
+        found: list[kernels.Changed] = []
+        room = sum(piece.region.units for piece in self.pieces) // DENSE
+        for piece in self._plain:
+            for start in range(0, piece.region.units, _BAND):
+                end = min(start + _BAND, piece.region.units)
+                new = _flat(source, piece.region, start, end)
+                with self._beside():
+                    old = units(piece.view)[start:end]
+                    change = kernels.detect([old], [units(self._send(new))], most=room)
+                room -= change.count
+                found.append(change)
+        with self._beside():
+            return self._patch((self._plan, _in_turn(found, self._plan)))
 
-    def _part(self, decoded: Sequence[RegionMoves], number: int) -> _Part | None:
-        """What changes in the first tensor that this model has for each of the run's, or in the next ones."""
-        found = {m.region: m for m in decoded if len(self._names[m.region.tensor.name]) > number}
-        if not found:
-            return None
-        regions = [r for r in self._regions if len(self._names[r.tensor.name]) > number]
-        if not found.keys() <= set(regions):
-            # somebody cut them in another way
-            regions = list(found)
-        names = list(dict.fromkeys(region.tensor.name for region in regions))
-        tensors = [self._live[self._names[name][number]] for name in names]
-        # of all regions, whichever changed: so one plan serves every delta
-        plan = self._plans.get((number, *regions), lambda: kernels.region_plan(names, tensors, regions))
-        moves = [found.get(region) or _no_moves(region) for region in regions]
-        changed = kernels.resolve(tensors, kernels.send_moves(plan, moves), plan=plan)
-        return _Part(names, tensors, plan, changed, number == 0)
+    def count(self, sheet: Mapping[str, Array]) -> Array:
+        """Count the classes of old weights in the tiles of a sheet."""
+        with self._beside():
+            plan, rules = kernels.read_sheet(sheet, self._views, self._tile_plans)
+            return self._fetch(kernels.class_counts(self._views, plan, rules))
 
-    def _base(self, wanted: Sequence[Region]) -> BaseBits:
-        """Only what a block needs leaves the device; the rest of what is handed out is never touched."""
-        whole: dict[str, Bits] = {}
-        for region in wanted:
-            tensor = region.tensor
-            if tensor.name not in whole:
-                # pages that nobody writes or reads take no memory
-                whole[tensor.name] = (
-                    torch.empty(tensor.units * tensor.unit_size, dtype=torch.uint8)
-                    .numpy()
-                    .view(lookup(tensor.dtype).unit)
-                )
-            rows = Region(tensor, region.row, region.rows, 0, tensor.columns) if not region.contiguous else region
-            whole[tensor.name][rows.base : rows.base + rows.units] = self._read(rows)
-        return whole.__getitem__
+    def moved(self, patch: Patch, groups: Sequence[int]) -> Sums:
+        """How the digest of each group moves when a patch is written."""
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        with self._beside():
+            total = torch.zeros((len(numbers), 2), dtype=torch.int64, device=self._device)
+            for plan, changed in patch.parts:
+                origins = plan.remember(("origins", tuple(groups)), lambda p=plan: self._origins(p, groups, numbers))  # type: ignore[misc]
+                total += kernels.digest_change_by_group(self._names, changed, origins, plan=plan)
+            lanes = total.tolist()
+        return {group: StateDigest.of_lanes(lanes[number]) for group, number in numbers.items()}
+
+    def _origins(self, plan: kernels.Plan, groups: Sequence[int], numbers: Mapping[int, int]) -> kernels.Origins:
+        rows = [
+            [p.region.base, max(p.region.columns, 1), p.region.tensor.columns, numbers[group]]
+            for p, group in zip(self.pieces, groups, strict=True)
+        ]
+        table = np.array(rows, np.int64).reshape(-1, 4)[plan.tensor]
+        return kernels.Origins(torch.from_numpy(table).to(self._device), len(numbers))
+
+    def _send(self, array: Array | Stored) -> Tensor:
+        """A copy on the device. Pinned memory is filled while the interpreter is free for others."""
+        if isinstance(array, np.ndarray) and not self._slots and self._device.type == "cuda":
+            return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
+        dtype = {"u2": torch.uint16, "u4": torch.uint32, "u1": torch.uint8, "i8": torch.int64, "i4": torch.int32}
+        out = torch.empty(array.shape, dtype=dtype[array.dtype.str[1:]], device=self._device)
+        to = out.view(torch.uint8).reshape(-1)
+
+        def read(start: int, part: Array) -> None:
+            if isinstance(array, np.ndarray):
+                np.copyto(part, array.reshape(-1).view(np.uint8)[start : start + part.size])
+            else:
+                array.read(start, part)
+
+        if not self._slots:
+            read(0, to.numpy())
+            return out
+        for number, start in enumerate(range(0, to.numel(), _SLOT)):
+            self._slots[number % 2].send(partial(read, start), to[start : start + _SLOT])
+        return out
+
+    def _fetch(self, tensor: Tensor) -> Array:
+        """A copy of 32-bit integers in host memory."""
+        if not self._slots:
+            return tensor.cpu().numpy()
+        out = np.empty(tuple(tensor.shape), np.int32)
+        flat, to = tensor.reshape(-1).view(torch.uint8), out.reshape(-1).view(np.uint8)
+        for start in range(0, to.size, _SLOT):
+            self._slots[0].fetch(flat[start : start + _SLOT], to[start : start + _SLOT])
+        return out
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Work on a stream of its own, with breaks in which the device is the model's, and wait for that alone."""
+        if self._stream is None:
+            self._pull()
+            yield
+            return
+        wait = self._stream.synchronize
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), kernels.gently(wait):
+            self._pull()
+            yield
+            wait()
+
+    def _pull(self) -> None:
+        for shadow in self._shadows:
+            shadow.pull()
+
+    def _push(self) -> None:
+        for shadow in self._shadows:
+            shadow.push()
+
+    # ── in the swap ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def write(self, patch: Patch) -> None:
+        with self._on_device():
+            self._pull()
+            for write in patch.writes:
+                write()
+            self._push()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Wait for what was written, where no digest is read after it."""
+        if self._stream is None:
+            wait(self._device)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def undo(self, patch: Patch) -> None:
+        self._pull()
+        for plan, changed in patch.parts:
+            kernels.apply(self._views, changed.swapped(), plan=plan)
+        self._push()
+        self._finish()
 
     def load(self, source: Source) -> None:
-        for tensor in self.schema.tensors:
-            for region in regions(tensor):
-                # a copy: what is read from a file may not be writable, and torch wants it to be
-                new = units(torch.from_numpy(source.region(region).view(np.uint8).copy()), tensor.unit_size)
-                for name in self._names[tensor.name]:
-                    units(self._live[name])[region.base : region.base + region.units].copy_(new)
+        for piece, view in zip(self.pieces, self._views, strict=True):
+            for part in pieces(piece.region):
+                bits = source.region(part).reshape(part.rows, part.columns)
+                if self._stream is None and not bits.flags.writeable:
+                    # torch warns of memory that it could write to and must not
+                    bits = bits.copy()
+                signed = torch.from_numpy(bits.view(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1"))
+                units(view).reshape(view.shape)[part.within(piece.region)].copy_(signed)
+        self._push()
 
-    def digest(self) -> StateDigest:
-        total = kernels.digest(self._proven, self._first, plan=self._digest_plan)
-        for names in self._names.values():
-            for other in names[1:]:
-                if not torch.equal(units(self._live[names[0]]), units(self._live[other])):
-                    # weights of which one of two tied ones was changed alone are no version
-                    total += StateDigest(1, 1)
-        return total
+    def digests(self, groups: Sequence[int]) -> Sums:
+        """On the current stream: after what was launched there."""
+        key = tuple(groups)
+        if self._proof is None or self._proof[0] != key:
+            # made once: in a swap there is no time to look at every piece again
+            self._proof = key, _Proof(self._plain, key)
+        self._pull()
+        return self._proof[1].digests()
 
-    def _read(self, region: Region) -> Bits:
-        return kernels.read_region(units(self._live[self._names[region.tensor.name][0]]), region)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Tensors with memory of their own, and what changes in them."""
-
-    names: list[str]
-    """Their names in the run."""
-    tensors: list[Tensor]
-    plan: kernels.Plan
-    changed: kernels.Changed
-    first: bool
-    """Tensors that the run ties and this model does not count once."""
+    def digests_beside(self, groups: Sequence[int]) -> Sums:
+        with self._beside():
+            return self.digests(groups)
 
 
-@dataclass(frozen=True, slots=True)
-class _Counted:
-    """Changes as ranks within classes of the weights that are there now."""
+class _Decoded(NamedTuple):
+    """A delta without weights, cut for pieces on a device."""
 
-    tiles: list[Tiles]
-    found: list[Ranked]
-
-
-class DevicePatch:
-    """Changes on the device, ready to be written. Undoing puts back the bits that were really found there."""
-
-    def __init__(self, device: torch.device, parts: Sequence[_Part]) -> None:
-        self._device, self._parts = device, parts
-        self._kept: list[kernels.Changed] = []
-        """What each part that was written replaced."""
-        self.moved = StateDigest()
-        for part in parts:
-            if part.first:
-                self.moved += kernels.digest_change(part.names, part.tensors, part.changed, plan=part.plan)
-
-    def write(self) -> None:
-        for part in self._parts:
-            self._kept.append(kernels.apply(part.tensors, part.changed, keep=True, plan=part.plan))
-        self._wait()
-
-    def undo(self) -> None:
-        # a part whose write broke off may be written or not: the bits it was staged against are right for both
-        found = [*self._kept, *(part.changed for part in self._parts[len(self._kept) :])]
-        for part, kept in zip(self._parts, found, strict=True):
-            kernels.apply(part.tensors, kept.swapped(), plan=part.plan)
-        self._kept = []
-        self._wait()
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    moves: list[PieceMoves]
+    sheet: Mapping[str, Array]
+    """What the ranks were counted by; empty if there are none."""
+    ranks: Mapping[str, Array]
 
 
-def _no_moves(region: Region) -> RegionMoves:
-    nothing = no_change(region)
-    return RegionMoves(region, nothing.positions, nothing.new, NEW_BITS)
+class DeviceWeights(ModelWeights):
+    """The weights of a model of this process, on its device. While they are written nothing crosses the bus but two
+    words of digest."""
+
+    def __init__(self, schema: Schema, found: Sequence[Piece]) -> None:
+        pieces = [
+            replace(piece, view=units(piece.view).reshape(piece.region.rows, piece.region.columns))
+            for piece in found
+            if piece.region.units
+        ]
+        self._shard = DeviceShard(pieces, served=False)
+        self._cutter = DevicePieces([piece.region for piece in pieces])
+        super().__init__(schema, pieces, self._shard)
+
+    def decode(self, files: Sequence[DeltaFile]) -> _Decoded:
+        moves: list[PieceMoves] = []
+        tiles: list[Tiles] = []
+        for file in files:
+            for cut_moves, cut_tiles in file.each(partial(self._block, file)):
+                moves += cut_moves
+                tiles += cut_tiles
+        if not tiles:
+            return _Decoded(moves, {}, {})
+        sheet = make_sheet(tiles)
+        return _Decoded(moves, sheet, join_ranks(tiles, decode_ranks(tiles, self._shard.count(sheet))))
+
+    def _block(self, file: DeltaFile, block: BlockRef) -> tuple[list[PieceMoves], list[Tiles]]:
+        found = file.read(block)
+        try:
+            return self._cutter.cut(found)
+        except CutTiles:
+            assert isinstance(found, context.TiledBlock)
+        moves = []
+        for number, (region, _) in enumerate(found.regions):
+            # only what the block needs leaves the device
+            old = self._shard.read(self._pieces[region.tensor.name][0], region.within(whole(region.tensor)))
+            positions, _, new = found.shard(number, slice(0, region.rows), slice(0, region.columns), old)
+            moves.append(RegionMoves(region, positions, new, NEW_BITS))
+        return self._cutter.cut(moves)
+
+    def prepare(self, decoded: _Decoded) -> Patch:
+        parts, moves = self._cutter.join(
+            decoded.moves, lambda shapes: {name: np.empty(shape, dtype) for name, (dtype, shape) in shapes.items()}
+        )
+        return self._shard.receive(moves, parts, decoded.sheet, decoded.ranks)
+
+    def changes(self, decoded: _Decoded) -> tuple[()]:
+        return ()
 
 
-def _is_walked_in_memory(region: Region) -> bool:
-    """Whether tiles of a region are rectangles of its tensor's memory: a narrow region is walked as one row."""
-    return region.contiguous or walked(region.rows, region.columns) == (region.rows, region.columns)
+class _Shadow:
+    """A copy, in the checkpoint's order, of weights that a kernel keeps in another one: meant for what is small, like
+    the scales of fp8 blocks. It is read again from the live memory before each use, and written there whole."""
+
+    def __init__(self, piece: Piece, places: Places) -> None:
+        shape, live = (piece.region.rows, piece.region.columns), piece.view
+        self.view = torch.empty(shape, dtype=live.dtype, device=live.device)
+        self._copy, self._live = units(self.view), units(live)
+        self._at = torch.from_numpy((places.rows[:, None] + places.columns).reshape(-1)).to(live.device)
+
+    def pull(self) -> None:
+        torch.index_select(self._live, 0, self._at, out=self._copy)
+
+    def push(self) -> None:
+        self._live.index_copy_(0, self._at, self._copy)
 
 
-def _sent(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    sent = torch.from_numpy(array)
-    return sent.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else sent
+class _Slot:
+    """Pinned memory on the way to the device, or from it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(_SLOT, dtype=torch.uint8, pin_memory=True)
+        self._bytes = self._memory.numpy()
+        self._sent = torch.cuda.Event()
+
+    def send(self, read: Callable[[Array], None], to: Tensor) -> None:
+        """Copy what `read` puts into its argument."""
+        self._sent.synchronize()
+        read(self._bytes[: to.numel()])
+        to.copy_(self._memory[: to.numel()], non_blocking=True)
+        self._sent.record()
+
+    def fetch(self, data: Tensor, to: Array) -> None:
+        self._sent.synchronize()
+        self._memory[: to.size].copy_(data, non_blocking=True)
+        self._sent.record()
+        self._sent.synchronize()
+        np.copyto(to, self._bytes[: to.size])
+
+
+class _Proof:
+    """The digests of groups of pieces: a launch per group for pieces on the digest's blocks, and one for others."""
+
+    def __init__(self, pieces: Sequence[Piece], groups: Sequence[int]) -> None:
+        self._groups = [
+            (group, _GroupProof([p for p, g in zip(pieces, groups, strict=True) if g == group]))
+            for group in dict.fromkeys(groups)
+        ]
+        self._device = pieces[0].view.device if pieces else torch.device("cpu")
+
+    def digests(self) -> Sums:
+        if not self._groups:
+            return {}
+        # one answer for all of them: each wait is a trip to the device
+        out = torch.zeros((len(self._groups), 2), dtype=torch.int64, device=self._device)
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            for (_, proof), lanes in zip(self._groups, out.unbind(), strict=True):
+                proof.add(lanes)
+        return {
+            group: StateDigest.of_lanes(found) for (group, _), found in zip(self._groups, out.tolist(), strict=True)
+        }
+
+
+class _GroupProof:
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        device = pieces[0].view.device
+        operations = kernels.operations(device)
+        aligned = [piece for piece in pieces if _on_block_lines(piece.region)]
+        others = [piece for piece in pieces if not _on_block_lines(piece.region)]
+        views = [piece.view for piece in aligned]
+        plan = kernels.flat_plan(views, unit=2) if aligned else None
+        # whoever moves a tensor makes another shard: where they lie is looked up once
+        self._add = operations.prepare_digest(plan, views, _placed_keys(plan, aligned)) if plan is not None else None
+        by_kernel = operations is not torch_ops
+        wide = [piece for piece in others if by_kernel and piece.view.dtype.itemsize == 2]
+        self._bands = _bands_of(wide) if wide else None
+        self._slow = [piece for piece in others if piece not in wide]
+        self._table = torch.from_numpy(digest.TABLE.view("i8").copy()).to(device)
+
+    def add(self, out: Tensor) -> None:
+        """Add both lanes to `out`."""
+        if self._add is not None:
+            self._add(out)
+        if self._bands is not None:
+            from ..kernels._rows import rows_kernel
+
+            for part in in_turns(self._bands, 4):
+                rows_kernel[(part.count,)](part.tiles, self._table, out, PERIOD=digest.BLOCK, BLOCK=512)
+        for piece in self._slow:
+            out += _rows_digest(piece, self._table)
+
+
+def _flat(source: Source, piece: Region, start: int, end: int) -> Bits:
+    """Units [start:end] of a piece, counted row by row, from full weights."""
+    first, last = start // piece.columns, -(-end // piece.columns)
+    rows = Region(piece.tensor, piece.row + first, last - first, piece.column, piece.columns)
+    return source.region(rows)[start - first * piece.columns : end - first * piece.columns]
+
+
+def _in_turn(found: Sequence[kernels.Changed], plan: kernels.Plan) -> kernels.Changed:
+    """Changes of bands that follow each other, as one of the whole."""
+    counts = np.cumsum([0, *(change.count for change in found)]).tolist()
+    starts = [change.starts[:-1] + done for change, done in zip(found, counts, strict=False)]
+    total = torch.tensor([counts[-1]], dtype=torch.int64, device=plan.device)
+    old, new = (
+        torch.cat([narrow(widen(getattr(change, name)), plan.value_dtype) for change in found])
+        for name in ("old", "new")
+    )
+    return kernels.Changed(torch.cat([*starts, total]), torch.cat([change.positions for change in found]), old, new)
+
+
+def _bands_of(pieces: Sequence[Piece], height: int = 16) -> Launch:
+    """What the kernel's programs work on: some rows of a piece each."""
+    bands = []
+    for piece in pieces:
+        region = piece.region
+        keys = digest.tensor_keys(region.tensor.name).view(np.int64).tolist()
+        for row in range(0, region.rows, height):
+            address = piece.view.data_ptr() + row * region.columns * 2
+            rows = min(height, region.rows - row)
+            first = region.base + row * region.tensor.columns
+            bands.append([address, rows, region.columns, first, region.tensor.columns, *keys])
+    table = torch.tensor(bands, dtype=torch.int64, device=pieces[0].view.device)
+    return Launch(table, len(table), 2, False, ())
+
+
+def _joined(piece: Piece, changes: list[Change]) -> Change:
+    """All changes of a piece as one, in the order of their positions."""
+    unit = f"u{piece.view.dtype.itemsize}"
+    parts = [cut(change.region, piece.region, change.positions, change.old, change.new) for change in changes]
+    positions = np.concatenate([np.empty(0, np.uint32), *(part[0] for part in parts)])
+    order = np.argsort(positions, kind="stable")
+    old, new = (np.concatenate([np.empty(0, unit), *(part[n] for part in parts)])[order] for n in (1, 2))
+    return Change(piece.region, positions[order], old, new)
+
+
+def _halves(region: Region) -> int:
+    """Digest units (of 16 bits at the most) per unit of a tensor."""
+    return 2 if region.tensor.unit_size == 4 else 1
+
+
+def _on_block_lines(region: Region) -> bool:
+    """Whether the digest's blocks begin where the piece does, so that it counts like a tensor of its own."""
+    return region.contiguous and region.base * _halves(region) % digest.BLOCK == 0
+
+
+def _placed_keys(plan: kernels.Plan, pieces: Sequence[Piece]) -> Tensor:
+    """Block b of a piece is block first + b of its tensor, and the digest's keys count by blocks."""
+    each = np.array([digest.tensor_keys(p.region.tensor.name) for p in pieces], np.uint64).reshape(-1, 2)
+    first = [p.region.base * _halves(p.region) // digest.BLOCK for p in pieces]
+    shifted = each + np.array(first, np.uint64)[:, None]
+    return torch.from_numpy(shifted[plan.tensor].view(np.int64)).to(plan.device)
+
+
+def _rows_digest(piece: Piece, table: Tensor) -> Tensor:
+    """Both lanes of a block of columns, in plain torch through the definition: right for any layout, much slower."""
+    region, halves = piece.region, _halves(piece.region)
+    columns = region.columns * halves
+    bits = units(piece.view, min(piece.view.dtype.itemsize, 2)).reshape(region.rows, columns)
+    key = torch.from_numpy(digest.tensor_keys(region.tensor.name).view(np.int64)).to(bits.device)
+    out = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    band = max(1, (1 << 22) // columns)
+    for row in range(0, region.rows, band):
+        part = bits[row : row + band].to(torch.int64) & ((1 << 8 * bits.dtype.itemsize) - 1)
+        lines = torch.arange(row, row + part.shape[0], device=bits.device)
+        at = (region.base + lines * region.tensor.columns)[:, None] * halves + torch.arange(columns, device=bits.device)
+        for lane in range(2):
+            weight = torch_ops._mix(key[lane] + at // digest.BLOCK) * table[lane][at % digest.BLOCK]
+            out[lane] += (weight * part).sum()
+    return out

@@ -1,208 +1,219 @@
-"""Live weights in host memory, and whatever torch can copy: read as the run's bits and written as them."""
+"""Weights in host memory, and whatever torch can copy: read as the run's bits and written as them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from ..bucket.replay import State
-from ..core import full
-from ..core.change import Change, Region, moved, no_change, regions, scatter
+from ..core.change import Change, Region, no_change, pieces
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
 from ..core.full import Source
 from ..core.parallel import for_each
-from ..core.schema import Schema, TensorSpec, listed
-from ..core.sparse import DeltaFile
-from ..models import ModelView, dtype_of, is_torch, like, live_tensors, torch_bits, torch_dtype
+from ..core.scatter import scatter_and_look
+from ..models import dtype_of, is_torch, like, torch_bits, torch_dtype
+from .shard import WHOLE, Part, Piece, PieceChange, Places, Sums, cut, digests_of
 
-WORTH_THREADS = 1 << 20
+WORTH_THREADS = 1 << 19
 """Number of changes that are worth starting threads for: some milliseconds of work."""
 
 
-class HostMemory:
-    """The weights of a model, by the names of the run's schema. Reads and writes go straight to the live memory.
+class HostShard:
+    """Pieces in host memory; `memory` has that of each piece."""
 
-    Floats may be wider in the model than in the run. Every bf16 is exactly a float32, so such weights can hold a
-    version: writing widens, reading narrows, and a weight that is not exactly representable in the run's dtype makes
-    the digest one that no version has.
-    """
+    audited = True
 
-    def __init__(self, model: Any, schema: Schema, *, strict: bool = True) -> None:
-        self.schema = schema
-        self._inexact = False
-        if isinstance(model, State):
-            # bits already, of dtypes that numpy may have no name for
-            model.schema.require_equal(schema, ours="this state", theirs="the run")
-            self._cells: dict[str, list[_Cell]] = {n: [_Cell(bits)] for n, bits in model.tensors.items()}
-            """One cell per piece of memory: weights that the run ties may be several here, and all must agree."""
-            return
-        tensors = live_tensors(model)
-        names = require(tensors, schema, strict)
-        self._cells = {
-            tensor.name: [_cell(tensors[name], name, tensor.dtype) for name in names[tensor.name]]
-            for tensor in schema.tensors
-        }
-        if self.in_place:
-            self._compile()
-
-    def _compile(self) -> None:
-        """Compile the kernels now, not in the first pause."""
-        for tensor in self.schema.tensors:
-            for region in islice(regions(tensor), 1):
-                nothing = no_change(region)
-                self._cells[tensor.name][0].scatter(nothing, nothing.new)
-
-    @property
-    def in_place(self) -> bool:
+    def __init__(self, pieces: Sequence[Piece], memory: Sequence[Rows | Placed | Copied]) -> None:
+        self.pieces, self._memory = pieces, memory
+        self.in_place = not any(isinstance(each, Copied) for each in memory)
         """Whether writes go straight to the weights, so that several may go on at once."""
-        return not any(isinstance(cell, _Copied) for cells in self._cells.values() for cell in cells)
 
-    def bits(self, name: str) -> Bits:
-        """Return a tensor's present bits: a live view for weights in host memory, else a copy. Do not write to it."""
-        return self._cells[name][0].read(None)[0]
+    def compile(self) -> None:
+        """Compile the kernels that write, which would take too long in the first pause."""
+        for piece, memory in zip(self.pieces, self._memory, strict=True):
+            if not isinstance(memory, Copied):
+                nothing = no_change(piece.region)
+                memory.write(nothing, nothing.new)
 
-    def region(self, region: Region) -> Bits:
-        bits, exact = self._cells[region.tensor.name][0].read(region)
-        if not exact:
-            # only ever set here, by whichever thread sees it
-            self._inexact = True
-        return bits
+    def read(self, piece: int, part: Part = WHOLE) -> Bits:
+        """A live view where memory is in the run's dtype, else a copy."""
+        return self._memory[piece].read(part)
 
-    def decode(self, file: DeltaFile) -> list[Change]:
-        return [change for changes in file.changes(self.bits) for change in changes]
+    def prepare(self, changes: Sequence[PieceChange]) -> list[PieceChange]:
+        return list(changes)
 
-    def prepare(self, decoded: Sequence[Change]) -> _HostPatch:
-        return _HostPatch(self, decoded)
+    def write(self, patch: Sequence[PieceChange]) -> None:
+        self._each(self.put_new, patch)
 
-    def write(self, change: Change) -> None:
-        self._scatter(change, change.new)
+    def undo(self, patch: Sequence[PieceChange]) -> None:
+        # of a change that was never written it has no effect
+        self._each(self.put_old, patch)
 
-    def undo(self, change: Change) -> None:
-        self._scatter(change, change.old)
+    def _each(self, put: Callable[[PieceChange], None], patch: Sequence[PieceChange]) -> None:
+        many = self.in_place and sum(item.change.count for item in patch) >= WORTH_THREADS
+        for_each(put, patch, None if many else 1)
 
-    def _scatter(self, change: Change, values: Bits) -> None:
-        for cell in self._cells[change.region.tensor.name]:
-            cell.scatter(change, values)
+    def put_new(self, item: PieceChange) -> None:
+        self._put(item, item.change.new)
+
+    def put_old(self, item: PieceChange) -> None:
+        self._put(item, item.change.old)
+
+    def _put(self, item: PieceChange, values: Bits) -> None:
+        if not self._memory[item.piece].write(item.change, values):
+            name = item.change.region.tensor.name
+            raise RuntimeError(f"memory of {name!r} does not hold what was written to it")
 
     def load(self, source: Source) -> None:
-        for tensor in self.schema.tensors:
-            for cell in self._cells[tensor.name]:
-                cell.fill((region, source.region(region)) for region in regions(tensor))
+        for piece, memory in zip(self.pieces, self._memory, strict=True):
+            whole = piece.region
+            memory.fill(
+                (part.within(whole), source.region(part).reshape(part.rows, part.columns)) for part in pieces(whole)
+            )
 
-    def digest(self) -> StateDigest:
-        """Recompute the state digest. Names that the run ties and this model does not must agree as well: where one was
-        changed alone the weights have no version, and get a digest that no version has."""
-        self._inexact = False
-        total = full.digest_of(self)
-        for cells in self._cells.values():
-            for other in cells[1:]:
-                bits, exact = other.read(None)
-                if not exact or not np.array_equal(cells[0].read(None)[0], bits):
-                    total += StateDigest(1, 1)
-        # weights that no version can hold must not pass for the nearest one
-        return total + StateDigest(1, 1) if self._inexact else total
+    def digests(self, groups: Sequence[int]) -> Sums:
+        def read(number: int, part: Region) -> Bits:
+            return self.read(number, part.within(self.pieces[number].region))
 
+        for memory in self._memory:
+            memory.exact = True
+        sums = digests_of(read, [piece.region for piece in self.pieces], groups)
+        for group, memory in zip(groups, self._memory, strict=True):
+            if not memory.exact:
+                # weights that no version can hold must not pass for the nearest one
+                sums[group] += StateDigest(1, 1)
+        return sums
 
-class _HostPatch:
-    """Changes in host memory, ready to be written."""
+    digests_beside = digests
 
-    def __init__(self, memory: HostMemory, changes: Sequence[Change]) -> None:
-        self._memory, self._changes = memory, changes
-        self.moved = moved(changes)
-
-    def write(self) -> None:
-        many = sum(change.count for change in self._changes) >= WORTH_THREADS
-        threads = None if many and self._memory.in_place else 1
-        for_each(self._memory.write, self._changes, threads)
-
-    def undo(self) -> None:
-        # undoing a change that was never written has no effect
-        for change in self._changes:
-            self._memory.undo(change)
+    def moved(self, patch: Sequence[PieceChange], groups: Sequence[int]) -> Sums:
+        totals = {group: StateDigest() for group in groups}
+        for item in patch:
+            totals[groups[item.piece]] += item.change.digest()
+        return totals
 
 
-class _Cell:
-    """Live weights in host memory, in the run's own dtype."""
+class Rows:
+    """Memory in the run's own dtype, whose rows are those of the piece."""
 
-    def __init__(self, live: Bits) -> None:
-        self._live = live
+    def __init__(self, region: Region, bits: Bits) -> None:
+        """`bits` are [rows, columns]; columns are neighbours in memory."""
+        self.exact = True
+        """Whether all that was read is exactly representable in the run's dtype; whichever thread reads says so."""
+        self._region, self._bits = region, bits
+        self._stride = bits.strides[0] // bits.itemsize if region.rows > 1 else max(region.columns, 1)
+        span = (region.rows - 1) * self._stride + region.columns if bits.size else 0
+        self._flat = np.lib.stride_tricks.as_strided(bits, (span,), (bits.itemsize,))
 
-    def read(self, region: Region | None) -> tuple[Bits, bool]:
-        """Return the run's bits, of a region or of all, and whether the live weights are exactly these."""
-        return (self._live if region is None else region.cut(self._live)), True
+    def read(self, part: Part) -> Bits:
+        return self._bits[part]
+
+    def write(self, change: Change, values: Bits) -> bool:
+        """Returns whether memory holds the values afterwards."""
+        region, stride = change.region, self._stride
+        first = (region.row - self._region.row) * stride + region.column - self._region.column
+        width = stride if region.rows <= 1 else region.columns
+        return bool(scatter_and_look(self._flat, change.positions, self.widen(values), first, width, stride))
+
+    def fill(self, parts: Iterable[tuple[Part, Bits]]) -> None:
+        for part, bits in parts:
+            self._bits[part] = self.widen(bits)
 
     def widen(self, bits: Bits) -> Bits:
         return bits
 
-    def scatter(self, change: Change, values: Bits) -> None:
-        scatter(change.region, change.positions, self.widen(values), self._live)
 
-    def fill(self, parts: Iterable[tuple[Region, Bits]]) -> None:
-        for region, bits in parts:
-            region.matrix(self._live)[:] = self.widen(bits).reshape(region.rows, region.columns)
-
-
-class _Bfloat16(_Cell):
+class Bfloat16(Rows):
     """float32 that is bfloat16: its upper half is the run's bits, its lower half is zero."""
 
-    def read(self, region: Region | None) -> tuple[Bits, bool]:
-        wide, _ = super().read(region)
-        narrow = np.empty(wide.size, np.uint16)
-        return narrow, _upper_halves(wide, narrow) == 0
+    def read(self, part: Part) -> Bits:
+        wide = np.ascontiguousarray(self._bits[part])
+        narrow = np.empty(wide.shape, np.uint16)
+        if _upper_halves(wide.reshape(-1), narrow.reshape(-1)):
+            self.exact = False
+        return narrow
 
     def widen(self, bits: Bits) -> Bits:
         wide: Bits = bits.astype(np.uint32) << np.uint32(16)
         return wide
 
 
-class _Float16(_Cell):
+class Float16(Rows):
     """float32 that is float16."""
 
-    def read(self, region: Region | None) -> tuple[Bits, bool]:
-        wide, _ = super().read(region)
+    def read(self, part: Part) -> Bits:
+        wide = np.ascontiguousarray(self._bits[part])
         with np.errstate(over="ignore"):
             narrow = wide.view(np.float32).astype(np.float16).view(np.uint16)
-        return narrow, np.array_equal(self.widen(narrow), wide)
+        if not np.array_equal(self.widen(narrow), wide):
+            self.exact = False
+        return narrow
 
     def widen(self, bits: Bits) -> Bits:
         return bits.view(np.float16).astype(np.float32).view(np.uint32)
 
 
-class _Copied(_Cell):
+class Copied:
     """Torch weights on a device, not contiguous, or wider in another way: read as a copy, written back whole."""
 
-    def __init__(self, tensor: Any, dtype: Any) -> None:
-        self._tensor, self._dtype = tensor, dtype
+    def __init__(self, region: Region, tensor: Any, dtype: Any) -> None:
+        self.exact = True
+        self._region, self._tensor, self._dtype = region, tensor, dtype
 
-    def read(self, region: Region | None) -> tuple[Bits, bool]:
+    def read(self, part: Part) -> Bits:
         narrow = self._tensor.to(self._dtype)
-        exact = narrow.dtype == self._tensor.dtype or _same_bits(narrow.to(self._tensor.dtype), self._tensor)
+        if narrow.dtype != self._tensor.dtype:
+            again = narrow.to(self._tensor.dtype)
+            if not np.array_equal(torch_bits(again), torch_bits(self._tensor)):
+                self.exact = False
         bits = torch_bits(narrow)
-        if region is not None:
-            return region.cut(bits), exact
-        return (bits.copy() if narrow is self._tensor else bits), exact
+        whole = (bits.copy() if narrow is self._tensor else bits).reshape(self._region.rows, self._region.columns)
+        return whole[part]
 
-    def scatter(self, change: Change, values: Bits) -> None:
-        bits, _ = self.read(None)
-        scatter(change.region, change.positions, values, bits)
+    def write(self, change: Change, values: Bits) -> bool:
+        bits = self.read(WHOLE)
+        held = Rows(self._region, bits).write(change, values)
         self._put(bits)
+        return held
 
-    def fill(self, parts: Iterable[tuple[Region, Bits]]) -> None:
-        bits, _ = self.read(None)
-        for region, new in parts:
-            region.matrix(bits)[:] = new.reshape(region.rows, region.columns)
+    def fill(self, parts: Iterable[tuple[Part, Bits]]) -> None:
+        bits = self.read(WHOLE)
+        for part, new in parts:
+            bits[part] = new
         self._put(bits)
 
     def _put(self, bits: Bits) -> None:
         # of the run's dtype, without memory of its own
         template = self._tensor.new_empty((), dtype=self._dtype).expand(self._tensor.shape)
-        self._tensor.copy_(like(template, bits))
+        self._tensor.copy_(like(template, bits.reshape(-1)))
+
+
+class Placed:
+    """Memory in a kernel's layout, which was learned: units lie where two tables say."""
+
+    def __init__(self, region: Region, bits: Bits, places: Places) -> None:
+        self.exact = True
+        self._region, self._bits, self._places = region, bits, places
+
+    def read(self, part: Part) -> Bits:
+        rows, columns = self._places.rows[part[0]], self._places.columns[part[1]]
+        out = np.empty((rows.size, columns.size), self._bits.dtype)
+        _gather(self._bits, rows, columns, out)
+        return out
+
+    def write(self, change: Change, values: Bits) -> bool:
+        positions, _ = cut(change.region, self._region, change.positions, values)
+        row, column = np.divmod(positions, np.uint32(self._region.columns))
+        where = self._places.rows[row] + self._places.columns[column]
+        return bool(scatter_and_look(self._bits, where, values, 0, 1, 1))
+
+    def fill(self, parts: Iterable[tuple[Part, Bits]]) -> None:
+        for part, bits in parts:
+            self._bits[self._places.rows[part[0], None] + self._places.columns[part[1]]] = bits
 
 
 @njit(cache=True, nogil=True)
@@ -214,103 +225,30 @@ def _upper_halves(wide: Any, narrow: Any) -> Any:
     return rest & np.uint32(0xFFFF)
 
 
-def _same_bits(a: Any, b: Any) -> bool:
-    return bool(np.array_equal(torch_bits(a), torch_bits(b)))
+@njit(cache=True, nogil=True)
+def _gather(bits: Any, rows: Any, columns: Any, out: Any) -> None:
+    for r in range(rows.size):
+        for c in range(columns.size):
+            out[r, c] = bits[rows[r] + columns[c]]
 
 
-_WIDE = {("BF16", "F32"): _Bfloat16, ("F16", "F32"): _Float16}
-_WIDER = {"BF16": {"F32", "F64"}, "F16": {"F32", "F64"}, "F32": {"F64"}}
-"""The dtypes that hold every value of another one."""
+_WIDE = {("BF16", "F32"): Bfloat16, ("F16", "F32"): Float16}
 
 
-def _cell(tensor: Any, name: str, wanted: str) -> _Cell:
-    found = dtype_of(tensor)
-    kind = _Cell if found == wanted else _WIDE.get((wanted, found))
+def memory_of(region: Region, tensor: Any, name: str) -> Rows | Copied:
+    """The memory of a whole tensor of a model, whose dtype may be wider than the run's."""
+    wanted, found = region.tensor.dtype, dtype_of(tensor)
+    kind = Rows if found == wanted else _WIDE.get((wanted, found))
     if is_torch(tensor):
         tensor = tensor.detach()
         if kind is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
-            return _Copied(tensor, torch_dtype(wanted))
-        return kind(torch_bits(tensor))
-    patchable = isinstance(tensor, np.ndarray) and tensor.flags.c_contiguous and tensor.flags.writeable
-    if kind is None or not patchable:
-        raise SchemaMismatch(
-            f"{name!r} must be a writable, contiguous array of {wanted} or float32 to be patched in place"
-        )
-    return kind(tensor.reshape(-1).view(f"u{min(tensor.itemsize, 4)}"))
-
-
-def require(
-    tensors: Mapping[str, Any], schema: Schema, strict: bool, *, may_be_wider: bool = True
-) -> dict[str, list[str]]:
-    """Check that a model has every tensor of the run, in its shape and dtype or a wider one; with `strict`, no others.
-
-    Returns the names that each tensor of the run has in the model, one for each piece of memory: weights that the run
-    ties may be separate here.
-    """
-    found = ModelView(tensors).schema
-    specs = found.by_name()
-    specs.update((alias, specs[name]) for alias, name in found.ties.items())
-    # two names of one memory, by the model's own account
-    home = {**{name: name for name in tensors}, **found.ties}
-    names: dict[str, list[str]] = {}
-    missing, reshaped = [], []
-    for tensor in schema.tensors:
-        run_names = [tensor.name, *(alias for alias, name in schema.ties.items() if name == tensor.name)]
-        once: dict[str, str] = {}
-        for name in (name for name in run_names if name in tensors):
-            once.setdefault(home[name], name)
-        names[tensor.name] = list(once.values())
-        if not once:
-            missing.append(tensor.name)
-        reshaped += [(tensor, specs[name]) for name in once.values() if specs[name].shape != tensor.shape]
-    carried = {home[name] for of in names.values() for name in of}
-    extra = sorted(name for name in tensors if home[name] not in carried) if strict else []
-    if missing or extra or reshaped:
-        raise SchemaMismatch(_differences(tensors, missing, extra, reshaped))
-    for tensor in schema.tensors:
-        for spec in (specs[name] for name in names[tensor.name]):
-            wider = may_be_wider and spec.dtype in _WIDER.get(tensor.dtype, ())
-            if spec.dtype != tensor.dtype and not wider:
-                raise SchemaMismatch(
-                    f"{tensor.name!r} is {tensor.dtype} in the run but {spec.dtype} in this model; load the model in "
-                    f"the run's dtype{' or a wider one' if may_be_wider else ''}"
-                )
-    return names
-
-
-def require_ties(model: Any, source: Source) -> None:
-    """Raise SchemaMismatch where weights that the model ties differ in the full weights: no memory can hold both."""
-    if isinstance(model, State):
-        return
-    ties = ModelView(live_tensors(model)).schema.ties
-    seen: dict[str, TensorSpec] = {}
-    for tensor in source.schema.tensors:
-        first = seen.setdefault(ties.get(tensor.name, tensor.name), tensor)
-        pairs = () if first is tensor else zip(regions(first), regions(tensor), strict=False)
-        if any(not np.array_equal(source.region(a), source.region(b)) for a, b in pairs):
-            raise SchemaMismatch(
-                f"this model ties {first.name!r} and {tensor.name!r}, which differ in the run: another model, or "
-                "another configuration of it (tie_word_embeddings)"
-            )
-
-
-def _differences(
-    tensors: Mapping[str, Any], missing: list[str], extra: list[str], reshaped: list[tuple[TensorSpec, TensorSpec]]
-) -> str:
-    """Describe how names and shapes of a run and a model differ, and what to do."""
-    found = []
-    if missing:
-        found.append(f"the run has {listed(missing)}, this model does not")
-    if extra:
-        found.append(f"this model has {listed(extra)}, which the run does not carry")
-    if reshaped:
-        run, model = reshaped[0]
-        odd = listed([tensor.name for tensor, _ in reshaped])
-        found.append(f"{odd}: {list(run.shape)} in the run but {list(model.shape)} in this model")
-    if not missing and not reshaped:
-        advice = "pass strict=False to leave it alone"
-    elif any(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in tensors):
-        advice = "a state dict has its experts fused, so pass the module it is from"
+            return Copied(region, tensor, torch_dtype(wanted))
+        bits = torch_bits(tensor)
     else:
-        advice = "another model, or another configuration of it"
-    return f"{'; '.join(found)}: {advice}"
+        patchable = isinstance(tensor, np.ndarray) and tensor.flags.c_contiguous and tensor.flags.writeable
+        if kind is None or not patchable:
+            raise SchemaMismatch(
+                f"{name!r} must be a writable, contiguous array of {wanted} or float32 to be patched in place"
+            )
+        bits = tensor.reshape(-1).view(f"u{min(tensor.itemsize, 4)}")
+    return kind(region, bits.reshape(region.rows, region.columns))

@@ -9,17 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
 
 from ..bucket.replay import State
 from ..core import full
+from ..core.change import Change, regions, whole
 from ..core.digest import StateDigest
-from ..core.errors import DigestMismatch
+from ..core.dtypes import Bits
+from ..core.errors import DigestMismatch, SchemaMismatch
 from ..core.full import Source
-from ..core.schema import Schema
+from ..core.schema import Schema, TensorSpec, listed
 from ..core.sparse import DeltaFile, open_delta
 from ..models import ModelView, live_tensors, whereabouts
-from .host import HostMemory, require_ties
+from .host import HostShard, Rows, memory_of
+from .shard import Piece, PieceChange, Shard, Sums
 from .target import Delta, Staged, Update
 
 if TYPE_CHECKING:
@@ -28,42 +34,8 @@ if TYPE_CHECKING:
 Model: TypeAlias = "nn.Module | Mapping[str, Any] | State"
 """Weights by name: a torch module, a state dict, a mapping of writable numpy arrays or torch tensors, or a `State`."""
 
-
-class Patch(Protocol):
-    """Changes that are ready to be written to live weights."""
-
-    @property
-    def moved(self) -> StateDigest:
-        """Change of the state digest."""
-        ...
-
-    def write(self) -> None: ...
-
-    def undo(self) -> None:
-        """Restore the old bits, also after a write that failed half-way."""
-        ...
-
-
-class Memory(Protocol):
-    """The weights of a model where they lie: `HostMemory` or `DeviceMemory`."""
-
-    schema: Schema
-
-    def digest(self) -> StateDigest:
-        """Recompute the state digest of the live weights."""
-        ...
-
-    def decode(self, file: DeltaFile) -> Sequence[Any]:
-        """Decode and check a delta, for `prepare`."""
-        ...
-
-    def prepare(self, decoded: Sequence[Any]) -> Patch:
-        """Bring decoded changes to where the weights are. Writes nothing."""
-        ...
-
-    def load(self, source: Source) -> None:
-        """Overwrite everything with a verified source, tensor by tensor."""
-        ...
+_WIDER = {"BF16": {"F32", "F64"}, "F16": {"F32", "F64"}, "F32": {"F64"}}
+"""The dtypes that hold every value of another one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,8 +44,8 @@ class StagedModel(Staged):
 
     write: Callable[[], None]
     undo: Callable[[], None] = lambda: None
-    decoded: Sequence[Any] = ()
-    """What a delta changes, as the memory decoded it; empty for full weights."""
+    changes: Sequence[Change] = ()
+    """What a delta changes; empty for full weights, and for weights on a device."""
 
 
 class ModelTarget:
@@ -88,36 +60,36 @@ class ModelTarget:
     def __init__(self, model: Model, *, strict: bool = True, prove: bool = True) -> None:
         self.model = model
         self._strict, self._prove = strict, prove
-        self._memory: Memory = HostMemory({}, Schema.build(()))
+        self._weights = ModelWeights(Schema.build(()), (), HostShard((), ()))
         self._where: object = ()
 
     def bind(self, schema: Schema) -> bool:
         # `model.to(…)` and the like move the weights of the same module
         where = whereabouts(self.model)
-        if schema is self._memory.schema and where == self._where:
+        if schema is self._weights.schema and where == self._where:
             return False
-        self._memory, self._where = open_memory(self.model, schema, strict=self._strict), where
+        self._weights, self._where = open_weights(self.model, schema, strict=self._strict), where
         return True
 
     def digest(self) -> StateDigest:
-        return self._memory.digest()
+        return self._weights.digest()
 
     def stage(self, update: Update) -> StagedModel:
-        clock, memory, content = time.perf_counter(), self._memory, update.content
+        clock, weights, content = time.perf_counter(), self._weights, update.content
         if not isinstance(content, Delta):
             # proven before it is written: a write that fails half-way cannot be undone
             update.require(full.digest_of(content))
             require_ties(self.model, content)
-            staged = StagedModel(update=update, undoable=False, write=lambda: memory.load(content))
+            staged = StagedModel(update=update, undoable=False, write=partial(weights.shard.load, content))
             staged.timings["decode"] = time.perf_counter() - clock
             return staged
-        decoded: list[Any] = []
-        for data in content.files:
-            decoded += memory.decode(open_delta(data.read, data.size, memory.schema, content.claim))
+        files = [open_delta(data.read, data.size, weights.schema, content.claim) for data in content.files]
+        decoded = weights.decode(files)
         ready = time.perf_counter()
-        patch = memory.prepare(decoded)
-        update.require(update.base + patch.moved)
-        staged = StagedModel(update=update, write=patch.write, undo=patch.undo, decoded=decoded)
+        patch = weights.prepare(decoded)
+        update.require(update.base + weights.total(weights.shard.moved(patch, weights.groups)))
+        write, undo = partial(weights.shard.write, patch), partial(weights.shard.undo, patch)
+        staged = StagedModel(update=update, write=write, undo=undo, changes=weights.changes(decoded))
         staged.timings |= {"decode": ready - clock, "stage": time.perf_counter() - ready}
         return staged
 
@@ -138,13 +110,158 @@ class ModelTarget:
             raise
 
 
-def open_memory(model: Model, schema: Schema, *, strict: bool = True) -> Memory:
-    """Open the memory of a model: `DeviceMemory` if all of it is on one GPU in the run's dtypes, else `HostMemory`."""
-    if not isinstance(model, State):
-        view = ModelView(live_tensors(model))
-        wanted = {tensor.name: tensor.dtype for tensor in schema.tensors}
-        if view.device() is not None and not any(wanted.get(t.name, t.dtype) != t.dtype for t in view.schema.tensors):
-            from .device import DeviceMemory
+class ModelWeights:
+    """The weights of a model where they lie, a piece for each tensor of the run.
 
-            return DeviceMemory(model, schema, strict=strict)
-    return HostMemory(model, schema, strict=strict)
+    Weights that the run ties and this model does not are several pieces: all are written, and all must agree. Floats
+    may be wider in the model than in the run. Every bf16 is exactly a float32, so such weights can hold a version:
+    writing widens, reading narrows, and a weight that is not exactly representable in the run's dtype makes the digest
+    one that no version has.
+    """
+
+    def __init__(self, schema: Schema, pieces: Sequence[Piece], shard: Shard) -> None:
+        self.schema, self.shard = schema, shard
+        self._pieces: dict[str, list[int]] = {}
+        for number, piece in enumerate(pieces):
+            self._pieces.setdefault(piece.region.tensor.name, []).append(number)
+        copies = [len(self._pieces[piece.region.tensor.name]) > 1 for piece in pieces]
+        self.groups = [number + 1 if copied else 0 for number, copied in enumerate(copies)]
+        """Of each piece: 0 for all tensors in one piece, and one of its own for each copy of another."""
+
+    def digest(self) -> StateDigest:
+        """Recompute the state digest of the live weights."""
+        return self.total(self.shard.digests(self.groups))
+
+    def total(self, sums: Sums) -> StateDigest:
+        """The digest of all tensors. Where one of two tied weights was changed alone, a digest that no version has."""
+        total = sums.get(0, StateDigest())
+        for numbers in self._pieces.values():
+            if len(numbers) > 1:
+                first, *others = (sums[number + 1] for number in numbers)
+                total += first
+                for _ in (other for other in others if other != first):
+                    total += StateDigest(1, 1)
+        return total
+
+    def decode(self, files: Sequence[DeltaFile]) -> Any:
+        """Decode and check a delta, for `prepare`."""
+        return [change for file in files for changes in file.changes(self._bits) for change in changes]
+
+    def _bits(self, name: str) -> Bits:
+        return self.shard.read(self._pieces[name][0]).reshape(-1)
+
+    def prepare(self, decoded: Any) -> Any:
+        """Bring what was decoded to where the weights are. Writes nothing."""
+        return self.shard.prepare(
+            [PieceChange(n, change) for change in decoded for n in self._pieces[change.region.tensor.name]]
+        )
+
+    def changes(self, decoded: Any) -> Sequence[Change]:
+        """What was decoded, as far as it left the device."""
+        return decoded  # type: ignore[no-any-return]
+
+
+def open_weights(model: Model, schema: Schema, *, strict: bool = True) -> ModelWeights:
+    """Find the weights of a model. All of them on one GPU, in the run's dtypes, are patched there."""
+    if isinstance(model, State):
+        # bits already, of dtypes that numpy may have no name for
+        model.schema.require_equal(schema, ours="this state", theirs="the run")
+        pieces = [Piece(whole(tensor), model.tensors[tensor.name]) for tensor in schema.tensors]
+        memory = [Rows(p.region, p.view.reshape(p.region.rows, p.region.columns)) for p in pieces]
+        return ModelWeights(schema, pieces, HostShard(pieces, memory))
+    tensors = live_tensors(model)
+    on_device = is_on_device(tensors, schema)
+    names = require(tensors, schema, strict, may_be_wider=not on_device)
+    found = [(whole(tensor), name) for tensor in schema.tensors for name in names[tensor.name]]
+    pieces = [Piece(region, tensors[name]) for region, name in found]
+    if on_device:
+        from .device import DeviceWeights
+
+        return DeviceWeights(schema, pieces)
+    shard = HostShard(pieces, [memory_of(region, tensors[name], name) for region, name in found])
+    shard.compile()
+    return ModelWeights(schema, pieces, shard)
+
+
+def is_on_device(tensors: Mapping[str, Any], schema: Schema) -> bool:
+    """Whether all tensors are on one GPU, in the run's dtypes and of sizes that kernels can count."""
+    view, wanted = ModelView(tensors), {tensor.name: tensor.dtype for tensor in schema.tensors}
+    same = all(wanted.get(tensor.name, tensor.dtype) == tensor.dtype for tensor in view.schema.tensors)
+    return view.device() is not None and same and all(tensor.units <= 1 << 32 for tensor in schema.tensors)
+
+
+def require(
+    tensors: Mapping[str, Any], schema: Schema, strict: bool, *, may_be_wider: bool = True
+) -> dict[str, list[str]]:
+    """Check that a model has every tensor of the run, in its shape and dtype or a wider one; with `strict`, no others.
+
+    Returns the names that each tensor of the run has in the model, one for each piece of memory: weights that the run
+    ties may be separate here.
+    """
+    found = ModelView(tensors).schema
+    specs = found.by_name()
+    specs.update((alias, specs[name]) for alias, name in found.ties.items())
+    # two names of one memory, by the model's own account
+    home = {**{name: name for name in tensors}, **found.ties}
+    names: dict[str, list[str]] = {}
+    missing, reshaped = [], []
+    for tensor in schema.tensors:
+        run_names = [tensor.name, *(alias for alias, name in schema.ties.items() if name == tensor.name)]
+        once: dict[str, str] = {}
+        for name in (name for name in run_names if name in tensors):
+            once.setdefault(home[name], name)
+        names[tensor.name] = list(once.values())
+        if not once:
+            missing.append(tensor.name)
+        reshaped += [(tensor, specs[name]) for name in once.values() if specs[name].shape != tensor.shape]
+    carried = {home[name] for of in names.values() for name in of}
+    extra = sorted(name for name in tensors if home[name] not in carried) if strict else []
+    if missing or extra or reshaped:
+        raise SchemaMismatch(_differences(tensors, missing, extra, reshaped))
+    for tensor in schema.tensors:
+        for spec in (specs[name] for name in names[tensor.name]):
+            wider = may_be_wider and spec.dtype in _WIDER.get(tensor.dtype, ())
+            if spec.dtype != tensor.dtype and not wider:
+                raise SchemaMismatch(
+                    f"{tensor.name!r} is {tensor.dtype} in the run but {spec.dtype} in this model; load the model in "
+                    f"the run's dtype{' or a wider one' if may_be_wider else ''}"
+                )
+    return names
+
+
+def require_ties(model: Any, source: Source) -> None:
+    """Raise SchemaMismatch where weights that the model ties differ in the full weights: no memory can hold both."""
+    if isinstance(model, State):
+        return
+    ties = ModelView(live_tensors(model)).schema.ties
+    seen: dict[str, TensorSpec] = {}
+    for tensor in source.schema.tensors:
+        first = seen.setdefault(ties.get(tensor.name, tensor.name), tensor)
+        pairs = () if first is tensor else zip(regions(first), regions(tensor), strict=False)
+        if any(not np.array_equal(source.region(a), source.region(b)) for a, b in pairs):
+            raise SchemaMismatch(
+                f"this model ties {first.name!r} and {tensor.name!r}, which differ in the run: another model, or "
+                "another configuration of it (tie_word_embeddings)"
+            )
+
+
+def _differences(
+    tensors: Mapping[str, Any], missing: list[str], extra: list[str], reshaped: list[tuple[TensorSpec, TensorSpec]]
+) -> str:
+    """Describe how names and shapes of a run and a model differ, and what to do."""
+    found = []
+    if missing:
+        found.append(f"the run has {listed(missing)}, this model does not")
+    if extra:
+        found.append(f"this model has {listed(extra)}, which the run does not carry")
+    if reshaped:
+        run, model = reshaped[0]
+        odd = listed([tensor.name for tensor, _ in reshaped])
+        found.append(f"{odd}: {list(run.shape)} in the run but {list(model.shape)} in this model")
+    if not missing and not reshaped:
+        advice = "pass strict=False to leave it alone"
+    elif any(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in tensors):
+        advice = "a state dict has its experts fused, so pass the module it is from"
+    else:
+        advice = "another model, or another configuration of it"
+    return f"{'; '.join(found)}: {advice}"

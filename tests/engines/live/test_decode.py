@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from test_placement import WORLDS, Ranks
 
@@ -10,16 +12,17 @@ from deltawire.core.codecs import context
 from deltawire.core.full import FullFile, anchor
 from deltawire.core.sparse import DeltaFile
 from deltawire.engines.live.decode import Wanted
-from deltawire.engines.live.device import DeviceShard
-from deltawire.engines.live.shard import HostShard
+from deltawire.engines.live.placement import open_shard
+from deltawire.replica.device import DeviceShard
+from deltawire.replica.shard import Piece, Shard
 from support import diff, encoded, moved_bag, random_bag
 
 
-@pytest.mark.parametrize("opened", (HostShard, DeviceShard))
+@pytest.mark.parametrize("opened", (open_shard, DeviceShard))
 @pytest.mark.parametrize("encoding, density", (("raw", 0.01), ("packed", 0.01), ("context", 0.01), ("context", 0.9)))
 @pytest.mark.parametrize("world, fp8", [(1, False), (2, False), (4, False), (2, True)])
 def test_a_patched_model_is_a_freshly_loaded_one(
-    world: int, fp8: bool, encoding: str, density: float, opened: type
+    world: int, fp8: bool, encoding: str, density: float, opened: Callable[[Sequence[Piece]], Shard]
 ) -> None:
     """What a GPU does is done here by torch on the CPU: the same code, other kernels below it."""
     ranks, fresh = Ranks(world, opened, fp8=fp8), Ranks(world, fp8=fp8)
@@ -72,6 +75,6 @@ def test_full_weights_are_loaded_or_compared(world: int) -> None:
         shard.write(shard.prepare(decoder.full(file)))
     assert ranks.bytes() == fresh.bytes()
     ranks.load(old)
-    for decoder in ranks.decoders:
-        decoder.load(file)
+    for shard in ranks.shards:
+        shard.load(file)
     assert ranks.bytes() == fresh.bytes()

@@ -14,10 +14,11 @@ torch = pytest.importorskip("torch")
 from test_placement import Ranks  # noqa: E402
 
 from deltawire import kernels  # noqa: E402
+from deltawire.engines.live import arrays  # noqa: E402
 from deltawire.engines.live import decoder as decoding  # noqa: E402
-from deltawire.engines.live import device  # noqa: E402
 from deltawire.engines.live.decoder import Decoder, DecoderError, _Process  # noqa: E402
-from deltawire.engines.live.device import DeviceShard  # noqa: E402
+from deltawire.replica import device  # noqa: E402
+from deltawire.replica.device import DeviceShard  # noqa: E402
 from support import diff, encoded, moved_bag, random_bag  # noqa: E402
 
 SIZES = {"hidden": 512, "ffn": 1024, "heads": 8, "kv": 4, "vocab": 512, "layers": 1}
@@ -54,16 +55,17 @@ def test_ranks_receive_what_a_delta_changes(
     patches = []
     for number, shard in enumerate(ranks.shards):
         if read["tiles"][number]:
-            shard.count(Path(f"{out}.{number}.tiles"), Path(f"{out}.{number}.sizes"))
+            sizes = shard.count(arrays.open_arrays(Path(f"{out}.{number}.tiles")))
+            arrays.write(Path(f"{out}.{number}.sizes"), {"sizes": sizes})
     assert process.call("ranks", out=out) == {}
     for number, (shard, groups) in enumerate(zip(ranks.shards, ranks.layout.groups, strict=True)):
         counted = read["tiles"][number]
         present = shard.digests(groups)
         patch = shard.receive(
-            Path(f"{out}.{number}.moves"),
+            arrays.open_stored(Path(f"{out}.{number}.moves")),
             read["parts"][number],
-            Path(f"{out}.{number}.ranks") if counted else None,
-            Path(f"{out}.{number}.tiles") if counted else None,
+            arrays.open_arrays(Path(f"{out}.{number}.tiles")) if counted else {},
+            arrays.open_stored(Path(f"{out}.{number}.ranks")) if counted else {},
         )
         moved = shard.moved(patch, groups)
         patches.append(patch)

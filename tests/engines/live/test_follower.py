@@ -21,10 +21,9 @@ from fused import Fused, Hook  # noqa: E402
 
 from deltawire.core.errors import NotRestored, SchemaMismatch, VersionNotFound  # noqa: E402
 from deltawire.core.full import write_checkpoint  # noqa: E402
-from deltawire.engines.live import arrays, shard  # noqa: E402
+from deltawire.engines.live import arrays  # noqa: E402
 from deltawire.engines.live import rank as rank_module  # noqa: E402
 from deltawire.engines.live.channel import Caller  # noqa: E402
-from deltawire.engines.live.device import DeviceShard  # noqa: E402
 from deltawire.engines.live.engine import Engine  # noqa: E402
 from deltawire.engines.live.follower import EngineFollower  # noqa: E402
 from deltawire.engines.live.node import WorkerError  # noqa: E402
@@ -33,6 +32,8 @@ from deltawire.engines.live.settings import Policy  # noqa: E402
 from deltawire.engines.live.target import EngineTarget  # noqa: E402
 from deltawire.engines.vllm.core import swap, undo  # noqa: E402
 from deltawire.engines.vllm.engine import VllmEngine  # noqa: E402
+from deltawire.replica import host  # noqa: E402
+from deltawire.replica.device import DeviceShard  # noqa: E402
 from deltawire.store import ObjectStore, Store  # noqa: E402
 from deltawire.trainer import Publisher  # noqa: E402
 from support import Bag, moved_bag, random_bag  # noqa: E402
@@ -380,12 +381,12 @@ def test_a_stray_write_in_the_pause_is_found_after_it(world: World, drops_caches
 def test_a_write_that_does_not_arrive_is_taken_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.sync()
     version = world.publish()
-    write, lost = shard.scatter_and_look, [False]
+    write, lost = host.scatter_and_look, [False]
 
     def lossy(*args: Any) -> bool:
         return lost.pop() if lost else write(*args)
 
-    monkeypatch.setattr(shard, "scatter_and_look", lossy)
+    monkeypatch.setattr(host, "scatter_and_look", lossy)
     with pytest.raises(WorkerError, match="does not hold what was written"):
         world.sync()
     world.holds(0)

@@ -21,11 +21,11 @@ from test_placement import as_tensors  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from deltawire.core.schema import Schema, TensorSpec  # noqa: E402
-from deltawire.engines.live import device, learn, rank  # noqa: E402
+from deltawire.engines.live import learn, rank  # noqa: E402
 from deltawire.engines.live.learn import Layer, Learned  # noqa: E402
 from deltawire.engines.live.node import WorkerError  # noqa: E402
-from deltawire.engines.live.placement import trace  # noqa: E402
-from deltawire.engines.live.shard import open_shard  # noqa: E402
+from deltawire.engines.live.placement import open_shard, trace  # noqa: E402
+from deltawire.replica import device  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
 from support import random_bag  # noqa: E402
 

@@ -21,9 +21,9 @@ from deltawire.core.full import write_checkpoint
 from deltawire.core.schema import Schema
 from deltawire.engines.live import rank as rank_module
 from deltawire.engines.live.decoder import Decoder
-from deltawire.engines.live.device import DeviceShard
 from deltawire.engines.live.node import Node, NodeUnavailable, RemoteNode, WorkerError
 from deltawire.engines.live.target import OF_NO_VERSION
+from deltawire.replica.device import DeviceShard
 from deltawire.store import open_store
 from support import random_bag
 

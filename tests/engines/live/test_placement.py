@@ -15,8 +15,8 @@ from deltawire.core.schema import Schema  # noqa: E402
 from deltawire.core.sparse import DeltaFile  # noqa: E402
 from deltawire.engines.live.decode import Decoder, Wanted  # noqa: E402
 from deltawire.engines.live.layout import Layout, arrange  # noqa: E402
-from deltawire.engines.live.placement import Piece, trace  # noqa: E402
-from deltawire.engines.live.shard import Shard, open_shard  # noqa: E402
+from deltawire.engines.live.placement import open_shard, trace  # noqa: E402
+from deltawire.replica.shard import Piece, Shard  # noqa: E402
 from support import Bag, random_bag  # noqa: E402
 
 

@@ -9,26 +9,22 @@ what a rank decodes at positions that it does not hold is left out again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ... import kernels
 from ...api import encode
-from ...core.change import BLOCK_UNITS, Change, Region, compare, whole
+from ...core.change import Change, Region, compare, pieces, whole
 from ...core.codecs import ENCODINGS, context
-from ...core.digest import StateDigest, of_rows
 from ...core.dtypes import Bits, lookup
 from ...core.errors import CountMismatch
 from ...core.full import Source
 from ...core.parallel import ordered_map
 from ...core.schema import Schema, TensorSpec
 from ...core.sparse import BlockRef, DeltaFile
-from .layout import Sums
-from .placement import Piece
-from .shard import DENSE, PieceChange, Shard, open_shard
+from ...replica.shard import DENSE, Piece, PieceChange, Shard, Sums, cut, digests_of
+from .placement import open_shard
 
 Lent = Mapping[Region, Bits]
 """Old weights of other ranks, by where they belong."""
@@ -75,15 +71,11 @@ class Decoder:
         room = sum(piece.region.units for piece in self._shard.pieces) // DENSE
 
         def one(number: int) -> list[PieceChange]:
-            piece, result = self._shard.pieces[number], []
-            for part in _bands(piece):
-                rows, columns = part.within(piece.region)
-                old = np.ascontiguousarray(self._shard.read(number, (rows, columns))).reshape(-1)
-                change = compare(part, old, source.region(part))
-                if change.count:
-                    positions = change.positions + np.uint32(rows.start * piece.region.columns)
-                    result.append(PieceChange(number, Change(piece.region, positions, change.old, change.new)))
-            return result
+            whole, result = self._shard.pieces[number].region, []
+            for part in pieces(whole):
+                old = np.ascontiguousarray(self._shard.read(number, part.within(whole))).reshape(-1)
+                result.append(PieceChange(number, compare(part, old, source.region(part))))
+            return [item for item in result if item.change.count]
 
         found: list[PieceChange] = []
         for changes in ordered_map(one, range(len(self._shard.pieces)), self._threads):
@@ -95,25 +87,8 @@ class Decoder:
 
     def digests(self, source: Source, groups: Sequence[int]) -> Sums:
         """The digest of each group of pieces, if they held full weights."""
-
-        def one(number: int) -> StateDigest:
-            parts = (
-                of_rows(part.tensor.name, _rows(source, part), part.base, part.tensor.columns)
-                for part in _bands(self._shard.pieces[number])
-            )
-            return sum(parts, StateDigest())
-
-        totals = {group: StateDigest() for group in groups}
-        each = ordered_map(one, range(len(self._shard.pieces)), self._threads)
-        for group, found in zip(groups, each, strict=True):
-            totals[group] += found
-        return totals
-
-    def load(self, source: Source) -> None:
-        """Overwrite all pieces with full weights."""
-        for number, piece in enumerate(self._shard.pieces):
-            for part in _bands(piece):
-                self._shard.put(number, part.row - piece.region.row, _rows(source, part))
+        regions = [piece.region for piece in self._shard.pieces]
+        return digests_of(lambda _, part: source.region(part), regions, groups, self._threads)
 
     def lend(self, regions: Sequence[Region]) -> Iterator[tuple[Region, Bits]]:
         """Yield the parts of regions that this rank holds."""
@@ -242,31 +217,10 @@ def _of_spans(region: Region, spans: tuple[slice, slice]) -> Region:
     )
 
 
-def _bands(piece: Piece) -> Iterator[Region]:
-    """A piece in bands of whole rows of its own, of at most a block."""
-    whole = piece.region
-    height = max(1, BLOCK_UNITS // max(whole.columns, 1))
-    for row in range(whole.row, whole.row + whole.rows, height):
-        rows = min(height, whole.row + whole.rows - row)
-        yield Region(whole.tensor, row, rows, whole.column, whole.columns)
-
-
-def _rows(source: Source, part: Region) -> Bits:
-    return source.region(part).reshape(part.rows, part.columns)
-
-
 def _cut(change: Change, to: Region) -> Change | None:
-    """The part of a change that lies in a piece, its positions counted within the piece."""
-    region = change.region
-    if region == to:
-        return Change(to, change.positions, change.old, change.new) if change.count else None
-    if region.meet(to) is None:
+    """The part of a change that lies in a piece; None if there is none."""
+    if (common := change.region.meet(to)) is None:
         return None
-    row, column = np.divmod(change.positions.astype(np.int64), max(region.columns, 1))
-    row += region.row - to.row
-    column += region.column - to.column
-    here: npt.NDArray[Any] = (row >= 0) & (row < to.rows) & (column >= 0) & (column < to.columns)
-    if not here.any():
-        return None
-    positions = (row[here] * to.columns + column[here]).astype(np.uint32)
-    return Change(to, positions, change.old[here], change.new[here])
+    if common != change.region:
+        change = Change(common, *cut(change.region, common, change.positions, change.old, change.new))
+    return change if change.count else None

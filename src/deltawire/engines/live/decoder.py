@@ -14,23 +14,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ...core.change import Region
+from ...core.change import Region, RegionMoves
 from ...core.codecs import context
 from ...core.codecs.context.decoder import Tiles, decode_ranks, join_ranks, make_sheet
 from ...core.container import open_file
 from ...core.errors import ChainError
 from ...core.parallel import default_threads, ordered_map
 from ...core.schema import Schema
-from ...core.sparse import BlockRef, DeltaClaim, DeltaFile, open_delta
+from ...core.sparse import DeltaClaim, open_delta
+from ...replica.moves import CutTiles, DevicePieces, PieceMoves
 from . import arrays
 from .channel import Answer, Caller, listen
-from .moves import PieceMoves, RankPieces, write_moves
 
 END_S = 10.0
 """Seconds that the process may take to end by itself."""
@@ -81,16 +81,12 @@ class Decoder:
             self._process.wait()
 
 
-class _CutTiles(Exception):
-    """Tiles of a context block lie across the edge of a piece: their old weights are on several ranks."""
-
-
 class _Process:
     """The decoder's process: the run's schema, the pieces of all ranks, and the tiles of the present delta."""
 
     def __init__(self) -> None:
         self._schema = Schema.build(())
-        self._ranks: list[RankPieces] = []
+        self._ranks: list[DevicePieces] = []
         self._tiles: list[list[Tiles]] = []
 
     def call(self, operation: str, **arguments: Any) -> Answer:
@@ -101,40 +97,39 @@ class _Process:
 
     def _do_open(self, schema: str, ranks: list[list[Any]]) -> Answer:
         self._schema = msgspec.json.decode(Path(schema).read_bytes(), type=Schema)
-        self._ranks = [RankPieces(pieces) for pieces in msgspec.convert(ranks, list[list[Region]])]
+        self._ranks = [DevicePieces(pieces) for pieces in msgspec.convert(ranks, list[list[Region]])]
         return {}
 
     def _do_read(self, paths: list[str], claim: Any, out: str) -> Answer:
         """Decode files. `cut` in the answer: some tiles cannot be decoded from the weights of one rank."""
         expected = msgspec.convert(claim, DeltaClaim)
         files = [open_delta(*open_file(path), self._schema, expected) for path in paths]
-        cut: list[list[PieceMoves]] = [[] for _ in self._ranks]
+        moves: list[list[PieceMoves]] = [[] for _ in self._ranks]
         self._tiles = [[] for _ in self._ranks]
         try:
             for file in files:
-                for moves, tiles in ordered_map(lambda block, f=file: self._block(f, block), file.blocks, _threads()):  # type: ignore[misc]
-                    for n in range(len(self._ranks)):
-                        cut[n] += moves[n]
-                        self._tiles[n] += tiles[n]
-        except _CutTiles:
+                for block in ordered_map(lambda ref, f=file: self._cut(f.read(ref)), file.blocks, _threads()):  # type: ignore[misc]
+                    for n, (cut_moves, cut_tiles) in enumerate(block):
+                        moves[n] += cut_moves
+                        self._tiles[n] += cut_tiles
+        except CutTiles:
             return {"cut": True}
-        return {
-            "changed": sum(block.changed for file in files for block in file.blocks),
-            "parts": [write_moves(Path(f"{out}.{n}.moves"), rank, cut[n]) for n, rank in enumerate(self._ranks)],
-            "tiles": [_write_sheet(Path(f"{out}.{n}.tiles"), tiles) for n, tiles in enumerate(self._tiles)],
-        }
+        parts = []
+        for n, rank in enumerate(self._ranks):
+            parts.append(rank.join(moves[n], partial(arrays.create, Path(f"{out}.{n}.moves")))[0])
+            if self._tiles[n]:
+                arrays.write(Path(f"{out}.{n}.tiles"), make_sheet(self._tiles[n]))
+        return {"parts": parts, "tiles": [sum(item.span.tiles for item in tiles) for tiles in self._tiles]}
 
-    def _block(self, file: DeltaFile, block: BlockRef) -> tuple[list[list[PieceMoves]], list[list[Tiles]]]:
-        found = file.read(block)
-        if isinstance(found, context.TiledBlock):
-            return [[] for _ in self._ranks], [_tiles_of(rank, found) for rank in self._ranks]
-        return [[part for m in found for part in rank.cut(m)] for rank in self._ranks], [[] for _ in self._ranks]
+    def _cut(self, block: list[RegionMoves] | context.TiledBlock) -> list[tuple[list[PieceMoves], list[Tiles]]]:
+        return [rank.cut(block) for rank in self._ranks]
 
     def _do_ranks(self, out: str) -> Answer:
         """Entropy-decode the tiles that ranks have counted."""
         for number, tiles in enumerate(self._tiles):
             if tiles:
-                _write_ranks(Path(f"{out}.{number}.sizes"), Path(f"{out}.{number}.ranks"), tiles)
+                sizes = arrays.open_arrays(Path(f"{out}.{number}.sizes"))["sizes"]
+                arrays.write(Path(f"{out}.{number}.ranks"), join_ranks(tiles, decode_ranks(tiles, sizes, _threads())))
         self._tiles = []
         return {}
 
@@ -142,38 +137,6 @@ class _Process:
 def _threads() -> int:
     """Number of threads: half of the cores, to leave the others to the engine."""
     return max(1, default_threads() // 2)
-
-
-def _tiles_of(rank: RankPieces, coded: context.TiledBlock) -> list[Tiles]:
-    found = []
-    for number, (region, _) in enumerate(coded.regions):
-        for piece_number in rank.by_tensor.get(region.tensor.name, ()):
-            piece = rank.pieces[piece_number]
-            part = region.meet(piece)
-            if part is None:
-                continue
-            rows, columns = part.within(region)
-            if coded.around(number, rows, columns) != (rows, columns):
-                raise _CutTiles
-            row, column = part.row - piece.row, part.column - piece.column
-            span = coded.span(number, rows, columns)
-            if len(span.row_cuts) == 2 and span.column_cuts[-1] != part.columns and part.columns != piece.columns:
-                # a narrow region is walked as one row, which it is only in memory of the same width
-                raise _CutTiles
-            found.append(Tiles(piece_number, row * piece.columns + column, piece.columns, coded, span))
-    return found
-
-
-def _write_sheet(path: Path, tiles: Sequence[Tiles]) -> int:
-    """What a rank needs to count classes. Returns the number of tiles."""
-    if tiles:
-        arrays.write(path, make_sheet(tiles))
-    return sum(item.span.tiles for item in tiles)
-
-
-def _write_ranks(counted: Path, out: Path, tiles: Sequence[Tiles]) -> None:
-    found = decode_ranks(tiles, arrays.open_arrays(counted)["sizes"], _threads())
-    arrays.write(out, join_ranks(tiles, found))
 
 
 def main() -> None:

@@ -15,9 +15,7 @@ from ...core.change import Region
 from ...core.digest import StateDigest
 from ...core.errors import SchemaMismatch
 from ...core.schema import Schema
-
-Sums = dict[int, StateDigest]
-"""Digests by group of pieces."""
+from ...replica.shard import Sums
 
 
 def sums_to_send(sums: Sums) -> list[tuple[int, int, int]]:

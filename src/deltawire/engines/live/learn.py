@@ -26,7 +26,8 @@ from numba import njit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .placement import Piece, Places, Standing, storage
+from ...replica.shard import Piece, Places
+from .placement import Standing, storage
 
 _Table = tuple[str, tuple[Any, ...], Any, Any]
 """Name and form of a tensor of the layer; rows and columns of a rectangle, as in `Places`."""

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +25,8 @@ from ...core.change import Region
 from ...core.dtypes import lookup
 from ...core.schema import Schema, TensorSpec
 from ...models import torch_dtype
+from ...replica.host import HostShard, Placed, Rows
+from ...replica.shard import Piece, Shard
 
 _aten = torch.ops.aten
 _FILLS = {
@@ -38,25 +38,6 @@ _FILLS = {
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
 """A model's own `load_weights`."""
-
-
-class Places(NamedTuple):
-    """Where the units of a rectangle lie in flat memory: unit [r, c] at rows[r] + columns[c]."""
-
-    rows: npt.NDArray[np.int64]
-    columns: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A rectangle of a checkpoint tensor and the runtime memory that holds it."""
-
-    region: Region
-    view: Tensor
-    """[rows, columns] of the region; columns are neighbours in memory. With `places`, flat memory. Without data where
-    it is not known which memory that is."""
-    places: Places | None = None
-    """None where rows are rows in memory too."""
 
 
 class Standing(NamedTuple):
@@ -78,6 +59,25 @@ class Placement:
     """Parameters of the model that the loader writes nothing to, by their names without adapters around them."""
     failure: str = ""
     """What the loader raised; then nothing else is known."""
+
+
+def open_shard(pieces: Sequence[Piece]) -> Shard:
+    """Weights in host memory are patched by the core's kernels, others by torch's or Triton's. Raises ValueError where
+    that cannot be done."""
+    for piece in pieces:
+        if piece.view.is_meta:
+            raise ValueError(f"it is not known where {piece.region.tensor.name!r} lies in memory")
+    if any(piece.view.device.type != "cpu" for piece in pieces):
+        from ...replica.device import DeviceShard
+
+        return DeviceShard(pieces)
+    memory: list[Rows | Placed] = []
+    for piece in pieces:
+        size = piece.view.dtype.itemsize
+        signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]
+        bits = piece.view.view(signed).numpy().view(f"u{size}")
+        memory.append(Placed(piece.region, bits, piece.places) if piece.places else Rows(piece.region, bits))
+    return HostShard(pieces, memory)
 
 
 @torch.no_grad()

@@ -33,18 +33,18 @@ from ...core.full import Checkpoint
 from ...core.parallel import default_threads
 from ...core.schema import Schema
 from ...core.sparse import DeltaClaim, open_delta
+from ...replica.shard import PieceChange, Shard, Sums
 from . import arrays
 from .channel import Answer, listen
 from .decode import Decoder, Wanted, compile_decoders
 from .guard import fingerprint
-from .layout import Sums, sums_to_send
+from .layout import sums_to_send
 from .learn import Layer, Learned
 from .node import NodeProcess, read_lent, write_lent
-from .placement import trace
-from .shard import PieceChange, Shard, open_shard
+from .placement import open_shard, trace
 
 if TYPE_CHECKING:
-    from .device import DeviceShard
+    from ...replica.device import DeviceShard
 
 log = logging.getLogger("deltawire")
 
@@ -242,7 +242,7 @@ class Rank:
         except kernels.TooMany:
             self._require_in_place()
         present, predicted = weights.digests_beside(self._groups), decoder.digests(source, self._groups)
-        number = self._keep(lambda: decoder.load(source), None, present, predicted)
+        number = self._keep(lambda: weights.load(source), None, present, predicted)
         return _answer(number, present, predicted, overwrites=True)
 
     def _do_stage_reload(self, folder: str, unchanged: bool, prove: bool) -> Answer:
@@ -264,8 +264,9 @@ class Rank:
 
     def _do_count(self, path: str) -> Answer:
         """Count the classes of old weights in the tiles of this rank's sheet."""
-        shard, mine = self._on_device, f"{path}.{self._place}"
-        shard.count(Path(f"{mine}.tiles"), Path(f"{mine}.sizes"))
+        mine = f"{path}.{self._place}"
+        sizes = self._on_device.count(arrays.open_arrays(Path(f"{mine}.tiles")))
+        arrays.write(Path(f"{mine}.sizes"), {"sizes": sizes})
         return {}
 
     def _do_receive(self, path: str, parts: list[list[list[int]]], tiles: list[int]) -> Answer:
@@ -273,10 +274,10 @@ class Rank:
         self._staged = None
         mine, counted = f"{path}.{self._place}", bool(tiles[self._place])
         patch = self._on_device.receive(
-            Path(f"{mine}.moves"),
+            arrays.open_stored(Path(f"{mine}.moves")),
             [(kind, count) for kind, count in parts[self._place]],
-            Path(f"{mine}.ranks") if counted else None,
-            Path(f"{mine}.tiles") if counted else None,
+            arrays.open_arrays(Path(f"{mine}.tiles")) if counted else {},
+            arrays.open_stored(Path(f"{mine}.ranks")) if counted else {},
         )
         return self._stage(patch)
 
@@ -321,7 +322,7 @@ class Rank:
 
     @property
     def _on_device(self) -> DeviceShard:
-        from .device import DeviceShard
+        from ...replica.device import DeviceShard
 
         if not isinstance(self._weights, DeviceShard):
             raise RuntimeError("this rank's weights are in host memory")

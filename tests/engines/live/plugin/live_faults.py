@@ -18,8 +18,8 @@ import torch
 
 def break_writes() -> None:
     """Let writes of new weights fail as the files say. May be called often."""
-    from deltawire.engines.live.device import DeviceShard
-    from deltawire.engines.live.shard import HostShard
+    from deltawire.replica.device import DeviceShard
+    from deltawire.replica.host import HostShard
 
     for shard in (HostShard, DeviceShard):
         if shard.write.__name__ != "broken":
@@ -50,7 +50,8 @@ def _stray(shard: Any, patch: Any) -> None:
     if not shard.audited:
         shard.pieces[0].view.view(torch.int16)[0, 0] ^= 1
         return
-    written = set(patch[0].change.positions.tolist())
-    bits = shard.read(patch[0].piece)
+    change = patch[0].change
+    written = set(change.positions.tolist())
+    bits = shard.read(patch[0].piece, change.region.within(shard.pieces[patch[0].piece].region))
     position = next(p for p in range(bits.size) if p not in written)
     bits[divmod(position, bits.shape[1])] ^= 1

@@ -138,9 +138,9 @@ class Probe:
         from triton import knobs
 
         from deltawire import kernels
-        from deltawire.engines.live.device import DeviceShard
         from deltawire.engines.live.rank import Rank
         from deltawire.kernels import triton_ops
+        from deltawire.replica.device import DeviceShard
 
         if not on:
             gc.callbacks.remove(self.collecting)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...kernels._digest import mix
+from ._digest import mix
 
 
 @triton.jit

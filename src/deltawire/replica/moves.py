@@ -1,0 +1,134 @@
+"""A delta cut for pieces on a device: what changes in each of them, tile by tile of its memory, without any weights.
+
+For the ranks of an engine that is done once per node, in a process without torch (engines/live/decoder.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..core.change import Region, RegionMoves
+from ..core.codecs import context
+from ..core.codecs.context.decoder import Tiles
+from ..core.parallel import for_each
+from .shard import cut
+
+Array = npt.NDArray[Any]
+Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtypes and shapes of arrays."""
+
+TILE_BITS = 16
+"""Tiles are runs of 65,536 units of a piece, as `kernels.flat_plan` cuts them: positions in them take two bytes."""
+
+
+class CutTiles(Exception):
+    """Tiles of a context block lie across the edge of a piece, so no piece has all of their old weights."""
+
+
+class PieceMoves(msgspec.Struct, frozen=True):
+    """Changed units of one piece: positions ascending and counted within the piece."""
+
+    piece: int
+    kind: int
+    positions: Any
+    values: Any
+
+
+class DevicePieces:
+    """The pieces of one rank or model, and how their memory is numbered."""
+
+    def __init__(self, pieces: Sequence[Region]) -> None:
+        self._pieces = pieces
+        self._by_tensor: dict[str, list[int]] = defaultdict(list)
+        for number, piece in enumerate(pieces):
+            self._by_tensor[piece.tensor.name].append(number)
+        self._first_tile = np.cumsum([0, *(-(-piece.units >> TILE_BITS) for piece in pieces)]).tolist()
+        self._width = max((piece.tensor.unit_size for piece in pieces), default=1)
+
+    def cut(self, block: list[RegionMoves] | context.TiledBlock) -> tuple[list[PieceMoves], list[Tiles]]:
+        """What of a block lies in these pieces: moves, or tiles whose classes are to be counted. Raises CutTiles."""
+        if isinstance(block, context.TiledBlock):
+            return [], self._tiles(block)
+        found = []
+        for moves in block:
+            for number in self._by_tensor.get(moves.region.tensor.name, ()):
+                positions, values = cut(moves.region, self._pieces[number], moves.positions, moves.values)
+                if positions.size:
+                    found.append(PieceMoves(number, moves.kind, positions, values))
+        return found, []
+
+    def _tiles(self, block: context.TiledBlock) -> list[Tiles]:
+        found = []
+        for number, (region, _) in enumerate(block.regions):
+            for piece_number in self._by_tensor.get(region.tensor.name, ()):
+                piece = self._pieces[piece_number]
+                part = region.meet(piece)
+                if part is None:
+                    continue
+                rows, columns = part.within(region)
+                if block.around(number, rows, columns) != (rows, columns):
+                    raise CutTiles
+                span = block.span(number, rows, columns)
+                if len(span.row_cuts) == 2 and span.column_cuts[-1] != part.columns and part.columns != piece.columns:
+                    # a narrow region is walked as one row, which it is only in memory of the same width
+                    raise CutTiles
+                first = (part.row - piece.row) * piece.columns + part.column - piece.column
+                found.append(Tiles(piece_number, first, max(piece.columns, 1), block, span))
+        return found
+
+    def join(
+        self, cut: Iterable[PieceMoves], make: Callable[[Shapes], dict[str, Array]]
+    ) -> tuple[list[tuple[int, int]], dict[str, Array]]:
+        """All moves as arrays that `make` makes, those of each kind apart. Returns (kind, count) of each, and them."""
+        by_kind: dict[int, dict[int, list[PieceMoves]]] = defaultdict(lambda: defaultdict(list))
+        for moves in cut:
+            by_kind[moves.kind][moves.piece].append(moves)
+        counts = {kind: sum(m.positions.size for ms in found.values() for m in ms) for kind, found in by_kind.items()}
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for kind, count in counts.items():
+            shapes[f"starts.{kind}"] = ("<i8", (self._first_tile[-1] + 1,))
+            shapes[f"positions.{kind}"] = ("<u2", (count,))
+            shapes[f"values.{kind}"] = (f"<u{self._width}", (count,))
+        made = make(shapes)
+        for kind, found in by_kind.items():
+            self._fill(found, *(made[f"{name}.{kind}"] for name in ("starts", "positions", "values")))
+        return list(counts.items()), made
+
+    def _fill(self, found: Mapping[int, list[PieceMoves]], starts: Array, positions: Array, values: Array) -> None:
+        begin, work = 0, []
+        for number in range(len(self._pieces)):
+            work.append((number, begin))
+            begin += sum(moves.positions.size for moves in found.get(number, ()))
+        starts[-1] = begin
+
+        def one(item: tuple[int, int]) -> None:
+            number, to = item
+            first, last = self._first_tile[number : number + 2]
+            edges = np.arange(last - first, dtype=np.uint32) << np.uint32(TILE_BITS)
+            starts[first:last] = to
+            for moves in _ascending(found.get(number, [])):
+                starts[first:last] += np.searchsorted(moves.positions, edges)
+                end = to + moves.positions.size
+                # two bytes of each: its position in the tile
+                positions[to:end], values[to:end], to = moves.positions, moves.values, end
+
+        for_each(one, work)
+
+
+def _ascending(parts: list[PieceMoves]) -> list[PieceMoves]:
+    """The moves of a piece in the order of their positions."""
+    parts = sorted(parts, key=lambda moves: int(moves.positions[0]))
+    if all(a.positions[-1] < b.positions[0] for a, b in pairwise(parts)):
+        return parts
+    # regions that stand side by side in the tensor share its rows
+    positions = np.concatenate([moves.positions for moves in parts])
+    values = np.concatenate([moves.values for moves in parts])
+    order = np.argsort(positions, kind="stable")
+    return [PieceMoves(parts[0].piece, parts[0].kind, positions[order], values[order])]

@@ -1,0 +1,148 @@
+"""Live weights as pieces: rectangles of the run's tensors, each with the memory that holds it.
+
+A model of this process has a piece for every tensor, a rank of an engine has its part of them. Both are read, patched,
+proven and taken back through a `Shard`: `HostShard` (host.py) or `DeviceShard` (device.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from ..core import digest
+from ..core.change import BLOCK_UNITS, Change, Region, pieces
+from ..core.digest import StateDigest
+from ..core.dtypes import Bits
+from ..core.full import Source
+from ..core.parallel import ordered_map, threads_for
+
+Positions = npt.NDArray[np.uint32]
+
+Sums = dict[int, StateDigest]
+"""Digests by group of pieces."""
+
+Part = tuple[slice, slice]
+"""Rows and columns of a piece."""
+
+WHOLE: Part = (slice(None), slice(None))
+
+DENSE = 4
+"""Full weights that differ in more than one of so many units are written over the old ones, not staged."""
+
+_READ_UNITS = BLOCK_UNITS >> 2
+
+
+class Places(NamedTuple):
+    """Where the units of a rectangle lie in flat memory: unit [r, c] at rows[r] + columns[c]."""
+
+    rows: npt.NDArray[np.int64]
+    columns: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A rectangle of a checkpoint tensor and the runtime memory that holds it."""
+
+    region: Region
+    view: Any
+    """An array or tensor, [rows, columns] of the region; columns are neighbours in memory. With `places`, flat memory.
+    Without data where it is not known which memory that is."""
+    places: Places | None = None
+    """None where rows are rows in memory too."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceChange:
+    """What changes in one piece. `change.region` lies within the piece's."""
+
+    piece: int
+    """Its number in the shard."""
+    change: Change
+
+
+class Shard(Protocol):
+    pieces: Sequence[Piece]
+    audited: bool
+    """Whether reading all weights takes too long for a pause: `write` then proves what it wrote, and all of them are
+    read before the pause and after it."""
+
+    def read(self, piece: int, part: Part = WHOLE) -> Bits:
+        """The piece's present bits, [rows, columns], or some rows and columns of them; not to be written to."""
+        ...
+
+    def prepare(self, changes: Sequence[PieceChange]) -> Any:
+        """Checked changes in the form that `write` and `undo` need, on the weights' device."""
+        ...
+
+    def write(self, patch: Any) -> None:
+        """The patch's new bits. RuntimeError where `audited` and memory does not hold them afterwards."""
+        ...
+
+    def undo(self, patch: Any) -> None:
+        """The patch's old bits, wherever new ones were written."""
+        ...
+
+    def load(self, source: Source) -> None:
+        """Overwrite everything with full weights."""
+        ...
+
+    def moved(self, patch: Any, groups: Sequence[int]) -> Sums:
+        """How the digest of each group moves when a patch is written; `groups` has the group of every piece."""
+        ...
+
+    def digests(self, groups: Sequence[int]) -> Sums:
+        """The state digest of each group of pieces, in the engine's own thread."""
+        ...
+
+    def digests_beside(self, groups: Sequence[int]) -> Sums:
+        """The same in another thread, while the model generates."""
+        ...
+
+
+def digests_of(
+    read: Callable[[int, Region], Bits], regions: Sequence[Region], groups: Sequence[int], threads: int | None = None
+) -> Sums:
+    """The digest of each group of regions, whose bits `read` returns a part at a time, given the region's number."""
+
+    def one(band: tuple[int, Region]) -> StateDigest:
+        part = band[1]
+        bits = read(*band).reshape(part.rows, part.columns)
+        return digest.of_rows(part.tensor.name, bits, part.base, part.tensor.columns)
+
+    threads = threads_for(sum(region.units for region in regions), threads)
+    bands = [(number, part) for number, region in enumerate(regions) for part in pieces(region, _READ_UNITS)]
+    totals = {group: StateDigest() for group in groups}
+    for (number, _), found in zip(bands, ordered_map(one, bands, threads), strict=True):
+        totals[groups[number]] += found
+    return totals
+
+
+def cut(region: Region, piece: Region, positions: Positions, *values: Bits) -> tuple[Any, ...]:
+    """What of the changes of a region lies in a piece: positions, counted within the piece, and the values at them."""
+    row, column = region.row - piece.row, region.column - piece.column
+    if column == 0 and region.columns == piece.columns and row >= 0 and row + region.rows <= piece.rows:
+        # every position moves by the same distance
+        return (positions + np.uint32(row * piece.columns) if row else positions), *values
+    where, kept = np.empty_like(positions), np.empty_like(positions)
+    sides = max(region.columns, 1), row, column, piece.rows, piece.columns
+    count = _cut(positions, *sides, where, kept)
+    return where[:count], *(each[kept[:count]] for each in values)
+
+
+@njit(cache=True, nogil=True)
+def _cut(positions: Any, across: Any, row: Any, column: Any, rows: Any, columns: Any, where: Any, kept: Any) -> Any:
+    """Changes of a region that lie in a piece. The region's corner is at [row, column] of the piece."""
+    count = 0
+    for i in range(positions.size):
+        line = np.int64(positions[i]) // across
+        r, c = row + line, column + np.int64(positions[i]) - line * across
+        if 0 <= r < rows and 0 <= c < columns:
+            where[count] = r * columns + c
+            kept[count] = i
+            count += 1
+    return count
