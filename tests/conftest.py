@@ -104,14 +104,16 @@ gc.disable()
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
+    # Python takes what is frozen for gone, so it would look through all other objects far too often
+    gc.set_threshold(50_000)
     gc.enable()
     # some libraries complain of objects that are left at the end
     if session.config.option.jobs < 2:
         atexit.register(gc.unfreeze)
-    # pytest listens at each logger that passes nothing on, six times in each test: 43 of torch
-    for name in logging.root.manager.loggerDict:
-        if name.partition(".")[0] in ("torch", "transformers"):
-            logging.getLogger(name).propagate = True
+    # pytest listens at each logger that passes nothing on, six times in each test: 48 of libraries
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 LONGEST = (

@@ -43,8 +43,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     run = tmp_path_factory.mktemp("evaluate") / "run"
     assert CliRunner().invoke(app, ["publish", str(FOLDER), str(run)]).exit_code == 0
     with rollout_server(run) as address:
-        while httpx.get(f"{address}/health", timeout=120).status_code != 200:
-            time.sleep(0.05)
+        # it listens a little after it has its port
+        with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=120) as client:
+            while client.get(f"{address}/health").status_code != 200:
+                time.sleep(0.05)
         yield address
 
 
