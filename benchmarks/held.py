@@ -31,7 +31,7 @@ from torch import Tensor
 
 from _report import about, print_about, write_json
 from deltawire import Publisher, Replica
-from deltawire.kernels import cast_and_detect
+from deltawire.kernels import apply, detect
 from deltawire.store import ObjectStore
 from deltawire.store.base import Chunks
 from deltawire.trainer import DeltaAdamW, FusedDetector, HostDetector, SnapshotDetector
@@ -236,7 +236,7 @@ def time_steps(shape: Shape, device: torch.device, repeats: int) -> list[dict[st
 
         def compared() -> None:
             training.optimizer.step()
-            cast_and_detect(masters, old)
+            apply(old, detect(old, masters))
 
         measure("the same, snapshot and compare", compared)
 

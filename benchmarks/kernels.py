@@ -119,8 +119,7 @@ def check(model: Model) -> None:
     found = kernels.detect(model.old, model.new)
     _same("detect", found, torch_ops.detect(model.flat, model.old, model.new))
     copies = [t.clone() for t in model.old]
-    _same("cast_and_detect", kernels.cast_and_detect(model.masters, copies), found)
-    _same_model("cast_and_detect's copies", copies, model.new)
+    _same("detect, masters rounded", kernels.detect(copies, model.masters), found)
     live = [t.clone() for t in model.old]
     undo = kernels.apply(live, found, keep=True)
     _same_model("apply", live, model.new)
@@ -214,30 +213,19 @@ def references(bench: Bench, model: Model) -> None:
 
 
 def ours(bench: Bench, model: Model) -> Changed:
-    snapshot = [t.clone() for t in model.old]
     bench.time("detect", lambda: kernels.detect(model.old, model.new, plan=model.flat), target=4.0)
-    turn = [model.new, model.old]
-
-    def update() -> None:
-        kernels.detect(snapshot, turn[0], update=True, plan=model.flat)
-        turn.reverse()
-
-    bench.time("detect, snapshot updated", update, target=4.0)
     bench.time("detect by tiles of a grid", lambda: kernels.detect(model.old, model.new, plan=model.tiled), target=4.0)
-    bench.time(
-        "cast_and_detect, not written",
-        lambda: kernels.cast_and_detect(model.masters, model.old, write=False, plan=model.flat),
-        target=4.0,
-    )
+    rounded = "detect, masters rounded"
+    bench.time(rounded, lambda: kernels.detect(model.old, model.masters, plan=model.flat), target=4.0)
     copies = [t.clone() for t in model.old]
     changed = kernels.detect(model.old, model.new)
     undo = changed.swapped()
 
     def fused() -> None:
-        kernels.cast_and_detect(model.masters, copies, plan=model.flat)
+        kernels.apply(copies, kernels.detect(copies, model.masters, plan=model.flat), plan=model.flat)
         kernels.apply(copies, undo, plan=model.flat)
 
-    bench.time("cast_and_detect + apply (puts back)", fused)
+    bench.time("detect, masters rounded + apply + undo", fused)
     bench.time("apply", lambda: kernels.apply(copies, changed, plan=model.flat), target=0.5)
     bench.time("apply, old values kept", lambda: kernels.apply(copies, changed, keep=True, plan=model.flat), target=0.5)
     bench.time("digest", lambda: kernels.digest(model.names, model.old), target=1.5)

@@ -71,7 +71,6 @@ ELSEWHERE = {
     "deltawire/trainer/device.py": "trainer/test_detectors.py",
     "deltawire/trainer/gpu_snapshot.py": "trainer/test_detectors.py",
     "deltawire/trainer/local.py": "trainer/test_publisher.py",
-    "deltawire/trainer/stream.py": "trainer/test_detectors.py",
     "deltawire/trainer/writer.py": "trainer/test_pipeline.py",
     # a folder that is always one whole version: the command is the test
     "deltawire/bucket/checkpoint_folder.py": "cli/test_cli_follow.py",

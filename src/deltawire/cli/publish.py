@@ -155,7 +155,7 @@ def _source(checkpoint: Path, run: Run | None) -> Source:
     from ..core.errors import SchemaMismatch
     from ..core.full import ADAPTER_CONFIG, Checkpoint
     from ..core.keys import RUN
-    from ..trainer.resume import OTHER_MODEL
+    from ..trainer.local import OTHER_MODEL
 
     if (checkpoint / RUN).is_file():
         raise BadParameter(f"{checkpoint} is a run: the checkpoint folder comes first, then the run")

@@ -43,7 +43,6 @@ __all__ = [
     "Segment",
     "TooMany",
     "apply",
-    "cast_and_detect",
     "class_counts",
     "class_ranks",
     "compile_classes",
@@ -80,43 +79,24 @@ def operations(device: torch.device) -> ModuleType:
 
 
 def detect(
-    old: Sequence[Tensor],
-    new: Sequence[Tensor],
-    *,
-    update: bool = False,
-    plan: Plan | None = None,
-    most: int | None = None,
+    old: Sequence[Tensor], new: Sequence[Tensor], *, plan: Plan | None = None, most: int | None = None
 ) -> Changed:
-    """Every unit whose bits differ between two models; with `update`, `old` holds the new bits afterwards.
+    """Every unit whose bits differ between two models. Writes nothing. TooMany if that is more than `most`.
 
-    TooMany, and nothing written, if that is more than `most`.
+    New weights of other dtypes are cast to those of the old ones: fp32 to bf16 by the kernel itself, so that no copy is
+    made, anything else by torch. A NaN becomes the one its device makes: 0x7FFF from CUDA, 0xFFFF from torch on a CPU.
     """
     plan = plan or flat_plan(old)
-    _require_alike(old, new, [t.dtype for t in old], [t.dtype for t in new])
-    return _run("detect", plan, old, new, update=update, most=most)  # type: ignore[no-any-return]
-
-
-def cast_and_detect(
-    masters: Sequence[Tensor],
-    copies: Sequence[Tensor],
-    *,
-    write: bool = True,
-    plan: Plan | None = None,
-    most: int | None = None,
-) -> Changed:
-    """Round fp32 masters to bf16 as torch does, and say where that changes the copies: no snapshot is needed.
-
-    With `write` the copies hold the new bits afterwards. Without, they still hold the old ones, which `class_ranks`
-    needs; `apply` then writes them. TooMany, and nothing written, if more than `most` change.
-
-    A NaN becomes the one its device makes: 0x7FFF from CUDA, 0xFFFF from torch on a CPU.
-    """
-    plan = plan or flat_plan(copies)
-    found = [t.dtype for t in masters], [t.dtype for t in copies]
-    _require_alike(masters, copies, found[0], [torch.float32] * len(masters))
-    if set(found[1]) - {torch.bfloat16}:
-        raise ValueError(f"copies must be bf16; these are {', '.join(sorted(map(str, set(found[1]))))}")
-    return _run("cast_and_detect", plan, masters, copies, write=write, most=most)  # type: ignore[no-any-return]
+    # told by whole lists, since this runs in every publish
+    if [*map(Tensor.numel, old)] != [*map(Tensor.numel, new)]:
+        for number, (a, b) in enumerate(zip(old, new, strict=True)):
+            if a.numel() != b.numel():
+                raise ValueError(f"tensor {number} has {a.numel()} elements where its twin has {b.numel()}")
+    given, wire = [t.dtype for t in new], [t.dtype for t in old]
+    rounds = {*given} == {torch.float32} and {*wire} == {torch.bfloat16}
+    if given != wire and not rounds:
+        new = [tensor.detach().to(dtype) for tensor, dtype in zip(new, wire, strict=True)]
+    return _run("detect", plan, old, new, cast=rounds, most=most)  # type: ignore[no-any-return]
 
 
 def apply(tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False, plan: Plan | None = None) -> Changed:
@@ -235,19 +215,6 @@ def _require_tiles(plan: Plan, changed: Changed) -> None:
         raise ValueError(
             f"the change has {changed.starts.numel() - 1} tiles, the plan {plan.tiles}; was it made by another?"
         )
-
-
-def _require_alike(
-    a: Sequence[Tensor], b: Sequence[Tensor], found: list[torch.dtype], expected: list[torch.dtype]
-) -> None:
-    """Two models must have tensors of the same sizes and dtypes; told by whole lists, since this runs in every call."""
-    if found != expected or [*map(Tensor.numel, a)] != [*map(Tensor.numel, b)]:
-        for number, (x, y, one, other) in enumerate(zip(a, b, found, expected, strict=True)):
-            if one != other or x.numel() != y.numel():
-                raise ValueError(
-                    f"tensor {number} has {x.numel()} elements where its twin has {y.numel()}, "
-                    f"and is {one} where it should be {other}"
-                )
 
 
 def tile_keys(plan: Plan, names: Sequence[str]) -> Tensor:

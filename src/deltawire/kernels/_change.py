@@ -78,7 +78,6 @@ def extract_kernel(
     out_new,
     UNIT: tl.constexpr,
     CAST: tl.constexpr,
-    WRITE: tl.constexpr,
     ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -117,8 +116,6 @@ def extract_kernel(
                 tl.store(positions + to, row * width + lane, mask=here)
                 tl.store(out_old + to, before, mask=here)
                 tl.store(out_new + to, after, mask=here)
-                if WRITE:
-                    tl.store(old + at, after, mask=here)
                 mask &= mask - 1
                 to += 1
 

@@ -19,6 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..core.codecs.context.tiles import cuts
+
 TILE = 1 << 16
 """Units of a flat tile: positions in it fit 16 bits, and a model of any size makes enough of them to fill a GPU."""
 
@@ -92,17 +94,13 @@ def flat(tensors: Sequence[Tensor], tile: int = TILE, unit: int = 4) -> tuple[Se
     for number, tensor in enumerate(tensors):
         total = tensor.numel() * tensor.dtype.itemsize // min(unit_bytes(tensor), unit)
         if total:
-            cuts = np.append(np.arange(0, total, tile), total)
-            result.append(Segment(number, 0, total, np.array([0, 1]), cuts))
+            lines = np.append(np.arange(0, total, tile), total)
+            result.append(Segment(number, 0, total, np.array([0, 1]), lines))
     return tuple(result)
 
 
 def grid(tensor: int, offset: int, stride: int, shape: tuple[int, int], tiles: tuple[int, int]) -> Segment:
-    """A rectangle cut evenly: cut i of an axis lies at i · length // count, where shards have their lines too."""
-
-    def cuts(length: int, count: int) -> Ints:
-        return np.arange(count + 1, dtype=np.int64) * length // count
-
+    """A rectangle cut evenly, where shards have their lines too."""
     return Segment(tensor, offset, stride, cuts(shape[0], tiles[0]), cuts(shape[1], tiles[1]))
 
 

@@ -21,27 +21,12 @@ _DIGEST_BLOCKS = 1 << 12
 
 
 def detect(
-    plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False, most: int | None = None
+    plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, cast: bool = False, most: int | None = None
 ) -> Changed:
-    """What differs between two lists of tensors; with `update`, `old` then holds the new bits."""
+    """What differs between two lists of tensors; with `cast`, new ones of fp32 are rounded to bf16."""
+    if cast:
+        new = [tensor.detach().to(torch.bfloat16) for tensor in new]
     plan.launches(old, new)
-    found = _differences(plan, old, new)
-    if most is not None and found.count > most:
-        raise TooMany(found.count)
-    if update:
-        for a, b in zip(old, new, strict=True):
-            units(a).copy_(units(b))
-    return found
-
-
-def cast_and_detect(
-    plan: Plan, masters: Sequence[Tensor], copies: Sequence[Tensor], *, write: bool = True, most: int | None = None
-) -> Changed:
-    """Round fp32 masters to bf16 and say where the copies differ; with `write`, the copies then hold the new bits."""
-    return detect(plan, copies, [m.detach().to(torch.bfloat16) for m in masters], update=write, most=most)
-
-
-def _differences(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor]) -> Changed:
     counts = torch.zeros(plan.tiles, dtype=torch.int64, device=plan.device)
     positions: list[Tensor] = []
     was: list[Tensor] = []
@@ -58,6 +43,9 @@ def _differences(plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor]) -> Ch
             size = values.dtype.itemsize
             bits = values[row, column][order].to(torch.int64) & ((1 << 8 * size) - 1)
             out.append(narrow(bits, plan.value_dtype))
+    total = int(counts.sum())
+    if most is not None and total > most:
+        raise TooMany(total)
     return Changed(
         _starts(counts),
         _joined(positions, plan.position_dtype, plan.device),

@@ -45,31 +45,23 @@ PROGRAMS = 5
 
 
 def detect(
-    plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, update: bool = False, most: int | None = None
+    plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, cast: bool = False, most: int | None = None
 ) -> Changed:
-    """What differs between two lists of tensors; with `update`, `old` then holds the new bits."""
-    return _detect(plan, old, new, cast=False, write=update, most=most)
-
-
-def cast_and_detect(
-    plan: Plan, masters: Sequence[Tensor], copies: Sequence[Tensor], *, write: bool = True, most: int | None = None
-) -> Changed:
-    """Round fp32 masters to bf16 and say where the copies differ; with `write`, the copies then hold the new bits."""
-    return _detect(plan, copies, masters, cast=True, write=write, most=most)
-
-
-def _detect(
-    plan: Plan, old: Sequence[Tensor], new: Sequence[Tensor], *, cast: bool, write: bool, most: int | None
-) -> Changed:
+    """What differs between two lists of tensors; with `cast`, new ones of fp32 are rounded to bf16."""
     launches = plan.launches(old, new)
     counts = torch.empty(plan.tiles, dtype=torch.int32, device=plan.device)
     for launch in launches:
         _run(_change.count_kernel, plan, launch, counts, CAST=cast, ALIGNED=launch.aligned, CHUNK=CHUNK, **COUNT)
     starts = _starts(counts)
-    result = _empty_change(plan, starts, most)
+    # the one place that waits for the device: outputs are as large as what changed, not as what could
+    total = int(starts[-1])
+    if most is not None and total > most:
+        raise TooMany(total)
+    values = (torch.empty(total, dtype=plan.value_dtype, device=plan.device) for _ in range(2))
+    result = Changed(starts, torch.empty(total, dtype=plan.position_dtype, device=plan.device), *values)
     if result.count:
         for launch in launches:
-            options = {"CAST": cast, "WRITE": write, "ALIGNED": launch.aligned, "CHUNK": CHUNK, **EXTRACT}
+            options = {"CAST": cast, "ALIGNED": launch.aligned, "CHUNK": CHUNK, **EXTRACT}
             _run(_change.extract_kernel, plan, launch, starts, result.positions, result.old, result.new, **options)
     return result
 
@@ -285,15 +277,6 @@ def _starts(counts: Tensor) -> Tensor:
     starts = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
     torch.cumsum(counts, 0, out=starts[1:])
     return starts
-
-
-def _empty_change(plan: Plan, starts: Tensor, most: int | None = None) -> Changed:
-    # the one place that waits for the device: outputs are as large as what changed, not as what could
-    total = int(starts[-1])
-    if most is not None and total > most:
-        raise TooMany(total)
-    values = (torch.empty(total, dtype=plan.value_dtype, device=plan.device) for _ in range(2))
-    return Changed(starts, torch.empty(total, dtype=plan.position_dtype, device=plan.device), *values)
 
 
 def _digest_table(plan: Plan) -> Tensor:

@@ -1,45 +1,53 @@
-"""Changes that are captured and not yet in the bucket.
+"""Changes that are not yet in the bucket: captured, or compared while they are encoded.
 
-A detector holds the weights captured last. A capture keeps the old and new bits of everything it changed, so any
+A detector holds the weights captured last. A `Capture` keeps the old and new bits of everything it changed, so any
 earlier state is the detector's with later captures undone: an anchor of version 40 can be uploaded while the trainer is
 already at 43, with one copy of the model, or none besides the trainer's own.
+
+For a dense change that is more than the model. A `Stream` compares, encodes and updates the copy a block at a time, and
+keeps nothing but the coded bytes, which the delta's writer spools to disk; the price is that the caller waits.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..core import codecs
-from ..core.change import Block, Change, Region, compare, no_change
+from ..core.change import Block, Change, Region, compare, moved, no_change, pieces
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
+from ..core.errors import PublishFailed
 from ..core.full import Source
-from ..core.parallel import ordered_map, threads_for
+from ..core.parallel import default_threads, ordered_map, threads_for
 from ..core.sparse import EncodedBlock, encode_block, encode_counted
-from .detectors import Detector, Found, done, merge
+from .detectors import Detector, Found, HostDetector, done, merge
 
 if TYPE_CHECKING:
     from ..kernels.block import DeviceBlock
 
+READ_UNITS = 1 << 22
+"""Weights are read and compared in parts of this size, several of which make a block."""
 
-class Changes(Protocol):
-    """What turns one version into the next: a capture, or a `Stream` that compares while it is encoded."""
+PIECE_UNITS = 1 << 20
+"""A dense part is encoded in pieces of this size: its changes would take several times the memory of its weights."""
 
-    def encode(self, encoding: str) -> Iterator[EncodedBlock]:
-        """The coded blocks. Iterate once, to the end, before asking for `digest` or `weights`."""
-        ...
+IN_WORK = 128 << 20
+"""Bytes that may be in work at a time: limits the threads on machines with many cores."""
 
-    def digest(self) -> StateDigest:
-        """State digest of the new version, or the share of this rank in it."""
-        ...
+_PER_UNIT = 8
+"""Bytes that a unit in work takes, roughly: its new bits, and scratch for those that changed."""
 
-    def weights(self, region: Region) -> Bits:
-        """Full weights of the new version, a region at a time."""
-        ...
+_DENSE = 16
+_SAMPLE = 61
+
+Detected = Callable[[int], None]
+"""Called with the number of bytes that were compared."""
 
 
 class Capture:
@@ -83,12 +91,14 @@ class Capture:
         return ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks, threads)
 
     def digest(self) -> StateDigest:
+        """State digest of the new version, or the share of this rank in it."""
         owner = self._owner
         with owner._lock:
             upto = owner.pending[: owner.pending.index(self) + 1]
             return sum((pending.moved for pending in upto), owner._digest)
 
     def weights(self, region: Region) -> Bits:
+        """Full weights of the new version, a region at a time."""
         return Weights(self._owner, self)(region)
 
     def merge(self, later: Capture) -> Capture:
@@ -265,3 +275,86 @@ class Weights:
         """Captures that the detector's weights have and these do not, latest first."""
         pending = self._captures.pending
         return [*reversed(pending[pending.index(self._capture) + 1 :]), *self._undone]
+
+
+class Stream:
+    """What a source changed, compared while it is encoded.
+
+    The weights captured last become the source's block by block. If anything fails on the way, drop `captures`.
+    Iterate over `encode` once, to the end, before asking for `digest` or `weights`, which are those of the new version.
+    """
+
+    def __init__(self, captures: Captures, source: Source, detected: Detected | None) -> None:
+        self._captures, self._detector = captures, captures.detector
+        self._source, self._detected = source, detected
+
+    def encode(self, encoding: str) -> Iterator[EncodedBlock]:
+        plan, reached = self._captures.plan, self._captures.digest
+        threads = max(1, min(default_threads(), IN_WORK // (READ_UNITS * _PER_UNIT)))
+        parts = ordered_map(lambda block: self._encode(block, encoding), plan, threads)
+        for block, (digest, coded) in zip(plan, parts, strict=True):
+            reached += digest
+            if self._detected:
+                self._detected(sum(region.units * region.tensor.unit_size for region in block))
+            yield from coded
+        if not isinstance(self._detector, HostDetector) and self._detector.load(self._source) != reached:
+            raise PublishFailed("the weights changed while they were being published; keep training out of `publish`")
+        self._captures.move(reached)
+
+    def digest(self) -> StateDigest:
+        return self._captures.digest
+
+    def weights(self, region: Region) -> Bits:
+        return self._detector.region(region)
+
+    def _encode(self, block: Block, encoding: str) -> tuple[StateDigest, list[EncodedBlock]]:
+        """Compare and encode a block, and update the copy. Returns how the digest moves, and coded blocks.
+
+        Blocks cover disjoint regions: one may be updated while others are still being compared.
+        """
+        digest, coded = StateDigest(), []
+
+        def take(changes: list[Change]) -> None:
+            nonlocal digest
+            coded.append(encode_block(changes, encoding, self._detector.region))
+            if isinstance(self._detector, HostDetector):
+                # encoded against the old bits, so they may go now
+                self._detector.write(changes)
+            digest += moved(changes)
+
+        sparse: list[Change] = []
+        for part in (part for region in block for part in pieces(region, READ_UNITS)):
+            old, new = self._detector.region(part), self._source.region(part)
+            if not _is_dense(old, new):
+                sparse.append(compare(part, old, new))
+                continue
+            # in the order of the tensor's bytes, which `raw` needs
+            take(sparse)
+            sparse = []
+            for piece in pieces(part, PIECE_UNITS):
+                at = piece.base - part.base
+                take([compare(piece, old[at : at + piece.units], new[at : at + piece.units])])
+        take(sparse)
+        return digest, coded
+
+
+class Watched:
+    """A source that reports how many bytes were read from it."""
+
+    def __init__(self, source: Source, detected: Detected) -> None:
+        self.schema, self._source, self._detected = source.schema, source, detected
+        self._lock = threading.Lock()
+
+    def region(self, region: Region) -> Bits:
+        bits = self._source.region(region)
+        with self._lock:
+            self._detected(bits.nbytes)
+        return bits
+
+
+def _is_dense(old: Bits, new: Bits) -> bool:
+    """Whether many weights differ, judged by a sample: it decides about memory, not about correctness."""
+    if old.size <= PIECE_UNITS:
+        return False
+    changed = np.count_nonzero(old[::_SAMPLE] != new[::_SAMPLE])
+    return bool(changed * _SAMPLE * _DENSE > old.size)

@@ -74,7 +74,7 @@ class DeviceCopy:
             held.copy_(tensor.detach())
 
     def find(self, live: Sequence[Tensor], most: int) -> kernels.Changed:
-        return _differences(self.held, live, self._plan, most)
+        return kernels.detect(self.held, live, plan=self._plan, most=most)
 
     def take(self, found: kernels.Changed) -> None:
         kernels.apply(self.held, found, plan=self._plan)
@@ -100,18 +100,6 @@ class DeviceCopy:
 
     def _units(self, name: str) -> Tensor:
         return units(self.held[self._number[name]])
-
-
-def _differences(held: Sequence[Tensor], live: Sequence[Tensor], plan: Plan, most: int) -> kernels.Changed:
-    """Where live weights, cast to the dtypes of what is held, differ from it. Writes nothing."""
-    given, wire = [tensor.dtype for tensor in live], [tensor.dtype for tensor in held]
-    if given == wire:
-        return kernels.detect(held, live, plan=plan, most=most)
-    if set(given) == {torch.float32} and set(wire) == {torch.bfloat16}:
-        return kernels.cast_and_detect(live, held, write=False, plan=plan, most=most)
-    # a cast that no kernel has built in: by torch, into memory that is given back
-    cast = [tensor.detach().to(dtype) for tensor, dtype in zip(live, wire, strict=True)]
-    return kernels.detect(held, cast, plan=plan, most=most)
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +152,7 @@ class PinnedCopy:
             if number + 1 < len(self._blocks):
                 pending = self._upload(number + 1)
             new = [flat_live[region.tensor.name][_elements(region)] for region in regions]
-            changed = _differences(old, new, plan, most)
+            changed = kernels.detect(old, new, plan=plan, most=most)
             most -= changed.count
             found.blocks.append((plan, changed, regions))
         return found

@@ -20,8 +20,10 @@ from ..views.host import BlockView, is_view
 from .adapters import BASE_DTYPES, Adapter
 from .collective import Group
 from .detectors import Detector, HostDetector, default_detector
-from .resume import OTHER_MODEL
 from .writer import PublishOptions
+
+OTHER_MODEL = "; another model, or the same in another dtype, needs an address of its own"
+"""What to do when a model does not fit the run it is published to."""
 
 
 class LocalModel:

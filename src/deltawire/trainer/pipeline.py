@@ -23,11 +23,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..bucket.references import find_reference, reference_source
-from ..bucket.replay import State
+from ..bucket.replay import State, checkout, load_folder
 from ..bucket.run import Run
 from ..core import full
 from ..core.digest import StateDigest
-from ..core.errors import DivergedRun, RunNotFound, SchemaError, SchemaMismatch
+from ..core.errors import (
+    ChainError,
+    DeltawireError,
+    DivergedRun,
+    FormatError,
+    ObjectNotFound,
+    ReferenceUnavailable,
+    RunNotFound,
+    SchemaError,
+    SchemaMismatch,
+)
 from ..core.full import Source
 from ..core.manifest import Base, Link, Manifest, Origin
 from ..core.schema import Schema
@@ -35,13 +45,11 @@ from ..models import Model
 from ..store import Store
 from .adapters import Adapter
 from .background import Background, Captured
-from .captures import Capture, Captures
+from .captures import Capture, Captures, Stream, Watched
 from .collective import LAST_WAIT, Group, Lockstep, Ranks
 from .commit import Committer
 from .detectors import Detector, HostDetector, SnapshotLost, TooLarge, default_detector
-from .local import LocalModel
-from .resume import OTHER_MODEL, check_base, rebuild
-from .stream import Stream, Watched
+from .local import OTHER_MODEL, LocalModel
 from .writer import PendingVersion, Progress, Published, PublishHandle, PublishOptions, VersionWriter
 
 if TYPE_CHECKING:
@@ -187,8 +195,7 @@ class Pipeline:
             if progress is not None and self._local.streams and isinstance(detector, HostDetector):
                 watched = Watched(source, lambda n: progress("detect", n, schema.nbytes))
         elif self._differs(newest, source, detector, must_match):
-            fetched = (lambda n, total: progress("fetch", n, total)) if progress else None
-            state = group.each(lambda: rebuild(run, newest.version, self._find_reference, options.base, fetched))
+            state = group.each(lambda: self._rebuild(run, newest.version, progress))
             # on all ranks if one of them cannot read it
             start_over = not all(group.exchange(state is not None))
             state = None if start_over else state
@@ -252,7 +259,12 @@ class Pipeline:
         if committer.run.schema != schema:
             committer.run.check_kind(is_adapter)
         committer.run.schema.require_equal(schema, ours=f"the run {url}", theirs="this model", advice=OTHER_MODEL)
-        check_base(committer.run, base)
+        before = committer.run.info.base
+        # where a digest is unknown, nothing is checked
+        if before and base and before.digests and base.digests and not before.same(base):
+            raise SchemaMismatch(
+                f"the run {url} has adapters of {before}, and this one is trained on {base}{OTHER_MODEL}"
+            )
         if committer.newest is None and options.reference is not None:
             # a checkpoint that everybody can get: its name and digest are published, its weights are not
             link = Link("reference", source=options.reference, nbytes=schema.nbytes)
@@ -284,6 +296,22 @@ class Pipeline:
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(newest.created)),
             )
         return True
+
+    def _rebuild(self, run: Run, version: int, progress: Progress | None) -> State | None:
+        """A version in memory. None if it cannot be read any more: that must not keep a trainer from going on.
+
+        If the folder that the user named holds a version of the run, only what leads on from it is fetched.
+        """
+        log.info("rebuilding version %d from %s to diff against", version, run.store.url)
+        folder, fetched = self._options.base, (lambda n, total: progress("fetch", n, total)) if progress else None
+        try:
+            base = None if folder is None else _load_base(run, folder, version)
+            return checkout(run, version, base, resolve=self._find_reference, progress=fetched)
+        except ReferenceUnavailable:
+            raise  # it is somewhere, only not here
+        except (FormatError, ChainError, ObjectNotFound) as error:
+            log.warning("version %d cannot be rebuilt, the next one will be an anchor: %s", version, error)
+            return None
 
     def _find_reference(self, source: str, most: int) -> Path:
         """Where this publisher was told the reference is, which may differ from what the run calls it."""
@@ -410,3 +438,19 @@ class Pipeline:
             if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                 raise
             log.exception("on_version failed for version %d, which is published all the same", published.version)
+
+
+def _load_base(run: Run, folder: Path, newest: int) -> State | None:
+    """Return a checkpoint folder as the version of the run that has its digest. None, with a warning, if none has."""
+    try:
+        state = load_folder(run, folder)
+    except (DeltawireError, OSError) as error:
+        log.warning("%s cannot be compared with and is not used: %s", folder, error)
+        return None
+    state.version = run.identify(state.digest, newest)
+    if state.version is None:
+        held = f"its state digest is {state.digest}"
+        log.warning("%s holds no version of %s (%s) and is not used", folder, run.store.url, held)
+        return None
+    log.info("%s is version %d, and need not be fetched", folder, state.version)
+    return state

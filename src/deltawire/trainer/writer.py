@@ -27,7 +27,7 @@ from ..core.dtypes import lookup
 from ..core.manifest import Blob, Link, Manifest, Origin
 from ..core.sparse import DataFile, DeltaWriter, EncodedBlock
 from ..metrics import VersionFigures
-from .captures import Capture, Changes
+from .captures import Capture, Stream
 from .collective import Group
 from .commit import Committer, Signing
 from .companions import Companions
@@ -112,7 +112,8 @@ class PublishHandle:
         return self._future.done()
 
 
-C = TypeVar("C", bound=Changes)
+C = TypeVar("C", Capture, Stream)
+"""What turns one version into the next: captured, or compared while it is encoded."""
 
 
 @dataclass(slots=True)
