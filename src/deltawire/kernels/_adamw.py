@@ -34,26 +34,10 @@ def wire_bits(value, BF16: tl.constexpr):
 
 @triton.jit
 def adamw_kernel(
-    tiles,
-    places,
-    pointers,
-    scalars,
-    grad_scale,
-    found_inf,
-    seen,
-    entries,
-    used,
-    late,
-    room,
-    BF16: tl.constexpr,
-    LOG: tl.constexpr,
-    SCALED: tl.constexpr,
-    SKIPS: tl.constexpr,
-    AGAIN: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    TILE: tl.constexpr,
-    WORDS: tl.constexpr,
-):
+    tiles, places, pointers, scalars, grad_scale, found_inf, seen, entries, used, late, room,
+    BF16: tl.constexpr, LOG: tl.constexpr, SCALED: tl.constexpr, SKIPS: tl.constexpr, AGAIN: tl.constexpr,
+    ALIGNED: tl.constexpr, TILE: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
     """WORDS · 32 elements of a tile. With AGAIN, only if they found no room in the log before."""
     per_tile: tl.constexpr = TILE // (32 * WORDS)
     tile = tl.load(tiles + tl.program_id(0) // per_tile)

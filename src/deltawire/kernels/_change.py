@@ -42,17 +42,9 @@ def bit_count(x):
 
 @triton.jit
 def count_kernel(
-    tiles,
-    olds,
-    news,
-    geometry,
-    counts,
-    UNIT: tl.constexpr,
-    CAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+    tiles, olds, news, geometry, counts,
+    UNIT: tl.constexpr, CAST: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     tile = tl.load(tiles + tl.program_id(0))
     rows, width, stride = tile_shape(geometry, tile)
     old = tile_pointer(olds, tile, UNIT, ALIGNED)
@@ -68,20 +60,9 @@ def count_kernel(
 
 @triton.jit
 def extract_kernel(
-    tiles,
-    olds,
-    news,
-    geometry,
-    starts,
-    positions,
-    out_old,
-    out_new,
-    UNIT: tl.constexpr,
-    CAST: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+    tiles, olds, news, geometry, starts, positions, out_old, out_new,
+    UNIT: tl.constexpr, CAST: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     tile = tl.load(tiles + tl.program_id(0))
     rows, width, stride = tile_shape(geometry, tile)
     old = tile_pointer(olds, tile, UNIT, ALIGNED)
@@ -122,18 +103,9 @@ def extract_kernel(
 
 @triton.jit
 def resolve_kernel(
-    tiles,
-    addresses,
-    geometry,
-    starts,
-    positions,
-    values,
-    kinds,
-    out_old,
-    out_new,
-    UNIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tiles, addresses, geometry, starts, positions, values, kinds, out_old, out_new,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     tile = tl.load(tiles + tl.program_id(0))
     rows, width, stride = tile_shape(geometry, tile)
     at = tile_pointer(addresses, tile, UNIT, False)
@@ -158,17 +130,9 @@ def resolve_kernel(
 
 @triton.jit
 def apply_kernel(
-    tiles,
-    addresses,
-    geometry,
-    starts,
-    positions,
-    new,
-    out_old,
-    UNIT: tl.constexpr,
-    KEEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tiles, addresses, geometry, starts, positions, new, out_old,
+    UNIT: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     tile = tl.load(tiles + tl.program_id(0))
     rows, width, stride = tile_shape(geometry, tile)
     at = tile_pointer(addresses, tile, UNIT, False)

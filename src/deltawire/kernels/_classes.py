@@ -48,18 +48,9 @@ def add_neutral(found, rule):
 
 @triton.jit
 def chunk_classes(
-    at,
-    chunk,
-    shape,
-    rule,
-    levels,
-    where,
-    NONE: tl.constexpr,
-    LEVELED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    at, chunk, shape, rule, levels, where,
+    NONE: tl.constexpr, LEVELED: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Classes of these chunks, NONE where there is no unit."""
     rows, width, stride = shape
     row, column, offset, valid = chunk_offsets(chunk, rows, width, stride, CHUNK, UNIT, ALIGNED)
@@ -110,21 +101,10 @@ def exponents_kernel(units, work, out, shift, mask, UNIT: tl.constexpr, BLOCK: t
 
 @triton.jit
 def class_counts_kernel(
-    tiles,
-    addresses,
-    geometry,
-    table,
-    levels,
-    level_at,
-    sizes,
-    LEVELED: tl.constexpr,
-    UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CLASSES: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    tiles, addresses, geometry, table, levels, level_at, sizes,
+    LEVELED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    CLASSES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     tile = tl.load(tiles + tl.program_id(0))
     shape = tile_shape(geometry, tile)
     at = tile_pointer(addresses, tile, UNIT, ALIGNED)
@@ -143,21 +123,10 @@ def class_counts_kernel(
 
 @triton.jit
 def sum_chunks(
-    at,
-    shape,
-    rule,
-    levels,
-    where,
-    packed,
-    sums,
-    LEVELED: tl.constexpr,
-    UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    WORDS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    at, shape, rule, levels, where, packed, sums,
+    LEVELED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    WORDS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """How many units of each class a tile has; and into sums, [chunk, class], how many before each chunk.
 
     On the way a chunk's counts are bytes, packed four to a word: one addition counts four classes.

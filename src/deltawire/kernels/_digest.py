@@ -18,17 +18,9 @@ def mix(x):
 
 @triton.jit
 def digest_kernel(
-    tiles,
-    addresses,
-    geometry,
-    keys,
-    table,
-    out,
-    UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    tiles, addresses, geometry, keys, table, out,
+    UNIT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Tiles of one row, which start at a multiple of BLOCK in their tensor."""
     tile = tl.load(tiles + tl.program_id(0))
     _, width, _ = tile_shape(geometry, tile)
@@ -58,20 +50,9 @@ def digest_kernel(
 
 @triton.jit
 def digest_change_kernel(
-    geometry,
-    units,
-    keys,
-    table,
-    starts,
-    positions,
-    old,
-    new,
-    origins,
-    out,
-    PLACED: tl.constexpr,
-    PERIOD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    geometry, units, keys, table, starts, positions, old, new, origins, out,
+    PLACED: tl.constexpr, PERIOD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     _, width, stride = tile_shape(geometry, tile)
     offset = tl.load(geometry + tile.to(tl.int64) * 4 + 3)

@@ -40,35 +40,11 @@ def changed_class(i, end, positions, old, shape, rule, levels, where, LEVELED: t
 
 @triton.jit(do_not_specialize=["count"])
 def class_ranks_kernel(
-    tiles,
-    count,
-    addresses,
-    geometry,
-    table,
-    levels,
-    level_at,
-    starts,
-    positions,
-    old,
-    new,
-    sizes,
-    counts,
-    ranks,
-    steps,
-    packed,
-    sums,
-    chunks_at_most,
-    LEVELED: tl.constexpr,
-    UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CLASSES: tl.constexpr,
-    WORDS: tl.constexpr,
-    WIDE: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tiles, count, addresses, geometry, table, levels, level_at, starts, positions, old, new, sizes, counts, ranks,
+    steps, packed, sums, chunks_at_most,
+    LEVELED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    CLASSES: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     packed += tl.program_id(0).to(tl.int64) * chunks_at_most * WORDS
     sums += tl.program_id(0).to(tl.int64) * chunks_at_most * WIDE
     number = tl.arange(0, WIDE)
@@ -144,36 +120,12 @@ def class_ranks_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def place_kernel(
-    tiles,
-    count,
-    addresses,
-    geometry,
-    table,
-    levels,
-    level_at,
-    starts,
-    counts,
-    ranks,
-    steps,
-    positions,
-    old,
-    new,
-    bad,
-    packed,
-    sums,
-    chunks_at_most,
-    APART: tl.constexpr,
-    LEVELED: tl.constexpr,
-    UNIT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    CLASSES: tl.constexpr,
-    WORDS: tl.constexpr,
-    WIDE: tl.constexpr,
-    GROUP: tl.constexpr,
+    tiles, count, addresses, geometry, table, levels, level_at, starts, counts, ranks, steps, positions, old, new, bad,
+    packed, sums, chunks_at_most,
+    APART: tl.constexpr, LEVELED: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr, CLASSES: tl.constexpr, WORDS: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     packed += tl.program_id(0).to(tl.int64) * chunks_at_most * WORDS
     sums += tl.program_id(0).to(tl.int64) * chunks_at_most * WIDE
     number = tl.arange(0, WIDE)
