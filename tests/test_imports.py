@@ -60,7 +60,6 @@ OPTIONAL_ROOMS = {"kernels", "engines"}
 OPTIONAL_FILES = {
     "trainer/adamw.py",
     "trainer/device.py",
-    "trainer/gpu_snapshot.py",
     "trainer/shards.py",
     "replica/device.py",
     "views/device.py",

@@ -69,7 +69,6 @@ ELSEWHERE = {
     # stages of one publish, tested through it
     "deltawire/trainer/captures.py": "trainer/test_publisher.py",
     "deltawire/trainer/device.py": "trainer/test_detectors.py",
-    "deltawire/trainer/gpu_snapshot.py": "trainer/test_detectors.py",
     "deltawire/trainer/local.py": "trainer/test_publisher.py",
     "deltawire/trainer/writer.py": "trainer/test_pipeline.py",
     # a folder that is always one whole version: the command is the test

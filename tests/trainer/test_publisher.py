@@ -33,7 +33,7 @@ from deltawire.core.errors import (
 from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Retrying, Store
-from deltawire.trainer import Publisher, SnapshotDetector, stream
+from deltawire.trainer import Publisher, SnapshotDetector, captures
 from deltawire.trainer.captures import Captures
 from flaky_store import FlakyStore
 from support import (
@@ -625,8 +625,8 @@ def test_a_change_too_dense_to_hold_is_streamed(store: Store, encoding: str, mon
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_dense_regions_are_coded_in_pieces(store: Store, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By rows, and where a row is longer than a piece by columns; beside regions of the same block that are sparse."""
-    monkeypatch.setattr(stream, "PIECE_UNITS", 150)
-    monkeypatch.setattr(stream, "READ_UNITS", 700)
+    monkeypatch.setattr(captures, "PIECE_UNITS", 150)
+    monkeypatch.setattr(captures, "READ_UNITS", 700)
     rng = np.random.default_rng(0)
     first = {
         "narrow": rng.integers(0, 1 << 16, (300, 7), np.uint16),

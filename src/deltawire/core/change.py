@@ -221,26 +221,16 @@ Block = tuple[Region, ...]
 
 def blocks(schema: Schema, block_units: int = BLOCK_UNITS) -> list[Block]:
     """Cut a model into blocks, the same way on every machine: by dtype, then by name, large tensors by rows."""
-    return blocks_of((whole(tensor) for tensor in schema.tensors), block_units)
-
-
-def blocks_of(rectangles: Iterable[Region], block_units: int = BLOCK_UNITS) -> list[Block]:
-    """The same for parts of a model: rectangles of its tensors, which must not overlap."""
-    result: list[Block] = []
-    current: list[Region] = []
-    room = block_units
-    last_dtype = None
-    for rectangle in sorted(rectangles, key=lambda r: (r.tensor.dtype, r.tensor.name, r.row, r.column)):
-        for region in pieces(rectangle, block_units):
-            if current and (region.tensor.dtype != last_dtype or region.units > room):
-                result.append(tuple(current))
-                current, room = [], block_units
-            current.append(region)
+    result: list[list[Region]] = []
+    last, room = "", 0
+    for tensor in sorted(schema.tensors, key=lambda tensor: (tensor.dtype, tensor.name)):
+        for region in pieces(whole(tensor), block_units):
+            if tensor.dtype != last or region.units > room:
+                result.append([])
+                last, room = tensor.dtype, block_units
+            result[-1].append(region)
             room -= region.units
-            last_dtype = region.tensor.dtype
-    if current:
-        result.append(tuple(current))
-    return result
+    return [tuple(block) for block in result]
 
 
 def whole(tensor: TensorSpec) -> Region:

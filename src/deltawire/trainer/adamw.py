@@ -25,8 +25,7 @@ from ..kernels import torch_ops
 from ..kernels.plan import TILE, units
 from ..models import ModelView
 from .detectors import Detector, SnapshotLost
-from .device import DeviceDetector
-from .gpu_snapshot import TensorGroup, regions_of, snapshot_parts
+from .device import DeviceDetector, TensorGroup, regions_of, snapshot_parts
 
 _REFUSED = ("foreach", "capturable", "differentiable")
 

@@ -112,7 +112,7 @@ class PublishHandle:
         return self._future.done()
 
 
-C = TypeVar("C", Capture, Stream)
+C = TypeVar("C", bound=Capture | Stream)
 """What turns one version into the next: captured, or compared while it is encoded."""
 
 
