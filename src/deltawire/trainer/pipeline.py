@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..bucket.references import find_reference, reference_source
 from ..bucket.replay import State, checkout, load_folder
@@ -39,18 +39,18 @@ from ..core.errors import (
     SchemaMismatch,
 )
 from ..core.full import Source
-from ..core.manifest import Base, Link, Manifest, Origin
+from ..core.manifest import Base, Link, Manifest
 from ..core.schema import Schema
 from ..models import Model
 from ..store import Store
 from .adapters import Adapter
 from .background import Background, Captured
-from .captures import Capture, Captures, Stream, Watched
+from .captures import Captures, Stream, Watched
 from .collective import LAST_WAIT, Group, Lockstep, Ranks
 from .commit import Committer
 from .detectors import Detector, HostDetector, SnapshotLost, TooLarge, default_detector
 from .local import OTHER_MODEL, LocalModel
-from .writer import PendingVersion, Progress, Published, PublishHandle, PublishOptions, VersionWriter
+from .writer import PendingVersion, Progress, Published, PublishOptions, VersionWriter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,38 +105,23 @@ class Pipeline:
         """Of rank 0: the newest committed version."""
         return self._committer.newest if self._committer else None
 
-    def publish(
-        self,
-        model: Model,
-        step: int | None,
-        metrics: Mapping[str, float],
-        wait: bool,
-        progress: Progress | None,
-        origin: Origin | None = None,
-    ) -> PublishHandle:
+    def publish(self, model: Model, pending: PendingVersion[Any], wait: bool) -> None:
         """Capture what changed and submit it to the background, or publish it here where it must be streamed."""
         began = time.perf_counter()
         self.background.check()
         self._publishes += 1
-        source = self._open(model, progress)
+        pending.last_publish = self._publishes
+        source = self._open(model, pending.progress)
         try:
-            captured = None if self._must_stream(source, wait) else self._capture(source)
+            if not self._must_stream(source, wait) and self._capture(source, pending, began):
+                return
         except SnapshotLost as lost:
             if not self._local.streams:
                 raise DivergedRun(f"{lost}; open a new Publisher, which compares with the newest version") from None
             log.warning("%s; comparing with the newest version in %s", lost, self._store.url)
             self._drop()
-            source, captured = self._open(source, progress), None
-        if captured is None:
-            return self._stream(source, step, metrics, began, progress, origin)
-        capture, waiting = captured
-        held = {"held": time.perf_counter() - began}
-        pending = PendingVersion(capture, step, metrics, self._publishes, timings=held, origin=origin)
-        handle = pending.handles[0]
-        if waiting is not None:
-            waiting.merge(pending, capture)
-        self.background.submit(waiting or pending)
-        return handle
+            source = self._open(source, pending.progress)
+        self._stream(source, pending, began)
 
     def resume(self, model: Model) -> int:
         """Take these weights for the run's newest version. Raises DivergedRun if they are not."""
@@ -162,10 +147,7 @@ class Pipeline:
         """Open the run if it is there. Otherwise the first publish creates it, which knows the schema."""
         if self._committer is None:
             with suppress(RunNotFound):
-                self._commit_to(self._open_run())
-
-    def _open_run(self) -> Run:
-        return Run.open(self._store, trust=self._trust)
+                self._commit_to(Run.open(self._store, trust=self._trust))
 
     def _commit_to(self, run: Run) -> Committer:
         self._committer = Committer(run, self._options.signing)
@@ -187,7 +169,7 @@ class Pipeline:
         base = self._base(model)
         is_adapter = self._options.files.base_name is not None or (None if isinstance(model, Mapping) else False)
         newest = group.first(lambda: self._newest(schema, base, must_match, is_adapter))
-        run = group.each(lambda: self._committer.run if self._committer else self._open_run())
+        run = group.each(lambda: self._committer.run if self._committer else Run.open(self._store, trust=self._trust))
         detector = group.each(lambda: self._local.detector(source))
         state, start_over, watched = None, False, source
         if newest is None:
@@ -339,31 +321,30 @@ class Pipeline:
     def _is_elsewhere(self, source: Source) -> bool:
         return not isinstance(self._options.detector or default_detector(source), HostDetector)
 
-    def _capture(self, source: Source) -> tuple[Capture, Captured | None] | None:
-        """What changed, merged with the version that waits, and that version. None if it is too dense to hold."""
+    def _capture(self, source: Source, pending: Captured, began: float) -> bool:
+        """Submit what changed, merged with the version that waits. False, and nothing done, if it is too dense."""
         captures = self._opened().captures
         budget = self._options.max_pending or max(MIN_PENDING, captures.nbytes // 2)
         waiting = self.background.withdraw()
         try:
             onto = waiting.changes if waiting else None
-            return captures.capture(source, budget if self._local.streams else sys.maxsize, onto), waiting
+            pending.changes = captures.capture(source, budget if self._local.streams else sys.maxsize, onto)
         except BaseException as error:
             # what waits must not be lost with it
             self.background.submit(waiting)
             if isinstance(error, TooLarge):
-                return None
+                return False
             raise
+        # nothing is reported from the background, where the caller does not wait
+        pending.timings["held"], pending.progress = time.perf_counter() - began, None
+        if waiting is not None:
+            waiting.merge(pending)
+        self.background.submit(waiting or pending)
+        return True
 
-    def _stream(
-        self,
-        source: Source,
-        step: int | None,
-        metrics: Mapping[str, float],
-        began: float,
-        progress: Progress | None,
-        origin: Origin | None,
-    ) -> PublishHandle:
+    def _stream(self, source: Source, pending: PendingVersion[Stream], began: float) -> None:
         """Compare and encode block by block in the caller's thread, with one copy of the model and no more."""
+        progress = pending.progress
         self.background.flush()
         if self.background.leftover:
             # the detector is ahead of the bucket by something that was never published
@@ -374,8 +355,7 @@ class Pipeline:
         self._session = None
         nbytes = source.schema.nbytes
         detected = (lambda n: progress("detect", n, nbytes)) if progress else None
-        stream = Stream(session.captures, source, detected)
-        pending = PendingVersion(stream, step, metrics, self._publishes, progress=progress, origin=origin)
+        pending.changes = Stream(session.captures, source, detected)
         published = session.writer.write(session.writer.begin(None, None), pending)
         self.version = published.version
         # from here on a detector of the model's own kind can be used: the bucket has what the model has
@@ -384,7 +364,6 @@ class Pipeline:
         published.timings["held"] = time.perf_counter() - began
         pending.succeed(published)
         self._tell(published)
-        return pending.handles[0]
 
     # ── encode, put, commit: the background thread ───────────────────────────────────────────────────────────────────
 
@@ -426,7 +405,8 @@ class Pipeline:
                     # raises OutOfStep on all ranks: this one is closed
                     self._lockstep.report(pending.last_publish, closed=True)
                     raise RuntimeError("ranks that are closed and behind were not noticed")
-                pending.merge(more, captures.fold(pending.changes, more.changes))
+                more.changes = captures.fold(pending.changes, more.changes)
+                pending.merge(more)
 
     def _tell(self, published: Published) -> None:
         """Call the user's `on_version`. What it raises is logged; on the background thread that includes sys.exit()."""

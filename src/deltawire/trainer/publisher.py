@@ -26,7 +26,7 @@ from .companions import Companions
 from .detectors import Detector, HostDetector
 from .pipeline import Pipeline
 from .policy import AnchorPolicy, EncodingChooser
-from .writer import Progress, Published, PublishHandle, PublishOptions
+from .writer import PendingVersion, Progress, Published, PublishHandle, PublishOptions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -173,10 +173,11 @@ class Publisher:
         An earlier publish that failed in the background is raised here as PublishFailed, once: its changes are part of
         the next version. WriterConflict, RunNotFound and RunReplaced are raised every time.
         """
+        pending: PendingVersion[Any] = PendingVersion(step, metrics or {}, progress, origin)
+        handle = pending.handles[0]
         with self._in_turn():
-            self._find_files(model)
             pipeline = self._pipeline_for(model)
-            handle = pipeline.publish(model, step, metrics or {}, wait, progress, origin)
+            pipeline.publish(model, pending, wait)
             if wait and pipeline.together:
                 # in its turn: other ranks must see this rank's publishes in one order
                 pipeline.background.wait_for(handle)
@@ -188,7 +189,6 @@ class Publisher:
     def resume(self, model: Model) -> int:
         """Check that these weights are the run's newest version, and return its number. DivergedRun if they are not."""
         with self._in_turn():
-            self._find_files(model)
             return self._pipeline_for(model).resume(model)
 
     def flush(self, timeout: float | None = None) -> None:
@@ -253,12 +253,6 @@ class Publisher:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _find_files(self, model: Model) -> None:
-        files, view = self._options.files, self._options.view
-        files.find(model)
-        if view is not None:
-            check_view(view, of_adapters=files.base_name is not None)
-
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
         """One thread at a time. OutOfStep for a second one where ranks publish together."""
@@ -277,7 +271,14 @@ class Publisher:
             self._turn.release()
 
     def _pipeline_for(self, model: Model) -> Pipeline:
-        """The pipeline of this process alone or, from the first publish of a model that several ranks hold, of all."""
+        """The pipeline of this process alone or, from the first publish of a model that several ranks hold, of all.
+
+        Also finds the files that go with the model.
+        """
+        files, view = self._options.files, self._options.view
+        files.find(model)
+        if view is not None:
+            check_view(view, of_adapters=files.base_name is not None)
         if not self._pipeline.is_open and not self._pipeline.together:
             group = group_of(model, self._group)
             if group is not None:

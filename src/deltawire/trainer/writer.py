@@ -120,23 +120,23 @@ C = TypeVar("C", bound=Capture | Stream)
 class PendingVersion(Generic[C]):
     """A version that is not committed yet. Several publishes may be merged into one."""
 
-    changes: C
-    """A capture, or a stream that compares while it is encoded."""
     step: int | None
     metrics: Mapping[str, float]
-    last_publish: int
-    """Sequence number of the newest publish in it."""
+    progress: Progress | None
+    origin: Origin | None
+    """What the weights were derived from, for a derived run."""
     handles: list[PublishHandle] = field(default_factory=lambda: [PublishHandle()])
     """Of all publishes in it."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds by phase: held (the training loop was blocked), encode, put."""
-    progress: Progress | None = None
-    origin: Origin | None = None
-    """What the weights were derived from, for a derived run."""
+    changes: C = field(init=False)
+    """A capture, or a stream that compares while it is encoded: once it is known which."""
+    last_publish: int = 0
+    """Sequence number of the newest publish in it."""
 
-    def merge(self, later: PendingVersion[C], changes: C) -> None:
-        """Include a later one. `changes` are those of both."""
-        self.changes, self.step, self.metrics, self.origin = changes, later.step, later.metrics, later.origin
+    def merge(self, later: PendingVersion[C]) -> None:
+        """Include a later one, whose changes are those of both."""
+        self.changes, self.step, self.metrics, self.origin = later.changes, later.step, later.metrics, later.origin
         self.last_publish = later.last_publish
         self.handles += later.handles
         self.timings["held"] += later.timings["held"]
