@@ -561,8 +561,8 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
                 for region in block:
                     assert capture.weights(region).tolist() == after.region(region).tolist()
                     assert Weights(captures, capture, capture)(region).tolist() == before.region(region).tolist()
-            moved = sum((c.digest() for block in capture.blocks for c in block), StateDigest())
-            assert capture.moved == moved
+            moved = sum((c.digest() for block in capture.result().blocks for c in block), StateDigest())
+            assert capture.result().moved == moved
     assert captures.digest == newest.digest()
 
 

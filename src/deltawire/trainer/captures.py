@@ -53,49 +53,32 @@ Detected = Callable[[int], None]
 class Capture:
     """The weights that changed between two calls of `publish`, grouped by block. `Captures` makes them.
 
-    The data may still be in transit from a GPU or being merged in a thread: every property blocks until it is there.
+    The data may still be in transit from a GPU or being merged in a thread: `result` waits until it is there.
     Captures are compared by identity.
     """
 
-    def __init__(self, owner: Captures, found: Future[Found]) -> None:
-        self._owner, self.found = owner, found
+    def __init__(self, owner: Captures, future: Future[Found]) -> None:
+        self._owner, self._future = owner, future
 
-    @property
-    def blocks(self) -> list[list[Change]]:
-        """One list per block of the plan, one change per region of it, empty ones included."""
-        return self.found.result().blocks
-
-    @property
-    def moved(self) -> StateDigest:
-        """How the state digest moves."""
-        return self.found.result().moved
-
-    @property
-    def count(self) -> int:
-        """Number of changed units."""
-        return self.found.result().count
-
-    @property
-    def elements(self) -> int:
-        """Number of changed weights."""
-        return sum(change.elements for block in self.blocks for change in block)
+    def result(self) -> Found:
+        return self._future.result()
 
     def encode(self, encoding: str, since: Capture | None = None) -> Iterator[EncodedBlock]:
         """The coded blocks of this capture, or of `since`, which spans several captures and ends with this one."""
         changes = since or self
         before = Weights(self._owner, self, changes)
         units = sum(region.units for block in self._owner.plan for region in block)
-        threads = threads_for(codecs.work(encoding, units, changes.count))
+        threads = threads_for(codecs.work(encoding, units, changes.result().count))
         if encoding == codecs.context.name and self._owner.detector.counts:
-            return encode_counted(changes.blocks, before, threads)
-        return ordered_map(lambda block: encode_block(block, encoding, before), changes.blocks, threads)
+            return encode_counted(changes.result().blocks, before, threads)
+        return ordered_map(lambda block: encode_block(block, encoding, before), changes.result().blocks, threads)
 
     def digest(self) -> StateDigest:
         """State digest of the new version, or the share of this rank in it."""
         owner = self._owner
         with owner._lock:
             upto = owner.pending[: owner.pending.index(self) + 1]
-            return sum((pending.moved for pending in upto), owner._digest)
+            return sum((pending.result().moved for pending in upto), owner._digest)
 
     def weights(self, region: Region) -> Bits:
         """Full weights of the new version, a region at a time."""
@@ -103,7 +86,7 @@ class Capture:
 
     def merge(self, later: Capture) -> Capture:
         """Return one capture with the effect of this one followed by `later`."""
-        return Capture(self._owner, done(merge(self.found, later.found)))
+        return Capture(self._owner, done(merge(self.result(), later.result())))
 
 
 class Captures:
@@ -143,27 +126,26 @@ class Captures:
         """
         if onto is not None:
             # a trainer faster than merging waits here, so that captures do not pile up
-            onto.found.result()
+            onto.result()
         detected = self.detector.detect(source, budget)
         with self._lock:
             try:
-                found = self._translated(detected.take())
+                future = detected.take()
+                if self._translates:
+                    future = self._translated(future)
             except BaseException:
                 # interrupted half-way: restore the weights captured before
                 detected.give_back()
                 raise
             if onto is None:
-                self.pending.append(Capture(self, found))
+                self.pending.append(Capture(self, future))
                 return self.pending[-1]
-            first = onto.found
-            capture = Capture(self, self.detector.later(lambda: merge(first, found)))
+            capture = Capture(self, self.detector.later(lambda: merge(onto.result(), future.result())))
             self.pending[self.pending.index(onto)] = capture
             return capture
 
     def _translated(self, found: Future[Found]) -> Future[Found]:
         """What a detector found, in the coordinates of the checkpoint."""
-        if not self._translates:
-            return found
 
         def translate() -> Found:
             # positions count within a region, so they stay what they are
@@ -190,7 +172,7 @@ class Captures:
         with self._lock:
             if self.pending[0] is not capture:
                 raise RuntimeError("captures must be published in the order they were taken")
-            self._digest += self.pending.pop(0).moved
+            self._digest += self.pending.pop(0).result().moved
         if self._is_base(version):
             nothing = [[no_change(region) for region in block] for block in self.plan]
             self._skip = version, Capture(self, done(Found(nothing, StateDigest())))
@@ -223,7 +205,7 @@ class Captures:
     def digest(self) -> StateDigest:
         """State digest of the weights captured last."""
         with self._lock:
-            return sum((pending.moved for pending in self.pending), self._digest)
+            return sum((pending.result().moved for pending in self.pending), self._digest)
 
     def move(self, digest: StateDigest) -> None:
         """The detector took weights over without a capture: those that it holds now have this digest."""
@@ -256,7 +238,7 @@ class Weights:
             undone = self._to_undo()
         block, number = captures._place[region]
         for capture in undone:
-            change = capture.blocks[block][number]
+            change = capture.result().blocks[block][number]
             bits[change.positions] = change.old
         return bits
 
@@ -268,7 +250,7 @@ class Weights:
             undone = self._to_undo()
         if found is not None:
             for capture in undone:
-                found.undo([capture.blocks[b][n] for b, n in map(captures._place.__getitem__, regions)])
+                found.undo([capture.result().blocks[b][n] for b, n in map(captures._place.__getitem__, regions)])
         return found
 
     def _to_undo(self) -> list[Capture]:

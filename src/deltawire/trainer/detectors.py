@@ -50,6 +50,11 @@ class Found:
         """Number of changed units."""
         return sum(change.count for block in self.blocks for change in block)
 
+    @property
+    def elements(self) -> int:
+        """Number of changed weights."""
+        return sum(change.elements for block in self.blocks for change in block)
+
     @classmethod
     def of(cls, found: Sequence[list[Change]]) -> Found:
         return cls(list(found), sum(ordered_map(moved, found), StateDigest()))
@@ -121,12 +126,11 @@ def done(found: Found) -> Future[Found]:
     return future
 
 
-def merge(first: Future[Found], second: Future[Found]) -> Found:
+def merge(first: Found, second: Found) -> Found:
     """Return one change with the effect of both. A weight that came back to its old bits is no longer in it."""
-    a, b = first.result(), second.result()
-    pairs = zip(a.blocks, b.blocks, strict=True)
-    both = ordered_map(lambda pair: [compose(x, y) for x, y in zip(*pair, strict=True)], pairs)
-    return Found(list(both), a.moved + b.moved)
+    pairs = zip(first.blocks, second.blocks, strict=True)
+    both = ordered_map(lambda pair: [compose(a, b) for a, b in zip(*pair, strict=True)], pairs)
+    return Found(list(both), first.moved + second.moved)
 
 
 class HostDetector:

@@ -571,4 +571,4 @@ class FusedDetector(DeviceDetector):
         return found
 
     def _joined(self, first: Future[Found] | None, found: Future[Found]) -> Future[Found]:
-        return found if first is None else self.later(lambda: merge(first, found))
+        return found if first is None else self.later(lambda: merge(first.result(), found.result()))

@@ -395,7 +395,7 @@ class Pipeline:
         are behind merge further publishes until they are equal to the one farthest ahead.
         """
         while True:
-            reports = self._lockstep.report(pending.last_publish, pending.changes.count)
+            reports = self._lockstep.report(pending.last_publish, pending.changes.result().count)
             latest = max(rank.publishes for rank in reports)
             if all(rank.publishes == latest for rank in reports):
                 return sum(rank.changed for rank in reports)

@@ -316,7 +316,7 @@ class VersionWriter:
         pending.timings["put"] = time.perf_counter() - clock
         # a delta that was not encoded has not counted them
         changes = pending.changes
-        changed = changes.elements if not file.changed and isinstance(changes, Capture) else file.changed
+        changed = changes.result().elements if not file.changed and isinstance(changes, Capture) else file.changed
         return _Put(links, changed, pending.timings)
 
     def _commit(
