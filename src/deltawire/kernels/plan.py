@@ -40,19 +40,15 @@ def unit_bytes(tensor: Tensor) -> int:
     return min(tensor.dtype.itemsize, 4)
 
 
-def unit_dtype(size: int) -> torch.dtype:
-    return _UNITS[size]
-
-
 def units(tensor: Tensor, size: int | None = None) -> Tensor:
     """The flat bits of a contiguous tensor. Signed where torch can do little with the unsigned dtype of that width."""
     return tensor.detach().reshape(-1).view(_SIGNED[size or unit_bytes(tensor)])
 
 
-def widen(bits: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Unsigned units of any width as plain integers to compute with."""
+def widen(bits: Tensor) -> Tensor:
+    """Units of any width, whose bits are those of unsigned numbers, as plain integers to compute with."""
     size = bits.dtype.itemsize
-    return bits.view(_SIGNED[size]).to(dtype) & ((1 << 8 * size) - 1)
+    return bits.view(_SIGNED[size]).to(torch.int64) & ((1 << 8 * size) - 1)
 
 
 def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -161,7 +157,7 @@ class Plan:
     @cached_property
     def value_dtype(self) -> torch.dtype:
         """Holds the bits of any unit of the plan; a model of one dtype pays for nothing else."""
-        return unit_dtype(int(self.unit.max(initial=1)))
+        return _UNITS[int(self.unit.max(initial=1))]
 
     @cached_property
     def position_dtype(self) -> torch.dtype:

@@ -40,9 +40,7 @@ def detect(
         counts[first : first + segment.tiles] = torch.bincount(tile, minlength=segment.tiles)
         positions.append(narrow(position[order], plan.position_dtype))
         for values, out in ((a, was), (b, now)):
-            size = values.dtype.itemsize
-            bits = values[row, column][order].to(torch.int64) & ((1 << 8 * size) - 1)
-            out.append(narrow(bits, plan.value_dtype))
+            out.append(narrow(widen(values[row, column][order]), plan.value_dtype))
     total = int(counts.sum())
     if most is not None and total > most:
         raise TooMany(total)
@@ -64,8 +62,7 @@ def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool
         bits = units(tensors[segment.tensor])
         at = _addresses(plan, changed, first, segment)
         if keep:
-            size = bits.dtype.itemsize
-            found[here] = narrow(bits[at].to(torch.int64) & ((1 << 8 * size) - 1), found.dtype)
+            found[here] = narrow(widen(bits[at]), found.dtype)
         bits[at] = widen(changed.new[here]).to(bits.dtype)
     return Changed(changed.starts, changed.positions, found, changed.new)
 
@@ -87,13 +84,12 @@ def resolve(plan: Plan, tensors: Sequence[Tensor], moves: Moves) -> Changed:
     for first, segment in _segments(plan):
         here = slice(starts[first], starts[first + segment.tiles])
         bits = units(tensors[segment.tensor])
-        width = 8 * bits.dtype.itemsize
-        old = bits[_addresses(plan, found, first, segment)].to(torch.int64) & ((1 << width) - 1)
+        old = widen(bits[_addresses(plan, found, first, segment)])
         new, kind = widen(moves.values[here]), int(moves.kinds[first])
         if kind == FLIPS:
             new ^= old
         elif kind != NEW_BITS:
-            new = _stepped(old, new, kind == NUMBER_STEPS, width)
+            new = _stepped(old, new, kind == NUMBER_STEPS, 8 * bits.dtype.itemsize)
         found.old[here], found.new[here] = narrow(old, found.old.dtype), narrow(new, found.new.dtype)
     return found
 
@@ -107,7 +103,7 @@ def digest(plan: Plan, tensors: Sequence[Tensor], keys: Tensor) -> Tensor:
     for first, segment in _segments(plan):
         bits = units(tensors[segment.tensor], int(plan.unit[first]))
         for start in range(0, bits.numel(), _DIGEST_BLOCKS * period):
-            part = bits[start : start + _DIGEST_BLOCKS * period].to(torch.int64) & ((1 << 8 * bits.dtype.itemsize) - 1)
+            part = widen(bits[start : start + _DIGEST_BLOCKS * period])
             rows = torch.nn.functional.pad(part, (0, -part.numel() % period)).reshape(-1, period)
             block = start // period + torch.arange(rows.shape[0], device=plan.device)
             for lane in range(2):
@@ -216,10 +212,10 @@ def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks
         at = order[_group_starts(key, segment)[mine] + rank]
         row, column = at // segment.columns, at % segment.columns
         positions[here] = narrow(_locate(segment, row, column)[1], positions.dtype)
-        size = bits.dtype.itemsize
-        before = _rectangle(segment, bits)[row, column].to(torch.int64) & ((1 << 8 * size) - 1)
+        before = widen(_rectangle(segment, bits)[row, column])
         was[here] = narrow(before, was.dtype)
-        now[here] = narrow(_take(plan, rules, first, before, widen(steps[here])), now.dtype)
+        after = _stepped(before, widen(steps[here]), bool(rules.table[first, 1]), 8 * bits.dtype.itemsize)
+        now[here] = narrow(after, now.dtype)
     return Changed(starts, positions, was, now)
 
 
@@ -296,8 +292,7 @@ def _addresses(plan: Plan, changed: Changed, first: int, segment: Segment) -> Te
 def _keys(plan: Plan, rules: Rules, first: int, segment: Segment, bits: Tensor) -> tuple[Tensor, Tensor]:
     """tile · CLASSES + class of every unit of a segment, row by row; and the order that sorts by it."""
     shift, mask, low, top, offset, classes = rules.table[first].tolist()
-    values = _rectangle(segment, bits)
-    exponent = (values.to(torch.int64) & ((1 << 8 * values.dtype.itemsize) - 1)) >> shift & mask
+    exponent = widen(_rectangle(segment, bits)) >> shift & mask
     result = offset - exponent.clamp(low, top)
     if rules.levels.numel():
         row_at, column_at = rules.level_at[first].tolist()
@@ -328,23 +323,15 @@ def _steps(plan: Plan, rules: Rules, first: int, old: Tensor, new: Tensor) -> Te
     return ((step << 1) ^ (step >> 63)) - 1
 
 
-def _take(plan: Plan, rules: Rules, first: int, old: Tensor, steps: Tensor) -> Tensor:
-    return _stepped(old, steps, bool(rules.table[first, 1]), 8 * int(plan.unit[first]))
-
-
-def _stepped(old: Tensor, steps: Tensor, is_float: bool, bits: int) -> Tensor:
-    step = ((steps + 1) >> 1) ^ -((steps + 1) & 1)
-    return _from_key((_to_key(old, is_float, bits) - step) & ((1 << bits) - 1), is_float, bits)
+def _stepped(old: Tensor, steps: Tensor, is_float: bool, width: int) -> Tensor:
+    step, sign, every = ((steps + 1) >> 1) ^ -((steps + 1) & 1), 1 << (width - 1), (1 << width) - 1
+    key = (_to_key(old, is_float, width) - step) & every
+    return torch.where(key & sign != 0, key ^ sign, key ^ every) if is_float else key
 
 
 def _to_key(bits: Tensor, is_float: bool, width: int) -> Tensor:
     sign, every = 1 << (width - 1), (1 << width) - 1
     return torch.where(bits & sign != 0, bits ^ every, bits | sign) if is_float else bits
-
-
-def _from_key(key: Tensor, is_float: bool, width: int) -> Tensor:
-    sign, every = 1 << (width - 1), (1 << width) - 1
-    return torch.where(key & sign != 0, key ^ sign, key ^ every) if is_float else key
 
 
 def _mix(x: Tensor) -> Tensor:

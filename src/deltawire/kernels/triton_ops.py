@@ -122,21 +122,12 @@ def digest_change(plan: Plan, changed: Changed, keys: Tensor, origins: Origins |
     """How both lanes of the state digest move when the changes are applied; int64 [groups, 2]."""
     out = torch.zeros((origins.groups if origins else 1, 2), dtype=torch.int64, device=plan.device)
     if changed.count:
+        units = plan.remember("units", lambda: torch.from_numpy(plan.unit).to(plan.device))
         _digest.digest_change_kernel[(plan.tiles,)](
-            plan.geometry,
-            plan.remember("units", lambda: torch.from_numpy(plan.unit).to(plan.device)),
-            keys,
-            _digest_table(plan),
-            changed.starts,
-            changed.positions,
-            changed.old,
-            changed.new,
-            keys if origins is None else origins.table,
-            out,
-            PLACED=origins is not None,
-            PERIOD=core_digest.BLOCK,
-            **DIGEST_CHANGE,
-        )
+            plan.geometry, units, keys, _digest_table(plan), changed.starts, changed.positions, changed.old,
+            changed.new, keys if origins is None else origins.table, out,
+            PLACED=origins is not None, PERIOD=core_digest.BLOCK, **DIGEST_CHANGE,
+        )  # fmt: skip
     return out
 
 
@@ -213,29 +204,21 @@ def adamw(elements: Elements, work: Step, log: ChangeLog | None, *, again: bool 
     """One step; with `again`, only where the log had no room the last time."""
     blank = work.scalars
     per_tile = TILE // (32 * ADAMW["WORDS"])
-    late = _late(log, elements.tiles * per_tile) if log is not None else blank
+    scale = blank if work.grad_scale is None else work.grad_scale
+    inf = blank if work.found_inf is None else work.found_inf
+    seen, entries, used, late, room = blank, blank, blank, blank, 0
+    if log is not None:
+        blocks = elements.tiles * per_tile
+        if log.late is None or log.late.numel() != blocks:
+            # a byte per block that waits for room
+            log.late = torch.zeros(blocks, dtype=torch.uint8, device=log.seen.device)
+        seen, entries, used, late, room = log.seen, log.entries, log.used, log.late, log.entries.numel()
     for aligned, tiles in work.pointers.tiles.items():
         _adamw.adamw_kernel[(tiles.numel() * per_tile,)](
-            tiles,
-            elements.places,
-            work.pointers.table,
-            work.scalars,
-            blank if work.grad_scale is None else work.grad_scale,
-            blank if work.found_inf is None else work.found_inf,
-            blank if log is None else log.seen,
-            blank if log is None else log.entries,
-            blank if log is None else log.used,
-            late,
-            0 if log is None else log.entries.numel(),
-            BF16=elements.bf16,
-            LOG=log is not None,
-            SCALED=work.grad_scale is not None,
-            SKIPS=work.found_inf is not None,
-            AGAIN=again,
-            ALIGNED=aligned,
-            TILE=TILE,
-            **ADAMW,
-        )
+            tiles, elements.places, work.pointers.table, work.scalars, scale, inf, seen, entries, used, late, room,
+            BF16=elements.bf16, LOG=log is not None, SCALED=work.grad_scale is not None,
+            SKIPS=work.found_inf is not None, AGAIN=again, ALIGNED=aligned, TILE=TILE, **ADAMW,
+        )  # fmt: skip
 
 
 def gather_bf16(elements: Elements, params: Sequence[Tensor], entries: Tensor) -> Tensor:
@@ -264,13 +247,6 @@ def _rank(kernel: Any, plan: Plan, launch: Launch, rules: Rules, *arguments: Any
 
 def _paced(launches: Iterable[Launch], speed: int) -> Iterator[Launch]:
     return (part for launch in launches for part in in_turns(launch, speed))
-
-
-def _late(log: ChangeLog, blocks: int) -> Tensor:
-    """A byte per block that waits for room."""
-    if log.late is None or log.late.numel() != blocks:
-        log.late = torch.zeros(blocks, dtype=torch.uint8, device=log.seen.device)
-    return log.late
 
 
 def _starts(counts: Tensor) -> Tensor:
