@@ -162,7 +162,7 @@ def _detect(old: Bits, new: Bits) -> list[list[Change]]:
 
 def _stored(coded: Coded, *streams: str) -> int:
     """Bits of these streams as a file has them, or of all."""
-    return 8 * sum(squeeze(coded.streams[name])[0].stored for name in streams or coded.streams)
+    return 8 * sum(stream.stored for stream, _ in squeeze([coded.streams[name] for name in streams or coded.streams]))
 
 
 def _ideas(old: Bits, new: Bits) -> Record:

@@ -20,7 +20,7 @@ from blake3 import blake3
 from . import container, keys
 from .change import Change, Region, RegionMoves, whole
 from .codecs import block_encoding, check_encoding, context, raw, work
-from .codecs.base import BaseBits, Before, BlockRecord, Coded, CountedRegions, Stream, expand, squeeze, squeeze_all
+from .codecs.base import BaseBits, Before, BlockRecord, Coded, CountedRegions, Stream, expand, squeeze
 from .container import Read
 from .digest import StateDigest
 from .dtypes import lookup
@@ -138,7 +138,7 @@ def _encoded(changes: Sequence[Change], encoding: str, coded: Coded | None) -> E
     tensors = list(dict.fromkeys(change.region.tensor for change in changes))
     if coded is None:
         return EncodedBlock(tensors, None, raw.encode(changes), changed)
-    squeezed = squeeze_all([*coded.streams.values()])
+    squeezed = squeeze([*coded.streams.values()])
     streams = dict(zip(coded.streams, (stream for stream, _ in squeezed), strict=True))
     payload = b"".join(stored for _, stored in squeezed)
     number = {tensor: i for i, tensor in enumerate(tensors)}
@@ -229,7 +229,7 @@ class DeltaWriter:
             plain = msgspec.json.encode(_Index(list(self._tensors), self._blocks))
             if len(plain) > MAX_INDEX:
                 raise HeaderError(f"an index of {len(plain):,} bytes is more than the {MAX_INDEX:,} a reader accepts")
-            stream, index = squeeze(plain)
+            ((stream, index),) = squeeze([plain])
             everything["index_size"] = str(stream.raw)
             items.insert(0, (INDEX, "U8", (len(index),)))
         pieces = [piece for name in self._pieces for piece in self._pieces[name]]
@@ -382,7 +382,13 @@ class DeltaFile:
         return blocks
 
     def _indexed_blocks(self, schema: Schema | None) -> list[BlockRef]:
-        index = self._parse_index()
+        item = self.header.items.get(INDEX)
+        if item is None:
+            raise UnknownFormat(f"encoding {self.encoding!r} needs an {INDEX!r}; this file has none")
+        claimed = self.metadata.get("index_size", "")
+        raw_size = int(claimed) if claimed.isdecimal() and len(claimed) < 12 else -1
+        plain = expand(Stream(raw_size, item.nbytes), self._read(item.start, item.nbytes), MAX_INDEX, "the index")
+        index = decode(plain, _Index, "the index", CorruptStream)
         known = schema.by_name() if schema else None
         for tensor in index.tensors:
             if known is not None and known.get(tensor.name) != tensor:
@@ -412,15 +418,6 @@ class DeltaFile:
         if len(self.header.items) != len(blocks) + 1:
             raise HeaderError("the file holds tensors that its index does not name")
         return blocks
-
-    def _parse_index(self) -> _Index:
-        item = self.header.items.get(INDEX)
-        if item is None:
-            raise UnknownFormat(f"encoding {self.encoding!r} needs an {INDEX!r}; this file has none")
-        claimed = self.metadata.get("index_size", "")
-        raw_size = int(claimed) if claimed.isdecimal() and len(claimed) < 12 else -1
-        plain = expand(Stream(raw_size, item.nbytes), self._read(item.start, item.nbytes), MAX_INDEX, "the index")
-        return decode(plain, _Index, "the index", CorruptStream)
 
 
 class DeltaClaim(msgspec.Struct, frozen=True):

@@ -84,13 +84,8 @@ _compressors = threading.local()
 """A compressor of each thread: making one takes as long as compressing a small stream."""
 
 
-def squeeze(data: bytes) -> tuple[Stream, bytes]:
-    """Compress a stream if that pays."""
-    return squeeze_all([data])[0]
-
-
-def squeeze_all(streams: Sequence[bytes]) -> list[tuple[Stream, bytes]]:
-    """`squeeze` for several streams, in one call: each gives up the interpreter's lock."""
+def squeeze(streams: Sequence[bytes]) -> list[tuple[Stream, bytes]]:
+    """Compress streams where that pays; all in one call, since each gives up the interpreter's lock."""
     if not hasattr(_compressors, "own"):
         _compressors.own = zstandard.ZstdCompressor(compression_params=_ENTROPY_ONLY)
     some = [data for data in streams if data]
@@ -113,12 +108,9 @@ def expand(stream: Stream, stored: bytes, limit: int, what: str) -> bytes:
     try:
         if zstandard.frame_content_size(stored) != stream.raw:
             raise CorruptStream(f"{what} does not decompress to the {stream.raw} bytes it claims")
-        data = zstandard.ZstdDecompressor().decompress(stored, max_output_size=stream.raw)
+        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=stream.raw)
     except zstandard.ZstdError as error:
         raise CorruptStream(f"{what} does not decompress: {error}") from None
-    if len(data) != stream.raw:
-        raise CorruptStream(f"{what} does not decompress to the {stream.raw} bytes it claims")
-    return data
 
 
 def check_names(record: BlockRecord, streams: Collection[str], parameters: Collection[str] = ()) -> None:

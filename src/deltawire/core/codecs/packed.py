@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
 from ..change import BIT_STEPS, NUMBER_STEPS, Change, RegionMoves, Units, joined
-from ..dtypes import Bits, lookup, read_only
+from ..dtypes import lookup, read_only
 from ..errors import CorruptStream, CountMismatch, PositionError
 from ..simd import LANES, equal_mask, trailing_zeros
 from ..ulps import zigzags_of
@@ -30,16 +29,13 @@ _ESCAPE = 15
 _OK, _RAN_OUT, _OUT_OF_RANGE, _LEFT_OVER, _BAD_STEP = range(5)
 
 
-def encode(changes: Sequence[Change], before: Before) -> Coded:
-    return encode_units(changes, joined(changes))
-
-
-def encode_units(changes: Sequence[Change], units: Units) -> Coded:
-    """`encode` for changes whose units are joined already."""
-    positions, old, new = units
+def encode(changes: Sequence[Change], before: Before, units: Units | None = None) -> Coded:
+    """`units` are those of the changes, where they are joined already."""
+    positions, old, new = units or joined(changes)
     counts = np.array([c.count for c in changes], np.int64)
     covered = sum(c.region.units for c in changes)
-    shift = _shift(covered, positions.size)
+    # leave the mean gap below 128: most gaps then fit a byte. The bits below are noise and cost what they carry
+    shift = min(max((covered // max(positions.size, 1)).bit_length() - 7, 0), 24)
     gaps = np.empty(positions.size + (covered >> shift) // 255 + 1, np.uint8)
     low = np.empty(_words(positions.size, shift), np.uint32)
     steps = np.empty((positions.size + 1) // 2, np.uint8)
@@ -51,7 +47,7 @@ def encode_units(changes: Sequence[Change], units: Units) -> Coded:
             "gaps": gaps[:used].tobytes(),
             "low": low.tobytes(),
             "steps": steps.tobytes(),
-            "wide": _planes(wide[:n_wide]),
+            "wide": wide[:n_wide].view(np.uint8).reshape(n_wide, wide.itemsize).T.tobytes(),
         },
         {"shift": shift},
     )
@@ -71,7 +67,10 @@ def moves(record: BlockRecord, regions: CountedRegions, streams: dict[str, bytes
     low = exactly(record, streams, "low", (low_size, low_size)).view("<u4")
     steps = exactly(record, streams, "steps", ((total + 1) // 2, (total + 1) // 2))
     dtype = lookup(regions[0][0].tensor.dtype)
-    wide = _unplanes(exactly(record, streams, "wide", (0, total * dtype.unit_size)), dtype.unit)
+    planes, size = exactly(record, streams, "wide", (0, total * dtype.unit_size)), dtype.unit_size
+    if planes.size % size:
+        raise CountMismatch(f"stream 'wide' holds {planes.size} bytes, not a whole number of {size}-byte steps")
+    wide = np.ascontiguousarray(planes.reshape(size, -1).T).view(dtype.unit).reshape(-1)
     # of the unit's width: a step that does not fit was refused
     zigzags, nibbles = np.empty(total, dtype.unit), np.zeros(2 * steps.size + LANES, np.uint8)
     _raise_for(_read_zigzags(steps, read_only(wide), 8 * dtype.unit_size, nibbles, zigzags))
@@ -85,27 +84,9 @@ def moves(record: BlockRecord, regions: CountedRegions, streams: dict[str, bytes
     ]
 
 
-def _shift(covered: int, changed: int) -> int:
-    """Leave the mean gap below 128: most gaps then fit a byte. The bits below are noise and cost what they carry."""
-    mean = covered // max(changed, 1)
-    return min(max(mean.bit_length() - 7, 0), 24)
-
-
 def _words(count: int, shift: int) -> int:
     """32-bit words that hold `count` fields of `shift` bits, and one more, so that a reader may always take two."""
     return (count * shift + 31) // 32 + 1 if shift else 0
-
-
-def _planes(values: Bits) -> bytes:
-    planes: npt.NDArray[np.uint8] = values.view(np.uint8).reshape(values.size, values.itemsize).T
-    return planes.tobytes()
-
-
-def _unplanes(data: npt.NDArray[np.uint8], unit: type[np.unsignedinteger[Any]]) -> Bits:
-    size = np.dtype(unit).itemsize
-    if data.size % size:
-        raise CountMismatch(f"stream 'wide' holds {data.size} bytes, not a whole number of {size}-byte steps")
-    return np.ascontiguousarray(data.reshape(size, -1).T).view(unit).reshape(-1)
 
 
 def _raise_for(status: int) -> None:

@@ -26,7 +26,7 @@ import msgspec
 
 from ...change import Change, Units, joined
 from .. import packed, planes
-from ..base import Before, Coded, squeeze_all
+from ..base import Before, Coded, squeeze
 from .decoder import TiledBlock, TileSpan
 from .encoder import BlockEncoder, Each, encode_tiles, rank_together
 
@@ -88,7 +88,7 @@ def encode_together(
 
 def _without_tiles(changes: Sequence[Change], units: Units, before: Before) -> tuple[Coded, int]:
     """The block as `packed` or `planes`, and the size that tiles must be below; 0: not worth a try."""
-    plain = msgspec.structs.replace(packed.encode_units(changes, units), encoding=packed.name)
+    plain = msgspec.structs.replace(packed.encode(changes, before, units), encoding=packed.name)
     size = _stored(plain)
     if size <= SMALL:
         return plain, 0
@@ -99,7 +99,7 @@ def _without_tiles(changes: Sequence[Change], units: Units, before: Before) -> t
 
 
 def _stored(coded: Coded) -> int:
-    return sum(stream.stored for stream, _ in squeeze_all([*coded.streams.values()]))
+    return sum(stream.stored for stream, _ in squeeze([*coded.streams.values()]))
 
 
 __all__ = ["TileSpan", "TiledBlock", "encode", "encode_tiles", "encode_together", "name"]
