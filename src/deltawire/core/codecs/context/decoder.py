@@ -26,7 +26,7 @@ from ...parallel import ordered_map
 from ...ulps import take_steps
 from ..base import BaseBits, BlockRecord, CountedRegions, check_names, exactly
 from .classes import CHUNK, CLASSES, SPARE, classify_tile, place_tile
-from .entropy import SYMBOLS, coarse, models
+from .entropy import SYMBOLS, coarse, models, unscale_all
 from .head import (
     COLUMN_LEVELS,
     LEVEL_HEAD,
@@ -34,7 +34,7 @@ from .head import (
     SIZE_PLANES,
     head_limit,
     parse_head,
-    rates_of,
+    shift_rates,
     unpack_levels,
     unpack_sizes,
 )
@@ -96,8 +96,8 @@ class TiledBlock:
         self._starts = unpack_sizes(sizes, tiles, self._data.size)
         most = sum(2 * (LEVEL_HEAD + rows + columns + 8) for rows, columns in self._shapes)
         self._levels = self._read_levels(exactly(record, streams, "levels", (0, most)))
-        tables = head.step_tables()
-        self._step_tables, self._step_coarse = tables, coarse(tables.reshape(-1, SYMBOLS + 1))
+        self._step_tables = unscale_all(head.steps)
+        self._step_coarse = coarse(self._step_tables.reshape(-1, SYMBOLS + 1))
 
     def _read_levels(self, data: npt.NDArray[np.uint8]) -> list[tuple[LevelBytes, LevelBytes]]:
         result, at = [], 0
@@ -212,9 +212,10 @@ class TiledBlock:
 
     def _coding(self, number: int) -> tuple[Any, ...]:
         """What decodes the strings of a region, as `decode_tile` takes it."""
-        head = self._head
+        head, rates = self._head, np.empty(CLASSES, np.uint8)
+        shift_rates(head.rates, head.inverse, head.grids[number].offset, rates)
         return (
-            self._data, rates_of(head, head.grids[number].offset), head.inverse, head.spread,
+            self._data, rates, head.inverse, head.spread,
             self._step_tables, self._step_coarse, head.step_table, np.uint64((1 << 8 * self._dtype.unit_size) - 1),
             *models(),
         )  # fmt: skip

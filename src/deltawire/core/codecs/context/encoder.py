@@ -32,7 +32,7 @@ from .head import (
     shift_rates,
 )
 from .levels import Floats, choose_levels, scatters
-from .old_weights import Counts, OldBlock, RankedChanges, old_block
+from .old_weights import CountedBefore, Counts, HostBlock, OldBlock, RankedChanges
 from .tiles import TILE, LevelBytes, grid_of, walked
 
 FEW_CHANGES = 200
@@ -89,7 +89,9 @@ def rank_together(
     and not needed any more then: what they take is free for other blocks."""
     changes = [change for block in blocks for change in block.changes]
     first = np.cumsum([0, *(len(block.regions) for block in blocks)]).tolist()
-    old, regions = old_block(changes, before), [region for block in blocks for region in block.regions]
+    regions = [region for block in blocks for region in block.regions]
+    counted = before.block([change.region for change in changes]) if isinstance(before, CountedBefore) else None
+    old: OldBlock = counted or HostBlock(changes, before)
     seen = old.exponents(*blocks[0].exponent, [region.every for region in regions])
 
     def choose(number: int) -> None:
@@ -178,39 +180,36 @@ class BlockEncoder:
                 )
 
     def code(self, ranked: RankedChanges) -> Coded:
-        return _code(self.regions, ranked, self.rule, self.classes)
-
-
-def _code(regions: list[_Prepared], ranked: RankedChanges, rule: Rule, classes: int) -> Coded:
-    n, k, ranks, zigzags = ranked
-    tiles = np.array([s.tiles for s in regions], np.int64)
-    rates, inverse, offsets = np.empty(CLASSES, np.uint8), np.empty(CLASSES, np.bool_), np.empty_like(tiles)
-    scaled, table = np.zeros((CLASSES, SYMBOLS), np.uint8), np.empty(CLASSES, np.uint8)
-    lengths, sizes = np.empty(CLASSES, np.int64), np.empty(len(n), np.int64)
-    room, size = 2 * ranks.size + 64 * len(n), -1
-    while size < 0:
-        room *= 4
-        out, per_tile = np.empty(room, np.uint8), np.empty((len(n), CLASSES), np.uint8)
-        weights, changed = (np.zeros((len(regions), CLASSES), np.int64) for _ in range(2))
-        histogram, groups = (np.zeros((CLASSES, SYMBOLS), np.int64) for _ in range(2))
-        tables = np.empty(CLASSES * (SYMBOLS + 1), np.uint16)
-        floats, counts = np.empty(SYMBOLS), np.empty(SYMBOLS, np.int64)
-        # one call: each gives up the interpreter's lock, and waits behind all other threads to have it back
-        size, spread, count = _code_tiles(
-            n, k, ranks, zigzags, tiles, models(), SPREADS, weights, changed, histogram, groups, per_tile, tables,
-            floats, counts, rates, inverse, offsets, scaled, lengths, table, out, sizes,
-        )  # fmt: skip
-    steps = [scaled[t, :length].tobytes() for t, length in enumerate(lengths[:count].tolist())]
-    grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(regions, offsets.tolist(), strict=True)]
-    levels = [line for s in regions for line in (s.row_levels, s.column_levels) if line is not None]
-    return Coded(
-        {
-            "head": pack_head(BlockHead(rule, classes, spread, rates, inverse, steps, table, grids)),
-            "levels": b"".join(pack_levels(line) for line in levels),
-            "sizes": pack_sizes(sizes),
-            "tiles": out[:size].tobytes(),
-        }
-    )
+        regions, rule, classes = self.regions, self.rule, self.classes
+        n, k, ranks, zigzags = ranked
+        tiles = np.array([s.tiles for s in regions], np.int64)
+        rates, inverse, offsets = np.empty(CLASSES, np.uint8), np.empty(CLASSES, np.bool_), np.empty_like(tiles)
+        scaled, table = np.zeros((CLASSES, SYMBOLS), np.uint8), np.empty(CLASSES, np.uint8)
+        lengths, sizes = np.empty(CLASSES, np.int64), np.empty(len(n), np.int64)
+        room, size = 2 * ranks.size + 64 * len(n), -1
+        while size < 0:
+            room *= 4
+            out, per_tile = np.empty(room, np.uint8), np.empty((len(n), CLASSES), np.uint8)
+            weights, changed = (np.zeros((len(regions), CLASSES), np.int64) for _ in range(2))
+            histogram, groups = (np.zeros((CLASSES, SYMBOLS), np.int64) for _ in range(2))
+            tables = np.empty(CLASSES * (SYMBOLS + 1), np.uint16)
+            floats, counts = np.empty(SYMBOLS), np.empty(SYMBOLS, np.int64)
+            # one call: each gives up the interpreter's lock, and waits behind all other threads to have it back
+            size, spread, count = _code_tiles(
+                n, k, ranks, zigzags, tiles, models(), SPREADS, weights, changed, histogram, groups, per_tile, tables,
+                floats, counts, rates, inverse, offsets, scaled, lengths, table, out, sizes,
+            )  # fmt: skip
+        steps = [scaled[t, :length].tobytes() for t, length in enumerate(lengths[:count].tolist())]
+        grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(regions, offsets.tolist(), strict=True)]
+        levels = [line for s in regions for line in (s.row_levels, s.column_levels) if line is not None]
+        return Coded(
+            {
+                "head": pack_head(BlockHead(rule, classes, spread, rates, inverse, steps, table, grids)),
+                "levels": b"".join(pack_levels(line) for line in levels),
+                "sizes": pack_sizes(sizes),
+                "tiles": out[:size].tobytes(),
+            }
+        )
 
 
 # ── what the head says ──

@@ -26,7 +26,6 @@ from .entropy import (
     MAX_TILE,
     SPREADS,
     SYMBOLS,
-    Cumulative,
     coarse,
     encode_ops,
     get_symbol,
@@ -34,7 +33,6 @@ from .entropy import (
     scale,
     start_decode,
     unscale,
-    unscale_all,
 )
 from .tiles import LevelBytes, cuts
 
@@ -90,21 +88,10 @@ class BlockHead:
     grids: Sequence[Grid]
     """Per segment."""
 
-    def step_tables(self) -> Cumulative:
-        """Cumulative tables, one behind the other."""
-        return unscale_all(self.steps)
-
-
-def rates_of(head: BlockHead, offset: int) -> npt.NDArray[np.uint8]:
-    """The rates of a region: the block's moved by its offset."""
-    rates = np.empty(CLASSES, np.uint8)
-    shift_rates(head.rates, head.inverse, offset, rates)
-    return rates
-
 
 @njit(**LEAN)
 def shift_rates(rates: Any, inverse: Any, offset: Any, out: Any) -> None:
-    """Rates moved by an offset; not those of classes that never change, or that are inverted."""
+    """The rates of a region: the block's moved by an offset, but for classes that never change or are inverted."""
     for c in range(CLASSES):
         keep = rates[c] == NEVER or inverse[c]
         out[c] = rates[c] if keep else min(max(np.int64(rates[c]) + offset, 0), NEVER - 1)

@@ -68,11 +68,6 @@ class CountedBefore(Protocol):
         ...
 
 
-def old_block(changes: Sequence[Change], before: Before) -> OldBlock:
-    found = before.block([change.region for change in changes]) if isinstance(before, CountedBefore) else None
-    return found or HostBlock(changes, before)
-
-
 class HostBlock:
     """Old weights in host memory."""
 
