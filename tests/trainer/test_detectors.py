@@ -58,7 +58,7 @@ def test_old_weights_are_counted_where_they_are(
     wait until a batch of them is coded."""
     monkeypatch.setattr("deltawire.core.sparse.BATCH_UNITS", 1)
     monkeypatch.setattr("deltawire.trainer.device.DeviceDetector._counts_on_device", lambda self: True)
-    monkeypatch.setattr("deltawire.core.codecs.context.old_weights.HostBlock", None)
+    monkeypatch.setattr("deltawire.core.codecs.context.encoder.HostBlock", None)
     coded: list[int] = []
     later = threading.Event()
 

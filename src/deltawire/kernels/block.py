@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.change import Change, Region, join
 from ..core.codecs.context.classes import Table
-from ..core.codecs.context.old_weights import Counts, Levels, RankedChanges
+from ..core.codecs.context.old_weights import Counts, RankedChanges, RegionChanges
 from ..core.codecs.context.tiles import LevelBytes, walked
 from ..core.dtypes import Bits
 from .host import fetched, wait
@@ -83,17 +83,11 @@ class DeviceBlock:
             found = self._likelihood(self._matrix(number)[::every], rule) + there
             return every * _count(torch.where(there < 0, kinds, found.clamp(max=kinds - 1)), 0, kinds)
 
-    def ranks(
-        self,
-        changes: Sequence[Change],
-        zigzags: Sequence[npt.NDArray[np.uint32]],
-        rules: Sequence[Table],
-        levels: Sequence[Levels],
-        grids: Sequence[tuple[int, int]],
-    ) -> RankedChanges:
+    def ranks(self, regions: Sequence[RegionChanges], rules: Sequence[Table]) -> RankedChanges:
         from . import class_ranks, detect
 
-        plan = self._plan(grids)
+        changes, plan = [region.change for region in regions], self._plan([region.grid for region in regions])
+        levels = [(region.row_levels, region.column_levels) for region in regions]
         with self._beside():
             # comparing is how positions get into the order of the tiles
             new = self._units.clone()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
 from ...change import Change, Units, joined
@@ -20,9 +18,7 @@ from . import runs
 from .classes import CLASSES, COLUMN_NEUTRAL, LEVELS, ROW_NEUTRAL, Rule
 from .entropy import SPREADS, SYMBOLS, models, scale_counts, unscale_tables
 from .head import (
-    COLUMN_LEVELS,
     NEVER,
-    ROW_LEVELS,
     BlockHead,
     Grid,
     exponent,
@@ -32,43 +28,11 @@ from .head import (
     shift_rates,
 )
 from .levels import Floats, choose_levels, scatters
-from .old_weights import CountedBefore, Counts, HostBlock, OldBlock, RankedChanges
-from .tiles import TILE, LevelBytes, grid_of, walked
+from .old_weights import CountedBefore, Counts, HostBlock, OldBlock, RankedChanges, RegionChanges
+from .tiles import TILE, grid_of, walked
 
 FEW_CHANGES = 200
 """Regions with fewer changes have too few to choose levels from."""
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """What the encoder knows of one region, in the shape in which it is walked."""
-
-    rows: int
-    columns: int
-    positions: npt.NDArray[np.uint32]
-    zigzags: npt.NDArray[np.uint32]
-    """Step of each change."""
-    exponents: npt.NDArray[np.uint8]
-    """Old exponent of each weight that changed."""
-    grid: tuple[int, int]
-    """Tiles down and across."""
-    scatter: tuple[bool, bool]
-    """Whether rows, and columns, change more or less often than others."""
-    row_levels: LevelBytes | None = None
-    column_levels: LevelBytes | None = None
-
-    @property
-    def tiles(self) -> int:
-        return self.grid[0] * self.grid[1]
-
-    @property
-    def every(self) -> int:
-        """Of so many rows one is looked at, to see how many weights have each exponent."""
-        return max(1, min(16, self.rows // 64))
-
-    @property
-    def flags(self) -> int:
-        return ROW_LEVELS * (self.row_levels is not None) + COLUMN_LEVELS * (self.column_levels is not None)
 
 
 Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
@@ -87,9 +51,9 @@ def rank_together(
 ) -> Iterator[RankedChanges]:
     """Choose the classes of several blocks of one dtype, and rank their changes. Their old weights are counted at once,
     and not needed any more then: what they take is free for other blocks."""
-    changes = [change for block in blocks for change in block.changes]
     first = np.cumsum([0, *(len(block.regions) for block in blocks)]).tolist()
     regions = [region for block in blocks for region in block.regions]
+    changes = [region.change for region in regions]
     counted = before.block([change.region for change in changes]) if isinstance(before, CountedBefore) else None
     old: OldBlock = counted or HostBlock(changes, before)
     seen = old.exponents(*blocks[0].exponent, [region.every for region in regions])
@@ -101,8 +65,7 @@ def rank_together(
     leveled = use_levels and any(block.scatters for block in blocks)
     list((each if leveled else map)(choose, range(len(blocks))))
     rules = [block.rule.table(block.classes) for block in blocks for _ in block.regions]
-    levels, grids = [(s.row_levels, s.column_levels) for s in regions], [s.grid for s in regions]
-    n, k, ranks, steps = old.ranks(changes, [s.zigzags for s in regions], rules, levels, grids)
+    n, k, ranks, steps = old.ranks(regions, rules)
     tile = change = 0
     for block in blocks:
         tiles = slice(tile, tile + sum(s.tiles for s in block.regions))
@@ -118,7 +81,6 @@ class BlockEncoder:
     classes: int
 
     def __init__(self, changes: Sequence[Change], units: Units, tile: int = TILE) -> None:
-        self.changes = changes
         dtype = lookup(changes[0].region.tensor.dtype)
         self.exponent = shift, mask = exponent(dtype)
         """Lowest bit and mask of the exponent."""
@@ -141,14 +103,15 @@ class BlockEncoder:
         if good < len(changes):
             name = changes[good].region.tensor.name
             raise PositionError(f"the changed positions of {name!r} are not ascending in their region")
-        self.regions: list[_Prepared] = []
+        self.regions: list[RegionChanges] = []
         at = 0
-        parts = zip(shapes.tolist(), counts.tolist(), scatter.tolist(), strict=True)
-        for (rows, columns), count, (of_rows, of_columns) in parts:
-            here = slice(at, at + count)
+        for change, (rows, columns), (of_rows, of_columns) in zip(
+            changes, shapes.tolist(), scatter.tolist(), strict=True
+        ):
+            here = slice(at, at + change.count)
             changed = positions[here], zigzags[here], exponents[here]
             grid = grid_of(rows, columns, tile)
-            self.regions.append(_Prepared(rows, columns, *changed, grid, (of_rows, of_columns)))
+            self.regions.append(RegionChanges(change, rows, columns, *changed, grid, (of_rows, of_columns)))
             at = here.stop
 
     @property
@@ -175,9 +138,7 @@ class BlockEncoder:
         rate = np.bincount(x, changed.sum(1)) / np.maximum(np.bincount(x, total), 1)
         for number, s in enumerate(self.regions, first):
             if s.positions.size > FEW_CHANGES and s.rows > 1 and True in s.scatter:
-                s.row_levels, s.column_levels = choose_levels(
-                    old, number, (s.rows, s.columns), s.positions, s.exponents, s.scatter, rule.table(CLASSES), rate
-                )
+                s.row_levels, s.column_levels = choose_levels(old, number, s, rule.table(CLASSES), rate)
 
     def code(self, ranked: RankedChanges) -> Coded:
         regions, rule, classes = self.regions, self.rule, self.classes

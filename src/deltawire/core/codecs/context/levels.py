@@ -15,7 +15,7 @@ from numba import njit
 from ...simd import LEAN
 from .classes import COLUMN_NEUTRAL, DEAD, LEVELS, ROW_NEUTRAL, Table, changes_by_line
 from .head import LEVEL_HEAD
-from .old_weights import OldBlock
+from .old_weights import OldBlock, RegionChanges
 from .tiles import LevelBytes
 
 MIN_GAIN = 0.03
@@ -34,16 +34,14 @@ Floats = npt.NDArray[Any]
 
 
 def choose_levels(
-    old: OldBlock, number: int, shape: tuple[int, int], positions: npt.NDArray[np.uint32], exponents: LevelBytes,
-    scatter: tuple[bool, bool], rule: Table, rate: Floats,
-) -> tuple[LevelBytes | None, LevelBytes | None]:  # fmt: skip
-    """Levels of a segment's rows and columns, None where they do not pay.
+    old: OldBlock, number: int, region: RegionChanges, rule: Table, rate: Floats
+) -> tuple[LevelBytes | None, LevelBytes | None]:
+    """Levels of a region's rows and columns, None where they do not pay.
 
-    `number` is that of the segment in its block, `scatter` says whether changes per row and per column do (see
-    `scatters`), `rate` is how often each exponent of the rule changes, likeliest last.
+    `number` is that of the region in its block, `rate` is how often each exponent of the rule changes, likeliest last.
     Rows come first, then columns given the rows (dead rows must not count), then rows again given the columns.
     """
-    (rows, columns), (rows_scatter, columns_scatter) = shape, scatter
+    rows, columns, (rows_scatter, columns_scatter) = region.rows, region.columns, region.scatter
     below = rate[0] * 0.5 ** np.arange(MARGIN, 0, -1)
     rates = np.clip(np.concatenate([below, rate, np.full(MARGIN, rate[-1])]), 1e-7, 0.98)
     of_rows = of_columns = None
@@ -53,7 +51,7 @@ def choose_levels(
         if column_levels is not None:
             plus = column_levels + np.uint8(MARGIN - COLUMN_NEUTRAL)
         hit = np.zeros((rows, rates.size), np.float32)
-        changes_by_line(columns, rule, plus.astype(np.int64), True, positions, exponents, hit)
+        changes_by_line(columns, rule, plus.astype(np.int64), True, region.positions, region.exponents, hit)
         return _choose(old.by_row(number, rule, plus, rates.size), hit, rates, ROW_NEUTRAL, True)
 
     def by_column(row_levels: LevelBytes | None) -> LevelBytes | None:
@@ -61,7 +59,7 @@ def choose_levels(
         if row_levels is not None:
             plus = np.where(row_levels == DEAD, -1, row_levels.astype(np.int64) + MARGIN - ROW_NEUTRAL)
         hit = np.zeros((columns, rates.size), np.float32)
-        changes_by_line(columns, rule, plus, False, positions, exponents, hit)
+        changes_by_line(columns, rule, plus, False, region.positions, region.exponents, hit)
         return _choose(old.by_column(number, rule, plus, rates.size), hit, rates, COLUMN_NEUTRAL, False)
 
     if rows_scatter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,14 +23,47 @@ from .classes import (
     weights_by_column,
     weights_by_row,
 )
+from .head import COLUMN_LEVELS, ROW_LEVELS
 from .tiles import LevelBytes, Matrix, cuts, padded, walked, widest
 
 Counts = npt.NDArray[np.int64]
-Levels = tuple[LevelBytes | None, LevelBytes | None]
-"""Of a region's rows and columns; None where all are neutral."""
 RankedChanges = tuple[Counts, Counts, npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
 """Of regions one after the other, per tile and class: weights, changed ones; and of each change, tile by tile and class
 by class, its rank and zigzagged step."""
+
+
+@dataclass(slots=True)
+class RegionChanges:
+    """The changes of one region and what the encoder chose for them, in the shape in which it is walked."""
+
+    change: Change
+    rows: int
+    columns: int
+    positions: npt.NDArray[np.uint32]
+    zigzags: npt.NDArray[np.uint32]
+    """Step of each change."""
+    exponents: npt.NDArray[np.uint8]
+    """Old exponent of each weight that changed."""
+    grid: tuple[int, int]
+    """Tiles down and across."""
+    scatter: tuple[bool, bool]
+    """Whether rows, and columns, change more or less often than others."""
+    row_levels: LevelBytes | None = None
+    """None where all rows are neutral."""
+    column_levels: LevelBytes | None = None
+
+    @property
+    def tiles(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def every(self) -> int:
+        """Of so many rows one is looked at, to see how many weights have each exponent."""
+        return max(1, min(16, self.rows // 64))
+
+    @property
+    def flags(self) -> int:
+        return ROW_LEVELS * (self.row_levels is not None) + COLUMN_LEVELS * (self.column_levels is not None)
 
 
 class OldBlock(Protocol):
@@ -47,15 +81,8 @@ class OldBlock(Protocol):
         """[columns, kinds]: the same of columns, from a sample of the rows; `plus` is below zero in dead ones."""
         ...
 
-    def ranks(
-        self,
-        changes: Sequence[Change],
-        zigzags: Sequence[npt.NDArray[np.uint32]],
-        rules: Sequence[Table],
-        levels: Sequence[Levels],
-        grids: Sequence[tuple[int, int]],
-    ) -> RankedChanges:
-        """Changes of all regions within the tiles of grids. The last call: memory may be given back."""
+    def ranks(self, regions: Sequence[RegionChanges], rules: Sequence[Table]) -> RankedChanges:
+        """Changes of all regions within their tiles, by a rule for each. The last call: memory may be given back."""
         ...
 
 
@@ -95,28 +122,19 @@ class HostBlock:
         weights_by_column(old.units, old.size, old.stride, old.rows, old.columns, rule, plus, seen)
         return seen
 
-    def ranks(
-        self,
-        changes: Sequence[Change],
-        zigzags: Sequence[npt.NDArray[np.uint32]],
-        rules: Sequence[Table],
-        levels: Sequence[Levels],
-        grids: Sequence[tuple[int, int]],
-    ) -> RankedChanges:
-        tiles = np.cumsum([0, *(down * across for down, across in grids)]).tolist()
-        ends = np.cumsum([0, *(change.count for change in changes)]).tolist()
+    def ranks(self, regions: Sequence[RegionChanges], rules: Sequence[Table]) -> RankedChanges:
+        tiles = np.cumsum([0, *(region.tiles for region in regions)]).tolist()
+        ends = np.cumsum([0, *(region.positions.size for region in regions)]).tolist()
         n, k = (np.zeros((tiles[-1], CLASSES), np.int64) for _ in range(2))
         ranks, found = np.empty(ends[-1], np.uint32), np.empty(ends[-1], np.uint32)
-        parts = zip(self._old, changes, zigzags, rules, levels, grids, strict=True)
-        for number, (old, change, steps, rule, pair, grid) in enumerate(parts):
+        for number, (old, region, rule) in enumerate(zip(self._old, regions, rules, strict=True)):
             own, here = slice(*tiles[number : number + 2]), slice(*ends[number : number + 2])
-            positions = np.ascontiguousarray(change.positions, np.uint32)
-            lines = cuts(old.rows, grid[0]), cuts(old.columns, grid[1])
-            lined = padded(pair[0], pair[1], (old.rows, old.columns))
-            source = np.empty(positions.size, np.uint32)
+            lines = cuts(old.rows, region.grid[0]), cuts(old.columns, region.grid[1])
+            lined = padded(region.row_levels, region.column_levels, (old.rows, old.columns))
+            source = np.empty(region.positions.size, np.uint32)
             counted = n[own], k[own], ranks[here], source
-            _segment_ranks(old.units, old.size, old.stride, rule, *lined, *lines, positions, *counted)
-            found[here] = steps[source]
+            _segment_ranks(old.units, old.size, old.stride, rule, *lined, *lines, region.positions, *counted)
+            found[here] = region.zigzags[source]
         return n, k, ranks, found
 
 
