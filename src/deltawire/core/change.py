@@ -117,17 +117,14 @@ class Change:
 
     def digest(self) -> digest.StateDigest:
         """How the state digest moves when this change is applied."""
-        base, width, stride = self.region.geometry
-        return digest.of_change(
-            self.region.tensor.name, self.positions, self.old, self.new, base=base, width=width, stride=stride
-        )
+        return digest.of_change(self.region.tensor.name, self.positions, self.old, self.new, *self.region.geometry)
 
     def write(self, bits: Bits) -> None:
         """Put the new values into the tensor's flat bits, in place."""
-        scatter(self.region, self.positions, self.new, bits)
+        _scatter(bits, self.positions, self.new, *self.region.geometry)
 
     def undo(self, bits: Bits) -> None:
-        scatter(self.region, self.positions, self.old, bits)
+        _scatter(bits, self.positions, self.old, *self.region.geometry)
 
 
 Units = tuple[npt.NDArray[np.uint32], Bits, Bits]

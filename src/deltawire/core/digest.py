@@ -119,17 +119,9 @@ def _rows(units: Any, start: int, stride: int, keys: Any, table: Any, out: Any) 
 
 @njit(cache=True, nogil=True)
 def _sparse(
-    positions: Any,
-    old: Any,
-    new: Any,
-    base: int,
-    width: int,
-    stride: int,
-    halves: bool,
-    keys: Any,
-    table: Any,
+    positions: Any, old: Any, new: Any, base: int, width: int, stride: int, halves: bool, keys: Any, table: Any,
     out: Any,
-) -> None:
+) -> None:  # fmt: skip
     total0 = np.uint64(0)
     total1 = np.uint64(0)
     sum0 = np.uint64(0)
@@ -176,12 +168,9 @@ def of_rows(name: str, matrix: Bits, start: int, stride: int) -> StateDigest:
 
 
 def of_change(
-    name: str, positions: npt.NDArray[np.uint32], old: Bits, new: Bits, *, base: int, width: int, stride: int
+    name: str, positions: npt.NDArray[np.uint32], old: Bits, new: Bits, base: int, width: int, stride: int
 ) -> StateDigest:
-    """How the digest moves when `old` becomes `new` at these positions of a region.
-
-    `base` is the flat position of the region's first unit, `width` its columns, `stride` the tensor's columns.
-    """
+    """How the digest moves when `old` becomes `new` at these positions of a region with this `Region.geometry`."""
     out = np.zeros(2, np.uint64)
     _sparse(positions, old, new, base, width, stride, old.itemsize == 4, tensor_keys(name), TABLE, out)
     return StateDigest.of_lanes(out)
