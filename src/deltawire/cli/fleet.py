@@ -89,7 +89,13 @@ def command(
         newest, found = members(opened, fresh=fresh)
         if not wanted:
             value = {"run": opened.store.url, "newest": newest, "replicas": [asdict(member) for member in found]}
-            ui.emit(value, lambda out: _render(out, opened.store.url, newest, found, allowed), json)
+
+            def render(out: ui.Console) -> None:
+                version = "no version yet" if newest is None else f"newest version {newest}"
+                out.print(f"{opened.store.url}  {version}, {len(found)} replicas with a heartbeat", soft_wrap=True)
+                print_members(out, found, allowed)
+
+            ui.emit(value, render, json)
         for output in wanted:
             if not output.write(found, allowed, max_lag):
                 raise ObjectNotFound(f"{_none(found)}: nothing is written; without options, fleet lists each of them")
@@ -177,12 +183,6 @@ def prometheus_targets(found: list[str]) -> str:
 
 
 # ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _render(out: ui.Console, url: str, newest: int | None, found: list[Member], allowed: Allowed) -> None:
-    version = "no version yet" if newest is None else f"newest version {newest}"
-    out.print(f"{url}  {version}, {len(found)} replicas with a heartbeat", soft_wrap=True)
-    print_members(out, found, allowed)
 
 
 def print_members(out: ui.Console, found: list[Member], allowed: Allowed | None = None) -> None:

@@ -336,7 +336,8 @@ class Collector:
             return
         deltas = [v for v, s in sorted(self._summaries.items()) if any(x.kind == "delta" for x in s.links)]
         if wanted is None:
-            per_column = 1 + (_objects(self._summaries[deltas[-1]]) if deltas else 1)
+            links = self._summaries[deltas[-1]].links if deltas else ()
+            per_column = 1 + max((link.objects for link in links if link.kind == "delta"), default=1)
             wanted = _spread(deltas, min(requests // per_column, HEAT_COLUMNS))
         todo = [v for v in wanted if v in self._summaries and v not in self._heat and v not in self._unreadable]
 
@@ -390,7 +391,8 @@ class Collector:
         document.newest = self._newest
         document.tags = {name: v for name, v in self._tags.items() if v in self._summaries}
         document.totals, document.versions = self._totals, self._columns
-        document.replicas = self._replicas()
+        found = (self._replica(_replica_id(key), known) for key, known in self._known.items())
+        document.replicas = sorted((r for r in found if r is not None), key=lambda replica: replica.id)
         document.recent = self._versions(sorted(self._summaries)[-RECENT:])
         document.trainer = [self._trainer[v] for v in sorted(self._trainer)]
         document.heat, document.steps = self._heat_map(), self._shown_steps
@@ -429,10 +431,6 @@ class Collector:
         for name, version in self._tags.items():
             tags.setdefault(version, []).append(name)
         return [_version(self._summaries[v], self._elements, tags.get(v, []), len(proven.get(v, ()))) for v in wanted]
-
-    def _replicas(self) -> list[doc.Replica]:
-        found = [self._replica(_replica_id(key), known) for key, known in self._known.items()]
-        return sorted((r for r in found if r is not None), key=lambda replica: replica.id)
 
     def _replica(self, id: str, known: _Known) -> doc.Replica | None:
         seen, beat = known.listed, known.beat
@@ -504,10 +502,6 @@ def _sync(record: SyncRecord, skew: float) -> doc.Sync | None:
         record.version, record.previous, at, record.seconds, _size(record.bytes), phases, paused, proven,
         record.error[:200], times,
     )  # fmt: skip
-
-
-def _objects(summary: Summary) -> int:
-    return max((x.objects for x in summary.links if x.kind == "delta"), default=1)
 
 
 def _version(summary: Summary, elements: int, tags: list[str], proven: int) -> doc.Version:

@@ -68,16 +68,14 @@ def listen(host: str, port: int) -> socket.socket:
         bound.set_inheritable(True)
     except OSError as error:
         bound.close()
-        raise Misconfigured(_why_not(host, port, error)) from None
+        known = {
+            errno.EADDRINUSE: f"port {port} of {host} is in use: end what listens there, or choose another with --port "
+            "(0: any)",
+            errno.EACCES: f"port {port} needs more rights than this process has: choose one from 1024 on with --port",
+        }
+        other = f"{host} is no address of this machine ({error.strerror or error}): choose one with --host"
+        raise Misconfigured(known.get(error.errno or 0, other)) from None
     return bound
-
-
-def _why_not(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} of {host} is in use: end what listens there, or choose another with --port (0: any)"
-    if error.errno == errno.EACCES:
-        return f"port {port} needs more rights than this process has: choose one from 1024 on with --port"
-    return f"{host} is no address of this machine ({error.strerror or error}): choose one with --host"
 
 
 def read_token(file: Path | None) -> str | None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..core.digest import StateDigest
 from ..core.errors import DeltawireError, RunReplaced, SchemaError
@@ -25,9 +23,8 @@ class Follower:
     pin         stay at this version, older ones included
     poll        seconds between two looks at the run, at most
     following   go to every new version; else catch up once and then wait for `command`
-    address     where clients reach the server, host:port, for its heartbeat
-    pause       entered while live weights are written and proven
     on_failure  called when the run can never be followed; `failure` has the reason
+    options     of the replica: id, reference, heartbeat, address, pause
     """
 
     fatal: ClassVar[tuple[type[DeltawireError], ...]] = (SchemaError, RunReplaced)
@@ -38,20 +35,13 @@ class Follower:
         run: str | Store,
         target: AnyTarget,
         *,
-        id: str | None = None,
         pin: int | None = None,
         poll: float = 1.0,
         following: bool = True,
-        reference: str | Path | None = None,
-        heartbeat: float = 10.0,
-        address: str = "",
-        pause: Callable[[], AbstractContextManager[object]] = nullcontext,
         on_failure: Callable[[], None] = lambda: None,
+        **options: Any,
     ) -> None:
-        self.replica = Replica(
-            run, id=id, reference=reference, heartbeat=heartbeat, address=address, pause=pause,
-            on_version=self._moved, on_name=self._renamed,
-        )  # fmt: skip
+        self.replica = Replica(run, on_version=self._moved, on_name=self._renamed, **options)
         self.pin = pin
         self.syncs = 0
         """Versions reached since the start. Weights that were the newest version from the start are not counted."""

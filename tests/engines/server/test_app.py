@@ -18,7 +18,8 @@ from serving import checkpoint, generate, nudge, published_run, publisher, servi
 
 from deltawire.bucket.run import Run
 from deltawire.core.errors import Misconfigured
-from deltawire.engines.server import Limits, Options, RolloutServer
+from deltawire.engines.server import Limits, Options, RolloutServer, app
+from deltawire.engines.server.requests import CompletionRequest
 from deltawire.metrics import Prometheus
 
 TOKEN = "correct horse"
@@ -281,6 +282,30 @@ def test_a_full_queue_says_when_to_come_back(served: tuple[RolloutServer, httpx.
     finally:
         server.scheduler.resume()
         asking.join(60)
+
+
+def test_a_request_that_takes_too_long_to_read_is_given_up_and_what_waits_for_it_never_starts(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, release, started = CompletionRequest.prompts, threading.Event(), []
+
+    def slow(request: CompletionRequest, *args: Any) -> Any:
+        started.append(request.prompt)
+        release.wait(120)
+        return read(request, *args)
+
+    monkeypatch.setattr(CompletionRequest, "prompts", slow)
+    monkeypatch.setattr(app, "PREPARE_S", 0.05)
+    # again where its thread was not even started in time
+    while len(started) < app.PREPARED_AT_ONCE:
+        answer = client.post("/v1/completions", json={"prompt": "slow"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "took more than 0.05 s" in answer.text
+    assert client.post("/v1/completions", json={"prompt": "never"}).status_code == 503
+    monkeypatch.setattr(app, "PREPARE_S", 120.0)
+    release.set()
+    assert complete(client, prompt="next")["usage"]["prompt_tokens"] == 4
+    assert started == ["slow"] * app.PREPARED_AT_ONCE + ["next"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -39,13 +39,9 @@ class EngineFollower(Follower):
 
     @property
     def reason(self) -> str:
-        return super().reason or self._stale_draft
-
-    @property
-    def _stale_draft(self) -> str:
-        """Says that the draft model is stale, if so: results stay correct, but fewer proposed tokens are accepted."""
-        if not self.target.engine.has_draft or self.version == self._drafted:
-            return ""
+        if (found := super().reason) or not self.target.engine.has_draft or self.version == self._drafted:
+            return found
+        # results stay correct, but fewer proposed tokens are accepted
         return f"draft model is at version {self._drafted}: the run carries no weights for it"
 
     def live(self) -> tuple[int | None, StateDigest]:

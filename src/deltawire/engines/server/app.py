@@ -28,7 +28,7 @@ from .scheduler import QueueFull, Updates, notify
 from .sequence import Delta, Sequence
 
 if TYPE_CHECKING:
-    from .server import Options, RolloutServer
+    from .server import RolloutServer
 
 PREPARED_AT_ONCE = 2
 """Requests that are tokenized at the same time; the other cores generate."""
@@ -145,24 +145,18 @@ class _Guard:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = scope["path"] if scope["path"] in self._paths else "other"
+                route = path if path in self._paths else "other"
                 self._server.metrics.requests.labels(route, str(message["status"])).inc()
             await send(message)
 
         app: ASGIApp = self._app
-        if not _is_allowed(scope, self._server.options):
+        # the path that is routed by; a URL made of it would have the client's Host header in it
+        token, path = self._server.options.token, scope["path"]
+        needed = path.startswith(_CONTROL) or (self._server.options.guard_all and path != "/health")
+        if token is not None and needed and not is_bearer(Headers(scope=scope).get("authorization", ""), token):
             refused = Refused("this route needs the server's bearer token", None, 401, "authentication_error")
             app = _error(refused, {"www-authenticate": "Bearer"})
         await app(scope, receive, counted)
-
-
-def _is_allowed(scope: Scope, options: Options) -> bool:
-    # the path that is routed by; a URL made of it would have the client's Host header in it
-    path = scope["path"]
-    needed = path.startswith(_CONTROL) or (options.guard_all and path != "/health")
-    if options.token is None or not needed:
-        return True
-    return is_bearer(Headers(scope=scope).get("authorization", ""), options.token)
 
 
 # ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -230,7 +224,9 @@ async def _read(server: RolloutServer, http: Request, kind: Kind, events: Events
             raise Refused(f"not ready, {state}: {reason}", status=503, kind="unavailable_error")
         # tokenizing a long prompt takes long, so it is not done in the event loop
         said, until = bytes(body), time.monotonic() + PREPARE_S
-        return await server.offload.run(PREPARE_S, lambda: _prepare(server, said, kind, events, until))
+        loop = asyncio.get_running_loop()
+        preparing = loop.run_in_executor(server.preparing, _prepare, server, said, kind, events, until)
+        return await asyncio.wait_for(preparing, PREPARE_S)
     except asyncio.TimeoutError:
         message = f"reading this request took more than {PREPARE_S:g} s; send less text, or try again"
         raise Refused(message, status=503, kind="overloaded_error") from None

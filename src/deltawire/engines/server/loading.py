@@ -98,7 +98,10 @@ def load(source: str, *, dtype: torch.dtype, device: str = "cpu", max_model_len:
     require_batchable(model, source)
     tokenizer = _tokenizer(source)
     eos, length = _eos(source, config, tokenizer), _length(config, max_model_len)
-    return Loaded(model, tokenizer, _template(tokenizer), eos, length)
+    template = None
+    if getattr(tokenizer, "chat_template", None):
+        template = ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
+    return Loaded(model, tokenizer, template, eos, length)
 
 
 def dtype_of(schema: Schema) -> torch.dtype:
@@ -167,12 +170,6 @@ def _tokenizer(source: str) -> Any:
             _refuse_code(source, "tokenizer_config.json", get_tokenizer_config(source).get("auto_map"))
         log.warning("no tokenizer in %s, so requests must be token ids: %s", source, str(error).splitlines()[0])
         return None
-
-
-def _template(tokenizer: Any) -> ChatTemplate | None:
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    return ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
 
 
 def _eos(source: str, config: Any, tokenizer: Any) -> frozenset[int]:

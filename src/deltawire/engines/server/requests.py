@@ -138,10 +138,6 @@ class CommonRequest(BaseModel):
         """How many of the likeliest tokens to name with each token; None for no log-probabilities at all."""
         raise NotImplementedError
 
-    def prompts(self, reader: Reader, deadline: float) -> list[list[int]]:
-        """Return the token ids of each prompt. Raises Refused after `deadline`, by time.monotonic."""
-        raise NotImplementedError
-
     def sampling(self, max_tokens: int, choice: int) -> Sampling:
         """How the tokens of one choice are drawn."""
         seed = None if self.seed is None else self.seed + choice
@@ -161,6 +157,7 @@ class CompletionRequest(CommonRequest):
         return self.logprobs
 
     def prompts(self, reader: Reader, deadline: float) -> list[list[int]]:
+        """Return the token ids of each prompt. Raises Refused after `deadline`, by time.monotonic."""
         if self.echo and self.logprobs is not None:
             raise Refused("echo with logprobs is not implemented by this server", "echo")
         one = isinstance(self.prompt, str) or (self.prompt and _are_ids(self.prompt))
@@ -204,6 +201,7 @@ class ChatRequest(CommonRequest):
         return self.top_logprobs if self.logprobs else None
 
     def prompts(self, reader: Reader, deadline: float) -> list[list[int]]:
+        """Return the token ids of the chat: one prompt."""
         if self.chat_template is not None:
             raise Refused("this server uses the model's own chat template", "chat_template")
         if reader.template is None:

@@ -6,7 +6,9 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,20 +19,23 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from ...core.digest import StateDigest
+from ...replica.model import ModelTarget
 from ...store import Store
 from .. import control
 from ..access import check_guarded, listen, public_address
 from ..bounds import WAIT_S
 from ..fingerprint import fingerprint
+from ..follower import Follower
 from ..http import Connections, Server
 from ..names import model_name
 from .app import PREPARED_AT_ONCE, build
-from .follower import OnVersion, ServerFollower
 from .loading import load_options
-from .offload import Offload
 from .requests import Reader
 from .sampling import LogprobsMode
 from .scheduler import KvPolicy, Limits, Scheduler
+
+OnVersion = Callable[[int, Mapping[str, float]], object]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 """Buckets of the histogram of pauses."""
@@ -109,9 +114,8 @@ class RolloutServer:
             self.follower = ServerFollower(
                 options.run,
                 loaded.model,
-                hold=self.scheduler.hold,
-                wake=self.scheduler.wake,
-                on_version=served,
+                self.scheduler,
+                served,
                 pin=options.pin,
                 poll=options.poll,
                 id=options.id,
@@ -123,7 +127,7 @@ class RolloutServer:
             self.name = options.name or model_name(self.follower.replica.url)
             """Name of the model, as clients see it."""
             self.reader = Reader(loaded.tokenizer, loaded.template, loaded.max_model_len, options.limits.max_queue)
-            self.offload = Offload(PREPARED_AT_ONCE)
+            self.preparing = ThreadPoolExecutor(PREPARED_AT_ONCE, "deltawire-prepare")
             self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
             self.held = 0
             """Bytes of request bodies that are in memory."""
@@ -177,7 +181,7 @@ class RolloutServer:
         try:
             self._server.run(sockets=[self._socket])
         finally:
-            self.offload.close()
+            self.preparing.shutdown(wait=False, cancel_futures=True)
             if self.loaded.template is not None:
                 self.loaded.template.close()
             self.scheduler.drain(0)
@@ -196,6 +200,47 @@ class RolloutServer:
         """The text of a single token."""
         tokenizer = self.loaded.tokenizer
         return f"token_id:{token}" if tokenizer is None else str(tokenizer.decode([token]))
+
+
+class ServerFollower(Follower):
+    """Follows a run with a model of this process: stages beside generation, and writes between two steps of it.
+
+    on_version  called with each version that is served from now on, and the seconds by phase that it took to get there
+    """
+
+    def __init__(
+        self, run: str | Store, model: Any, scheduler: Scheduler, on_version: OnVersion, **options: Any
+    ) -> None:
+        super().__init__(run, ModelTarget(model), pause=self._pause, **options)
+        self.still = threading.Lock()
+        """Held while weights are written, and by readers that need all of them at one version."""
+        self._scheduler, self._on_version = scheduler, on_version
+        self._served: int | None = None
+        self._paused_s = 0.0
+        """Seconds without tokens since the last version that was reached, those of writes that failed included."""
+
+    def live(self) -> tuple[int | None, StateDigest]:
+        # not replica.lock, which a sync holds while it fetches
+        with self.still:
+            return self.version, self._target.digest()
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        with self.still, self._scheduler.hold():
+            clock, timings = time.perf_counter(), self.replica.timings
+            try:
+                yield
+            finally:
+                self._paused_s += time.perf_counter() - clock
+                timings["pause"] = self._paused_s
+
+    def _arrived(self, version: int) -> None:
+        self.caught_up.set()
+        # sequences may wait for a version
+        self._scheduler.wake()
+        if version != self._served:
+            self._served, self._paused_s = version, 0.0
+            self._on_version(version, dict(self.replica.timings))
 
 
 class Metrics(control.FollowerMetrics):

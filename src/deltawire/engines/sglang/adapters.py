@@ -29,7 +29,8 @@ class SglangAdapters(Adapters):
         for name in runs:
             if name == manager.served_model_name or name in manager.lora_registry.get_all_adapters():
                 raise Misconfigured(f"DELTAWIRE_ADAPTERS names {name!r}, which this server already has: rename one")
-        super().__init__(runs, source=str(manager.model_path), revision=_revision(manager), **options)
+        revision = manager.server_args.resolved_dict().get("revision")
+        super().__init__(runs, source=str(manager.model_path), revision=revision, **options)
         self._manager, self._registered = manager, manager.lora_registry
         self._lend_to(manager)
         self._name_models()
@@ -108,8 +109,3 @@ class SglangAdapters(Adapters):
         if loaded is None:
             raise HTTPException(404, f"The model `{name}` is not loaded any more: ask for a later version.")
         return loaded, name == loaded.full_name
-
-
-def _revision(manager: Any) -> str | None:
-    found: str | None = manager.server_args.resolved_dict().get("revision")
-    return found

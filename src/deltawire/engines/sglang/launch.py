@@ -46,7 +46,9 @@ def prepare(
     """The command line and environment of an SGLang server that follows a run. Without an accelerator it is started on
     the CPU; flags in `options.extra` come last, and replace those that are chosen here."""
     if accelerated is None:
-        accelerated = _accelerated()
+        import torch
+
+        accelerated = torch.accelerator.is_available()
     variables = {**options.variables()}
     if plugins := [name for name in environment.get("SGLANG_PLUGINS", "").split(",") if name]:
         # a list of plugins allows no others
@@ -76,9 +78,3 @@ def _room(variables: Mapping[str, str]) -> list[str]:
     sizes = adapter_flags(len(adapters)) | {"--max-lora-rank": RANK}
     pairs = [part for flag, least in sizes.items() for part in (flag, str(least))]
     return ["--enable-lora", *pairs, "--lora-target-modules", "all"]
-
-
-def _accelerated() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()

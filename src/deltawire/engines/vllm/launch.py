@@ -38,7 +38,8 @@ def prepare(
     logprobs = ["--logprobs-mode", options.logprobs_mode] if options.logprobs_mode else []
     backend = ["--weight-transfer-config", BACKEND] if options.run else []
     variables = {**environment, "VLLM_PLUGINS": ",".join([*plugins, "deltawire"]), **options.variables()}
-    if not variables.get(CPU_KV) and not MEMORY_FLAGS & {_flag(part) for part in options.extra}:
+    flags = {part.partition("=")[0].replace("_", "-") for part in options.extra}
+    if not variables.get(CPU_KV) and not MEMORY_FLAGS & flags:
         variables[CPU_KV] = str(kv_gib())
     return (
         [
@@ -46,10 +47,6 @@ def prepare(
         ],
         variables,
     )  # fmt: skip
-
-
-def _flag(part: str) -> str:
-    return part.partition("=")[0].replace("_", "-")
 
 
 def kv_gib(root: Path = Path("/")) -> int:
