@@ -50,8 +50,6 @@ class Background:
         self._in_flight: Captured | None = None
         self._unfinished: set[PublishHandle] = set()
         """Of all versions that were submitted, also one that is withdrawn for a moment."""
-        self.leftover: list[Capture] = []
-        """Captures whose publishing failed, oldest first: the next version carries them."""
         self._failure: BaseException | None = None
         self._ending = False
         """No further publish will come."""
@@ -117,10 +115,13 @@ class Background:
                 self._work.wait(_LOOK if deadline is None else min(_LOOK, max(deadline - time.monotonic(), 0)))
         self._raise_failure()
 
-    def close(self, timeout: float | None = None, overdue: Callable[[], None] | None = None) -> None:
-        """Publish what waits, then stop. Raises a failure not raised before. After a TimeoutError, call it again."""
+    def close(self, timeout: float | None = None, overdue: Callable[[], None] | None = None) -> bool:
+        """Publish what waits, then stop. Raises a failure not raised before. After a TimeoutError, call it again.
+
+        Returns False if it was closed before.
+        """
         if self._closed:
-            return
+            return False
         with self._work:
             self._ending = True
             if self._leave is not None:
@@ -128,8 +129,6 @@ class Background:
             self._work.notify_all()
         try:
             self.flush(timeout, overdue)
-            if self.leftover:
-                raise PublishFailed(f"the last changes were never published to {self._where}: that failed")
             if self._thread is not None:
                 self._thread.join(_LAST_MESSAGE)
             self._raise_failure()
@@ -137,6 +136,7 @@ class Background:
             self._closed = True
             raise
         self._closed = True
+        return True
 
     def refuse_own_thread(self) -> None:
         """Raise PublishFailed on the background thread, which would wait for itself, and in a forked process."""
@@ -179,9 +179,7 @@ class Background:
                 published = self._write(pending)
             except BaseException as error:
                 log.error("publish failed: %s", error)
-                with self._work:
-                    self._failure = error
-                    self.leftover.append(pending.changes)
+                self._failure = error
                 pending.fail(error)
             else:
                 if self._leave is not None:

@@ -193,6 +193,11 @@ class Captures:
     def _is_base(self, version: int) -> bool:
         return bool(self._skip_every) and version % (self._skip_every or 1) == 0
 
+    def older(self, capture: Capture) -> list[Capture]:
+        """Pending captures before this one, oldest first: their publishing failed, and this one has to carry them."""
+        with self._lock:
+            return self.pending[: self.pending.index(capture)]
+
     def fold(self, first: Capture, second: Capture) -> Capture:
         """Merge two neighbouring pending captures."""
         with self._lock:

@@ -33,6 +33,7 @@ from ..core.errors import (
     DivergedRun,
     FormatError,
     ObjectNotFound,
+    PublishFailed,
     ReferenceUnavailable,
     RunNotFound,
     SchemaError,
@@ -133,11 +134,14 @@ class Pipeline:
 
     def close(self, timeout: float | None = None, patience: float = LAST_WAIT) -> None:
         """`patience`: seconds to wait for ranks that neither publish nor close."""
+        session = self._session
         try:
-            self.background.close(timeout, self._lockstep.overdue(patience))
+            closed = self.background.close(timeout, self._lockstep.overdue(patience))
+            if closed and session is not None and session.captures.pending:
+                raise PublishFailed(f"the last changes were never published to {self._store.url}: that failed")
         finally:
-            if self._session is not None:
-                self._session.captures.detector.close()
+            if session is not None:
+                session.captures.detector.close()
         # a closed publisher holds no copy of the model, perhaps on a GPU
         self._session = None
 
@@ -189,8 +193,6 @@ class Pipeline:
             captures = group.each(lambda: self._captures(watched, detector, state))
         writer = VersionWriter(run, self._committer, self._writing_group, self._local.regions, options, start_over)
         self._session = _Session(captures, writer)
-        # as if earlier publishes had failed: the first one carries them
-        self.background.leftover = [*captures.pending]
         self.version, self._warned = newest.version if newest else None, True
         return source
 
@@ -303,7 +305,7 @@ class Pipeline:
         """Finish what is in flight, and let the next publish compare with what the bucket has."""
         if self._session is not None:
             self.background.flush()
-        self._session, self.background.leftover = None, []
+        self._session = None
 
     def _opened(self) -> _Session:
         if self._session is None:
@@ -346,7 +348,7 @@ class Pipeline:
         """Compare and encode block by block in the caller's thread, with one copy of the model and no more."""
         progress = pending.progress
         self.background.flush()
-        if self.background.leftover:
+        if self._opened().captures.pending:
             # the detector is ahead of the bucket by something that was never published
             self._drop()
             source = self._open(source, progress)
@@ -370,15 +372,14 @@ class Pipeline:
     def _write(self, pending: Captured) -> Published:
         """Write one version, by all ranks. If it fails, the next one carries what this one should have."""
         session = self._opened()
-        captures, writer, leftover = session.captures, session.writer, self.background.leftover
+        captures, writer = session.captures, session.writer
         changed = self._agree(pending, captures)
         terms = writer.begin(changed, captures.skip_base)
-        if terms.committed is not None and leftover:
+        if terms.committed is not None and captures.pending[0] is not pending.changes:
             # an earlier version was committed after all, and only the answer was lost
-            captures.settle(leftover.pop(0), terms.committed)
-        while leftover:
-            pending.changes = captures.fold(leftover[-1], pending.changes)
-            leftover.pop()
+            captures.settle(captures.pending[0], terms.committed)
+        for older in reversed(captures.older(pending.changes)):
+            pending.changes = captures.fold(older, pending.changes)
         capture = pending.changes
         since = captures.skip(capture, terms.version)
         skip = None if since is None else (since[0], lambda encoding: capture.encode(encoding, since[1]))
