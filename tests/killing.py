@@ -106,7 +106,7 @@ def apply(task: dict[str, Any], death: Death) -> None:
         return True
 
     host.scatter_and_look = slowly
-    around(death, HostShard, "put_new")
+    around(death, HostShard, "put")
     around(death, HostShard, "load")
     live = mapped(Path(task["weights"]))
     replica = Replica(LocalStore(task["run"]), heartbeat=0)

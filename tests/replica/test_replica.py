@@ -356,18 +356,18 @@ class Boom(Exception):
 def writes(store: Store, live: Model) -> int:
     """How many changes the newest delta has."""
     count = 0
-    real = HostShard.put_new
+    real = HostShard.put
 
     def counted(self: HostShard, item: PieceChange) -> None:
         nonlocal count
         count += 1
         real(self, item)
 
-    HostShard.put_new = counted  # type: ignore[method-assign]
+    HostShard.put = counted  # type: ignore[method-assign]
     try:
         Replica(store, heartbeat=0).sync(copy(live))
     finally:
-        HostShard.put_new = real  # type: ignore[method-assign]
+        HostShard.put = real  # type: ignore[method-assign]
     return count
 
 
@@ -379,7 +379,7 @@ def test_a_write_that_fails_is_undone_whole(
     """At every change, before it, half-way through it and after it."""
     versions = history(2, changes=9)
     publish(store, versions, encoding=encoding)
-    real = HostShard.put_new
+    real = HostShard.put
     total = writes(store, versions[0])
     assert total >= 4
     for k in range(total):
@@ -403,10 +403,10 @@ def test_a_write_that_fails_is_undone_whole(
             live = copy(versions[0])
             replica = Replica(store, heartbeat=0)
             replica.sync(live, 0)
-            monkeypatch.setattr(HostShard, "put_new", failing)
+            monkeypatch.setattr(HostShard, "put", failing)
             with pytest.raises(error):
                 replica.sync(live)
-            monkeypatch.setattr(HostShard, "put_new", real)
+            monkeypatch.setattr(HostShard, "put", real)
             assert same(live, versions[0]), f"change {k}, {moment}"
             assert replica.version == 0
             assert replica.sync(live) == 1
@@ -423,7 +423,7 @@ def test_a_write_that_fails_on_a_parameter_that_is_not_contiguous(
     live = {n: torch.zeros(30, 40, dtype=torch.bfloat16).T for n in "abc"}
     replica = Replica(store, heartbeat=0)
     replica.sync(live, 0)
-    real = HostShard.put_new
+    real = HostShard.put
     seen: list[str] = []
 
     def failing(self: HostShard, item: PieceChange) -> None:
@@ -432,7 +432,7 @@ def test_a_write_that_fails_on_a_parameter_that_is_not_contiguous(
         if len(seen) == 2:
             raise Boom
 
-    monkeypatch.setattr(HostShard, "put_new", failing)
+    monkeypatch.setattr(HostShard, "put", failing)
     with pytest.raises(Boom):
         replica.sync(live)
     assert all(torch_bits(live[n]).tolist() == first[n].reshape(-1).tolist() for n in "abc")
@@ -445,14 +445,21 @@ def test_a_delta_that_is_written_wrong_is_taken_back(store: Store, monkeypatch: 
     live = copy(versions[0])
     replica = Replica(store, heartbeat=0)
     replica.sync(live, 0)
-    real = HostShard.put_new
+    real = HostShard.put
 
     def wrong(self: HostShard, item: PieceChange) -> None:
         change = item.change
         new = change.new ^ change.new.dtype.type(1)
         real(self, PieceChange(item.piece, Change(change.region, change.positions, change.old, new)))
 
-    monkeypatch.setattr(HostShard, "put_new", wrong)
+    undo = HostShard.undo
+
+    def rightly(self: HostShard, patch: Any) -> None:
+        monkeypatch.setattr(HostShard, "put", real)
+        undo(self, patch)
+
+    monkeypatch.setattr(HostShard, "put", wrong)
+    monkeypatch.setattr(HostShard, "undo", rightly)
     with pytest.raises(DigestMismatch):
         replica.sync(live)
     assert same(live, versions[0])
@@ -525,13 +532,13 @@ def test_weights_that_somebody_keeps_changing(store: Store, monkeypatch: pytest.
     live = copy(versions[1])
     replica = Replica(store, heartbeat=0)
     replica.sync(live, 1)
-    real = HostShard.put_new
+    real = HostShard.put
 
     def interfered(self: HostShard, item: PieceChange) -> None:
         real(self, item)
         live["layer.weight"][0, 0] += 1
 
-    monkeypatch.setattr(HostShard, "put_new", interfered)
+    monkeypatch.setattr(HostShard, "put", interfered)
     with pytest.raises(DigestMismatch):
         replica.sync(live)
 
@@ -971,7 +978,7 @@ def test_a_version_that_is_replaced_under_a_replica(store: Store, reached: int) 
     live = blank(theirs[0])
     replica = Replica(store, heartbeat=0)
     replica.sync(live, reached)
-    run = replica._open()
+    run = replica.opened()
     for version in (2, 3):
         run.manifest(version)
     for link in run.manifest(3).links:

@@ -81,7 +81,7 @@ def test_a_target_that_takes_no_deltas_is_given_full_weights(store: Store, versi
 def test_full_weights_that_are_not_the_version_touch_nothing(store: Store, versions: list[Model]) -> None:
     live = blank(versions[0])
     target = ModelTarget(live)
-    target.bind(Replica(store)._open().schema)
+    target.bind(Replica(store).opened().schema)
     before = target.digest()
     wrong = ModelView(versions[1])
     with pytest.raises(DigestMismatch, match="nothing was changed"):

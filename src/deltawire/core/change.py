@@ -124,7 +124,11 @@ class Change:
         _scatter(bits, self.positions, self.new, *self.region.geometry)
 
     def undo(self, bits: Bits) -> None:
-        _scatter(bits, self.positions, self.old, *self.region.geometry)
+        self.swapped().write(bits)
+
+    def swapped(self) -> Change:
+        """The change that takes this one back."""
+        return Change(self.region, self.positions, self.new, self.old)
 
 
 Units = tuple[npt.NDArray[np.uint32], Bits, Bits]

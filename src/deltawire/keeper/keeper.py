@@ -112,7 +112,7 @@ class KeptWeights(ModelTarget):
         if not isinstance(staged.update.content, Delta):
             self.changes = None
         elif self.changes is not None:
-            self.changes += staged.changes
+            self.changes += staged.decoded
 
 
 class Keeper:

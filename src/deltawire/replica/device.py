@@ -367,9 +367,6 @@ class DeviceWeights(ModelWeights):
         )
         return self._shard.receive(moves, parts, decoded.sheet, decoded.ranks)
 
-    def changes(self, decoded: _Decoded) -> tuple[()]:
-        return ()
-
 
 class _Shadow:
     """A copy, in the checkpoint's order, of weights that a kernel keeps in another one: meant for what is small, like

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,7 @@ class HostShard:
         """Compile the kernels that write, which would take too long in the first pause."""
         for piece, memory in zip(self.pieces, self._memory, strict=True):
             if not isinstance(memory, Copied):
-                nothing = no_change(piece.region)
-                memory.write(nothing, nothing.new)
+                memory.write(no_change(piece.region))
 
     def read(self, piece: int, part: Part = WHOLE) -> Bits:
         """A live view where memory is in the run's dtype, else a copy."""
@@ -47,24 +46,15 @@ class HostShard:
         return list(changes)
 
     def write(self, patch: Sequence[PieceChange]) -> None:
-        self._each(self.put_new, patch)
+        many = self.in_place and sum(item.change.count for item in patch) >= WORTH_THREADS
+        for_each(self.put, patch, None if many else 1)
 
     def undo(self, patch: Sequence[PieceChange]) -> None:
         # of a change that was never written it has no effect
-        self._each(self.put_old, patch)
+        self.write([PieceChange(item.piece, item.change.swapped()) for item in patch])
 
-    def _each(self, put: Callable[[PieceChange], None], patch: Sequence[PieceChange]) -> None:
-        many = self.in_place and sum(item.change.count for item in patch) >= WORTH_THREADS
-        for_each(put, patch, None if many else 1)
-
-    def put_new(self, item: PieceChange) -> None:
-        self._put(item, item.change.new)
-
-    def put_old(self, item: PieceChange) -> None:
-        self._put(item, item.change.old)
-
-    def _put(self, item: PieceChange, values: Bits) -> None:
-        if not self._memory[item.piece].write(item.change, values):
+    def put(self, item: PieceChange) -> None:
+        if not self._memory[item.piece].write(item.change):
             name = item.change.region.tensor.name
             raise RuntimeError(f"memory of {name!r} does not hold what was written to it")
 
@@ -112,12 +102,12 @@ class Rows:
     def read(self, part: Part) -> Bits:
         return self._bits[part]
 
-    def write(self, change: Change, values: Bits) -> bool:
-        """Returns whether memory holds the values afterwards."""
+    def write(self, change: Change) -> bool:
+        """Write the new bits. Returns whether memory holds them afterwards."""
         region, stride = change.region, self._stride
         first = (region.row - self._region.row) * stride + region.column - self._region.column
         width = stride if region.rows <= 1 else region.columns
-        return bool(scatter_and_look(self._flat, change.positions, self.widen(values), first, width, stride))
+        return bool(scatter_and_look(self._flat, change.positions, self.widen(change.new), first, width, stride))
 
     def fill(self, parts: Iterable[tuple[Part, Bits]]) -> None:
         for part, bits in parts:
@@ -174,9 +164,9 @@ class Copied:
         whole = (bits.copy() if narrow is self._tensor else bits).reshape(self._region.rows, self._region.columns)
         return whole[part]
 
-    def write(self, change: Change, values: Bits) -> bool:
+    def write(self, change: Change) -> bool:
         bits = self.read(WHOLE)
-        held = Rows(self._region, bits).write(change, values)
+        held = Rows(self._region, bits).write(change)
         self._put(bits)
         return held
 
@@ -205,11 +195,11 @@ class Placed:
         _gather(self._bits, rows, columns, out)
         return out
 
-    def write(self, change: Change, values: Bits) -> bool:
-        positions, _ = cut(change.region, self._region, change.positions, values)
+    def write(self, change: Change) -> bool:
+        positions, new = cut(change.region, self._region, change.positions, change.new)
         row, column = np.divmod(positions, np.uint32(self._region.columns))
         where = self._places.rows[row] + self._places.columns[column]
-        return bool(scatter_and_look(self._bits, where, values, 0, 1, 1))
+        return bool(scatter_and_look(self._bits, where, new, 0, 1, 1))
 
     def fill(self, parts: Iterable[tuple[Part, Bits]]) -> None:
         for part, bits in parts:

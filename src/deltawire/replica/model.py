@@ -16,7 +16,7 @@ import numpy as np
 
 from ..bucket.replay import State
 from ..core import full
-from ..core.change import Change, regions, whole
+from ..core.change import regions, whole
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import DigestMismatch, SchemaMismatch
@@ -44,8 +44,8 @@ class StagedModel(Staged):
 
     write: Callable[[], None]
     undo: Callable[[], None] = lambda: None
-    changes: Sequence[Change] = ()
-    """What a delta changes; empty for full weights, and for weights on a device."""
+    decoded: Any = ()
+    """What a delta changes; for weights in host memory a list of `Change`."""
 
 
 class ModelTarget:
@@ -89,7 +89,7 @@ class ModelTarget:
         patch = weights.prepare(decoded)
         update.require(update.base + weights.total(weights.shard.moved(patch, weights.groups)))
         write, undo = partial(weights.shard.write, patch), partial(weights.shard.undo, patch)
-        staged = StagedModel(update=update, write=write, undo=undo, changes=weights.changes(decoded))
+        staged = StagedModel(update=update, write=write, undo=undo, decoded=decoded)
         staged.timings |= {"decode": ready - clock, "stage": time.perf_counter() - ready}
         return staged
 
@@ -155,10 +155,6 @@ class ModelWeights:
         return self.shard.prepare(
             [PieceChange(n, change) for change in decoded for n in self._pieces[change.region.tensor.name]]
         )
-
-    def changes(self, decoded: Any) -> Sequence[Change]:
-        """What was decoded, as far as it left the device."""
-        return decoded  # type: ignore[no-any-return]
 
 
 def open_weights(model: Model, schema: Schema, *, strict: bool = True) -> ModelWeights:

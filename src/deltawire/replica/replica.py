@@ -286,7 +286,7 @@ class Replica:
         On failure the weights are those of `replica.version`, as before, or None where they were lost.
         """
         with self._lock:
-            run = self._open()
+            run = self.opened()
             want = run.newest() if version is None else resolve(run, version)
             if want is None:
                 raise RunNotFound(f"the run at {self._store.url} has no version yet")
@@ -443,16 +443,13 @@ class Replica:
     def opened(self) -> Run:
         """Return the run, opened with this replica's limits. Raises RunNotFound while there is none."""
         with self._lock:
-            return self._open()
-
-    def _open(self) -> Run:
-        if self._run is None:
-            self._run = Run.open(self._store, max_model_gb=self._max_model_gb, trust=self._trust)
-        return self._run
+            if self._run is None:
+                self._run = Run.open(self._store, max_model_gb=self._max_model_gb, trust=self._trust)
+            return self._run
 
     def _next(self, model: Model | AnyTarget, every: bool, watcher: Watcher) -> int | None:
         """Return the version to go to now, or None. One conditional request when nothing happened."""
-        run = self._open()
+        run = self.opened()
         newest = watcher.look(run, self._newest)
         if newest is None:
             return None
