@@ -41,13 +41,14 @@ def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def borrowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many parts the second node has borrowed, each time."""
     counts: list[int] = []
-    borrow = RemoteNode.borrow
+    call = RemoteNode.call
 
-    def noted(self: RemoteNode, parts: list[Any]) -> list[Any]:
-        counts.append(len(parts))
-        return borrow(self, parts)
+    def noted(self: RemoteNode, operation: str, /, **arguments: Any) -> list[Any]:
+        if operation == "borrow":
+            counts.append(len(arguments["parts"]))
+        return call(self, operation, **arguments)
 
-    monkeypatch.setattr(RemoteNode, "borrow", noted)
+    monkeypatch.setattr(RemoteNode, "call", noted)
     return counts
 
 
@@ -162,8 +163,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the second node has where the API server's node has its checkpoint."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    source = RemoteNode.source
-    monkeypatch.setattr(RemoteNode, "source", lambda self, name, schema: source(self, str(folder), schema))
+    call = RemoteNode.call
+
+    def moved(self: RemoteNode, operation: str, /, **arguments: Any) -> list[Any]:
+        return call(self, operation, **(arguments | {"name": str(folder)} if operation == "source" else arguments))
+
+    monkeypatch.setattr(RemoteNode, "call", moved)
     return folder
 
 

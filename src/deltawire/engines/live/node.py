@@ -19,6 +19,7 @@ import tempfile
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +35,6 @@ from ...core.change import Region
 from ...core.digest import StateDigest
 from ...core.dtypes import Bits, lookup
 from ...core.errors import ChainError, DeltawireError, ObjectNotFound, RunNotFound, StoreError, VersionNotFound
-from ...core.full import Source
 from ...core.schema import Schema
 from ...core.sparse import DeltaClaim
 from ...replica.target import Delta, Update
@@ -49,6 +49,9 @@ STAGE_LIMIT_S = 3600.0
 
 SECRET = 32
 """Bytes that connections from other nodes begin with."""
+
+OPERATIONS = ("open", "decode", "source", "beside", "stage", "fetch", "lend", "borrow", "reload", "forget")
+"""What a node is called for, by the API server's process or from another node."""
 
 _CHUNK = 8 << 20
 
@@ -80,6 +83,12 @@ class Node:
         """Files that ranks read from, until the swap is over."""
         self._delta: tuple[list[str], Any] = [], None
         """Files and claim of the delta that is being staged."""
+
+    def call(self, operation: str, /, **arguments: Any) -> list[Any]:
+        """Call one of OPERATIONS."""
+        if operation not in OPERATIONS:
+            raise ValueError(f"a node has no operation {operation!r}")
+        return getattr(self, operation)(**arguments)  # type: ignore[no-any-return]
 
     def open(self, numbers: Sequence[int], sockets: Sequence[str]) -> None:
         """Connect to the ranks."""
@@ -149,6 +158,21 @@ class Node:
             return self.beside("stage_full", folder=str(folder))
         update.require(full.digest_of(update.content))
         return [{} for _ in self._ranks]
+
+    def fetch(self, run: str, version: int, digests: list[Any], claim: Any, reloads: bool) -> list[Answer]:
+        """Fetch a version, where the API server is elsewhere, and stage it."""
+        # this node may have a bucket of its own that is nearer
+        opened = Run.open(os.environ.get("DELTAWIRE_RUN") or run)
+        to, base = msgspec.convert(digests, list[StateDigest])
+        if claim is None:
+            weights = checkout(opened, version, resolve=resolver(os.environ.get("DELTAWIRE_REFERENCE")))
+            return self.stage(Update(version, to, base, weights), reloads)
+        expected, manifest = msgspec.convert(claim, DeltaClaim), opened.manifest(version)
+        fetched = fetch_link(opened, manifest, opened.link(manifest, "delta", expected.base))
+        try:
+            return self.stage(Update(version, to, base, Delta(expected, fetched.objects)), reloads)
+        finally:
+            fetched.close()
 
     def _stage_delta(self, delta: Delta, folder: Path) -> list[Answer]:
         files, claim = [], msgspec.to_builtins(delta.claim)
@@ -223,7 +247,7 @@ class Node:
 
 
 class RemoteNode:
-    """The ranks of another node, as `Node`."""
+    """The ranks of another node: `call` as of `Node`."""
 
     def __init__(self, numbers: Sequence[int], connect: Callable[[], Caller]) -> None:
         """`connect` starts a process there; where it is lost, another one is started."""
@@ -231,36 +255,16 @@ class RemoteNode:
         self._connect = connect
         self._caller: Caller | None = None
 
-    def source(self, name: str, schema: str) -> list[Answer]:
-        return self._call("source", name=name, schema=schema)
-
-    def beside(self, operation: str, **arguments: Any) -> list[Answer]:
-        return self._call("beside", operation=operation, **arguments)
-
-    def stage(self, update: Update, reloads: bool) -> list[Answer]:
-        claim = msgspec.to_builtins(update.content.claim) if isinstance(update.content, Delta) else None
-        digests = [msgspec.to_builtins(digest) for digest in (update.digest, update.base)]
-        return self._call(
-            "stage", run=update.run, version=update.version, digests=digests, claim=claim, reloads=reloads
-        )
-
-    def lend(self, regions: list[Any]) -> list[Any]:
-        return self._call("lend", regions=regions)
-
-    def borrow(self, parts: list[Any]) -> list[Answer]:
-        return self._call("borrow", parts=parts)
-
-    def reload(self, source: str, unchanged: bool, prove: bool) -> list[Answer]:
-        return self._call("reload", source=source, unchanged=unchanged, prove=prove)
-
-    def forget(self) -> list[Answer]:
-        return self._call("forget")
-
-    def _call(self, operation: str, /, **arguments: Any) -> list[Any]:
+    def call(self, operation: str, /, **arguments: Any) -> list[Any]:
+        if operation == "stage":
+            operation, update = "fetch", arguments.pop("update")
+            claim = update.content.claim if isinstance(update.content, Delta) else None
+            digests = update.digest, update.base
+            arguments |= {"run": update.run, "version": update.version, "digests": digests, "claim": claim}
         for last in (False, True):
             try:
                 self._caller = self._caller or self._connect()
-                return ask(self._caller, operation, **arguments)
+                return ask(self._caller, operation, **msgspec.to_builtins(arguments))
             except ChannelClosed as error:
                 self.close()
                 if last:
@@ -307,44 +311,16 @@ class NodeProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class _Process:
-    """That process: the run, read from here, and the ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        self._node = node = Node(folder)
-        begin, stage = (node.open, node.decode, node.source), (self.stage, node.lend, node.borrow, node.reload)
-        known: tuple[Callable[..., Any], ...] = (*begin, *stage, node.beside, node.forget)
-        self._operations = {operation.__name__: operation for operation in known}
-
-    def call(self, operation: str, /, **arguments: Any) -> Answer:
-        try:
-            return {"answers": self._operations[operation](**arguments)}
-        except WorkerError as error:
-            return {"error": str(error)}
-        except Exception as error:
-            # an object that is missing under a manifest that is there is damage
-            away = isinstance(error, StoreError | RunNotFound | VersionNotFound) and not isinstance(
-                error, ObjectNotFound
-            )
-            return {"error": f"{type(error).__name__}: {error}", "unavailable": away}
-
-    def stage(self, run: str, version: int, digests: list[Any], claim: Any, reloads: bool) -> list[Answer]:
-        # this node may have a bucket of its own that is nearer
-        opened = Run.open(os.environ.get("DELTAWIRE_RUN") or run)
-        to, base = msgspec.convert(digests, list[StateDigest])
-
-        def stage(content: Delta | Source) -> list[Answer]:
-            return self._node.stage(Update(version, to, base, content), reloads)
-
-        if claim is None:
-            return stage(checkout(opened, version, resolve=resolver(os.environ.get("DELTAWIRE_REFERENCE"))))
-        expected = msgspec.convert(claim, DeltaClaim)
-        manifest = opened.manifest(version)
-        fetched = fetch_link(opened, manifest, opened.link(manifest, "delta", expected.base))
-        try:
-            return stage(Delta(expected, fetched.objects))
-        finally:
-            fetched.close()
+def _answer(node: Node, operation: str, /, **arguments: Any) -> Answer:
+    """Call an operation in that process. An error is returned as an answer."""
+    try:
+        return {"answers": node.call(operation, **arguments)}
+    except WorkerError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        # an object that is missing under a manifest that is there is damage
+        away = isinstance(error, StoreError | RunNotFound | VersionNotFound) and not isinstance(error, ObjectNotFound)
+        return {"error": f"{type(error).__name__}: {error}", "unavailable": away}
 
 
 def wanted(answers: Iterable[Answer]) -> list[Any]:
@@ -393,7 +369,7 @@ def main() -> None:
     folder, listener = sys.argv[1:]
     try:
         secret = sys.stdin.buffer.read(SECRET)
-        serve(socket.socket(fileno=int(listener)), _Process(Path(folder)).call, secret=secret)
+        serve(socket.socket(fileno=int(listener)), partial(_answer, Node(Path(folder))), secret=secret)
         sys.stdin.buffer.read()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

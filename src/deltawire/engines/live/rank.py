@@ -242,8 +242,7 @@ class Rank:
         except kernels.TooMany:
             self._require_in_place()
         present, predicted = weights.digests_beside(self._groups), decoder.digests(source, self._groups)
-        number = self._keep(lambda: weights.load(source), None, present, predicted)
-        return _answer(number, present, predicted, overwrites=True)
+        return self._keep(lambda: weights.load(source), None, present, predicted)
 
     def _do_stage_reload(self, folder: str, unchanged: bool, prove: bool) -> Answer:
         """Have the engine load a checkpoint folder in the swap. It must be of the present weights if `unchanged`, and
@@ -259,8 +258,8 @@ class Rank:
             if unchanged and fingerprint(self._model) != before:
                 raise RuntimeError("the same weights, loaded again, gave other ones")
 
-        predicted = Decoder(self._weights).digests(Checkpoint(folder), self._groups) if prove else None
-        return {"staged": self._keep(write, None, {}, predicted)}
+        predicted = Decoder(self._weights).digests(Checkpoint(folder), self._groups) if prove else {}
+        return self._keep(write, None, {}, predicted, prove)
 
     def _do_count(self, path: str) -> Answer:
         """Count the classes of old weights in the tiles of this rank's sheet."""
@@ -288,16 +287,22 @@ class Rank:
         present, moved = shard.digests_beside(self._groups), shard.moved(patch, self._groups)
         predicted = {group: total + moved[group] for group, total in present.items()}
         # in host memory reading all weights takes too long for a pause: `write` looks at what it wrote
-        proven = None if shard.audited else predicted
-        number = self._keep(lambda: shard.write(patch), lambda: shard.undo(patch), present, proven)
-        return _answer(number, present, predicted, overwrites=False)
+        write, undo = lambda: shard.write(patch), lambda: shard.undo(patch)
+        return self._keep(write, undo, present, predicted, prove=not shard.audited)
 
     def _keep(
-        self, write: Callable[[], None], undo: Callable[[], None] | None, present: Sums, proven: Sums | None
-    ) -> int:
+        self,
+        write: Callable[[], None],
+        undo: Callable[[], None] | None,
+        present: Sums,
+        predicted: Sums,
+        prove: bool = True,
+    ) -> Answer:
+        """Keep what is staged. With `prove`, the weights are read in the swap, and must be what is predicted."""
         number = next(self._numbers)
-        self._staged = _Staged(number, write, undo, present, proven)
-        return number
+        self._staged = _Staged(number, write, undo, present, predicted if prove else None)
+        sums = {"present": sums_to_send(present), "predicted": sums_to_send(predicted)}
+        return {"staged": number, **sums, "overwrites": undo is None}
 
     def _do_forget(self) -> Answer:
         self._staged = self._written = None
@@ -369,11 +374,6 @@ class _Staged(NamedTuple):
     """Digest of each group now."""
     proven: Sums | None
     """Digest of each group once it is written; None where that is not read in the swap."""
-
-
-def _answer(number: int, present: Sums, predicted: Sums, overwrites: bool) -> Answer:
-    sums = {"present": sums_to_send(present), "predicted": sums_to_send(predicted)}
-    return {"staged": number, **sums, "overwrites": overwrites}
 
 
 def _use_other_cores() -> None:

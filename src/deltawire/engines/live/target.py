@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,7 @@ from .channel import Answer, Caller
 from .engine import Engine
 from .layout import Layout, arrange, sums_of
 from .node import SECRET, Node, RemoteNode, WorkerError, ask, source_folder, wanted
+from .swap import errors
 
 log = logging.getLogger("deltawire")
 
@@ -187,7 +188,7 @@ class EngineTarget:
     def _check_layout(self, schema: str) -> None:
         """The bytes that the map finds must be those of the checkpoint that was loaded: if not, they were repacked. The
         weights of all nodes have a name only if all of them have the same checkpoint."""
-        answers = self._each(lambda node: node.source(self._from, schema))
+        answers = self._each("source", name=self._from, schema=schema)
         sources = msgspec.convert([answer["source"] for answer in answers], list[StateDigest | None])
         self._loaded = sources[0] if sources[0] is not None and len({*sources}) == 1 else OF_NO_VERSION
         self._source_unknown = self._loaded == OF_NO_VERSION
@@ -208,7 +209,7 @@ class EngineTarget:
         return self._loaded if self.refused else self.live_digest()
 
     def live_digest(self) -> StateDigest:
-        return self._total(self._each(lambda node: node.beside("digest")), "sums")
+        return self._total(self._each("beside", operation="digest"), "sums")
 
     # ── beside the model ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -216,7 +217,7 @@ class EngineTarget:
         clock = time.perf_counter()
         staged = StagedRanks(update=update, reloads=bool(self.refused) and not isinstance(update.content, Delta))
         try:
-            answers = self._each(lambda node: node.stage(update, staged.reloads))
+            answers = self._each("stage", update=update, reloads=staged.reloads)
             if staged.reloads:
                 staged.undoable = False
             else:
@@ -239,8 +240,9 @@ class EngineTarget:
         """Stage again where that takes old weights of other nodes: a tile is cut by the edge between two of them."""
         for node in self._nodes if any("wanted" in answer for answer in answers) else ():
             if regions := wanted(answers[number] for number in node.numbers):
-                parts = [part for other in self._nodes if other is not node for part in other.lend(regions)]
-                for number, answer in zip(node.numbers, node.borrow(parts), strict=True):
+                others = [other for other in self._nodes if other is not node]
+                parts = [part for other in others for part in other.call("lend", regions=regions)]
+                for number, answer in zip(node.numbers, node.call("borrow", parts=parts), strict=True):
                     answers[number] = answer
         if any("wanted" in answer for answer in answers):
             raise MissingBase(f"version {version} needs old weights that no rank holds")
@@ -248,7 +250,7 @@ class EngineTarget:
 
     def _forget(self) -> None:
         with suppress(WorkerError):
-            self._each(lambda node: node.forget())
+            self._each("forget")
 
     # ── the swap ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -306,7 +308,7 @@ class EngineTarget:
         # the first weights whose digest is known here show whether memory is laid out like a checkpoint
         provable = self._source_unknown and not self._layout.problems
         try:
-            staged.numbers = _numbers(self._each(lambda node: node.reload("", False, provable)))
+            staged.numbers = _numbers(self._each("reload", source="", unchanged=False, prove=provable))
             self.run(self._swap(staged))
         except WorkerError:
             self._loaded = before
@@ -318,7 +320,7 @@ class EngineTarget:
     def _prove_reload(self, staged: StagedRanks) -> None:
         """Loading what is loaded already must change nothing: a loader that repacks weights may not survive it."""
         if not self._harm:
-            staged.numbers = _numbers(self._each(lambda node: node.reload(self._from, True, False)))
+            staged.numbers = _numbers(self._each("reload", source=self._from, unchanged=True, prove=False))
             try:
                 self.run(self._swap(staged, name=False))
                 self._reload_is_safe = True
@@ -360,14 +362,15 @@ class EngineTarget:
 
     def _all(self, operation: str, **arguments: Any) -> list[Answer]:
         answers = self.run(self.engine.call(operation, **arguments))
-        if (error := _first_error(answers)) is not None:
-            raise error
+        if failed := errors(answers):
+            raise WorkerError(failed[0])
         return answers  # type: ignore[no-any-return]
 
-    def _each(self, work: Callable[[Node | RemoteNode], list[Answer]]) -> list[Answer]:
-        """Do something on all nodes at the same time. Returns the answers of all ranks in order."""
+    def _each(self, operation: str, /, **arguments: Any) -> list[Answer]:
+        """Call all nodes at the same time. Returns the answers of all ranks in order."""
         found: dict[int, Answer] = {}
-        for node, answers in zip(self._nodes, ordered_map(work, self._nodes, len(self._nodes)), strict=True):
+        each = ordered_map(lambda node: node.call(operation, **arguments), self._nodes, len(self._nodes))
+        for node, answers in zip(self._nodes, each, strict=True):
             found |= zip(node.numbers, answers, strict=True)
         return [found[number] for number in sorted(found)]
 
@@ -382,10 +385,3 @@ class EngineTarget:
 
 def _numbers(answers: list[Answer]) -> list[int]:
     return [answer["staged"] for answer in answers]
-
-
-def _first_error(answers: list[Answer]) -> DeltawireError | None:
-    for rank, answer in enumerate(answers):
-        if "error" in answer:
-            return WorkerError(f"rank {rank}: {answer['error']}")
-    return None
