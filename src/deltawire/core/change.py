@@ -182,7 +182,10 @@ class RegionMoves:
 
     def resolve(self, bits: Bits) -> Change:
         """The change that they are to a tensor with these flat bits."""
-        old = gather(self.region, self.positions, bits)
+        return self.from_old(gather(self.region, self.positions, bits))
+
+    def from_old(self, old: Bits) -> Change:
+        """The change that they are where the bits at their positions are these."""
         if self.kind == NEW_BITS:
             new = self.values
         elif self.kind == FLIPS:

@@ -8,19 +8,20 @@ what a rank decodes at positions that it does not hold is left out again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from ... import kernels
 from ...api import encode
-from ...core.change import Change, Region, compare, pieces, whole
+from ...core.change import Change, Region, RegionMoves, compare, pieces, whole
 from ...core.codecs import ENCODINGS, context
 from ...core.dtypes import Bits, lookup
-from ...core.errors import CountMismatch
 from ...core.full import Source
 from ...core.parallel import ordered_map
+from ...core.scatter import gather
 from ...core.schema import Schema, TensorSpec
 from ...core.sparse import BlockRef, DeltaFile
 from ...replica.shard import DENSE, Piece, PieceChange, Shard, Sums, cut, digests_of
@@ -55,9 +56,10 @@ class Decoder:
         found: list[PieceChange] = []
 
         def one(block: BlockRef) -> tuple[list[PieceChange], list[Region]]:
-            if block.record is not None and block.record.encoding == context.name:
-                return self._tiles(file, block, lent)
-            return self._anywhere(file, block), []
+            if not any(self._held(region) for region, _ in block.regions):
+                return [], []
+            found = file.read(block)
+            return self._tiles(found, lent) if isinstance(found, context.TiledBlock) else (self._moves(found), [])
 
         for changes, missing in ordered_map(one, file.blocks, self._threads):
             found += changes
@@ -93,102 +95,62 @@ class Decoder:
     def lend(self, regions: Sequence[Region]) -> Iterator[tuple[Region, Bits]]:
         """Yield the parts of regions that this rank holds."""
         for wanted in regions:
-            for number in self._by_tensor.get(wanted.tensor.name, ()):
-                piece = self._shard.pieces[number].region
-                part = wanted.meet(piece)
-                if part is not None:
-                    yield part, np.ascontiguousarray(self._shard.read(number, part.within(piece)))
+            for number, part in self._held(wanted):
+                yield part, np.ascontiguousarray(self._read(number, part))
 
-    # ── encodings that need old weights at the changed positions alone ────────────────────────────────────────────────
+    def _held(self, region: Region) -> list[tuple[int, Region]]:
+        """What this rank holds of a region: numbers of pieces, and the parts in them."""
+        numbers = self._by_tensor.get(region.tensor.name, ())
+        found = ((number, region.meet(self._shard.pieces[number].region)) for number in numbers)
+        return [(number, part) for number, part in found if part is not None]
 
-    def _anywhere(self, file: DeltaFile, block: BlockRef) -> list[PieceChange]:
-        if not any(region.tensor.name in self._by_tensor for region, _ in block.regions):
-            return []
-        known: dict[str, Bits] = {}
+    def _read(self, number: int, part: Region) -> Bits:
+        return self._shard.read(number, part.within(self._shard.pieces[number].region))
 
-        def base(name: str) -> Bits:
-            if name not in known:
-                known[name] = self._whole(name, block)
-            return known[name]
-
+    def _moves(self, block: Sequence[RegionMoves]) -> list[PieceChange]:
+        """Of encodings that need old weights at the changed positions alone."""
         result = []
-        for change in file.decode(block, base):
-            for number in self._by_tensor.get(change.region.tensor.name, ()):
-                here = _cut(change, self._shard.pieces[number].region)
-                if here is not None:
-                    result.append(PieceChange(number, here))
+        for moves in block:
+            for number, part in self._held(moves.region):
+                positions, values = cut(moves.region, part, moves.positions, moves.values)
+                if positions.size:
+                    bits = np.ascontiguousarray(self._read(number, part)).reshape(-1)
+                    old = np.empty(positions.size, bits.dtype)
+                    gather(bits, positions, old, 0, 1, 1)
+                    result.append(PieceChange(number, RegionMoves(part, positions, values, moves.kind).from_old(old)))
         return result
 
-    def _whole(self, name: str, block: BlockRef) -> Bits:
-        """A tensor's flat bits as far as this rank holds them, zero elsewhere."""
-        numbers = self._by_tensor.get(name, [])
-        spec = next(region.tensor for region, _ in block.regions if region.tensor.name == name)
-        if len(numbers) == 1:
-            piece, bits = self._shard.pieces[numbers[0]], self._shard.read(numbers[0])
-            if piece.region.units == spec.units and bits.flags.c_contiguous:
-                return bits.reshape(-1)
-        whole = np.zeros((spec.rows, spec.columns), lookup(spec.dtype).unit)
-        for number in numbers:
-            region = self._shard.pieces[number].region
-            region.matrix(whole.reshape(-1))[:] = self._shard.read(number)
-        return whole.reshape(-1)
-
-    # ── tiles ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _tiles(self, file: DeltaFile, block: BlockRef, lent: Lent) -> tuple[list[PieceChange], list[Region]]:
-        held = [
-            (number, piece, part)
-            for number, (region, _) in enumerate(block.regions)
-            for piece in self._by_tensor.get(region.tensor.name, ())
-            if (part := region.meet(self._shard.pieces[piece].region)) is not None
-        ]
-        if not held:
-            return [], []
-        coded = file.read(block)
-        assert isinstance(coded, context.TiledBlock)
+    def _tiles(self, block: context.TiledBlock, lent: Lent) -> tuple[list[PieceChange], list[Region]]:
+        """What tiles change, and the regions that it takes the old weights of, where others hold some of these."""
         result: list[PieceChange] = []
         wanted: list[Region] = []
-        for number, piece, part in held:
-            region, count = block.regions[number]
-            spans = coded.around(number, *part.within(region))
-            around = _of_spans(region, spans)
-            old, missing = self._old(around, lent)
-            if old is None:
-                wanted += missing
-                continue
-            positions, was, now = coded.shard(number, *spans, old)
-            if around == region and positions.size != count:
-                raise CountMismatch(
-                    f"a region of {region.tensor.name!r} has {positions.size} changes, its count is {count}"
-                )
-            here = _cut(Change(around, positions, was, now), self._shard.pieces[piece].region)
-            if here is not None:
-                result.append(PieceChange(piece, here))
+        for number, (region, _) in enumerate(block.regions):
+            for piece, part in self._held(region):
+                spans = block.around(number, *part.within(region))
+                around = _of_spans(region, spans)
+                old = self._old(around, lent)
+                if old is None:
+                    wanted.append(around)
+                    continue
+                change = Change(around, *block.shard(number, *spans, old))
+                if around != part:
+                    change = Change(part, *cut(around, part, change.positions, change.old, change.new))
+                if change.count:
+                    result.append(PieceChange(piece, change))
         return result, wanted
 
-    def _old(self, around: Region, lent: Lent) -> tuple[Bits | None, list[Region]]:
-        """The old weights of a region: a view where one piece holds it, else put together, or what is missing."""
-        known: list[tuple[Region, Callable[[], Bits]]] = []
-        for number in self._by_tensor[around.tensor.name]:
-            whole = self._shard.pieces[number].region
-            part = around.meet(whole)
-            if part == around:
-                return self._shard.read(number, around.within(whole)), []
-            if part is not None:
-                known.append((part, lambda n=number, p=part, w=whole: self._shard.read(n, p.within(w))))  # type: ignore[misc]
-        for whole, bits in lent.items():
-            part = around.meet(whole)
-            if part is not None:
-                known.append((part, lambda b=bits, p=part, w=whole: b[p.within(w)]))  # type: ignore[misc]
-        covered = np.zeros((around.rows, around.columns), bool)
-        for part, _ in known:
-            covered[part.within(around)] = True
-        if not covered.all():
-            return None, [around]
+    def _old(self, around: Region, lent: Lent) -> Bits | None:
+        """The old weights of a region: a view where one piece holds it, else put together; None if some are missing."""
+        mine = [(part, partial(self._read, number, part)) for number, part in self._held(around)]
+        others = [(p, partial(bits.__getitem__, p.within(w))) for w, bits in lent.items() if (p := around.meet(w))]
         old = np.empty((around.rows, around.columns), lookup(around.tensor.dtype).unit)
-        for part, bits_of in known:
-            old[part.within(around)] = bits_of()
-        return old, []
+        missing = np.ones(old.shape, bool)
+        for part, read in (*mine, *others):
+            if part == around:
+                return read()
+            old[part.within(around)] = read()
+            missing[part.within(around)] = False
+        return None if missing.any() else old
 
 
 def compile_decoders() -> None:
@@ -215,12 +177,3 @@ def _of_spans(region: Region, spans: tuple[slice, slice]) -> Region:
         region.column + columns.start,
         columns.stop - columns.start,
     )
-
-
-def _cut(change: Change, to: Region) -> Change | None:
-    """The part of a change that lies in a piece; None if there is none."""
-    if (common := change.region.meet(to)) is None:
-        return None
-    if common != change.region:
-        change = Change(common, *cut(change.region, common, change.positions, change.old, change.new))
-    return change if change.count else None
