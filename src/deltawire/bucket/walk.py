@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -246,20 +246,15 @@ def fetch_link(
     """Fetch all objects of a link and check their hashes. `shared` as in `fetch`."""
     # one object, or the small ones of many writers
     count = len(link.objects)
-    opened: list[FetchedObject] = []
+    with ExitStack() as opened:
 
-    def one(blob: Blob) -> FetchedObject:
-        data = fetch(run.store, blob, progress, shared=shared, one_of=count)
-        opened.append(data)
-        return data
+        def one(blob: Blob) -> FetchedObject:
+            return opened.enter_context(fetch(run.store, blob, progress, shared=shared, one_of=count))
 
-    try:
-        return FetchedLink(run, manifest, link, list(ordered_map(one, link.objects, min(count, CONNECTIONS))))
-    except BaseException:
-        # also those that other threads had opened when one failed; all threads have ended
-        for data in opened:
-            data.close()
-        raise
+        found = FetchedLink(run, manifest, link, list(ordered_map(one, link.objects, min(count, CONNECTIONS))))
+        # all are there; else also those are closed that other threads had opened when one failed
+        opened.pop_all()
+    return found
 
 
 def _discard(pending: Future[FetchedLink]) -> None:

@@ -207,11 +207,6 @@ class RegionMoves:
         return Change(self.region, self.positions, old, new)
 
 
-def scatter(region: Region, positions: npt.NDArray[np.uint32], values: Bits, bits: Bits) -> None:
-    """Write values at (already checked) positions of a region into the tensor's flat bits."""
-    _scatter(bits, positions, values, *region.geometry)
-
-
 def gather(region: Region, positions: npt.NDArray[np.uint32], bits: Bits) -> Bits:
     """The tensor's bits at (already checked) positions of a region."""
     values = np.empty(positions.size, bits.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,7 @@ import numpy as np
 from blake3 import blake3
 
 from . import container, digest
-from .change import BLOCK_UNITS, Region, blocks, pieces, tile, whole
+from .change import BLOCK_UNITS, Region, pieces, tile, whole
 from .container import Read
 from .dtypes import Bits, lookup
 from .errors import FormatError, ManifestError, SchemaMismatch, UnknownFormat, UnsafeName
@@ -282,13 +282,27 @@ class _ShardIndex(msgspec.Struct):
 
 def digest_of(source: Source, threads: int | None = None) -> digest.StateDigest:
     """The state digest of any source, recomputed in one pass."""
+    regions = [whole(tensor) for tensor in source.schema.tensors]
+    found = digests_of(lambda _, region: source.region(region), regions, [0] * len(regions), threads)
+    return found.get(0, digest.StateDigest())
 
-    def one(region: Region) -> digest.StateDigest:
-        matrix = source.region(region).reshape(region.rows, region.columns)
-        return digest.of_rows(region.tensor.name, matrix, region.base, region.tensor.columns)
 
-    regions = (region for block in blocks(source.schema, _READ_UNITS) for region in block)
-    return sum(ordered_map(one, regions, threads_for(source.schema.elements, threads)), digest.StateDigest())
+def digests_of(
+    read: Callable[[int, Region], Bits], regions: Sequence[Region], groups: Sequence[int], threads: int | None = None
+) -> dict[int, digest.StateDigest]:
+    """The digest of each group of regions, whose bits `read` returns a part at a time, given the region's number."""
+
+    def one(band: tuple[int, Region]) -> digest.StateDigest:
+        part = band[1]
+        bits = read(*band).reshape(part.rows, part.columns)
+        return digest.of_rows(part.tensor.name, bits, part.base, part.tensor.columns)
+
+    threads = threads_for(sum(region.units for region in regions), threads)
+    bands = [(number, part) for number, region in enumerate(regions) for part in pieces(region, _READ_UNITS)]
+    totals = {group: digest.StateDigest() for group in groups}
+    for (number, _), found in zip(bands, ordered_map(one, bands, threads), strict=True):
+        totals[groups[number]] += found
+    return totals
 
 
 def write_checkpoint(

@@ -12,11 +12,11 @@ from ..core.change import Change, Region, no_change, pieces
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
-from ..core.full import Source
+from ..core.full import Source, digests_of
 from ..core.parallel import for_each
 from ..core.scatter import scatter_and_look
 from ..models import dtype_of, is_torch, like, torch_bits, torch_dtype
-from .shard import WHOLE, Part, Piece, PieceChange, Places, Sums, cut, digests_of
+from .shard import WHOLE, Part, Piece, PieceChange, Places, Sums, cut
 
 WORTH_THREADS = 1 << 19
 """Number of changes that are worth starting threads for: some milliseconds of work."""

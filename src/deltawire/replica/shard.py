@@ -6,7 +6,7 @@ proven and taken back through a `Shard`: `HostShard` (host.py) or `DeviceShard` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -14,12 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from ..core import digest
-from ..core.change import BLOCK_UNITS, Change, Region, pieces
+from ..core.change import Change, Region
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source
-from ..core.parallel import ordered_map, threads_for
 
 Positions = npt.NDArray[np.uint32]
 
@@ -33,8 +31,6 @@ WHOLE: Part = (slice(None), slice(None))
 
 DENSE = 4
 """Full weights that differ in more than one of so many units are written over the old ones, not staged."""
-
-_READ_UNITS = BLOCK_UNITS >> 2
 
 
 class Places(NamedTuple):
@@ -102,24 +98,6 @@ class Shard(Protocol):
     def digests_beside(self, groups: Sequence[int]) -> Sums:
         """The same in another thread, while the model generates."""
         ...
-
-
-def digests_of(
-    read: Callable[[int, Region], Bits], regions: Sequence[Region], groups: Sequence[int], threads: int | None = None
-) -> Sums:
-    """The digest of each group of regions, whose bits `read` returns a part at a time, given the region's number."""
-
-    def one(band: tuple[int, Region]) -> StateDigest:
-        part = band[1]
-        bits = read(*band).reshape(part.rows, part.columns)
-        return digest.of_rows(part.tensor.name, bits, part.base, part.tensor.columns)
-
-    threads = threads_for(sum(region.units for region in regions), threads)
-    bands = [(number, part) for number, region in enumerate(regions) for part in pieces(region, _READ_UNITS)]
-    totals = {group: StateDigest() for group in groups}
-    for (number, _), found in zip(bands, ordered_map(one, bands, threads), strict=True):
-        totals[groups[number]] += found
-    return totals
 
 
 def cut(region: Region, piece: Region, positions: Positions, *values: Bits) -> tuple[Any, ...]:

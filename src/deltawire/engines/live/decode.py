@@ -19,12 +19,12 @@ from ...api import encode
 from ...core.change import Change, Region, RegionMoves, compare, pieces, whole
 from ...core.codecs import ENCODINGS, context
 from ...core.dtypes import Bits, lookup
-from ...core.full import Source
+from ...core.full import Source, digests_of
 from ...core.parallel import ordered_map
 from ...core.scatter import gather
 from ...core.schema import Schema, TensorSpec
 from ...core.sparse import BlockRef, DeltaFile
-from ...replica.shard import DENSE, Piece, PieceChange, Shard, Sums, cut, digests_of
+from ...replica.shard import DENSE, Piece, PieceChange, Shard, Sums, cut
 from .placement import open_shard
 
 Lent = Mapping[Region, Bits]
