@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib.util
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import uuid
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import certifi
@@ -67,6 +69,16 @@ def pytest_configure(config: pytest.Config) -> None:
         _interpret_triton()
 
 
+def _keep_freed_memory() -> None:
+    """Let malloc reuse large blocks. By default it gives them back, and the kernel clears all pages of each new array."""
+    with suppress(AttributeError):  # a C library without this
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, size in ((_M_TRIM_THRESHOLD, 256 << 20), (_M_MMAP_THRESHOLD, 32 << 20)):
+            mallopt(option, size)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts what it runs in the background deaf to Ctrl-C, and the programs under test would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,6 +97,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     for process in session.stash[_COMPILING]:
         process.wait()
+    _keep_freed_memory()
     with forks.started():
         jobs.Run(session, number)
     return True
@@ -158,21 +171,17 @@ def store() -> Store:
     return ObjectStore.from_url(f"memory://{uuid.uuid4()}")
 
 
-@pytest.fixture(scope="session")
-def _certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with one certificate."""
+@pytest.fixture(scope="session", autouse=True)
+def _few_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Clients read all certificates of the system whenever they connect, which takes longer than most requests; tests
+    use none of them."""
     folder = tmp_path_factory.mktemp("certificates")
     first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")
     (folder / "one.pem").write_text(first + end + "\n")
-    return folder
-
-
-@pytest.fixture
-def _few_certificates(_certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bucket clients read all certificates of the system whenever they connect, which takes longer than most requests;
-    tests use none of them."""
-    monkeypatch.setenv("SSL_CERT_FILE", str(_certificates / "one.pem"))
-    monkeypatch.setenv("SSL_CERT_DIR", str(_certificates))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(folder / "one.pem"))
+        patch.setenv("SSL_CERT_DIR", str(folder))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -183,7 +192,7 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
 
 
 @pytest.fixture
-def s3(seaweed: SeaweedFS, _few_certificates: None) -> Store:
+def s3(seaweed: SeaweedFS) -> Store:
     """A fresh place in a real bucket."""
     return seaweed.store(f"deltawire/{uuid.uuid4()}/run")
 
@@ -199,7 +208,7 @@ def hub_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubStandIn]
 
 
 @pytest.fixture
-def hub(hub_server: HubStandIn, _few_certificates: None, monkeypatch: pytest.MonkeyPatch) -> HubStandIn:
+def hub(hub_server: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> HubStandIn:
     """The Hub stand-in, and an environment that leads hf:// addresses there. No faults are left from other tests."""
     monkeypatch.setenv("HF_ENDPOINT", hub_server.endpoint)
     monkeypatch.setenv("HF_TOKEN", hub_server.token)
