@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc reuse large blocks. By default it gives them back, and the kernel clears all pages of each new array."""
+    """Let malloc reuse large blocks: by default it gives them back, and the kernel clears the pages of each new one."""
     with suppress(AttributeError):  # a C library without this
         mallopt = ctypes.CDLL(None).mallopt
         for option, size in ((_M_TRIM_THRESHOLD, 256 << 20), (_M_MMAP_THRESHOLD, 32 << 20)):
