@@ -177,16 +177,9 @@ class Keeper:
         with Watcher(self.run.store, poll=poll, stop=stop) as watcher:
             while not stop.is_set():
                 try:
-                    newest, refused = watcher.look(self.run, newest), None
-                    try:
-                        while newest is not None and not stop.is_set() and (kept := self.keep(newest)) is not None:
-                            yield kept
-                    except errors.NotTheSigner as error:
-                        refused = error
+                    newest = watcher.look(self.run, newest)
                     if newest is not None:
-                        self.tend(newest, may_prune=refused is None)
-                    if refused is not None:
-                        raise refused
+                        yield from self._catch_up(newest, stop)
                     self._note("loop", "")
                 except (errors.RunReplaced, errors.SchemaError, errors.Unsupported):
                     raise
@@ -201,18 +194,22 @@ class Keeper:
         newest = self.run.newest()
         if newest is None:
             raise errors.RunNotFound(f"the run at {self.run.store.url} has no version yet")
-        index, refused = self.run.added.index(), None
+        index = self.run.added.index()
         if index is not None and index.done == newest:
             self._lease.hold()  # for mirrors and retention: there is nothing to add
+            self.tend(newest, wait=True)
         else:
-            try:
-                while (kept := self.keep(newest)) is not None:
-                    yield kept
-            except errors.NotTheSigner as error:
-                refused = error
-        self.tend(newest, may_prune=refused is None, wait=True)
-        for what, work in self._beside.items():
-            self._note(what, work.result())
+            yield from self._catch_up(newest, threading.Event(), wait=True)
+
+    def _catch_up(self, newest: int, stop: threading.Event, *, wait: bool = False) -> Iterator[KeptVersion]:
+        """Deal with all versions up to the newest, then with mirrors, views and retention (`tend`)."""
+        refused = None
+        try:
+            while not stop.is_set() and (kept := self.keep(newest)) is not None:
+                yield kept
+        except errors.NotTheSigner as error:
+            refused = error
+        self.tend(newest, may_prune=refused is None, wait=wait)
         if refused is not None:
             raise refused
 
@@ -481,7 +478,8 @@ class Keeper:
     def tend(self, newest: int, *, may_prune: bool = True, wait: bool = False) -> None:
         """Update mirrors and views, and delete what the retention rule lets go. What fails is tried again later.
 
-        wait   delete only after the mirrors and views are updated: a mirror may find something damaged
+        wait   until mirrors and views are updated, and only then delete: a mirror may find something damaged. Raises
+               what one of them raised
 
         Until the run's new key has made this a keeper again, mirrors and views go on, and nothing is deleted: what
         keepers added is not trusted meanwhile, and would be taken for garbage.
@@ -511,6 +509,8 @@ class Keeper:
             plan = prune(self.run, rule, self.damaged)
             if plan.going:
                 tidy(self.run, self.id, self._signer)
+        for what, done in self._beside.items() if wait else ():
+            self._note(what, done.result())
 
     def _copy(self, url: str, newest: int, rule: Retention | None) -> str:
         # after a failure, what it holds is looked up again

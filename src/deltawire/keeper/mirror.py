@@ -63,7 +63,9 @@ class Mirror:
         self.copy = Run.open(store)
         self._sizes = {item.key: item.size for item in store.list()}
         """What is there, as far as known: objects are never changed."""
-        self._next = self._missing()
+        copied = (v for key in self._sizes if (v := keys.version_of(key)) is not None)
+        self._next = max((*copied, self.copy.pruned().last), default=-1) + 1
+        """The first version that was not copied yet: manifests are copied in order."""
         self._incomplete = {*self._without_objects()}
         self.damaged: dict[str, Damaged] = {}
         """Objects that the mirror lacks, by key."""
@@ -101,7 +103,9 @@ class Mirror:
         self._mark(((first, last) for first, last in pruned.versions if last < newest), spare=bool(self.damaged))
         if count or self.copy.head_hint() != newest:
             self.store.put(keys.HEAD, dump(Head(self._run.info.run, newest)))
-        self._tags()
+        for item in self._run.store.list(keys.TAGS):
+            if keys.tag_name(item.key) is not None:
+                self._small(item.key, SMALL, again=True)
         if rule is not None:
             plan = prune(self.copy, rule)
             for item in (*plan.data, *plan.files):
@@ -138,8 +142,8 @@ class Mirror:
     def _version(self, version: int, first: int) -> None:
         """Copy a version; those from `first` to it are pruned at the source."""
         self._objects(version)
-        for end in (version,) if history.needs_page(version) else ():
-            self._small(keys.history(end), PAGE)
+        if history.needs_page(version):
+            self._small(keys.history(version), PAGE)
         if first < version:
             # marked before the next one is committed: a version is there or is marked, up to the newest
             self._mark([(first, version - 1)])
@@ -205,11 +209,6 @@ class Mirror:
                 self._index = index
                 return
 
-    def _tags(self) -> None:
-        for item in self._run.store.list(keys.TAGS):
-            if keys.tag_name(item.key) is not None:
-                self._small(item.key, SMALL, again=True)
-
     def _data(self, blob: Blob | File) -> None:
         if self._sizes.get(blob.key) == blob.size:
             return
@@ -257,8 +256,3 @@ class Mirror:
             for version, found in self.copy.manifests(versions[start : start + AT_ONCE]):
                 if isinstance(found, Manifest):
                     yield version, found
-
-    def _missing(self) -> int:
-        """The first version that was not copied yet: manifests are copied in order."""
-        listed: Iterable[int] = (v for key in self._sizes if (v := keys.version_of(key)) is not None)
-        return max((*listed, self.copy.pruned().last), default=-1) + 1
