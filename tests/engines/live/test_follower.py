@@ -58,6 +58,9 @@ class Core:
         self._client, self.scheduler = client, self
 
     async def call_utility_async(self, method: str, *arguments: Any) -> Any:
+        if method == "collective_rpc":
+            name, _, args, kwargs = arguments
+            return await self._client.collective_rpc(name, args, kwargs)
         assert method == "deltawire_swap"
         return swap(self, *arguments)
 

@@ -27,8 +27,6 @@ class VllmEngine:
         self.first_rank = first * config.parallel_config.world_size if first else 0
 
     async def call(self, operation: str, **arguments: object) -> list[Answer]:
-        if self._engines == 1:
-            return await self._client.collective_rpc("deltawire", args=(operation,), kwargs=arguments)  # type: ignore[no-any-return]
         return await call_ranks(self._client, "deltawire", operation, **arguments)
 
     async def swap(self, version: str, staged: list[int]) -> Answer:
