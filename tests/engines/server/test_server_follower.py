@@ -313,23 +313,27 @@ def test_a_write_that_fails_half_way(tmp_path: Path, undo: str, monkeypatch: pyt
     with publisher(tmp_path / "run", checkpoint(tmp_path / "model", trainer)) as it:
         it.publish(trainer).result(60)
         with serving(tmp_path / "run") as (server, client):
-            memory: Any = server.follower.replica._target._memory
-            write, broken, after = memory.write, threading.Event(), []
-            broken.set()
+            target: Any = server.follower.replica._target
+            shard, undoing = target._weights.shard, threading.Event()
+            write, back = shard.write, shard.undo
 
-            def breaks(change: Any) -> None:
-                write(change)
-                after.append(change)
-                if broken.is_set() and len(after) % 3 == 0:
+            def breaks(patch: Any) -> None:
+                write(patch if undoing.is_set() else patch[:3])
+                if not undoing.is_set():
                     raise OSError("half-way")
+
+            def undone(patch: Any) -> None:
+                undoing.set()
+                back(patch)
+                undoing.clear()
 
             def cannot(change: Any) -> None:
                 raise OSError("nor back")
 
-            monkeypatch.setattr(memory, "write", breaks)
+            monkeypatch.setattr(shard, "write", breaks)
+            monkeypatch.setattr(shard, "undo", undone if undo == "works" else cannot)
             if undo == "fails":
-                monkeypatch.setattr(memory, "undo", cannot)
-                monkeypatch.setattr(memory, "load", lambda source: cannot(source))
+                monkeypatch.setattr(shard, "load", cannot)
             nudge(trainer, 1)
             it.publish(trainer).result(60)
             status = lambda: client.get("/deltawire/status").json()  # noqa: E731
