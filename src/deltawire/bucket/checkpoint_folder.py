@@ -228,35 +228,29 @@ class CurrentFolder:
         Raises FolderError where that fails: DIR stays what it was.
         """
         with writing(self.link):
-            return self._put(version, fill)
-
-    def _put(self, version: int, fill: Callable[[Path], None]) -> Path:
-        made = self._versions / f".making-{secrets.token_hex(4)}"
-        made.mkdir()
-        try:
-            fill(made)
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
-        place = self._versions / f"{version:06d}"
-        if place.exists():
-            # the same number of another run, or of a folder that was changed: readers may be in it
-            place = place.with_name(f"{place.name}.{secrets.token_hex(2)}")
-        os.rename(made, place)
-        sync_folder(self._versions)
-        before = self.folder
-        self._point_at(place)
-        self._previous = before.name if before else None
-        self._tidy()
-        return place
-
-    def _point_at(self, place: Path) -> None:
-        link = self._versions / f".link-{secrets.token_hex(4)}"
-        link.symlink_to(Path(self._versions.name) / place.name)
-        if self.link.is_dir() and not self.link.is_symlink():
-            self.link.rmdir()  # an empty folder; a rename replaces a symlink, not a folder
-        os.rename(link, self.link)
-        sync_folder(self.link.parent)
+            made = self._versions / f".making-{secrets.token_hex(4)}"
+            made.mkdir()
+            try:
+                fill(made)
+            except BaseException:
+                shutil.rmtree(made, ignore_errors=True)
+                raise
+            place = self._versions / f"{version:06d}"
+            if place.exists():
+                # the same number of another run, or of a folder that was changed: readers may be in it
+                place = place.with_name(f"{place.name}.{secrets.token_hex(2)}")
+            os.rename(made, place)
+            sync_folder(self._versions)
+            before = self.folder
+            link = self._versions / f".link-{secrets.token_hex(4)}"
+            link.symlink_to(Path(self._versions.name) / place.name)
+            if self.link.is_dir() and not self.link.is_symlink():
+                self.link.rmdir()  # an empty folder; a rename replaces a symlink, not a folder
+            os.rename(link, self.link)
+            sync_folder(self.link.parent)
+            self._previous = before.name if before else None
+            self._tidy()
+            return place
 
     def close(self) -> None:
         os.close(self._lock)

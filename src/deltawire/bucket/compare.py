@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..core.change import Region, pieces, whole
-from ..core.dtypes import Bits, lookup, numbers
+from ..core.change import pieces, whole
+from ..core.dtypes import lookup, numbers
 from ..core.full import Source
 from ..core.schema import TensorSpec
 from ..core.ulps import Histogram, in_ulps
@@ -61,7 +61,7 @@ def _one(tensor: TensorSpec, old: Source, new: Source) -> TensorDifference:
     result = TensorDifference(tensor.name, tensor.dtype, tensor.shape, tensor.elements)
     squares = before = ulps = 0.0
     for region in pieces(whole(tensor), _PIECE):
-        was, now = _read(old, region), _read(new, region)
+        was, now = (np.ascontiguousarray(source.region(region)).reshape(-1) for source in (old, new))
         values = numbers(was, dtype)
         before += _squares(values)
         differ = (was != now).reshape(-1, dtype.units_per_element).any(axis=1)
@@ -83,10 +83,6 @@ def _one(tensor: TensorSpec, old: Source, new: Source) -> TensorDifference:
     result.norm, result.old_norm = squares**0.5, before**0.5
     result.mean_ulps = ulps / result.changed if result.max_ulps is not None else None
     return result
-
-
-def _read(source: Source, region: Region) -> Bits:
-    return np.ascontiguousarray(source.region(region)).reshape(-1)
 
 
 def _squares(values: npt.NDArray[Any]) -> float:

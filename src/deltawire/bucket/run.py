@@ -6,7 +6,8 @@ import logging
 import secrets
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import msgspec
 
@@ -55,6 +56,8 @@ from .added import AddedLinks
 from .trust import KeysLike, RunTrust, Trust
 
 log = logging.getLogger("deltawire")
+
+T = TypeVar("T")
 
 # Bytes that JSON objects may have. Decoded they take up to 14 times as much, and a writer to the bucket must not be
 # able to fill a reader's memory.
@@ -207,28 +210,23 @@ class Run:
 
         Raises RolledBack where a signed run ends before a version that was seen here.
         """
-        found = self._find_newest()
+        found = self.head_hint()
+        if found is None or not self.exists(found):
+            found = max(self.listed(), default=None)
+        if found is not None:
+            low, stride = found, 1
+            # a head that did not fall behind what was found before is right or a little late: nothing is pruned between
+            follows = 0 <= self._newest <= found
+            while self.exists(low + stride) or (not follows and low + stride in self.pruned()):
+                low, stride, follows = low + stride, 2 * stride, False
+            high = low + stride
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if self.exists(middle) or middle in self.pruned() else (low, middle)
+            found = low if self.exists(low) else max(self.listed(), default=None)
+            self._newest = -1 if found is None else found
         if self.trust is not None:
             self.trust.check_newest(found)
-        return found
-
-    def _find_newest(self) -> int | None:
-        hint = self.head_hint()
-        if hint is None or not self.exists(hint):
-            hint = max(self.listed(), default=None)
-            if hint is None:
-                return None
-        low, stride = hint, 1
-        # a head that did not fall behind what was found before is right or a little late: nothing is pruned in between
-        follows = 0 <= self._newest <= hint
-        while self.exists(low + stride) or (not follows and low + stride in self.pruned()):
-            low, stride, follows = low + stride, 2 * stride, False
-        high = low + stride
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.exists(middle) or middle in self.pruned() else (low, middle)
-        found = low if self.exists(low) else max(self.listed(), default=None)
-        self._newest = -1 if found is None else found
         return found
 
     def head_hint(self) -> int | None:
@@ -289,9 +287,12 @@ class Run:
 
     def link(self, manifest: Manifest, kind: str, base: int | None) -> Link:
         """Return a link of a version: one of its manifest, or else one that was added later."""
-        if any((x.kind, x.base) == (kind, base) for x in manifest.links):
+        try:
             return manifest.link(kind, base)
-        return self.added.find(manifest.version, kind, base) or manifest.link(kind, base)
+        except ManifestError:
+            if (added := self.added.find(manifest.version, kind, base)) is None:
+                raise
+            return added
 
     def forget(self, version: int) -> Manifest | None:
         """Drop a manifest from memory, so that it is read again. Returns the one that was kept."""
@@ -321,16 +322,8 @@ class Run:
 
         A caller that keeps them keeps `lean` ones. Raises ObjectTooLarge where those exceed ALL_MANIFESTS bytes.
         """
-
-        def read(version: int) -> Manifest | DeltawireError:
-            try:
-                return self.manifest(version)
-            except DAMAGE as error:
-                return error
-
         left = ALL_MANIFESTS
-        wanted = list(versions)
-        for version, found in zip(wanted, ordered_map(read, wanted, REQUESTS), strict=True):
+        for version, found in read_each(self.manifest, versions):
             if isinstance(found, Manifest):
                 left -= len(dump(lean(found)))
                 if left < 0:
@@ -403,6 +396,19 @@ class Run:
         except (ObjectNotFound, ManifestError, ObjectTooLarge) as error:
             log.warning("ignoring %s: %s", key, error)
             return None
+
+
+def read_each(read: Callable[[int], T], numbers: Iterable[int]) -> Iterator[tuple[int, T | DeltawireError]]:
+    """Read many small objects, several at a time; where one is damaged, its error comes in its place."""
+
+    def one(number: int) -> T | DeltawireError:
+        try:
+            return read(number)
+        except DAMAGE as error:
+            return error
+
+    wanted = list(numbers)
+    return zip(wanted, ordered_map(one, wanted, REQUESTS), strict=True)
 
 
 def lean(manifest: Manifest) -> Manifest:

@@ -31,10 +31,9 @@ from ..core.errors import (
     VersionNotFound,
 )
 from ..core.manifest import Link, Manifest, Pruned, Summary, spans
-from ..core.parallel import ordered_map
 from .references import Resolve, find_reference
 from .replay import State, require_digest
-from .run import DAMAGE, REQUESTS, Run, blobs, lean, ranges, with_added
+from .run import DAMAGE, Run, blobs, lean, ranges, read_each, with_added
 from .versions import existing, tags
 from .walk import FetchedLink, Walker, prefetch
 
@@ -292,15 +291,8 @@ class _Records:
 
     def _tellers(self) -> Iterator[tuple[str, Iterable[Summary], range]]:
         """(key, summaries in it, versions it must have), for every record that has summaries of versions."""
-
-        def read(end: int) -> history.Page | DeltawireError:
-            try:
-                return self.run.page(end)
-            except DAMAGE as error:
-                return error
-
         ends = sorted({end for version in self.manifests for end in history.pages(version)})
-        for end, found in zip(ends, ordered_map(read, ends, REQUESTS), strict=True):
+        for end, found in read_each(self.run.page, ends):
             with _blame(None, keys.history(end)):
                 if isinstance(found, DeltawireError):
                     raise found

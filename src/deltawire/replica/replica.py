@@ -619,7 +619,9 @@ class Replica:
         self, target: AnyTarget, manifest: Manifest, kind: str, content: Delta | Source, final: bool = True
     ) -> None:
         clock = time.perf_counter()
-        update = Update(manifest.version, StateDigest.parse(manifest.digest), self._digest, content, final, self.url)
+        update = Update(
+            manifest.version, StateDigest.parse(manifest.digest), self._digest, content, final, self._store.url
+        )
         staged = target.stage(update)
         with self._pause():
             try:

@@ -53,8 +53,6 @@ SECRET = 32
 OPERATIONS = ("open", "decode", "source", "beside", "stage", "fetch", "lend", "borrow", "reload", "forget")
 """What a node is called for, by the API server's process or from another node."""
 
-_CHUNK = 8 << 20
-
 _T = TypeVar("_T")
 
 
@@ -179,7 +177,7 @@ class Node:
         for number, data in enumerate(delta.files):
             files.append(str(folder / f"{number}.delta"))
             with open(files[-1], "wb") as out:
-                for chunk in data.chunks(_CHUNK):
+                for chunk in data.chunks():
                     out.write(chunk)
         self._delta = files, claim
         answers = self._decoding(self._received) if self._opening else None
