@@ -6,9 +6,10 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..bucket.run import MANIFEST as MANIFEST_SIZE
 from ..bucket.run import Run
@@ -25,11 +26,14 @@ from ..core.errors import (
     VersionNotFound,
     WriterConflict,
 )
-from ..core.manifest import Head, Link, Manifest, Origin, Summary, dump, most_bytes, now, parse_manifest
+from ..core.manifest import Head, Link, Manifest, Summary, dump, most_bytes, now, parse_manifest
 from ..core.signing import MANIFEST, NEXT_KEY, Endorsement, SigningKey, check_public, endorsed
 from ..store.base import check_size
 from .claim import Claim
 from .companions import Companions
+
+if TYPE_CHECKING:
+    from .writer import PendingVersion
 
 log = logging.getLogger("deltawire")
 
@@ -60,8 +64,8 @@ class Signing:
 class Committer:
     """Appends versions to a run, of which it has all summaries. One per publisher, used by one thread at a time."""
 
-    def __init__(self, run: Run, signing: Signing | None = None) -> None:
-        self.run, self._signing = run, signing
+    def __init__(self, run: Run, files: Companions, signing: Signing | None = None) -> None:
+        self.run, self._files, self._signing = run, files, signing
         self.writer = secrets.token_hex(4)
         self._unsure = ""
         """Mark of the last commit if it failed and may have happened all the same."""
@@ -71,21 +75,18 @@ class Committer:
         if not self._store_refuses():
             self._claim = Claim.take(run.store)
             self._keep_run()
-        newest = self._find_newest()
-        self.versions: dict[int, Summary] = run.timeline(newest) if newest is not None else {}
-        self.newest: Manifest | None = run.manifest(newest) if newest is not None else None
-        self._rotations = self._take_over()
-
-    def _find_newest(self) -> int | None:
         try:
-            return self.run.newest()
+            newest = run.newest()
         except SignatureError as error:
-            if self._signing is None:
+            if signing is None:
                 raise
             raise NotTheSigner(
                 f"{error}. Sign with the run's own key, and after a rotation name the key before (trust=, or "
                 "DELTAWIRE_TRUST); remove versions that are forged; an unsigned run cannot be signed later"
             ) from error
+        self.versions: dict[int, Summary] = run.timeline(newest) if newest is not None else {}
+        self.newest: Manifest | None = run.manifest(newest) if newest is not None else None
+        self._rotations = self._take_over()
 
     def _take_over(self) -> tuple[Endorsement, ...]:
         """Return the rotations to state in the next versions. Raises NotTheSigner if this key may not sign them."""
@@ -128,24 +129,14 @@ class Committer:
         return self.newest.version + 1
 
     def commit(
-        self,
-        links: tuple[Link, ...],
-        *,
-        digest: str,
-        changed: int,
-        step: int | None,
-        metrics: Mapping[str, float],
-        timings: Mapping[str, float],
-        files: Companions,
-        publishes: int = 1,
-        origin: Origin | None = None,
+        self, pending: PendingVersion[Any], links: Iterable[Link], digest: str, changed: int, timings: dict[str, float]
     ) -> Manifest:
-        """Create the manifest of the next version, which carries so many publishes.
+        """Create the manifest of the next version.
 
         Raises WriterConflict if another trainer has created it; RunNotFound or RunReplaced if the run was deleted.
         """
         version = self.next_version
-        named = files.put(self.run.store, self.newest.files if self.newest else (), self.run.schema)
+        named = self._files.put(self.run.store, self.newest.files if self.newest else (), self.run.schema)
         # a skip delta that is larger than any reader accepts is left for prune: the way around it is shorter
         links = tuple(link for link in links if link.bytes <= most_bytes(self.run.schema))
         if history.needs_page(version):
@@ -160,13 +151,13 @@ class Committer:
             links=links,
             created=now(),
             writer=self.writer,
-            step=step,
+            step=pending.step,
             changed=changed,
-            metrics=_finite(metrics, version),
+            metrics=_finite(pending.metrics, version),
             timings={name: round(value, 6) for name, value in timings.items()},
             files=named,
             recent=self._summaries(history.recent_start(version), version),
-            origin=origin,
+            origin=pending.origin,
             signer=self._signing.key.public if self._signing else "",
             rotations=self._rotations,
         )
@@ -197,7 +188,7 @@ class Committer:
         except StoreError as error:
             # only a hint: readers look one manifest past it
             log.warning("version %d is committed, but head was not moved: %s", version, error)
-        _log(manifest, self.run.schema.elements, publishes)
+        _log(manifest, self.run.schema.elements, len(pending.handles))
         return manifest
 
     def catch_up(self) -> Manifest | None:

@@ -154,7 +154,7 @@ class Pipeline:
                 self._commit_to(Run.open(self._store, trust=self._trust))
 
     def _commit_to(self, run: Run) -> Committer:
-        self._committer = Committer(run, self._options.signing)
+        self._committer = Committer(run, self._options.files, self._options.signing)
         self.version = self._committer.newest.version if self._committer.newest else None
         return self._committer
 
@@ -253,7 +253,7 @@ class Pipeline:
             # a checkpoint that everybody can get: its name and digest are published, its weights are not
             link = Link("reference", source=options.reference, nbytes=schema.nbytes)
             digest = str(full.digest_of(reference_source(committer.run, link, self._find_reference)))
-            committer.commit((link,), digest=digest, changed=0, step=None, metrics={}, timings={}, files=options.files)
+            committer.commit(PendingVersion(None, {}, None, None), [link], digest, 0, {})
         return committer.newest
 
     def _differs(self, newest: Manifest, source: Source, detector: Detector, must_match: bool) -> bool:

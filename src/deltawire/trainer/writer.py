@@ -327,21 +327,13 @@ class VersionWriter:
         for link in (link for each in put for link in each.links):
             same = links.get((link.kind, link.base))
             if same is not None:
-                objects, changed = same.objects + link.objects, same.changed + link.changed
-                link = msgspec.structs.replace(link, objects=objects, changed=changed)
+                objects, count = same.objects + link.objects, same.changed + link.changed
+                link = msgspec.structs.replace(link, objects=objects, changed=count)
             links[link.kind, link.base] = link
-        return self._rank_0().commit(
-            tuple(links.values()),
-            digest=str(digest),
-            changed=self._run.schema.elements if start else sum(each.changed for each in put),
-            step=pending.step,
-            metrics=pending.metrics,
-            # of the slowest rank
-            timings={name: max(each.timings[name] for each in put) for name in pending.timings},
-            files=self._options.files,
-            publishes=len(pending.handles),
-            origin=pending.origin,
-        )
+        changed = self._run.schema.elements if start else sum(each.changed for each in put)
+        # of the slowest rank
+        timings = {name: max(each.timings[name] for each in put) for name in pending.timings}
+        return self._rank_0().commit(pending, links.values(), str(digest), changed, timings)
 
     def _rank_0(self) -> Committer:
         if self._committer is None:
