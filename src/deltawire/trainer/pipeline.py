@@ -382,8 +382,9 @@ class Pipeline:
             pending.changes = captures.fold(older, pending.changes)
         capture = pending.changes
         since = captures.skip(capture, terms.version)
-        skip = None if since is None else (since[0], lambda encoding: capture.encode(encoding, since[1]))
-        published = writer.write(terms, pending, skip)
+        if since is not None:
+            pending.skip = since[0], lambda encoding: capture.encode(encoding, since[1])
+        published = writer.write(terms, pending)
         self.version = terms.version
         captures.settle(capture, terms.version)
         self._tell(published)

@@ -133,6 +133,8 @@ class PendingVersion(Generic[C]):
     """A capture, or a stream that compares while it is encoded: once it is known which."""
     last_publish: int = 0
     """Sequence number of the newest publish in it."""
+    skip: tuple[int, Callable[[str], Iterator[EncodedBlock]]] | None = None
+    """A delta over several versions to go with it: its base, and given an encoding, the blocks of all that changed."""
 
     def merge(self, later: PendingVersion[C]) -> None:
         """Include a later one, whose changes are those of both."""
@@ -150,10 +152,6 @@ class PendingVersion(Generic[C]):
         """Raise an error for all who wait for the version."""
         for handle in self.handles:
             handle._future.set_exception(error)
-
-
-SkipDelta = tuple[int, Callable[[str], Iterator[EncodedBlock]]]
-"""A delta over several versions: its base, and given an encoding, the coded blocks of all that changed since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +210,7 @@ class VersionWriter:
 
         return self._group.first(terms)
 
-    def write(self, terms: Terms, pending: PendingVersion[C], skip: SkipDelta | None = None) -> Published:
+    def write(self, terms: Terms, pending: PendingVersion[C]) -> Published:
         """Encode, put and commit. Raises on all ranks if it fails on one."""
         group, changes, began = self._group, pending.changes, time.perf_counter()
         # the first version has full weights alone, and so has one that starts over
@@ -241,7 +239,7 @@ class VersionWriter:
             pending.timings["encode"] = time.perf_counter() - began
             size = sum(group.exchange(file.size))
             kinds = group.first(lambda: wanted(size))
-            put = group.together(lambda: self._put(terms, pending, kinds, file, digest, skip))
+            put = group.together(lambda: self._put(terms, pending, kinds, file, digest))
         manifest = group.first(lambda: self._commit(terms, pending, digest, put, start))
         self._start_over = False
         return Published(
@@ -261,13 +259,7 @@ class VersionWriter:
         return delta.finish_link(run.info.run, base, terms.version, before, str(digest), run.schema.elements)
 
     def _put(
-        self,
-        terms: Terms,
-        pending: PendingVersion[C],
-        kinds: tuple[bool, bool],
-        file: DataFile,
-        digest: StateDigest,
-        skip: SkipDelta | None,
+        self, terms: Terms, pending: PendingVersion[C], kinds: tuple[bool, bool], file: DataFile, digest: StateDigest
     ) -> _Put:
         """Upload what this rank has: a delta, an anchor (`kinds` says which of them) and a skip delta.
 
@@ -307,8 +299,8 @@ class VersionWriter:
             blob = upload(keys.anchor(version, terms.writer, self._shard), whole)
             self._options.chooser.learn_link(whole.size, time.perf_counter() - began)
             links.append(Link("anchor", None, (blob,), why=choice.why if choice.full else ""))
-        if skip is not None:
-            base, encode = skip
+        if pending.skip is not None:
+            base, encode = pending.skip
             with DeltaWriter(choice.encoding) as delta:
                 for block in encode(choice.encoding):
                     delta.add(block)
