@@ -100,6 +100,14 @@ def resolve(run: Run, version: int | str | None) -> int:
     return _existing(run, counted)
 
 
+def resolve_early(run: str | Run, version: str) -> int:
+    """As `resolve`, but a number may be of a version that is not there yet, nor the run: only other text needs it."""
+    exact = number(version)
+    if exact is not None and exact >= 0:
+        return exact
+    return resolve(run if isinstance(run, Run) else Run.open(run), version)
+
+
 def number(text: str | None) -> int | None:
     """Parse "41", "v41" or "-2"; None for anything else."""
     match = _COUNTED.fullmatch(text or "")

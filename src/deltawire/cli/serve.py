@@ -237,19 +237,15 @@ def command(
 
 
 def _pin(text: str) -> tuple[str, int | None]:
-    """The run to follow, and the version to stay at. Only what is not a number needs the run to be there already."""
-    from ..bucket.run import Run
-    from ..bucket.versions import NEWEST, number, resolve, split
+    """The run to follow, and the version to stay at."""
+    from ..bucket.versions import NEWEST, resolve_early, split
 
     where, version = split(text)
     if _is_checkpoint(where):
         raise BadParameter(
             f"{where} is a checkpoint, not a run: add --run RUN (or --adapter NAME=RUN with --engine vllm or sglang)"
         )
-    if version is None or version in NEWEST:
-        return where, None
-    exact = number(version)
-    return where, exact if exact is not None and exact >= 0 else resolve(Run.open(where), version)
+    return where, None if version is None or version in NEWEST else resolve_early(where, version)
 
 
 def _is_checkpoint(folder: str) -> bool:

@@ -48,11 +48,15 @@ def command(
     """
     from ..bucket.references import resolver
     from ..bucket.verify import verify
+    from ..bucket.versions import resolve_early
 
     if quick and source is not None:
         raise BadParameter("--source computes weights again, which --quick promises not to do: leave out one")
     opened = ui.open_run(run, trust)
-    bounds = {"first": _bound(opened, first), "last": _bound(opened, last)}
+    # a number may be outside of the run, or pruned
+    bounds = {
+        name: None if text is None else resolve_early(opened, text) for name, text in (("first", first), ("last", last))
+    }
     with ui.progress() as advance:
         result = verify(opened, **bounds, quick=quick, resolve=resolver(reference), progress=partial(advance, "verify"))
     recomputed = 0
@@ -77,16 +81,6 @@ def command(
     )
     if not result.ok:
         raise Exit(3)
-
-
-def _bound(run: Run, version: str | None) -> int | None:
-    """Resolve a bound. A number may be outside of the run or pruned; anything else must exist."""
-    from ..bucket.versions import number, resolve
-
-    if version is None:
-        return None
-    exact = number(version)
-    return exact if exact is not None and exact >= 0 else resolve(run, version)
 
 
 def _render(out: ui.Console, run: Run, result: Verification, recomputed: int) -> None:

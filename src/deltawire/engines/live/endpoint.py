@@ -15,8 +15,7 @@ from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from ...bucket.run import Run
-from ...bucket.versions import number, resolve, split
+from ...bucket.versions import resolve_early, split
 from ...core.errors import DeltawireError, Misconfigured
 from .. import control, names
 from ..access import is_bearer, is_loopback, public_address
@@ -251,11 +250,8 @@ class HealthMiddleware:
 
 
 def _pinned(run: str, text: str, setting: str = "DELTAWIRE_PIN") -> int | None:
-    """The version that a setting names. Only what is not a number needs the run to be there already."""
-    exact = number(text)
-    if not text or (exact is not None and exact >= 0):
-        return exact
+    """The version that a setting names, if it names one."""
     try:
-        return resolve(Run.open(run), text)
+        return resolve_early(run, text) if text else None
     except DeltawireError as error:
         raise Misconfigured(f"{setting} is {text[:80]!r}: {error}") from error
