@@ -70,6 +70,7 @@ setup-vllm:  ## make the environment of test-vllm (once, outside the clone)
 	@tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)
 
 # The codecs are compiled into a cache of that environment: its numba is another one than that of $(VENV).
+# Nodes of a live test have a /dev/shm of their own each, so the files of these tests lie elsewhere.
 # With DEVICE=cuda: the environment of $(PYTHON), which has the GPU build of vLLM and deltawire in it.
 test-vllm:  ## run the tests against a real vLLM, on the CPU in an environment made for it, or on a GPU (DEVICE=cuda)
 ifeq ($(DEVICE),cuda)
@@ -77,7 +78,7 @@ ifeq ($(DEVICE),cuda)
 else
 	@place=$$(tests/engines/vllm/environment.sh $(PYTHON) $(VLLM)) && \
 	$$place/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . && \
-	NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
+	PYTEST_DEBUG_TEMPROOT=/tmp NUMBA_CACHE_DIR=$$place/numba $$place/bin/python -m pytest -p no:cacheprovider -m "" --timeout 900 \
 		$(if $(VLLM),tests/engines/vllm/older.py,$(addprefix tests/,engines/vllm/conversions.py engines/vllm/live.py engines/vllm/live_adapters.py engines/vllm/live_fp8.py docs/live_documents.py)) $(ARGS)
 endif
 
