@@ -23,7 +23,7 @@ from deltawire.replica import model as model_module  # noqa: E402
 from deltawire.replica.device import DeviceShard, DeviceWeights  # noqa: E402
 from deltawire.replica.model import open_weights  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
-from deltawire.trainer import SnapshotDetector, stream  # noqa: E402
+from deltawire.trainer import SnapshotDetector, captures  # noqa: E402
 from deltawire.trainer.policy import AnchorPolicy  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
@@ -214,8 +214,8 @@ def test_regions_that_somebody_cut_in_another_way(
 
     An anchor beside it holds the same weights: a snapshot on the device is taken over before it is written.
     """
-    monkeypatch.setattr(stream, "PIECE_UNITS", 150)
-    monkeypatch.setattr(stream, "READ_UNITS", 700)
+    monkeypatch.setattr(captures, "PIECE_UNITS", 150)
+    monkeypatch.setattr(captures, "READ_UNITS", 700)
     model = weights(6, device)
     model["wide"] = torch.randn(6, 400, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     live = {name: torch.zeros_like(t) for name, t in model.items()}

@@ -14,21 +14,21 @@ from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
 from ..core.full import Source, digests_of
 from ..core.parallel import for_each
-from ..core.scatter import scatter_and_look
+from ..core.scatter import scatter, scatter_and_look
 from ..models import dtype_of, is_torch, like, torch_bits, torch_dtype
 from .shard import WHOLE, Part, Piece, PieceChange, Places, Sums, cut
 
-WORTH_THREADS = 1 << 19
+WORTH_THREADS = 1 << 20
 """Number of changes that are worth starting threads for: some milliseconds of work."""
 
 
 class HostShard:
     """Pieces in host memory; `memory` has that of each piece."""
 
-    audited = True
-
-    def __init__(self, pieces: Sequence[Piece], memory: Sequence[Rows | Placed | Copied]) -> None:
-        self.pieces, self._memory = pieces, memory
+    def __init__(
+        self, pieces: Sequence[Piece], memory: Sequence[Rows | Placed | Copied], *, audited: bool = True
+    ) -> None:
+        self.pieces, self._memory, self.audited = pieces, memory, audited
         self.in_place = not any(isinstance(each, Copied) for each in memory)
         """Whether writes go straight to the weights, so that several may go on at once."""
 
@@ -36,7 +36,7 @@ class HostShard:
         """Compile the kernels that write, which would take too long in the first pause."""
         for piece, memory in zip(self.pieces, self._memory, strict=True):
             if not isinstance(memory, Copied):
-                memory.write(no_change(piece.region))
+                memory.write(no_change(piece.region), self.audited)
 
     def read(self, piece: int, part: Part = WHOLE) -> Bits:
         """A live view where memory is in the run's dtype, else a copy."""
@@ -54,7 +54,7 @@ class HostShard:
         self.write([PieceChange(item.piece, item.change.swapped()) for item in patch])
 
     def put(self, item: PieceChange) -> None:
-        if not self._memory[item.piece].write(item.change):
+        if not self._memory[item.piece].write(item.change, self.audited):
             name = item.change.region.tensor.name
             raise RuntimeError(f"memory of {name!r} does not hold what was written to it")
 
@@ -102,12 +102,16 @@ class Rows:
     def read(self, part: Part) -> Bits:
         return self._bits[part]
 
-    def write(self, change: Change) -> bool:
-        """Write the new bits. Returns whether memory holds them afterwards."""
+    def write(self, change: Change, look: bool) -> bool:
+        """Write the new bits. Returns whether memory holds them afterwards; without `look`, that is not looked at."""
         region, stride = change.region, self._stride
         first = (region.row - self._region.row) * stride + region.column - self._region.column
         width = stride if region.rows <= 1 else region.columns
-        return bool(scatter_and_look(self._flat, change.positions, self.widen(change.new), first, width, stride))
+        given = self._flat, change.positions, self.widen(change.new), first, width, stride
+        if look:
+            return bool(scatter_and_look(*given))
+        scatter(*given)
+        return True
 
     def fill(self, parts: Iterable[tuple[Part, Bits]]) -> None:
         for part, bits in parts:
@@ -164,9 +168,9 @@ class Copied:
         whole = (bits.copy() if narrow is self._tensor else bits).reshape(self._region.rows, self._region.columns)
         return whole[part]
 
-    def write(self, change: Change) -> bool:
+    def write(self, change: Change, look: bool) -> bool:
         bits = self.read(WHOLE)
-        held = Rows(self._region, bits).write(change)
+        held = Rows(self._region, bits).write(change, look)
         self._put(bits)
         return held
 
@@ -195,7 +199,7 @@ class Placed:
         _gather(self._bits, rows, columns, out)
         return out
 
-    def write(self, change: Change) -> bool:
+    def write(self, change: Change, look: bool) -> bool:
         positions, new = cut(change.region, self._region, change.positions, change.new)
         row, column = np.divmod(positions, np.uint32(self._region.columns))
         where = self._places.rows[row] + self._places.columns[column]

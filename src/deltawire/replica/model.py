@@ -60,7 +60,7 @@ class ModelTarget:
     def __init__(self, model: Model, *, strict: bool = True, prove: bool = True) -> None:
         self.model = model
         self._strict, self._prove = strict, prove
-        self._weights = ModelWeights(Schema.build(()), (), HostShard((), ()))
+        self._weights = ModelWeights(Schema.build(()), (), HostShard((), (), audited=False))
         self._where: object = ()
 
     def bind(self, schema: Schema) -> bool:
@@ -163,8 +163,8 @@ def open_weights(model: Model, schema: Schema, *, strict: bool = True) -> ModelW
         # bits already, of dtypes that numpy may have no name for
         model.schema.require_equal(schema, ours="this state", theirs="the run")
         pieces = [Piece(whole(tensor), model.tensors[tensor.name]) for tensor in schema.tensors]
-        memory = [Rows(p.region, p.view.reshape(p.region.rows, p.region.columns)) for p in pieces]
-        return ModelWeights(schema, pieces, HostShard(pieces, memory))
+        bits = [Rows(p.region, p.view.reshape(p.region.rows, p.region.columns)) for p in pieces]
+        return ModelWeights(schema, pieces, HostShard(pieces, bits, audited=False))
     tensors = live_tensors(model)
     on_device = is_on_device(tensors, schema)
     names = require(tensors, schema, strict, may_be_wider=not on_device)
@@ -174,7 +174,8 @@ def open_weights(model: Model, schema: Schema, *, strict: bool = True) -> ModelW
         from .device import DeviceWeights
 
         return DeviceWeights(schema, pieces)
-    shard = HostShard(pieces, [memory_of(region, tensors[name], name) for region, name in found])
+    memory = [memory_of(region, tensors[name], name) for region, name in found]
+    shard = HostShard(pieces, memory, audited=False)
     shard.compile()
     return ModelWeights(schema, pieces, shard)
 
