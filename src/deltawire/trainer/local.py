@@ -18,7 +18,7 @@ from ..models import Known, ModelView
 from ..views.blocks import Blocks
 from ..views.host import BlockView, is_view
 from .adapters import BASE_DTYPES, Adapter
-from .collective import Group
+from .collective import Group, Ranks
 from .detectors import Detector, HostDetector, default_detector
 from .writer import PublishOptions
 
@@ -28,9 +28,6 @@ OTHER_MODEL = "; another model, or the same in another dtype, needs an address o
 
 class LocalModel:
     """What this process holds of a model; this class itself: all of it."""
-
-    streams = True
-    """Whether a change that is too dense to hold is compared while it is encoded."""
 
     def __init__(self, options: PublishOptions, url: str) -> None:
         self._options, self._url = options, url
@@ -85,7 +82,9 @@ class LocalModel:
             if not Path(name).is_dir():
                 raise SchemaMismatch("it is not a folder here")
             return (str(full.digest_of(full.Checkpoint(name))),)
-        if self.streams and any(hasattr(tensor, "to_local") for tensor in model.base.state_dict().values()):
+        if not isinstance(group, Ranks) and any(
+            hasattr(tensor, "to_local") for tensor in model.base.state_dict().values()
+        ):
             raise SchemaMismatch("it is spread over several processes, and one alone publishes")
         found: dict[str, str] = {}
         for wire in BASE_DTYPES:

@@ -77,7 +77,8 @@ class Pipeline:
         self._store, self._options = store, options
         self._trust = options.signing.trust if options.signing else None
         self.together = group is not None
-        """Whether this is one of the ranks of a process group, which may be the only one."""
+        """Whether this is one of the ranks of a process group, which may be the only one. However dense a change is,
+        ranks capture it: one alone cannot decide to stream."""
         # one group for the training thread, one for the background thread
         if group is None:
             self._local, self._group, self._writing_group = LocalModel(options, store.url), Group(), Group()
@@ -117,7 +118,7 @@ class Pipeline:
             if not self._must_stream(source, wait) and self._capture(source, pending, began):
                 return
         except SnapshotLost as lost:
-            if not self._local.streams:
+            if self.together:
                 raise DivergedRun(f"{lost}; open a new Publisher, which compares with the newest version") from None
             log.warning("%s; comparing with the newest version in %s", lost, self._store.url)
             self._drop()
@@ -178,14 +179,14 @@ class Pipeline:
         state, start_over, watched = None, False, source
         if newest is None:
             # shards are read twice, so their bytes would count twice
-            if progress is not None and self._local.streams and isinstance(detector, HostDetector):
+            if progress is not None and not self.together and isinstance(detector, HostDetector):
                 watched = Watched(source, lambda n: progress("detect", n, schema.nbytes))
         elif self._differs(newest, source, detector, must_match):
             state = group.each(lambda: self._rebuild(run, newest.version, progress))
             # on all ranks if one of them cannot read it
             start_over = not all(group.exchange(state is not None))
             state = None if start_over else state
-        if state is not None and self._local.streams:
+        if state is not None and not self.together:
             # in host memory wherever the model is: the first publish is streamed against it
             kind = type(detector) if isinstance(detector, HostDetector) else HostDetector
             captures = Captures(kind.of(state), state.digest, skip_every=options.skip_every)
@@ -318,7 +319,7 @@ class Pipeline:
         """Whether to compare block by block while the caller waits: to save host memory, or where the version to
         compare with came from the bucket and is not yet where the model is."""
         in_host_memory = isinstance(self._opened().captures.detector, HostDetector)
-        return self._local.streams and in_host_memory and (wait or self._is_elsewhere(source))
+        return not self.together and in_host_memory and (wait or self._is_elsewhere(source))
 
     def _is_elsewhere(self, source: Source) -> bool:
         return not isinstance(self._options.detector or default_detector(source), HostDetector)
@@ -330,7 +331,7 @@ class Pipeline:
         waiting = self.background.withdraw()
         try:
             onto = waiting.changes if waiting else None
-            pending.changes = captures.capture(source, budget if self._local.streams else sys.maxsize, onto)
+            pending.changes = captures.capture(source, sys.maxsize if self.together else budget, onto)
         except BaseException as error:
             # what waits must not be lost with it
             self.background.submit(waiting)

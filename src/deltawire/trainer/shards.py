@@ -66,9 +66,6 @@ class LocalRegion:
 class Shards(LocalModel):
     """The regions of a model that this rank holds, out of several ranks."""
 
-    streams = False
-    """However dense a change is, it is captured: a rank cannot decide to stream on its own."""
-
     _parts: Sequence[LocalRegion] = ()
     """What this rank reads."""
     _written: Sequence[LocalRegion] = ()
