@@ -26,7 +26,7 @@ from ..core.sparse import DeltaFile, open_delta
 from ..models import ModelView, live_tensors, whereabouts
 from .host import HostShard, Rows, memory_of
 from .shard import Piece, PieceChange, Shard, Sums
-from .target import Delta, Staged, Update
+from .target import Delta, Staged, Update, write_or_undo
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +43,7 @@ class StagedModel(Staged):
     """An update of a model of this process."""
 
     write: Callable[[], None]
-    undo: Callable[[], None] = lambda: None
+    undo: Callable[[], None] | None = None
     decoded: Any = ()
     """What a delta changes; for weights in host memory a list of `Change`."""
 
@@ -94,20 +94,14 @@ class ModelTarget:
         return staged
 
     def swap(self, staged: StagedModel) -> None:
-        clock, update = time.perf_counter(), staged.update
-        try:
-            staged.write()
-            written = time.perf_counter()
-            staged.timings["apply"] = written - clock
-            if self._prove:
-                found = self.digest()
-                staged.timings["prove"] = time.perf_counter() - written
-                if found != update.digest:
-                    then = "the previous weights were restored" if staged.undoable else "call sync() again"
-                    raise DigestMismatch(update.version, str(update.digest), str(found), then)
-        except BaseException:
-            staged.undo()
-            raise
+        update = staged.update
+
+        def prove() -> None:
+            if (found := self.digest()) != update.digest:
+                then = "the previous weights were restored" if staged.undoable else "call sync() again"
+                raise DigestMismatch(update.version, str(update.digest), str(found), then)
+
+        staged.timings |= write_or_undo(staged.write, prove if self._prove else None, staged.undo)
 
 
 class ModelWeights:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -56,6 +57,24 @@ class Staged:
     """Whether a failed swap restores the previous weights. Full weights may be too many to keep the old ones beside."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds by phase; `swap` adds its own."""
+
+
+def write_or_undo(
+    write: Callable[[], None], prove: Callable[[], None] | None, undo: Callable[[], None] | None
+) -> dict[str, float]:
+    """Write what is staged, and prove it; on any error, put the old bits back. Returns the seconds of both."""
+    clock = time.perf_counter()
+    try:
+        write()
+        written = time.perf_counter()
+        if prove is None:
+            return {"apply": written - clock}
+        prove()
+        return {"apply": written - clock, "prove": time.perf_counter() - written}
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
 
 
 S = TypeVar("S", bound=Staged)

@@ -34,6 +34,7 @@ from ...core.parallel import default_threads
 from ...core.schema import Schema
 from ...core.sparse import DeltaClaim, open_delta
 from ...replica.shard import PieceChange, Shard, Sums
+from ...replica.target import write_or_undo
 from . import arrays
 from .channel import Answer, listen
 from .decode import Decoder, Wanted, compile_decoders
@@ -179,20 +180,16 @@ class Rank:
     def _do_apply(self, staged: list[int]) -> Answer:
         """Write what is staged, then prove it. On an error the old bits are back, where they were kept. Every rank is
         sent the numbers that all ranks gave to what they staged: anything else is not written."""
-        clock, found = time.perf_counter(), self._staged
+        found = self._staged
         if found is None or found.number != staged[self._number]:
             raise RuntimeError("what is staged is not what was checked" if found else "nothing is staged")
         self._written = found
-        try:
-            found.write()
-            written = time.perf_counter()
+
+        def prove() -> None:
             if found.proven is not None and self._sums() != found.proven:
                 raise RuntimeError("the weights do not have the digest that was predicted for them")
-            return {"apply": written - clock, "prove": time.perf_counter() - written}
-        except BaseException:
-            if found.undo is not None:
-                found.undo()
-            raise
+
+        return write_or_undo(found.write, prove, found.undo)
 
     def _do_undo(self, staged: list[int]) -> Answer:
         """Put the old bits back where they were written over; an error if these are not the weights from before."""
