@@ -184,6 +184,12 @@ def _few_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         yield
 
 
+@pytest.fixture
+def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python programs that the product starts are forked in a parallel run (forks.py)."""
+    monkeypatch.setattr(subprocess, "Popen", forks.Popen)
+
+
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
     """A real S3 server; each worker of a parallel run has its own."""

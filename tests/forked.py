@@ -15,13 +15,14 @@ from typing import Any
 
 
 def start(
-    address: str, program: dict[str, Any], cwd: str, env: Mapping[str, str], session: bool, streams: Sequence[int]
+    address: str, program: dict[str, Any], cwd: str, env: Mapping[str, str], session: bool, files: Sequence[int]
 ) -> tuple[int, socket.socket]:
-    """Its process, and where its exit status will be told."""
+    """Its process, and where its exit status will be told. Files after the three streams keep their numbers."""
     there = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     there.connect(f"\0{address}")
-    task = {"program": program, "cwd": cwd, "env": {**env}, "session": session}
-    socket.send_fds(there, [json.dumps(task).encode()], streams)
+    numbers = [0, 1, 2, *files[3:]]
+    task = {"program": program, "cwd": cwd, "env": {**env}, "session": session, "files": numbers}
+    socket.send_fds(there, [json.dumps(task).encode()], files)
     return int(there.recv(64)), there
 
 

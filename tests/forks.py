@@ -3,11 +3,13 @@
 To start Python and to import what a command needs takes a second of CPU, with torch four. In a parallel run a process
 that has imported everything is forked before the workers (`started`); it forks again for each `python -m MODULE`,
 `python SCRIPT` or `python -c CODE`. Without it, and for anything else, programs are started as usual.
+The fixture `forked_programs` has the product itself start its programs so.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import json
 import logging
 import os
@@ -20,8 +22,10 @@ import sys
 import threading
 import traceback
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from tests import forked
@@ -64,12 +68,13 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         _, pass_fds, cwd, env, _, _, shell, *pipes = rest
         stdin, _, _, stdout, _, stderr, _, _, _, _, _, session = pipes[:12]
         program = _program(args)
-        if _address is None or program is None or preexec_fn or pass_fds or shell:
+        if _address is None or program is None or preexec_fn or shell:
             super()._execute_child(args, executable, preexec_fn, *rest)
             return
         streams = [own if given == -1 else given for own, given in enumerate((stdin, stdout, stderr))]
         folder, environment = os.fspath(cwd or os.getcwd()), os.environ if env is None else env
-        self.pid, self._status = forked.start(_address, program, folder, environment, bool(session), streams)
+        given = [*streams, *pass_fds]
+        self.pid, self._status = forked.start(_address, program, folder, environment, bool(session), given)
         self._child_created = True
         self._close_pipe_fds(*pipes[:6])
 
@@ -137,16 +142,19 @@ def _serve(listener: socket.socket, lives: int) -> NoReturn:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         # Ctrl-C is for the process that shows results
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # nor need each program end what was imported: hundreds of things of torch
+        for imported in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+            imported.atexit = False
         children: dict[int, socket.socket] = {}
         while lives not in (ready := select.select([listener, ended, lives], [], [])[0]):
             if listener in ready:
                 client, _ = listener.accept()
-                data, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
+                data, files, _, _ = socket.recv_fds(client, 1 << 20, 16)
                 pid = os.fork()
                 if not pid:
-                    _become(json.loads(data), streams)
-                for stream in streams:
-                    os.close(stream)
+                    _become(json.loads(data), files)
+                for file in files:
+                    os.close(file)
                 children[pid] = client
                 client.send(str(pid).encode())
             if ended in ready:
@@ -167,7 +175,7 @@ def _serve(listener: socket.socket, lives: int) -> NoReturn:
         os._exit(code)
 
 
-def _become(task: dict[str, Any], streams: list[int]) -> NoReturn:
+def _become(task: dict[str, Any], files: list[int]) -> NoReturn:
     """Run a program as if this process had been started for it."""
     code: object = 1
     try:
@@ -179,9 +187,7 @@ def _become(task: dict[str, Any], streams: list[int]) -> NoReturn:
         threading.excepthook, sys.unraisablehook = threading.__excepthook__, sys.__unraisablehook__
         if task["session"]:
             os.setsid()
-        for own, given in enumerate(streams):
-            os.dup2(given, own)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        _take(files, task["files"])
         os.chdir(task["cwd"])
         os.environ.clear()
         os.environ.update(task["env"])
@@ -203,6 +209,20 @@ def _become(task: dict[str, Any], streams: list[int]) -> NoReturn:
             print(code, file=sys.stderr)
         threading._shutdown()  # type: ignore[attr-defined]
         leave(code if isinstance(code, int) else int(code is not None))
+
+
+def _take(files: list[int], numbers: list[int]) -> None:
+    """Have these open files under these numbers, and no others."""
+    above = max(numbers) + 1
+    # first out of the way of each other
+    files = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
+    for number, file in zip(numbers, files, strict=True):
+        os.dup2(file, number)
+    ends = [*sorted(numbers), os.sysconf("SC_OPEN_MAX")]
+    for number, following in pairwise(ends):
+        # an empty range may be taken for all files
+        if following > number + 1:
+            os.closerange(number + 1, following)
 
 
 def _play(how: str, what: str, arguments: list[str], watched: bool) -> None:

@@ -14,18 +14,26 @@ import pytest
 from tests import forks
 
 
+@pytest.fixture(scope="module")
+def address() -> Iterator[str | None]:
+    """Of the process that forks: that of a parallel run, or one of our own."""
+    if forks._address:
+        yield forks._address
+    else:
+        with forks.started():
+            yield forks._address
+
+
 @pytest.fixture(params=["forked", "started"])
-def python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., forks.Popen]]:
+def python(
+    request: pytest.FixtureRequest, address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., forks.Popen]:
     def start(*words: str, **options: object) -> forks.Popen:
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         return forks.Popen([sys.executable, *words], text=True, **streams, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(forks, "_address", None)
-    if request.param == "started":
-        yield start
-    else:
-        with forks.started():
-            yield start
+    monkeypatch.setattr(forks, "_address", address if request.param == "forked" else None)
+    return start
 
 
 CODE = "import os, sys; print(input(), sys.argv, os.getcwd(), os.environ.get('X')); print('bad', file=sys.stderr)"
@@ -35,6 +43,17 @@ def test_streams_arguments_folder_and_environment(python: Callable[..., forks.Po
     with python("-c", CODE, "a", "b c", cwd=tmp_path, env={**os.environ, "X": "1"}) as process:
         assert process.communicate("hello\n", 60) == (f"hello ['-c', 'a', 'b c'] {tmp_path} 1\n", "bad\n")
     assert process.returncode == 0
+
+
+def test_open_files_that_are_passed_on(python: Callable[..., forks.Popen], tmp_path: Path) -> None:
+    code = "import os, sys; print(*(os.read(int(n), 9).decode() for n in sys.argv[1:]))"
+    with open(tmp_path / "a", "w+") as first, open(tmp_path / "b", "w+") as second:
+        for file, text in ((first, "one"), (second, "two")):
+            file.write(text)
+            file.seek(0)
+        numbers = [first.fileno(), second.fileno()]
+        with python("-c", code, *map(str, numbers), pass_fds=numbers) as process:
+            assert process.communicate(timeout=60) == ("one two\n", "")
 
 
 def test_modules_and_scripts(python: Callable[..., forks.Popen], tmp_path: Path) -> None:

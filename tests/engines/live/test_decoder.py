@@ -21,6 +21,8 @@ from deltawire.replica import device  # noqa: E402
 from deltawire.replica.device import DeviceShard  # noqa: E402
 from support import diff, encoded, moved_bag, random_bag  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 SIZES = {"hidden": 512, "ffn": 1024, "heads": 8, "kv": 4, "vocab": 512, "layers": 1}
 
 

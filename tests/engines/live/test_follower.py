@@ -38,6 +38,8 @@ from deltawire.store import ObjectStore, Store  # noqa: E402
 from deltawire.trainer import Publisher  # noqa: E402
 from support import Bag, moved_bag, random_bag  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 SIZES = {"hidden": 256, "ffn": 512, "heads": 4, "kv": 2, "vocab": 300, "layers": 1}
 
 

@@ -29,6 +29,8 @@ from deltawire.replica import device  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
 from support import random_bag  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 __all__ = ["loop"]
 
 

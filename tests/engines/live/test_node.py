@@ -27,6 +27,8 @@ from deltawire.replica.device import DeviceShard
 from deltawire.store import open_store
 from support import random_bag
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.fixture
 def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
