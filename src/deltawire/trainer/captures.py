@@ -44,9 +44,12 @@ _PER_UNIT = 8
 """Bytes that a unit in work takes, roughly: its new bits, and scratch for those that changed."""
 
 _DENSE = 16
-_SAMPLE = 61
+"""A part is dense if more than one weight in so many changed."""
 
-Detected = Callable[[int], None]
+_SAMPLE = 61
+"""One weight in so many is looked at to tell."""
+
+Compared = Callable[[int], None]
 """Called with the number of bytes that were compared."""
 
 
@@ -271,9 +274,9 @@ class Stream:
     Iterate over `encode` once, to the end, before asking for `digest` or `weights`, which are those of the new version.
     """
 
-    def __init__(self, captures: Captures, source: Source, detected: Detected | None) -> None:
+    def __init__(self, captures: Captures, source: Source, compared: Compared | None) -> None:
         self._captures, self._detector = captures, captures.detector
-        self._source, self._detected = source, detected
+        self._source, self._compared = source, compared
 
     def encode(self, encoding: str) -> Iterator[EncodedBlock]:
         plan, reached = self._captures.plan, self._captures.digest
@@ -281,8 +284,8 @@ class Stream:
         parts = ordered_map(lambda block: self._encode(block, encoding), plan, threads)
         for block, (digest, coded) in zip(plan, parts, strict=True):
             reached += digest
-            if self._detected:
-                self._detected(sum(region.units * region.tensor.unit_size for region in block))
+            if self._compared:
+                self._compared(sum(region.nbytes for region in block))
             yield from coded
         if not isinstance(self._detector, HostDetector) and self._detector.load(self._source) != reached:
             raise PublishFailed("the weights changed while they were being published; keep training out of `publish`")
@@ -328,14 +331,14 @@ class Stream:
 class Watched:
     """A source that reports how many bytes were read from it."""
 
-    def __init__(self, source: Source, detected: Detected) -> None:
-        self.schema, self._source, self._detected = source.schema, source, detected
+    def __init__(self, source: Source, compared: Compared) -> None:
+        self.schema, self._source, self._compared = source.schema, source, compared
         self._lock = threading.Lock()
 
     def region(self, region: Region) -> Bits:
         bits = self._source.region(region)
         with self._lock:
-            self._detected(bits.nbytes)
+            self._compared(bits.nbytes)
         return bits
 
 
