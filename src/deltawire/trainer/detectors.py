@@ -71,7 +71,10 @@ class Detected:
 
 
 class Detector(Protocol):
-    """Holds, in whatever form, the weights captured last. One thread detects; any thread may read them."""
+    """Holds, in whatever form, the weights captured last. One thread detects; any thread may read them.
+
+    What has a body here is what a detector in host memory does.
+    """
 
     plan: list[Block]
     """What it was bound to, cut into blocks."""
@@ -79,7 +82,7 @@ class Detector(Protocol):
     @property
     def counts(self) -> bool:
         """Whether `block` has an answer: weights are counted on a device, for `context`."""
-        ...
+        return False
 
     def bind(self, source: Source) -> None:
         """Prepare for the tensors of a source. Called once, before anything else."""
@@ -87,7 +90,7 @@ class Detector(Protocol):
 
     def suits(self, source: Source) -> bool:
         """Whether it can compare this source; if not, the publisher uses another detector."""
-        ...
+        return True
 
     def digest_of(self, source: Source) -> StateDigest:
         """The digest of the source's present weights."""
@@ -110,13 +113,15 @@ class Detector(Protocol):
 
     def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
         """A copy of regions of one dtype on the device they are on, for an encoder; None: use `region`."""
-        ...
+        return None
 
     def later(self, work: Callable[[], Found]) -> Future[Found]:
         """Merge captures: at once, or in a thread of its own where that would block the trainer. Keeps the order."""
-        ...
+        return done(work())
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop the thread, if it has one."""
+        return
 
 
 def done(found: Found) -> Future[Found]:
@@ -133,12 +138,10 @@ def merge(first: Found, second: Found) -> Found:
     return Found(list(both), first.moved + second.moved)
 
 
-class HostDetector:
+class HostDetector(Detector):
     """A private copy of the model in host memory; compares any source with it."""
 
     state: State
-    plan: list[Block]
-    counts = False
 
     def bind(self, source: Source) -> None:
         if not hasattr(self, "state"):
@@ -152,9 +155,6 @@ class HostDetector:
         detector.state = state
         detector.bind(state)
         return detector
-
-    def suits(self, source: Source) -> bool:
-        return True
 
     def digest_of(self, source: Source) -> StateDigest:
         return full.digest_of(source)
@@ -197,19 +197,10 @@ class HostDetector:
     def region(self, region: Region) -> Bits:
         return self.state.region(region)
 
-    def block(self, regions: Sequence[Region]) -> None:
-        return None
-
     def write(self, changes: Sequence[Change]) -> None:
         """Take over a part of the model: the rest stays as it was captured last."""
         for change in changes:
             change.write(self.state.bits(change.region.tensor.name))
-
-    def later(self, work: Callable[[], Found]) -> Future[Found]:
-        return done(work())
-
-    def close(self) -> None:
-        pass
 
 
 def default_detector(source: Source) -> Detector:
