@@ -143,14 +143,18 @@ class Decoder:
         """The old weights of a region: a view where one piece holds it, else put together; None if some are missing."""
         mine = [(part, partial(self._read, number, part)) for number, part in self._held(around)]
         others = [(p, partial(bits.__getitem__, p.within(w))) for w, bits in lent.items() if (p := around.meet(w))]
-        old = np.empty((around.rows, around.columns), lookup(around.tensor.dtype).unit)
-        missing = np.ones(old.shape, bool)
-        for part, read in (*mine, *others):
-            if part == around:
-                return read()
-            old[part.within(around)] = read()
+        known = [*mine, *others]
+        if (read := next((read for part, read in known if part == around), None)) is not None:
+            return read()
+        missing = np.ones((around.rows, around.columns), bool)
+        for part, _ in known:
             missing[part.within(around)] = False
-        return None if missing.any() else old
+        if missing.any():
+            return None
+        old = np.empty(missing.shape, lookup(around.tensor.dtype).unit)
+        for part, read in known:
+            old[part.within(around)] = read()
+        return old
 
 
 def compile_decoders() -> None:
