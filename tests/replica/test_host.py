@@ -11,8 +11,11 @@ torch = pytest.importorskip("torch")
 
 import deltawire as dw  # noqa: E402
 from deltawire.core.change import compare, regions  # noqa: E402
-from deltawire.core.errors import SchemaMismatch  # noqa: E402
+from deltawire.core.errors import DigestMismatch, SchemaMismatch  # noqa: E402
+from deltawire.core.scatter import scatter  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
+from deltawire.replica import host  # noqa: E402
+from deltawire.replica.host import HostShard  # noqa: E402
 from deltawire.replica.model import open_weights  # noqa: E402
 from deltawire.replica.shard import PieceChange  # noqa: E402
 from deltawire.store import Store  # noqa: E402
@@ -148,6 +151,50 @@ def test_a_tie_that_the_run_does_not_have_is_refused_before_anything_is_written(
         trained.head.weight.data.copy_(trained.embed.weight.data)
         publisher.publish(trained).result(60)
         assert dw.Replica(store, heartbeat=0).sync(served) == 1
+
+
+def test_a_tie_that_breaks_in_the_run_rejects_the_delta(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two names of one memory are written by two threads, and each may read what the other one wrote."""
+    rng = np.random.default_rng(0)
+    first = rng.normal(size=(64, 32)).astype(np.float32)
+    trained = {"embed": first.copy(), "head": first.copy()}
+    memory = torch.zeros(64, 32)
+    served = {"embed": memory, "head": memory}
+    replica = dw.Replica(store, heartbeat=0)
+
+    monkeypatch.setattr(host, "scatter_and_look", lambda *given: scatter(*given))
+    with dw.Publisher(store, wire_dtype=None, anchor_ratio=1e9) as publisher:
+        publisher.publish(trained).result(60)
+        assert replica.sync(served) == 0
+        trained["head"][3] += 1
+        publisher.publish(trained).result(60)
+        with pytest.raises(DigestMismatch):
+            replica.sync(served)
+    assert [step.kind for step, _ in replica.rejected] == ["delta"]
+    assert replica.version == 0
+    assert np.array_equal(memory.numpy(), first)
+
+
+def test_what_can_be_taken_back_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {name: np.arange(8, dtype=np.float32) for name in "abc"}
+    live = {name: array.copy() for name, array in old.items()}
+    shard = open_weights(live, ModelView(old).schema).shard
+    patch = [
+        PieceChange(number, compare(piece.region, *(np.full(8, n, np.float32).view(np.uint32) for n in (1, 2))))
+        for number, piece in enumerate(shard.pieces)
+    ]
+    shard.write(patch)
+    put = HostShard.put
+
+    def failing(self: HostShard, item: PieceChange) -> None:
+        if item.piece == 0:
+            raise RuntimeError("memory of 'a'")
+        put(self, item)
+
+    monkeypatch.setattr(HostShard, "put", failing)
+    with pytest.raises(RuntimeError, match="memory of 'a'"):
+        shard.undo(patch)
+    assert {name: float(array[0]) for name, array in live.items()} == {"a": 2, "b": 1, "c": 1}
 
 
 def test_another_model_is_refused_before_anything_is_written() -> None:

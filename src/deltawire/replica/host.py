@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,12 +46,26 @@ class HostShard:
         return list(changes)
 
     def write(self, patch: Sequence[PieceChange]) -> None:
-        many = self.in_place and sum(item.change.count for item in patch) >= WORTH_THREADS
-        for_each(self.put, patch, None if many else 1)
+        self._each(self.put, patch)
 
     def undo(self, patch: Sequence[PieceChange]) -> None:
-        # of a change that was never written it has no effect
-        self.write([PieceChange(item.piece, item.change.swapped()) for item in patch])
+        failed: list[Exception] = []
+
+        def put_back(item: PieceChange) -> None:
+            try:
+                # of a change that was never written it has no effect
+                self.put(PieceChange(item.piece, item.change.swapped()))
+            except Exception as error:
+                # all others are taken back all the same
+                failed.append(error)
+
+        self._each(put_back, patch)
+        if failed:
+            raise failed[0]
+
+    def _each(self, put: Callable[[PieceChange], None], patch: Sequence[PieceChange]) -> None:
+        many = self.in_place and sum(item.change.count for item in patch) >= WORTH_THREADS
+        for_each(put, patch, None if many else 1)
 
     def put(self, item: PieceChange) -> None:
         if not self._memory[item.piece].write(item.change, self.audited):

@@ -314,25 +314,19 @@ def test_a_write_that_fails_half_way(tmp_path: Path, undo: str, monkeypatch: pyt
         it.publish(trainer).result(60)
         with serving(tmp_path / "run") as (server, client):
             target: Any = server.follower.replica._target
-            shard, undoing = target._weights.shard, threading.Event()
-            write, back = shard.write, shard.undo
+            shard = target._weights.shard
+            write = shard.write
 
             def breaks(patch: Any) -> None:
-                write(patch if undoing.is_set() else patch[:3])
-                if not undoing.is_set():
-                    raise OSError("half-way")
-
-            def undone(patch: Any) -> None:
-                undoing.set()
-                back(patch)
-                undoing.clear()
+                write(patch[:3])
+                raise OSError("half-way")
 
             def cannot(change: Any) -> None:
                 raise OSError("nor back")
 
             monkeypatch.setattr(shard, "write", breaks)
-            monkeypatch.setattr(shard, "undo", undone if undo == "works" else cannot)
             if undo == "fails":
+                monkeypatch.setattr(shard, "undo", cannot)
                 monkeypatch.setattr(shard, "load", cannot)
             nudge(trainer, 1)
             it.publish(trainer).result(60)
