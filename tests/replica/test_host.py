@@ -10,12 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import deltawire as dw  # noqa: E402
+from deltawire.core import full  # noqa: E402
 from deltawire.core.change import compare, regions  # noqa: E402
 from deltawire.core.errors import DigestMismatch, SchemaMismatch  # noqa: E402
 from deltawire.core.scatter import scatter  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
 from deltawire.replica import host  # noqa: E402
-from deltawire.replica.host import HostShard  # noqa: E402
+from deltawire.replica.host import Copied, HostShard  # noqa: E402
 from deltawire.replica.model import open_weights  # noqa: E402
 from deltawire.replica.shard import PieceChange  # noqa: E402
 from deltawire.store import Store  # noqa: E402
@@ -232,6 +233,21 @@ def strided(model: torch.nn.Module) -> Any:
     for name, tensor in tensors.items():
         tensor.copy_(model.state_dict()[name])
     return tensors
+
+
+def test_weights_that_are_copied_are_copied_once_for_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = {"w": torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()}
+    schema = ModelView(narrow).schema
+    digest = open_weights(narrow, schema).digest()
+    monkeypatch.setattr(full, "_READ_UNITS", 64)
+    for live in (narrow["w"].T.contiguous().T, narrow["w"].double()):
+        target, reads = open_weights({"w": live}, schema), []
+        read = Copied.read
+        with monkeypatch.context() as counted:
+            counted.setattr(Copied, "read", lambda *its, reads=reads, read=read: reads.append(1) or read(*its))
+            assert target.digest() == digest
+        assert len(reads) == 1
+        assert not np.shares_memory(target.shard.read(0), live.view(torch.int16).numpy())
 
 
 KINDS = {

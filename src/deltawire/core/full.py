@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -288,9 +288,16 @@ def digest_of(source: Source, threads: int | None = None) -> digest.StateDigest:
 
 
 def digests_of(
-    read: Callable[[int, Region], Bits], regions: Sequence[Region], groups: Sequence[int], threads: int | None = None
+    read: Callable[[int, Region], Bits],
+    regions: Sequence[Region],
+    groups: Sequence[int],
+    threads: int | None = None,
+    at_once: Container[int] = (),
 ) -> dict[int, digest.StateDigest]:
-    """The digest of each group of regions, whose bits `read` returns a part at a time, given the region's number."""
+    """The digest of each group of regions, whose bits `read` returns a part at a time, given the region's number.
+
+    at_once   numbers of regions that are not read in parts
+    """
 
     def one(band: tuple[int, Region]) -> digest.StateDigest:
         part = band[1]
@@ -298,7 +305,11 @@ def digests_of(
         return digest.of_rows(part.tensor.name, bits, part.base, part.tensor.columns)
 
     threads = threads_for(sum(region.units for region in regions), threads)
-    bands = [(number, part) for number, region in enumerate(regions) for part in pieces(region, _READ_UNITS)]
+    bands = [
+        (number, part)
+        for number, region in enumerate(regions)
+        for part in pieces(region, max(region.units, 1) if number in at_once else _READ_UNITS)
+    ]
     totals = {group: digest.StateDigest() for group in groups}
     for (number, _), found in zip(bands, ordered_map(one, bands, threads), strict=True):
         totals[groups[number]] += found

@@ -85,7 +85,9 @@ class HostShard:
 
         for memory in self._memory:
             memory.exact = True
-        sums = digests_of(read, [piece.region for piece in self.pieces], groups)
+        # a read makes a copy of all of them
+        copied = {number for number, memory in enumerate(self._memory) if isinstance(memory, Copied)}
+        sums = digests_of(read, [piece.region for piece in self.pieces], groups, at_once=copied)
         for group, memory in zip(groups, self._memory, strict=True):
             if not memory.exact:
                 # weights that no version can hold must not pass for the nearest one
@@ -178,9 +180,8 @@ class Copied:
             again = narrow.to(self._tensor.dtype)
             if not np.array_equal(torch_bits(again), torch_bits(self._tensor)):
                 self.exact = False
-        bits = torch_bits(narrow)
-        whole = (bits.copy() if narrow is self._tensor else bits).reshape(self._region.rows, self._region.columns)
-        return whole[part]
+        # a copy in any case: torch has live bits only of what is contiguous and in host memory
+        return torch_bits(narrow).reshape(self._region.rows, self._region.columns)[part]
 
     def write(self, change: Change, look: bool) -> bool:
         bits = self.read(WHOLE)
