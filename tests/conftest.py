@@ -24,8 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from deltawire.store import ObjectStore, Store
 from deltawire_wordle.seaweed import SeaweedFS
-from precompile import precompile
-from tests import forks, jobs
+from tests import forks, jobs, precompile
 from tests.hub_stand_in import HubStandIn
 
 _COMPILING = pytest.StashKey[list[subprocess.Popen[bytes]]]()
@@ -87,7 +86,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Kernels are compiled while the tests are collected."""
     if session.config.option.jobs > 1 and not session.config.option.collectonly:
-        session.stash[_COMPILING] = precompile()
+        session.stash[_COMPILING] = precompile.precompile()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -97,6 +96,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         return None
     for process in session.stash[_COMPILING]:
         process.wait()
+    precompile.load()
     _keep_freed_memory()
     with forks.started():
         jobs.Run(session, number)

@@ -22,8 +22,12 @@ def of_runs() -> None:
     import deltawire as dw
     from deltawire.bucket.replay import checkout
     from deltawire.bucket.run import Run
+    from deltawire.core.change import compose
+    from deltawire.core.describe import Contents
+    from deltawire.core.scatter import scatter_and_look
+    from deltawire.core.schema import Schema, TensorSpec
     from deltawire.store import ObjectStore
-    from support import blank, history, publish
+    from support import blank, diff, encoded, history, moved_bag, publish, random_bag
 
     versions = history(3)
     dw.decode(dw.encode(*versions[:2], "raw"), versions[0])
@@ -42,15 +46,39 @@ def of_runs() -> None:
         publish(derived, [now, some, {"layer.weight": -now["layer.weight"]}], view="fp8-block")
         checkout(Run.open(derived), 2)
 
+    # what is done with changes, by the size of a weight
+    schema = Schema.build(TensorSpec(dtype, dtype, (40, 40)) for dtype in ("U8", "BF16", "F32"))
+    states = [random_bag(schema, 1)]
+    for seed in (2, 3):
+        states.append(moved_bag(states[-1], seed, 0.2))
+    first, second = diff(*states[:2]), diff(*states[1:])
+    for changes in zip(first, second, strict=True):
+        for pair in zip(*changes, strict=True):
+            compose(*pair)
+    blob = encoded(states[0], first, "raw")
+    found = Contents(lambda start, length: blob[start : start + length], len(blob))
+    found.steps(lambda name: (schema.by_name()[name], states[0].tensors[name]))
+    for block in first:
+        for change in block:
+            bits = states[0].tensors[change.region.tensor.name]
+            assert scatter_and_look(bits, change.positions, change.new, 0, 40, 40)
+
 
 def of_context() -> None:
     """Kernels of `context`."""
     from support import applied, diff, encoded
     from tiled import always_tiles, pair
 
+    # rows that change more than others
+    chance = 0.02 * np.random.default_rng(3).choice([0, 1, 4], (1024, 1)) * np.full((1, 512), 1.0)
+    old, new = pair("BF16", (1024, 512), chance)
+    with always_tiles():
+        assert applied(encoded(old, diff(old, new), "context"), old)[0] == new
     # tiles with few changes and with many are counted in different ways, columns in another one
-    for dtype, shape, chance in (("BF16", (64, 128), 0.05), ("BF16", (300, 256), 0.6), ("F8_E4M3", (64, 128), 0.05)):
-        old, new = pair(dtype, shape, chance)
+    for dtype, rows, columns, share in (
+        ("BF16", 64, 128, 0.05), ("BF16", 300, 256, 0.6), ("F8_E4M3", 64, 128, 0.05), ("F32", 64, 128, 0.05)
+    ):  # fmt: skip
+        old, new = pair(dtype, (rows, columns), share)
         with always_tiles(tile=1 << 13):
             assert applied(encoded(old, diff(old, new), "context"), old)[0] == new
 
@@ -75,6 +103,19 @@ def precompile() -> list[subprocess.Popen[bytes]]:
     return [
         subprocess.Popen([sys.executable, __file__, part], env={**os.environ, "PYTHONPATH": path}) for part in PARTS
     ]
+
+
+def load() -> None:
+    """Load all compiled kernels of modules that are imported, so that processes which are forked have them."""
+    from numba.core.registry import CPUDispatcher
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("deltawire.")]
+    kernels = {id(it): it for module in modules for it in vars(module).values() if isinstance(it, CPUDispatcher)}
+    for kernel in kernels.values():
+        # else it is compiled into those that call it
+        if file := getattr(kernel._cache, "_cache_file", None):
+            for signature, *_ in file._load_index():
+                kernel.compile(signature)
 
 
 if __name__ == "__main__":

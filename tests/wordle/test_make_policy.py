@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_small_policy import RULES
 
+from deltawire_wordle import make_policy
 from deltawire_wordle.evaluate import evaluate
 from deltawire_wordle.layout import VOCABULARY, parse
 from deltawire_wordle.make_policy import LESSONS, Lesson, synthetic_game, train
@@ -44,7 +45,8 @@ def test_careless_players_ignore_answers() -> None:
     assert max(guesses.values()) < 40, "about 15 times each"
 
 
-def test_making_it_is_deterministic(tmp_path: Path) -> None:
+def test_making_it_is_deterministic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_policy, "BATCH", 12)
     lessons = (Lesson(2, 2e-3, 0.0), Lesson(1, 1e-3, 0.5))
     first, second = train(RULES, lessons), train(RULES, lessons)
     assert digest(first) == digest(second)
