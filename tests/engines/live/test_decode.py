@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Sequence
 
 import pytest
 from test_placement import WORLDS, Ranks
 
 from deltawire.core.change import whole
-from deltawire.core.codecs import context
+from deltawire.core.codecs import ENCODINGS, context
 from deltawire.core.full import FullFile, anchor
 from deltawire.core.sparse import DeltaFile
-from deltawire.engines.live.decode import Wanted
+from deltawire.engines.live.decode import Wanted, compile_decoders
 from deltawire.engines.live.placement import open_shard
+from deltawire.replica import shard as shards
 from deltawire.replica.device import DeviceShard
 from deltawire.replica.shard import Piece, Shard
 from support import diff, encoded, moved_bag, random_bag
@@ -60,6 +62,27 @@ def test_ranks_decode_whole_tiles_alone_and_borrow_for_cut_ones() -> None:
             except Wanted as wanted:
                 borrowed += wanted.regions
         assert bool(borrowed) == borrows
+
+
+def test_all_that_cuts_changes_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each encoding, because each has arrays of its own kind."""
+    kinds: list[str] = []
+    real, read = shards._cut, DeltaFile.read
+    monkeypatch.setattr(DeltaFile, "read", lambda *given: (kinds.append("read"), read(*given))[1])
+    monkeypatch.setattr(shards, "_cut", lambda *given: (kinds.append("cut"), real(*given))[1])
+    compile_decoders()
+    assert kinds == ["read", "read", "read", "cut"] * len(ENCODINGS)
+
+
+def test_old_weights_of_one_piece_are_not_copied() -> None:
+    ranks = Ranks(1)
+    (region,) = (piece.region for piece in ranks.shards[0].pieces if piece.region.tensor.name == "0.out.weight")
+    tracemalloc.start()
+    try:
+        assert ranks.decoders[0]._old(region, {}) is not None
+        assert tracemalloc.get_traced_memory()[1] < region.units
+    finally:
+        tracemalloc.stop()
 
 
 @WORLDS

@@ -26,6 +26,7 @@ from deltawire.engines.live.learn import Layer, Learned  # noqa: E402
 from deltawire.engines.live.node import WorkerError  # noqa: E402
 from deltawire.engines.live.placement import open_shard, trace  # noqa: E402
 from deltawire.replica import device  # noqa: E402
+from deltawire.replica.host import Placed  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
 from support import random_bag  # noqa: E402
 
@@ -104,6 +105,20 @@ def test_weights_are_found_where_a_hook_moved_them(hook: Hook, ffn: int) -> None
         assert np.array_equal(shard.read(number), expected), piece.region.tensor.name
         corner = (slice(1, 3), slice(2, 5))
         assert np.array_equal(shard.read(number, corner), expected[corner]) or piece.region.rows == 1
+
+
+def test_writes_to_a_kernels_layout_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found, _ = located(each(tiles))
+    # plain rows of the same width come first
+    pieces = sorted(found, key=lambda piece: piece.places is not None)
+    assert pieces[0].places is None
+    one, written = rank.Rank(Fused(), 0), []
+    one._shard, one._groups = open_shard(pieces), (0,) * len(pieces)
+    real = Placed.write
+    monkeypatch.setattr(rank, "compile_decoders", lambda: None)
+    monkeypatch.setattr(Placed, "write", lambda *given: written.append(1) or real(*given))
+    one._warm_up()
+    assert len(written) == 1
 
 
 def test_rows_that_stay_rows_are_plain_views() -> None:

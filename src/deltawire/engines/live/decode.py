@@ -158,7 +158,8 @@ class Decoder:
 
 
 def compile_decoders() -> None:
-    """Decode a delta of each encoding, for a piece that lies in one stretch of memory and for one that does not."""
+    """Decode a delta of each encoding, for a piece that lies in one stretch of memory, for one that does not, and for
+    one that is cut from the tensor."""
     spec = TensorSpec("w", "BF16", (128, 256))
     values = np.random.default_rng(0).normal(0, 0.05, spec.shape).astype(np.float32)
     old = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -166,10 +167,11 @@ def compile_decoders() -> None:
     for encoding in ENCODINGS:
         blob = encode({"w": old}, {"w": new}, encoding, threads=1)
         file = DeltaFile(lambda start, length, b=blob: b[start : start + length], len(blob), Schema.build([spec]))  # type: ignore[misc]
-        for width in (spec.columns, 2 * spec.columns):
-            view = torch.zeros((spec.rows, width), dtype=torch.bfloat16)[:, : spec.columns]
-            view.view(torch.int16).copy_(torch.from_numpy(old.view(np.int16)))
-            Decoder(open_shard([Piece(whole(spec), view)])).delta(file)
+        for columns, width in ((256, 256), (256, 512), (128, 128)):
+            view = torch.zeros((spec.rows, width), dtype=torch.bfloat16)[:, :columns]
+            view.view(torch.int16).copy_(torch.from_numpy(old.view(np.int16)[:, :columns]))
+            piece = Piece(Region(spec, 0, spec.rows, 0, columns), view)
+            Decoder(open_shard([piece])).delta(file, {whole(spec): old})
 
 
 def _of_spans(region: Region, spans: tuple[slice, slice]) -> Region:

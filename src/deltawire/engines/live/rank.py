@@ -332,15 +332,16 @@ class Rank:
 
     def _warm_up(self) -> None:
         """Compile all there is before anything is served, which takes seconds in which a model beside it stands still:
-        write a weight of each width over itself, prove, and decode something."""
-        widths: dict[int, PieceChange] = {}
+        write a weight of each width and layout over itself, prove, and decode something."""
+        kinds: dict[tuple[int, bool], PieceChange] = {}
         for number, piece in enumerate(self._weights.pieces):
-            if piece.view.dtype.itemsize not in widths and piece.region.units:
+            kind = piece.view.dtype.itemsize, piece.places is None
+            if kind not in kinds and piece.region.units:
                 bit = self._weights.read(number)[0, :1].copy()
                 change = Change(piece.region, np.zeros(1, np.uint32), bit, bit)
                 change.digest()
-                widths[piece.view.dtype.itemsize] = PieceChange(number, change)
-        patch = self._weights.prepare([*widths.values()])
+                kinds[kind] = PieceChange(number, change)
+        patch = self._weights.prepare([*kinds.values()])
         self._weights.moved(patch, self._groups)
         self._weights.write(patch)
         self._sums()
