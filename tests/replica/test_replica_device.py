@@ -245,3 +245,14 @@ def test_digest_and_load(device: str) -> None:
     assert target.digest() == full.digest_of(ModelView(live))
     target.shard.load(view)
     assert equal(live, model)
+
+
+def test_weights_of_two_memories_are_read_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    embed = weights(3, device)["embed"]
+    view, reads = ModelView({"embed": embed, "head": embed}), []
+    live = {"embed": torch.zeros_like(embed), "head": torch.zeros_like(embed)}
+    real = ModelView.region
+    monkeypatch.setattr(ModelView, "region", lambda self, region: reads.append(region) or real(self, region))
+    open_weights(live, view.schema).shard.load(view)
+    assert len(reads) == 1
+    assert equal(live, {"embed": embed, "head": embed})

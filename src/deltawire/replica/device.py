@@ -288,14 +288,20 @@ class DeviceShard:
         self._finish()
 
     def load(self, source: Source) -> None:
+        views: dict[Region, list[Tensor]] = {}
         for piece, view in zip(self.pieces, self._views, strict=True):
-            for part in pieces(piece.region):
+            views.setdefault(piece.region, []).append(units(view).reshape(view.shape))
+        for region, (view, *copies) in views.items():
+            for part in pieces(region):
                 bits = source.region(part).reshape(part.rows, part.columns)
                 if self._stream is None and not bits.flags.writeable:
                     # torch warns of memory that it could write to and must not
                     bits = bits.copy()
                 signed = torch.from_numpy(bits.view(f"i{bits.itemsize}" if bits.itemsize > 1 else "u1"))
-                units(view).reshape(view.shape)[part.within(piece.region)].copy_(signed)
+                view[part.within(region)].copy_(signed)
+            for copy in copies:
+                # read and sent once
+                copy.copy_(view)
         self._push()
 
     def digests(self, groups: Sequence[int]) -> Sums:
