@@ -111,13 +111,15 @@ class DevicePieces:
         def one(item: tuple[int, int]) -> None:
             number, to = item
             first, last = self._first_tile[number : number + 2]
-            edges = np.arange(last - first, dtype=np.uint32) << np.uint32(TILE_BITS)
-            starts[first:last] = to
+            edges, tile = np.arange(last - first, dtype=np.uint32) << np.uint32(TILE_BITS), 0
             for moves in _ascending(found.get(number, [])):
-                starts[first:last] += np.searchsorted(moves.positions, edges)
-                end = to + moves.positions.size
+                # up to the last tile that has one of these
+                next_tile = (int(moves.positions[-1]) >> TILE_BITS) + 1
+                starts[first + tile : first + next_tile] = to + np.searchsorted(moves.positions, edges[tile:next_tile])
+                tile, end = next_tile, to + moves.positions.size
                 # two bytes of each: its position in the tile
                 positions[to:end], values[to:end], to = moves.positions, moves.values, end
+            starts[first + tile : last] = to
 
         for_each(one, work)
 
