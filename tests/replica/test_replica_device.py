@@ -19,6 +19,7 @@ from deltawire.core.codecs import context  # noqa: E402
 from deltawire.core.digest import StateDigest  # noqa: E402
 from deltawire.core.errors import DigestMismatch  # noqa: E402
 from deltawire.models import ModelView, torch_bits  # noqa: E402
+from deltawire.replica import device as device_module  # noqa: E402
 from deltawire.replica import model as model_module  # noqa: E402
 from deltawire.replica.device import DeviceShard, DeviceWeights  # noqa: E402
 from deltawire.replica.model import open_weights  # noqa: E402
@@ -99,6 +100,33 @@ def test_follows_bit_by_bit(device: str, store: ObjectStore, encoding: str) -> N
             assert equal(live, model)
             step(model, version)
     assert {"decode", "stage", "apply", "prove"} <= replica.timings.keys()
+
+
+@pytest.mark.parametrize("encoding", ["raw", "packed", "context"])
+@pytest.mark.parametrize("most", [4096, 512])
+def test_tensors_with_more_units_than_positions_can_count(
+    device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, encoding: str, most: int
+) -> None:
+    """They are several pieces, of one memory or of two; the smaller ones are cut between the digest's blocks too."""
+    monkeypatch.setattr(device_module, "MOST_UNITS", most)
+    if encoding == "context":
+        monkeypatch.setattr(context, "encode", context.encode_tiles)
+    model = weights(1, device)
+    model["head"] = model["embed"]
+    live = {name: torch.zeros_like(t) for name, t in model.items()}
+    replica = replica_of(store)
+    with Publisher(store, encoding=encoding, anchor_ratio=1e9) as publisher:
+        for version in range(3):
+            publisher.publish(model).result(60)
+            assert replica.sync(live) == version
+            assert equal(live, model)
+            step(model, version)
+    assert Run.open(store).manifest(2).links[0].kind == "delta"
+    target = open_weights(live, ModelView(model).schema)
+    assert len(target.shard.pieces) > len(live) + 1
+    before = target.digest()
+    live["head"].view(torch.int16)[-1, 0] ^= 1
+    assert target.digest() == before + StateDigest(1, 1)
 
 
 def test_context_is_counted_where_the_weights_are(

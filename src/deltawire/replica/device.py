@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,11 +21,11 @@ from torch import Tensor
 
 from .. import kernels
 from ..core import digest
-from ..core.change import NEW_BITS, Change, Region, RegionMoves, pieces, whole
+from ..core.change import NEW_BITS, Change, Region, RegionMoves, pieces
 from ..core.codecs import context
 from ..core.codecs.context.decoder import Tiles, decode_ranks, join_ranks, make_sheet
 from ..core.digest import StateDigest
-from ..core.dtypes import Bits
+from ..core.dtypes import Bits, lookup
 from ..core.full import Source
 from ..core.schema import Schema
 from ..core.sparse import BlockRef, DeltaFile
@@ -34,7 +35,7 @@ from ..kernels.pace import in_turns
 from ..kernels.plan import Launch, Remember, narrow, units, widen
 from .model import ModelWeights
 from .moves import CutTiles, DevicePieces, PieceMoves
-from .shard import DENSE, WHOLE, Part, Piece, PieceChange, Places, Sums, cut
+from .shard import DENSE, MOST_UNITS, WHOLE, Part, Piece, PieceChange, Places, Sums, cut
 
 Array = npt.NDArray[Any]
 
@@ -99,7 +100,7 @@ class DeviceShard:
         for piece in self._plain:
             if not piece.view.is_contiguous():
                 raise ValueError(f"{piece.region.tensor.name!r} is not in one piece on its device")
-            if piece.region.units > 1 << 32:
+            if piece.region.units > MOST_UNITS:
                 raise ValueError(f"{piece.region.tensor.name!r} has more units than positions can count")
         self._names = [piece.region.tensor.name for piece in pieces]
         self._device = self._views[0].device if pieces else torch.device("cpu")
@@ -333,9 +334,9 @@ class DeviceWeights(ModelWeights):
 
     def __init__(self, schema: Schema, found: Sequence[Piece]) -> None:
         pieces = [
-            replace(piece, view=units(piece.view).reshape(piece.region.rows, piece.region.columns))
+            Piece(band, units(piece.view).reshape(piece.region.rows, piece.region.columns)[band.within(piece.region)])
             for piece in found
-            if piece.region.units
+            for band in _countable(piece.region)
         ]
         self._shard = DeviceShard(pieces, served=False)
         self._cutter = DevicePieces([piece.region for piece in pieces])
@@ -362,7 +363,11 @@ class DeviceWeights(ModelWeights):
         moves = []
         for number, (region, _) in enumerate(found.regions):
             # only what the block needs leaves the device
-            old = self._shard.read(self._pieces[region.tensor.name][0], region.within(whole(region.tensor)))
+            old = np.empty((region.rows, region.columns), lookup(region.tensor.dtype).unit)
+            held = {self._shard.pieces[n].region: n for n in self._pieces[region.tensor.name]}
+            for piece, n in held.items():
+                if (part := region.meet(piece)) is not None:
+                    old[part.within(region)] = self._shard.read(n, part.within(piece))
             positions, _, new = found.shard(number, slice(0, region.rows), slice(0, region.columns), old)
             moves.append(RegionMoves(region, positions, new, NEW_BITS))
         return self._cutter.cut(moves)
@@ -513,6 +518,18 @@ def _joined(piece: Piece, changes: list[Change]) -> Change:
 def _halves(region: Region) -> int:
     """Digest units (of 16 bits at the most) per unit of a tensor."""
     return 2 if region.tensor.unit_size == 4 else 1
+
+
+def _countable(region: Region) -> Iterator[Region]:
+    """A tensor in bands of rows whose units positions can count, cut where blocks of the digest begin if some do."""
+    if not region.units:
+        return
+    rows = MOST_UNITS // region.columns
+    # from one row that a block begins with to the next
+    apart = digest.BLOCK // gcd(region.columns * _halves(region), digest.BLOCK)
+    height = rows // apart * apart or rows
+    for row in range(0, region.rows, height):
+        yield Region(region.tensor, row, min(height, region.rows - row), 0, region.columns)
 
 
 def _on_block_lines(region: Region) -> bool:

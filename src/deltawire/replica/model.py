@@ -7,6 +7,7 @@ swap     scatter the new bits, recompute the digest of the live weights   on an 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..bucket.replay import State
 from ..core import full
-from ..core.change import regions, whole
+from ..core.change import Region, regions, whole
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import DigestMismatch, SchemaMismatch
@@ -25,7 +26,7 @@ from ..core.schema import Schema, TensorSpec, listed
 from ..core.sparse import DeltaFile, open_delta
 from ..models import ModelView, live_tensors, whereabouts
 from .host import HostShard, Rows, memory_of
-from .shard import Piece, PieceChange, Shard, Sums
+from .shard import MOST_UNITS, Piece, PieceChange, Shard, Sums
 from .target import Delta, Staged, Update, write_or_undo
 
 if TYPE_CHECKING:
@@ -116,11 +117,22 @@ class ModelWeights:
     def __init__(self, schema: Schema, pieces: Sequence[Piece], shard: Shard) -> None:
         self.schema, self.shard = schema, shard
         self._pieces: dict[str, list[int]] = {}
+        self._copies: dict[str, list[int]] = {}
+        """Of a tensor in several memories: the group of each."""
+        self.groups: list[int] = []
+        """Of each piece: 0 for all tensors in one memory, and one of its own for each copy of another."""
+        memories, seen = Counter(piece.region for piece in pieces), Counter[Region]()
         for number, piece in enumerate(pieces):
-            self._pieces.setdefault(piece.region.tensor.name, []).append(number)
-        copies = [len(self._pieces[piece.region.tensor.name]) > 1 for piece in pieces]
-        self.groups = [number + 1 if copied else 0 for number, copied in enumerate(copies)]
-        """Of each piece: 0 for all tensors in one piece, and one of its own for each copy of another."""
+            name, copy = piece.region.tensor.name, seen[piece.region]
+            seen[piece.region] += 1
+            self._pieces.setdefault(name, []).append(number)
+            if memories[piece.region] == 1:
+                self.groups.append(0)
+                continue
+            copies = self._copies.setdefault(name, [])
+            if copy == len(copies):
+                copies.append(number + 1)
+            self.groups.append(copies[copy])
 
     def digest(self) -> StateDigest:
         """Recompute the state digest of the live weights."""
@@ -129,12 +141,11 @@ class ModelWeights:
     def total(self, sums: Sums) -> StateDigest:
         """The digest of all tensors. Where one of two tied weights was changed alone, a digest that no version has."""
         total = sums.get(0, StateDigest())
-        for numbers in self._pieces.values():
-            if len(numbers) > 1:
-                first, *others = (sums[number + 1] for number in numbers)
-                total += first
-                for _ in (other for other in others if other != first):
-                    total += StateDigest(1, 1)
+        for copies in self._copies.values():
+            first, *others = (sums[group] for group in copies)
+            total += first
+            for _ in (other for other in others if other != first):
+                total += StateDigest(1, 1)
         return total
 
     def decode(self, files: Sequence[DeltaFile]) -> Any:
@@ -175,10 +186,10 @@ def open_weights(model: Model, schema: Schema, *, strict: bool = True) -> ModelW
 
 
 def is_on_device(tensors: Mapping[str, Any], schema: Schema) -> bool:
-    """Whether all tensors are on one GPU, in the run's dtypes and of sizes that kernels can count."""
+    """Whether all tensors are on one GPU, in the run's dtypes and with rows that kernels can count."""
     view, wanted = ModelView(tensors), {tensor.name: tensor.dtype for tensor in schema.tensors}
     same = all(wanted.get(tensor.name, tensor.dtype) == tensor.dtype for tensor in view.schema.tensors)
-    return view.device() is not None and same and all(tensor.units <= 1 << 32 for tensor in schema.tensors)
+    return view.device() is not None and same and all(tensor.columns <= MOST_UNITS for tensor in schema.tensors)
 
 
 def require(

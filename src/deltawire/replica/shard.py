@@ -33,6 +33,10 @@ DENSE = 4
 """Full weights that differ in more than one of so many units are written over the old ones, not staged."""
 
 
+MOST_UNITS = 1 << 32
+"""Units of a piece on a device: positions take four bytes."""
+
+
 class Places(NamedTuple):
     """Where the units of a rectangle lie in flat memory: unit [r, c] at rows[r] + columns[c]."""
 
