@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from typer import BadParameter, Exit, Option
 
@@ -15,7 +18,10 @@ from . import ui
 if TYPE_CHECKING:
     from ..bucket.checkpoint_folder import CurrentFolder
     from ..bucket.run import Run
+    from ..core.errors import DeltawireError
     from ..replica import Replica
+
+T = TypeVar("T")
 
 RETRY_S = 5.0
 """Seconds between attempts to write a folder."""
@@ -63,8 +69,7 @@ def command(
     from ..bucket.checkpoint_folder import CurrentFolder
     from ..bucket.run import Run
     from ..bucket.versions import address_only
-    from ..bucket.watch import wait_for_run
-    from ..core.errors import FolderError
+    from ..core.errors import FolderError, RunNotFound
     from ..replica import Replica
 
     if folder is None and exec is None:
@@ -78,28 +83,39 @@ def command(
     except ValueError as error:
         raise BadParameter(str(error), param_hint="--id") from None
     with ui.ended_by_sigterm() as stop, CurrentFolder(folder) if folder is not None else nullcontext() as current:
-        if not once:
-            wait_for_run(run, poll)
-        keeper, code, told = _Keeper(Run.open(run, trust=trust), current), 0, -1
-        following = replica.follow(keeper.state, poll=poll, every=every, stop=stop)
-        for version in [replica.sync(keeper.state)] if once else following:
-            while True:
-                try:
-                    keeper.keep(version)
-                    break
-                except FolderError as error:
-                    if once:
-                        raise
-                    if told != version:
-                        ui.complain(f"version {version}: {error}; trying again every {RETRY_S:.0f} s")
-                        told = version
-                # a full disk does not end a follower
-                if stop.wait(RETRY_S):
-                    raise SystemExit(0)
+        opening = partial(Run.open, run, trust=trust)
+        if once:
+            keeper = _Keeper(opening(), current)
+            reached: Iterable[int] = [replica.sync(keeper.state)]
+        else:
+            keeper = _Keeper(_retry(opening, RunNotFound, poll, "{}; waiting for it", stop), current)
+            reached = replica.follow(keeper.state, poll=poll, every=every, stop=stop)
+        code = 0
+        for version in reached:
+            if once:
+                keeper.keep(version)
+            else:
+                text = f"version {version}: {{}}; trying again every {RETRY_S:.0f} s"
+                _retry(partial(keeper.keep, version), FolderError, RETRY_S, text, stop)
             code = _exec(exec, keeper, version) if exec else 0
             _say(replica, version, current, code, json)
     if once and code:
         raise Exit(1)
+
+
+def _retry(work: Callable[[], T], on: type[DeltawireError], every: float, text: str, stop: threading.Event) -> T:
+    """Repeat `work` until it succeeds, and report only the first failure: a run that is not there yet or a full disk
+    does not end a follower, `stop` does."""
+    told = False
+    while not stop.is_set():
+        try:
+            return work()
+        except on as error:
+            if not told:
+                ui.complain(text.format(error))
+            told = True
+        stop.wait(every)
+    raise SystemExit(0)
 
 
 class _Keeper:
