@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltawire.cli.common import ended_by_sigterm
+from deltawire.cli.ui import ended_by_sigterm
 
 HERE = Path(__file__).parent
 

@@ -18,7 +18,7 @@ from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.trust import LinkSigner, Seen, Trust, delegate, delegation, link_signer
 from deltawire.bucket.verify import verify
-from deltawire.bucket.watch import watch
+from deltawire.bucket.watch import wait_for_run, watch
 from deltawire.core import full, keys
 from deltawire.core.added import AddedIndex, AddedLink, AddedPage
 from deltawire.core.change import whole
@@ -705,3 +705,10 @@ def test_a_signer_is_a_key_and_nothing_that_a_terminal_obeys(run: Store) -> None
         with pytest.raises(ManifestError, match="which is no public key") as error:
             Run.open(run, trust=trust).manifest(4)
         assert "\x1b" not in str(error.value)
+
+
+def test_keys_that_are_given_hold_while_a_run_is_waited_for(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTAWIRE_TRUST", str(OTHER.public))
+    with pytest.raises(SignatureError):
+        wait_for_run(run)
+    assert wait_for_run(run, trust=OWN.public).newest() == 4

@@ -148,6 +148,8 @@ def test_public_functions_make_their_plan_and_refuse_what_does_not_fit(device: t
         kernels.detect(old, [new[0][1:], *new[1:]])
     with pytest.raises(ValueError, match="not contiguous"):
         kernels.detect([old[0].T], [new[0].T])
+    with pytest.raises(ValueError, match=r"tensor 0 is torch\.int32 and should be"):
+        kernels.detect(old, [new[0].to(torch.int32), *new[1:]])
     with pytest.raises(ValueError, match="was it made by another"):
         kernels.apply(old, changed, plan=flat_plan(old, 1 << 10))
     with pytest.raises(ValueError, match="the plan is for"):

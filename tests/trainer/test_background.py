@@ -17,7 +17,8 @@ from deltawire.core import keys
 from deltawire.core.errors import OutOfStep, PublisherClosed, PublishFailed
 from deltawire.models import ModelView
 from deltawire.store import ObjectStore, Store
-from deltawire.trainer import Publisher
+from deltawire.trainer import Publisher, background
+from deltawire.trainer.writer import PendingVersion
 from support import HookedStore, Model, blank, held, history, model, replayed, same, trained
 
 WAIT = 120
@@ -244,3 +245,34 @@ def test_ranks_that_publish_together_refuse_a_second_thread(store: Store) -> Non
     with pytest.raises(OutOfStep, match="two threads of a rank"):
         second.result(WAIT)
     publishing.result(WAIT)
+
+
+def test_a_failure_between_reading_and_forgetting_the_last_one_is_raised_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread fails while another one is asking for failures: it must not forget what it has not seen."""
+    writing, asked = threading.Event(), threading.Event()
+
+    class Asking(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            if threading.current_thread() is threading.main_thread() and value is None and not asked.is_set():
+                asked.set()
+                # the thread can only fail in this time if nothing keeps it out
+                threading.Event().wait(0.2)
+            return False
+
+    class Never(metaclass=Asking): ...
+
+    def fails(_: PendingVersion) -> Any:
+        writing.set()
+        assert asked.wait(WAIT)
+        raise OSError("upload failed")
+
+    monkeypatch.setattr(background, "_LASTING", (*background._LASTING, Never))
+    thread = background.Background(fails, "memory://x")
+    thread.submit(PendingVersion(1, {}, None, None))
+    assert writing.wait(WAIT)
+    thread.check()
+    with pytest.raises(PublishFailed, match="upload failed"):
+        thread.flush()
+    thread.close()

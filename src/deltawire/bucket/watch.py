@@ -99,16 +99,16 @@ def watch(
             watcher.wait()
 
 
-def wait_for_run(run: str | Store, poll: float = 1.0) -> Run:
+def wait_for_run(run: str | Store, poll: float = 1.0, *, trust: Trust | KeysLike | None = None) -> Run:
     """Open a run once it has a version: trainer and server start in any order."""
     # of a run that is not there, watch says so
     with suppress(RunNotFound):
-        opened = Run.open(run)
+        opened = Run.open(run, trust=trust)
         if opened.newest() is not None:
             return opened
         log.warning("there is no version at %s yet; waiting for it", opened.store.url)
-    next(watch(run, poll=poll))
-    return Run.open(run)
+    next(watch(run, poll=poll, trust=trust))
+    return Run.open(run, trust=trust)
 
 
 def following(run: Run, version: int, newest: int) -> int:

@@ -55,7 +55,7 @@ def command(
     ui.check_encoding(encoding)
     with ui.ended_by_sigterm() as stop:
         if not once:
-            wait_for_run(address_only(run), poll)
+            wait_for_run(address_only(run), poll, trust=trust)
         source = ui.open_run(run, trust)
         start = OLDEST if first is None else resolve(source, first)
         options = {"encoding": encoding, "anchor_every": anchor_every, "sign": sign}

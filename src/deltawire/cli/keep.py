@@ -98,7 +98,7 @@ def command(
     address = address_only(run)
     with ui.ended_by_sigterm() as stop, ui.progress() as advance:
         if not once:
-            wait_for_run(address, poll)
+            wait_for_run(address, poll, trust=trust)
 
         def fetched(n: int) -> None:
             advance("fetch the version to begin with", n, keeper.run.schema.nbytes)

@@ -100,22 +100,24 @@ class Follower:
 
     def loop(self) -> None:
         """Catch up, then follow until `stop`. Errors are logged and shown by `state`; only `fatal` ones end it."""
-        while not self._stop.is_set():
-            try:
-                for version in self.replica.follow(self._target, poll=self._poll, stop=self._stop, pin=self._stay):
-                    self._arrived(version)
-                    self._tell()
-            except self.fatal as error:
-                self.failure = error
-                log.error("this server cannot follow %s: %s", self.replica.url, error)
-                self._on_failure()
-                break
-            except Exception:
-                # a write that failed was undone, so the present version is served
-                log.exception("sync failed, still at version %s; retrying", self.version)
-                self._stop.wait(max(self._poll, 1.0))
-        # the heartbeat counts as fresh for a while, but no client should come any more
-        self.replica.leave()
+        try:
+            while not self._stop.is_set():
+                try:
+                    for version in self.replica.follow(self._target, poll=self._poll, stop=self._stop, pin=self._stay):
+                        self._arrived(version)
+                        self._tell()
+                except self.fatal as error:
+                    self.failure = error
+                    log.error("this server cannot follow %s: %s", self.replica.url, error)
+                    self._on_failure()
+                    return
+                except Exception:
+                    # a write that failed was undone, so the present version is served
+                    log.exception("sync failed, still at version %s; retrying", self.version)
+                    self._stop.wait(max(self._poll, 1.0))
+        finally:
+            # the heartbeat counts as fresh for a while, but no client should come any more
+            self.replica.leave()
 
     def stop(self, seconds: float = 0.0) -> None:
         """End `loop` between two requests to the store; wait so long for its thread."""

@@ -95,6 +95,9 @@ def detect(
     given, wire = [t.dtype for t in new], [t.dtype for t in old]
     rounds = {*given} == {torch.float32} and {*wire} == {torch.bfloat16}
     if given != wire and not rounds:
+        for number, (a, b) in enumerate(zip(old, new, strict=True)):
+            if a.dtype != b.dtype and not (a.is_floating_point() and b.is_floating_point()):
+                raise ValueError(f"tensor {number} is {b.dtype} and should be {a.dtype}")
         new = [tensor.detach().to(dtype) for tensor, dtype in zip(new, wire, strict=True)]
     return _run("detect", plan, old, new, cast=rounds, most=most)  # type: ignore[no-any-return]
 

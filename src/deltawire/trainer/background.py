@@ -179,16 +179,20 @@ class Background:
                 published = self._write(pending)
             except BaseException as error:
                 log.error("publish failed: %s", error)
-                self._failure = error
+                with self._work:
+                    self._failure = error
                 pending.fail(error)
             else:
                 if self._leave is not None:
-                    self._failure = None
+                    with self._work:
+                        self._failure = None
                 pending.succeed(published)
             with self._work:
                 self._in_flight = None
                 self._unfinished.difference_update(pending.handles)
                 self._work.notify_all()
+            # its changes are not needed while this waits for the next
+            del pending
         if self._leave is not None and not isinstance(self._failure, _LASTING):
             try:
                 self._leave()

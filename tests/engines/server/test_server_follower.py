@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serving import checkpoint, generate, nudge, publisher, serving, tiny_model, tokenizer
+from serving import checkpoint, generate, nudge, published_run, publisher, serving, tiny_model, tokenizer
 from transformers import Qwen3ForCausalLM
 
 from deltawire.bucket import checkpoint_folder
@@ -21,6 +21,7 @@ from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.core.errors import SchemaMismatch, SignatureError, StoreUnavailable
 from deltawire.core.signing import SigningKey
+from deltawire.engines.follower import Follower
 from deltawire.engines.server import Options, RolloutServer
 from deltawire.store import LocalStore
 
@@ -398,3 +399,18 @@ def test_a_server_with_a_trusted_key_serves_on_through_every_forgery(
         wait_for(lambda: server.follower.state == "healthy")
     with pytest.raises(SignatureError), serving(tmp_path / "strange"):
         pass
+
+
+def test_a_follower_signs_off_even_if_what_ends_its_server_fails(tmp_path: Path) -> None:
+    run = published_run(tmp_path)
+
+    def ends() -> None:
+        raise ProcessLookupError("the server is gone")
+
+    other = torch.nn.Linear(4, 4)
+    follower = Follower(str(run), other, id="gone", address="10.0.0.1:8000", on_failure=ends)
+    with pytest.raises(ProcessLookupError):
+        follower.loop()
+    assert isinstance(follower.failure, SchemaMismatch)
+    ((_, beat),) = Run.open(LocalStore(run)).heartbeats()
+    assert (beat.replica, beat.address) == ("gone", "")

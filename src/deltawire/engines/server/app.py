@@ -224,9 +224,7 @@ async def _read(server: RolloutServer, http: Request, kind: Kind, events: Events
             raise Refused(f"not ready, {state}: {reason}", status=503, kind="unavailable_error")
         # tokenizing a long prompt takes long, so it is not done in the event loop
         said, until = bytes(body), time.monotonic() + PREPARE_S
-        loop = asyncio.get_running_loop()
-        preparing = loop.run_in_executor(server.preparing, _prepare, server, said, kind, events, until)
-        return await asyncio.wait_for(preparing, PREPARE_S)
+        return await server.offload.run(PREPARE_S, lambda: _prepare(server, said, kind, events, until))
     except asyncio.TimeoutError:
         message = f"reading this request took more than {PREPARE_S:g} s; send less text, or try again"
         raise Refused(message, status=503, kind="overloaded_error") from None

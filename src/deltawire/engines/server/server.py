@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -31,6 +30,7 @@ from ..http import Connections, Server
 from ..names import model_name
 from .app import PREPARED_AT_ONCE, build
 from .loading import load_options
+from .offload import Offload
 from .requests import Reader
 from .sampling import LogprobsMode
 from .scheduler import KvPolicy, Limits, Scheduler
@@ -127,7 +127,7 @@ class RolloutServer:
             self.name = options.name or model_name(self.follower.replica.url)
             """Name of the model, as clients see it."""
             self.reader = Reader(loaded.tokenizer, loaded.template, loaded.max_model_len, options.limits.max_queue)
-            self.preparing = ThreadPoolExecutor(PREPARED_AT_ONCE, "deltawire-prepare")
+            self.offload = Offload(PREPARED_AT_ONCE)
             self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
             self.held = 0
             """Bytes of request bodies that are in memory."""
@@ -181,7 +181,7 @@ class RolloutServer:
         try:
             self._server.run(sockets=[self._socket])
         finally:
-            self.preparing.shutdown(wait=False, cancel_futures=True)
+            self.offload.close()
             if self.loaded.template is not None:
                 self.loaded.template.close()
             self.scheduler.drain(0)
