@@ -87,7 +87,8 @@ class NodeServer(Server):
     and with one rank."""
 
     def __init__(self, model: Path, log: Path, node: int, **options: Any) -> None:
-        self._scratch = log.with_suffix(".scratch")
+        # a short name: sockets lie in it, whose paths have a limit
+        self._scratch = log.with_name(f"n{node}")
         self._scratch.mkdir()
         here = {"TMPDIR": str(self._scratch), "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
         super().__init__(model, log, VLLM_CPU_OMP_THREADS_BIND=str(node), **here, **options)
