@@ -16,6 +16,7 @@ from deltawire.bucket.verify import verify
 from deltawire.core import keys
 from deltawire.core.errors import OutOfStep, PublisherClosed, PublishFailed
 from deltawire.models import ModelView
+from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
 from deltawire.trainer import Publisher, background
 from deltawire.trainer.writer import PendingVersion
@@ -276,3 +277,25 @@ def test_a_failure_between_reading_and_forgetting_the_last_one_is_raised_later(
     with pytest.raises(PublishFailed, match="upload failed"):
         thread.flush()
     thread.close()
+
+
+def test_what_an_interrupted_publish_has_captured_goes_with_the_next(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C between the capture and its thread: the snapshot has moved on, so its changes must not be lost."""
+    first, second, third = history(3)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Publisher(store) as publisher:
+        publisher.publish(first).result(WAIT)
+        with monkeypatch.context() as patched:
+            patched.setattr(background.Background, "submit", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                publisher.publish(second)
+        assert publisher.publish(third).result(WAIT).version == 1
+    live = blank(first)
+    assert Replica(store, heartbeat=0).sync(live) == 1
+    assert same(live, third)
+    assert verify(Run.open(store)).ok
