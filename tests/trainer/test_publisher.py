@@ -760,3 +760,23 @@ def test_a_bucket_that_lost_a_version_is_noticed(store: Store) -> None:
     live = blank(newest)
     assert Replica(store, heartbeat=0).sync(live) == 3
     assert same(live, newest)
+
+
+def test_an_object_that_stays_unavailable_does_not_stop_a_trainer(store: Store) -> None:
+    """A server that has lost part of its disk answers 500 for one object for good, and goes on with all others."""
+    versions: list[Model] = history(2)
+    publish(store, versions)
+    newest = trained(versions[1], 9)
+
+    def hook(when: str, verb: str, key: str) -> None:
+        if when == "before" and verb == "get_range" and key.startswith("anchors/"):
+            raise StoreUnavailable("500 Internal Server Error")
+
+    with Publisher(HookedStore(store, hook)) as publisher:
+        with pytest.raises(StoreUnavailable):
+            publisher.publish(newest)
+        published = publisher.publish(newest, wait=True).result(WAIT)
+    assert (published.version, published.kinds) == (2, ("anchor",))
+    live = blank(newest)
+    assert Replica(store, heartbeat=0).sync(live) == 2
+    assert same(live, newest)

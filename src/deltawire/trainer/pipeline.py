@@ -38,6 +38,7 @@ from ..core.errors import (
     RunNotFound,
     SchemaError,
     SchemaMismatch,
+    StoreUnavailable,
 )
 from ..core.full import Source
 from ..core.manifest import Base, Link, Manifest
@@ -59,6 +60,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltawire")
 
 MIN_PENDING = 64 << 20
+
+TRIES = 2
+"""How often reading the version to compare with may fail while the bucket answers; then it counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,8 @@ class Pipeline:
         self._committer: Committer | None = None
         """Of rank 0, once the run is there."""
         self._session: _Session | None = None
+        self._unread = 0
+        """How often the version to compare with was there and could not be read."""
         self._warned = options.continues
         self.version: int | None = None
         """The newest committed version."""
@@ -294,7 +300,11 @@ class Pipeline:
             return checkout(run, version, base, resolve=self._find_reference, progress=fetched)
         except ReferenceUnavailable:
             raise  # it is somewhere, only not here
-        except (FormatError, ChainError, ObjectNotFound) as error:
+        except (FormatError, ChainError, ObjectNotFound, StoreUnavailable) as error:
+            # a second time, although the bucket answers everything else: as good as lost
+            self._unread += isinstance(error, StoreUnavailable)
+            if isinstance(error, StoreUnavailable) and self._unread < TRIES:
+                raise
             log.warning("version %d cannot be rebuilt, the next one will be an anchor: %s", version, error)
             return None
 
