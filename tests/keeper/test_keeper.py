@@ -17,7 +17,7 @@ from deltawire.bucket.replay import State
 from deltawire.bucket.run import Run
 from deltawire.bucket.trust import delegate
 from deltawire.bucket.verify import verify
-from deltawire.bucket.walk import Walker
+from deltawire.bucket.walk import TRIES, Walker
 from deltawire.core import full, keys
 from deltawire.core.added import spans
 from deltawire.core.change import whole
@@ -36,7 +36,6 @@ from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.keeper.mirror import Mirror
 from deltawire.replica import Replica
 from deltawire.replica.model import ModelTarget
-from deltawire.replica.replica import TRIES
 from deltawire.store import LocalStore, Store
 from deltawire_wordle.counting import CountingStore
 from flaky_store import FlakyStore

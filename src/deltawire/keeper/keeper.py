@@ -28,7 +28,7 @@ from ..bucket.references import resolver
 from ..bucket.replay import State, require_digest
 from ..bucket.run import DAMAGE
 from ..bucket.trust import KeysLike, Trust, link_signer
-from ..bucket.walk import prefetch
+from ..bucket.walk import TRIES, prefetch
 from ..bucket.watch import Watcher, following
 from ..core import errors, full, keys
 from ..core.added import LEVELS, AddedIndex, AddedLink, merge
@@ -40,7 +40,7 @@ from ..core.signing import SigningKey
 from ..core.sparse import DataFile, DeltaWriter
 from ..derive.deriver import Deriver
 from ..replica.model import ModelTarget, StagedModel
-from ..replica.replica import TRIES, Replica
+from ..replica.replica import Replica
 from ..replica.target import Delta
 from ..store import Store, open_store
 from ..trainer.policy import AnchorPolicy

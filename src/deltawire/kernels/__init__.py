@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from types import ModuleType
@@ -27,7 +26,7 @@ from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
 from ..core.codecs.context.tiles import grid_of, walked
 from ..core.digest import StateDigest, tensor_keys
 from . import torch_ops
-from .host import from_changes, read_region, region_plan, to_changes
+from .host import from_changes, on, read_region, region_plan, to_changes
 from .pace import gently
 from .plan import TILE, Plan, Segment, flat_plan, grid, unit_bytes
 from .results import CLASS_STEPS, Changed, Moves, Origins, Ranks, Rules, TooMany, read_sheet, rules
@@ -147,7 +146,7 @@ def digest_change_by_group(names: Sequence[str], changed: Changed, origins: Orig
 def exponents(units: Tensor, samples: Sequence[tuple[int, int, int, int]], shift: int, mask: int) -> Tensor:
     """Of each sample, int32 [samples, 256]: how many units have each exponent. A sample is a matrix in flat units, of
     which one row of so many counts: its first unit, rows, columns, and that number."""
-    with torch.cuda.device(units.device) if units.device.type == "cuda" else nullcontext():
+    with on(units.device):
         return operations(units.device).exponents(units, samples, shift, mask)  # type: ignore[no-any-return]
 
 
@@ -208,8 +207,7 @@ def _has_triton() -> bool:
 
 def _run(name: str, plan: Plan, *arguments: Any, **options: Any) -> Any:
     function = getattr(operations(plan.device), name)
-    # Triton launches on the current device, which need not be the tensors'
-    with torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext():
+    with on(plan.device):
         return function(plan, *arguments, **options)
 
 

@@ -7,6 +7,7 @@ along memory where the region is in one piece, in bands of whole rows where it i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise, starmap
 from typing import Any
 
@@ -96,6 +97,11 @@ def read_region(flat: Tensor, region: Region) -> Bits:
     copy = part.clone() if part.device.type == "cpu" else fetched(part)
     wait(part.device)
     return copy.numpy().view(lookup(region.tensor.dtype).unit)
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one: Triton launches there, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def wait(device: torch.device) -> None:

@@ -8,7 +8,7 @@ pinned memory that are made once, before anything is served.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
@@ -30,7 +30,7 @@ from ..core.full import Source
 from ..core.schema import Schema
 from ..core.sparse import BlockRef, DeltaFile
 from ..kernels import torch_ops
-from ..kernels.host import wait
+from ..kernels.host import on, wait
 from ..kernels.pace import in_turns
 from ..kernels.plan import Launch, Remember, narrow, units, widen
 from .model import ModelWeights
@@ -266,7 +266,7 @@ class DeviceShard:
     # ── in the swap ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def write(self, patch: Patch) -> None:
-        with self._on_device():
+        with on(self._device):
             self._pull()
             for write in patch.writes:
                 write()
@@ -277,9 +277,6 @@ class DeviceShard:
         """Wait for what was written, where no digest is read after it."""
         if self._stream is None:
             wait(self._device)
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def undo(self, patch: Patch) -> None:
         self._pull()
@@ -434,7 +431,7 @@ class _Proof:
             return {}
         # one answer for all of them: each wait is a trip to the device
         out = torch.zeros((len(self._groups), 2), dtype=torch.int64, device=self._device)
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+        with on(self._device):
             for (_, proof), lanes in zip(self._groups, out.unbind(), strict=True):
                 proof.add(lanes)
         return {

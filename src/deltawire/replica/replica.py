@@ -25,7 +25,7 @@ from ..bucket.replay import State
 from ..bucket.run import DAMAGE, SMALL, Run
 from ..bucket.trust import KeysLike, Trust
 from ..bucket.versions import address_only, resolve
-from ..bucket.walk import Walker
+from ..bucket.walk import TRIES, Repeated, Walker
 from ..bucket.watch import Watcher, following
 from ..core import keys
 from ..core.chain import Step
@@ -52,10 +52,6 @@ from .model import Model, ModelTarget
 from .target import AnyTarget, Delta, Target, Update
 
 log = logging.getLogger("deltawire")
-
-TRIES = 2
-"""Attempts to get an object that the store fails to give before another way is looked for, and attempts of a follower
-of every version to reach one before it skips it."""
 
 READING_EVERY = 60.0
 """Seconds, at most, between heartbeats of a replica that reads what prune must leave; `Retention.lease` is longer."""
@@ -98,18 +94,6 @@ class Synced(VersionFigures):
 def _as_text(error: str) -> str:
     """Text that a heartbeat can carry: a path in a message may have bytes that are none."""
     return error.encode(errors="replace").decode()
-
-
-class _Repeated:
-    """Counts how often in a row the same thing has failed."""
-
-    def __init__(self) -> None:
-        self._last: object = None
-        self._times = 0
-
-    def count(self, failed: object) -> int:
-        self._last, self._times = failed, self._times + 1 if failed == self._last else 1
-        return self._times
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +181,9 @@ class Replica:
         self._strayed = False
         """Whether the weights were found changed by something else in this sync."""
         self._refused: dict[int, _Refused] = {}
-        self._failed, self._skipped = _Repeated(), -1
+        self._failed, self._skipped = Repeated(), -1
         """With `every`: the version that could not be reached, and the last one that was skipped for that."""
-        self._unavailable = _Repeated()
+        self._unavailable = Repeated()
         """A step whose objects the store could not give: after some attempts the object is to blame, not the store."""
         self._fetched = 0
         """Bytes fetched in this sync."""

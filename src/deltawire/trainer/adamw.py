@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from ..core.dtypes import Bits
 from ..core.errors import SchemaMismatch
 from ..kernels import adamw as ops
 from ..kernels import torch_ops
+from ..kernels.host import on
 from ..kernels.plan import TILE, units
 from ..models import ModelView
 from .detectors import Detector, SnapshotLost
@@ -124,7 +124,7 @@ class DeltaAdamW(torch.optim.AdamW):
         if kept is None or not kept.fits(params, grads):
             kept = self._kept = self._prepare(elements, params, grads)
         kept.point(grads)
-        with torch.cuda.device(elements.device) if elements.device.type == "cuda" else nullcontext():
+        with on(elements.device):
             scalars = kept.scalars(numbers)
             scale, inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             ops.step(elements, ops.Step(kept.pointers, scalars, scale, inf), self._log)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..bucket.references import find_reference, reference_source
 from ..bucket.replay import State, checkout, load_folder
 from ..bucket.run import Run
+from ..bucket.walk import TRIES, Repeated
 from ..core import full
 from ..core.digest import StateDigest
 from ..core.errors import (
@@ -61,9 +62,6 @@ log = logging.getLogger("deltawire")
 
 MIN_PENDING = 64 << 20
 
-TRIES = 2
-"""How often reading the version to compare with may fail while the bucket answers; then it counts as lost."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Session:
@@ -97,8 +95,8 @@ class Pipeline:
         self._committer: Committer | None = None
         """Of rank 0, once the run is there."""
         self._session: _Session | None = None
-        self._unread = 0
-        """How often the version to compare with was there and could not be read."""
+        self._unavailable = Repeated()
+        """Versions to compare with that could not be read although the bucket answers otherwise."""
         self._warned = options.continues
         self.version: int | None = None
         """The newest committed version."""
@@ -301,9 +299,8 @@ class Pipeline:
         except ReferenceUnavailable:
             raise  # it is somewhere, only not here
         except (FormatError, ChainError, ObjectNotFound, StoreUnavailable) as error:
-            # a second time, although the bucket answers everything else: as good as lost
-            self._unread += isinstance(error, StoreUnavailable)
-            if isinstance(error, StoreUnavailable) and self._unread < TRIES:
+            # an object that stays unavailable is as good as lost
+            if isinstance(error, StoreUnavailable) and self._unavailable.count(version) < TRIES:
                 raise
             log.warning("version %d cannot be rebuilt, the next one will be an anchor: %s", version, error)
             return None
