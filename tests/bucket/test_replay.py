@@ -13,12 +13,12 @@ from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import full, keys
-from deltawire.core.errors import DigestMismatch
+from deltawire.core.errors import DigestMismatch, MissingBase, StoreUnavailable
 from deltawire.core.manifest import dump
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
-from support import Model, copy, history, opened, publish, same
+from support import HookedStore, Model, copy, history, opened, publish, same
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +78,23 @@ def test_a_delta_that_contradicts_the_manifests(store: Store, models: list[Model
     failure = verify(Run.open(store)).failure
     assert failure is not None
     assert (failure.version, failure.error) == (5, "DigestMismatch")
+
+
+def test_a_checkout_goes_round_an_object_that_stays_unavailable(store: Store, models: list[Model]) -> None:
+    """One link of eight: the others lead there too. A store that gives no object at all is not asked for each."""
+    asked: list[str] = []
+
+    def failing(part: str) -> Run:
+        def hook(when: str, verb: str, key: str) -> None:
+            if when == "before" and verb == "get_range" and part in key:
+                asked.append(key)
+                raise StoreUnavailable("500 Internal Server Error")
+
+        return Run.open(HookedStore(store, hook))
+
+    lost = next(link for link in Run.open(store).manifest(8).links if link.base == 4).objects[0].key
+    assert same(checkout(failing(lost), 8).tensors, checkout(Run.open(store), 8).tensors)
+    assert asked == [lost]
+    with pytest.raises((StoreUnavailable, MissingBase)):
+        checkout(failing("/"), 8)
+    assert len({*asked}) < 8

@@ -16,13 +16,13 @@ from ..core import chain, full
 from ..core.change import Change, Region, blocks, moved
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
-from ..core.errors import DigestMismatch, ModelTooLarge
+from ..core.errors import DigestMismatch, ModelTooLarge, StoreUnavailable
 from ..core.manifest import Manifest
 from ..core.parallel import for_each, threads_for
 from ..core.schema import Schema
 from .references import Resolve, as_run, find_reference
 from .run import DAMAGE, Run
-from .walk import FetchedLink, Walker
+from .walk import TRIES, FetchedLink, Walker
 
 Changed = Callable[[Sequence[Change] | None], None]
 """Called with changes of a version; with None where any weight may have changed."""
@@ -116,10 +116,11 @@ def checkout(
     """Return the bits of a version. Continues from `state` where a path leads on from there.
 
     Where an object on the way is damaged or gone, another way is taken from nothing, if there is one; MissingBase after
-    chain.MAX_PLANS of them. `planned` is called with each way before anything is fetched, `progress` with the bytes
-    that arrived and the bytes of the way in all; `changed` as in `State.take`.
+    chain.MAX_PLANS of them. The same where the store fails to give one that others can replace; StoreUnavailable after
+    TRIES of them. `planned` is called with each way before anything is fetched, `progress` with the bytes that arrived
+    and the bytes of the way in all; `changed` as in `State.take`.
     """
-    walker, current, total = Walker(run), state or State(run.schema), 0
+    walker, current, total, unavailable = Walker(run), state or State(run.schema), 0, 0
 
     def have() -> int | None:
         return current.version
@@ -134,7 +135,10 @@ def checkout(
     for step, pending in walker.walk(have, version, begin=begin, progress=told):
         try:
             current.take(pending.result(), resolve, changed=changed)
-        except DAMAGE as error:
+        except (*DAMAGE, StoreUnavailable) as error:
+            unavailable += isinstance(error, StoreUnavailable)
+            if unavailable > TRIES:
+                raise
             current = State(run.schema)
             walker.reject(step, error)
     return current

@@ -15,6 +15,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..core.digest import StateDigest, tensor_keys
 from . import torch_ops
 from .host import from_changes, on, read_region, region_plan, to_changes
 from .pace import gently
-from .plan import TILE, Plan, Segment, flat_plan, grid, unit_bytes
+from .plan import TILE, Plan, Segment, flat_plan, grid
 from .results import CLASS_STEPS, Changed, Moves, Origins, Ranks, Rules, TooMany, read_sheet, rules
 
 __all__ = [
@@ -178,11 +179,14 @@ def compile_classes(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, int]]
     """
     walks = [(number, walked(*shape)) for number, shape in enumerate(shapes) if shape[0] * shape[1]]
     segments = [grid(number, 0, walk[1], walk, grid_of(*walk)) for number, walk in walks]
-    sizes = [unit_bytes(tensors[segment.tensor]) for segment in segments]
-    for widest in {*sizes}:
-        # a delta has changes of some tensors only: values are as wide as the widest of these needs
-        some = [segment for segment, size in zip(segments, sizes, strict=True) if size <= widest]
+    each = (Plan(tensors, [segment]) for segment in segments)
+    widths = [(plan.value_dtype.itemsize, plan.position_dtype.itemsize) for plan in each]
+    # a delta has changes of some tensors only: its values and positions are as wide as the widest of these need
+    for value, position in product({width[0] for width in widths}, {width[1] for width in widths}):
+        some = [s for s, width in zip(segments, widths, strict=True) if width[0] <= value and width[1] <= position]
         plan = Plan(tensors, some)
+        if (plan.value_dtype.itemsize, plan.position_dtype.itemsize) != (value, position):
+            continue
         neutral = [(np.full(s.rows, ROW_NEUTRAL, np.uint8), np.full(s.columns, COLUMN_NEUTRAL, np.uint8)) for s in some]
         for classes in CLASS_STEPS:
             for levels in (None, neutral):

@@ -277,9 +277,9 @@ def _leveled(rules: Rules) -> int:
 def _persistent(plan: Plan, tiles: int, rules: Rules) -> tuple[tuple[int], dict[str, Any]]:
     """A grid of programs that take tiles in turn, with scratch memory for each."""
     words, wide = _words(rules), _wide(rules)
-    # a power of two, which the search for a chunk halves
-    # at least two: Triton 3.6 takes a 1 as a constant, and then fails to compile the search it makes empty
-    chunks = max(2, triton.next_power_of_2(plan.chunks(CHUNK)))
+    # a power of two, which the search for a chunk halves; at least 16, because Triton compiles a kernel of its own for
+    # numbers that are not multiples of 16
+    chunks = max(16, triton.next_power_of_2(plan.chunks(CHUNK)))
     kind = torch.int32 if plan.position_dtype == torch.uint32 else torch.uint16
     slot = chunks * (4 * words + kind.itemsize * wide)
     programs = max(1, min(tiles, _processors(plan.device) * PROGRAMS, _SCRATCH // slot))

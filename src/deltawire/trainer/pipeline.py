@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 from ..bucket.references import find_reference, reference_source
 from ..bucket.replay import State, checkout, load_folder
 from ..bucket.run import Run
-from ..bucket.walk import TRIES, Repeated
 from ..core import full
 from ..core.digest import StateDigest
 from ..core.errors import (
@@ -95,8 +94,6 @@ class Pipeline:
         self._committer: Committer | None = None
         """Of rank 0, once the run is there."""
         self._session: _Session | None = None
-        self._unavailable = Repeated()
-        """Versions to compare with that could not be read although the bucket answers otherwise."""
         self._warned = options.continues
         self.version: int | None = None
         """The newest committed version."""
@@ -299,9 +296,7 @@ class Pipeline:
         except ReferenceUnavailable:
             raise  # it is somewhere, only not here
         except (FormatError, ChainError, ObjectNotFound, StoreUnavailable) as error:
-            # an object that stays unavailable is as good as lost
-            if isinstance(error, StoreUnavailable) and self._unavailable.count(version) < TRIES:
-                raise
+            # the store gives the run's manifest: objects that it fails to give are as good as lost
             log.warning("version %d cannot be rebuilt, the next one will be an anchor: %s", version, error)
             return None
 

@@ -326,7 +326,7 @@ class LiveTests:
         failures = scene.server.status()["failures"]
         with Streams(scene.server) as streams:
             answer = scene.server.http.post("/deltawire/sync", json={"version": version}, headers=BEARER)
-            assert answer.status_code == 409
+            assert answer.status_code == 409, answer.text
             assert f"rank {rank}" in answer.text
             assert "a fault that a test asked for" in answer.text
             assert scene.server.checksums() == before
