@@ -236,6 +236,23 @@ def test_following_waits_for_versions_and_a_store_that_comes_back(tmp_path: Path
     assert_derived(place, tmp_path / "fp8", [0, 1, 2, 3])
 
 
+def test_following_skips_no_version_whose_delta_is_late(tmp_path: Path) -> None:
+    place, stop = tmp_path / "run", threading.Event()
+    publish(str(place), versions(4))
+    fails = iter([True])
+
+    def hook(moment: str, verb: str, key: str) -> None:
+        if (moment, verb) == ("before", "get_range") and key.startswith("deltas/step_000002") and next(fails, False):
+            raise StoreUnavailable("not now")
+
+    source = Run.open(HookedStore(LocalStore(place), hook))
+    with Deriver(source, str(tmp_path / "fp8"), "fp8-block") as deriver:
+        for _ in deriver.follow(poll=0.02, stop=stop):
+            if deriver.reached == 3:
+                stop.set()
+    assert_derived(place, tmp_path / "fp8", [0, 1, 2, 3])
+
+
 def test_following_skips_a_version_that_cannot_be_read_and_ends_with_a_run_that_is_gone(tmp_path: Path) -> None:
     place, bags, derived = tmp_path / "run", versions(5), tmp_path / "fp8"
     publish(str(place), bags[:3])

@@ -13,7 +13,18 @@ from kernel_models import bits, random_tensor
 from deltawire.core.codecs.context.classes import CHUNK, CLASSES, SPARE, Rule, classify_tile, place_tile, rank_tile
 from deltawire.core.codecs.context.tiles import Matrix, grid_of, padded
 from deltawire.core.ulps import take_steps, zigzags_of
-from deltawire.kernels import Plan, apply, class_counts, compile_classes, grid, place, rules, torch_ops
+from deltawire.kernels import (
+    Origins,
+    Plan,
+    apply,
+    class_counts,
+    compile_classes,
+    digest_change_by_group,
+    grid,
+    place,
+    rules,
+    torch_ops,
+)
 
 
 @pytest.mark.parametrize(
@@ -125,5 +136,7 @@ def test_no_delta_makes_a_device_compile_once_all_is_compiled(monkeypatch: pytes
             one = (torch.zeros(1, dtype=d, device="cuda") for d in (plan.position_dtype, plan.value_dtype))
             changed = place(tensors, plan, found, counts, *one)
             assert changed.positions.tolist() == [0]
+            origins = Origins(torch.ones((plan.tiles, 4), dtype=torch.int64, device="cuda"), 2)
+            digest_change_by_group([str(n) for n in range(len(tensors))], changed, origins, plan=plan)
             apply(tensors, changed, plan=plan)
     assert not compiled

@@ -16,7 +16,7 @@ from ..core import chain, full
 from ..core.change import Change, Region, blocks, moved
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
-from ..core.errors import DigestMismatch, ModelTooLarge, StoreUnavailable
+from ..core.errors import DigestMismatch, ModelTooLarge, ReferenceUnavailable, StoreUnavailable
 from ..core.manifest import Manifest
 from ..core.parallel import for_each, threads_for
 from ..core.schema import Schema
@@ -115,12 +115,14 @@ def checkout(
 ) -> State:
     """Return the bits of a version. Continues from `state` where a path leads on from there.
 
-    Where an object on the way is damaged or gone, another way is taken from nothing, if there is one; MissingBase after
-    chain.MAX_PLANS of them. The same where the store fails to give one that others can replace; StoreUnavailable after
-    TRIES of them. `planned` is called with each way before anything is fetched, `progress` with the bytes that arrived
-    and the bytes of the way in all; `changed` as in `State.take`.
+    Where an object on the way is damaged or gone, another way is taken, if there is one; MissingBase after
+    chain.MAX_PLANS of them. The same where the store fails to give one; StoreUnavailable where that happens more than
+    TRIES times, or no other way is left: what is missing may only be late. `planned` is called with each way before
+    anything is fetched, `progress` with the bytes that arrived and the bytes of the way in all; `changed` as in
+    `State.take`.
     """
-    walker, current, total, unavailable = Walker(run), state or State(run.schema), 0, 0
+    walker, current, total = Walker(run), state or State(run.schema), 0
+    unavailable: list[StoreUnavailable] = []
 
     def have() -> int | None:
         return current.version
@@ -132,13 +134,27 @@ def checkout(
         return True
 
     told = (lambda n: progress(n, total)) if progress else None
-    for step, pending in walker.walk(have, version, begin=begin, progress=told):
-        try:
-            current.take(pending.result(), resolve, changed=changed)
-        except (*DAMAGE, StoreUnavailable) as error:
-            unavailable += isinstance(error, StoreUnavailable)
-            if unavailable > TRIES:
-                raise
-            current = State(run.schema)
-            walker.reject(step, error)
+    try:
+        for step, pending in walker.walk(have, version, begin=begin, progress=told):
+            try:
+                fetched = pending.result()
+            except DAMAGE as error:
+                walker.reject(step, error)
+                continue
+            except StoreUnavailable as error:
+                unavailable.append(error)
+                if len(unavailable) > TRIES:
+                    raise
+                walker.reject(step, error)
+                continue
+            try:
+                current.take(fetched, resolve, changed=changed)
+            except DAMAGE as error:
+                current = State(run.schema)
+                walker.reject(step, error)
+    except DAMAGE as error:
+        # there might have been a way with what the store did not give
+        if unavailable and not isinstance(error, ReferenceUnavailable):
+            raise unavailable[-1] from error
+        raise
     return current

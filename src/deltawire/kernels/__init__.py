@@ -200,7 +200,8 @@ def compile_classes(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, int]]
                 changed = place(tensors, plan, found, counts, rank, step)
         # the old bits over themselves: the smallest step is not none
         changed = replace(changed, new=changed.old)
-        digest_change([str(number) for number in range(len(tensors))], tensors, changed, plan=plan)
+        origins = Origins(torch.tensor([[0, 1, 1, 0]], device=plan.device).repeat(plan.tiles, 1), 1)
+        digest_change_by_group([str(number) for number in range(len(tensors))], changed, origins, plan=plan)
         apply(tensors, changed, plan=plan)
 
 

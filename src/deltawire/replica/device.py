@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import gcd
 from typing import Any, NamedTuple, Protocol
 
@@ -127,6 +128,11 @@ class DeviceShard:
             first, same = (torch.zeros(1, dtype=dtype, device=self._device) for dtype in dtypes)
             kernels.resolve(self._views, kernels.Moves(starts, first, same, kinds), plan=self._plan)
             kernels.compile_classes(self._views, [(piece.region.rows, piece.region.columns) for piece in self._plain])
+            # full weights: a change where wide reads are allowed, and one where they are not
+            for dtype, count in product({units(view).dtype for view in self._views}, (64, 63)):
+                old, new = (torch.zeros(count, dtype=dtype, device=self._device) for _ in range(2))
+                new[0] = 1
+                kernels.detect([old], [new])
 
     # ── beside the model ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..bucket.references import find_reference, reference_source
 from ..bucket.replay import State, checkout, load_folder
 from ..bucket.run import Run
+from ..bucket.walk import TRIES
 from ..core import full
 from ..core.digest import StateDigest
 from ..core.errors import (
@@ -290,15 +291,19 @@ class Pipeline:
         """
         log.info("rebuilding version %d from %s to diff against", version, run.store.url)
         folder, fetched = self._options.base, (lambda n, total: progress("fetch", n, total)) if progress else None
-        try:
-            base = None if folder is None else _load_base(run, folder, version)
-            return checkout(run, version, base, resolve=self._find_reference, progress=fetched)
-        except ReferenceUnavailable:
-            raise  # it is somewhere, only not here
-        except (FormatError, ChainError, ObjectNotFound, StoreUnavailable) as error:
-            # the store gives the run's manifest: objects that it fails to give are as good as lost
-            log.warning("version %d cannot be rebuilt, the next one will be an anchor: %s", version, error)
-            return None
+        for _ in range(TRIES):
+            try:
+                base = None if folder is None else _load_base(run, folder, version)
+                return checkout(run, version, base, resolve=self._find_reference, progress=fetched)
+            except ReferenceUnavailable:
+                raise  # it is somewhere, only not here
+            except (FormatError, ChainError, ObjectNotFound, StoreUnavailable) as error:
+                log.warning("version %d of %s cannot be rebuilt: %s", version, run.store.url, error)
+                if not isinstance(error, StoreUnavailable):
+                    break
+        # objects that the store fails to give again are as good as lost: it has given the run's manifest
+        log.warning("the next version of %s will be an anchor", run.store.url)
+        return None
 
     def _find_reference(self, source: str, most: int) -> Path:
         """Where this publisher was told the reference is, which may differ from what the run calls it."""

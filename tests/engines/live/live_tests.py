@@ -29,6 +29,8 @@ Cells = Mapping[tuple[str, int], int]
 """Kind of model and number of tensor-parallel ranks, and how many versions are published under load."""
 
 BEARER = {"Authorization": "Bearer secret"}
+ANCHOR_EVERY = 15
+"""Versions from one anchor to the next."""
 PROMPTS = ([5, 9, 11], [7], [200, 3, 4, 5, 6, 8, 9, 10])
 
 
@@ -45,9 +47,9 @@ class Scene:
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
         self.model = make_model(folder / "model", kind)
-        # packed is decoded by position, context by tiles; anchors where no fault below is got around by one
+        # packed is decoded by position, context by tiles
         encoding = "packed" if kind == "llama" else "context"
-        self.trainer = Trainer(self.model, folder / "run", encoding=encoding, anchor_every=15)
+        self.trainer = Trainer(self.model, folder / "run", encoding=encoding, anchor_every=ANCHOR_EVERY)
         self.trainer.publish(0)
         self.noted: dict[int, dict[str, str]] = {}
         """By version: checksums of the live server."""
@@ -73,6 +75,12 @@ class Scene:
     def settle(self, **options: bool) -> int:
         version = self.trainer.publish(**options)
         self.server.until(version=version, state="healthy")
+        return version
+
+    def settle_before_deltas(self) -> int:
+        """Settle at a version whose next two are deltas and nothing else: no anchor gets a server around a fault."""
+        while (version := self.settle()) % ANCHOR_EVERY >= ANCHOR_EVERY - 2:
+            pass
         return version
 
     def note(self, version: int) -> dict[str, str]:
@@ -286,7 +294,7 @@ class LiveTests:
         assert "version 7777" in scene.server.log.read_text()
 
     def test_a_corrupt_delta_is_refused_and_outlived(self, scene: Scene) -> None:
-        at = scene.settle()
+        at = scene.settle_before_deltas()
         before, tokens = scene.note(at), greedy(scene.server)
         scene.pin(at)
         bad = scene.trainer.publish()
@@ -303,7 +311,7 @@ class LiveTests:
         scene.note(bad)
 
     def test_a_missing_base_leaves_the_old_version_serving(self, scene: Scene) -> None:
-        at = scene.settle()
+        at = scene.settle_before_deltas()
         before = scene.note(at)
         scene.pin(at)
         scene.trainer.publish()
@@ -318,10 +326,11 @@ class LiveTests:
         scene.server.until(version=newest, state="healthy")
 
     def test_a_rank_that_fails_in_the_middle_of_the_scatter_takes_all_ranks_back(self, scene: Scene, rank: int) -> None:
-        at = scene.settle()
+        at = scene.settle_before_deltas()
         before = scene.note(at)
         scene.pin(at)
         version = scene.trainer.publish()
+        assert [link.kind for link in Run.open(str(scene.trainer.run)).manifest(version).links] == ["delta"]
         (scene.faults / f"fail-{rank}").touch()
         failures = scene.server.status()["failures"]
         with Streams(scene.server) as streams:
@@ -450,7 +459,7 @@ class LiveTests:
 
     def test_a_delta_of_another_run_is_refused(self, scene: Scene, tmp_path: Path) -> None:
         """The last of the faults: the server has then read a manifest that no run would overwrite."""
-        at = scene.settle()
+        at = scene.settle_before_deltas()
         before = scene.note(at)
         other = Trainer(scene.model, tmp_path / "other", anchor_every=1000)
         other.publish(0)
