@@ -178,31 +178,47 @@ def compile_classes(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, int]]
     `shapes`: rows and columns of each tensor. What is written is what the tensors hold.
     """
     walks = [(number, walked(*shape)) for number, shape in enumerate(shapes) if shape[0] * shape[1]]
-    segments = [grid(number, 0, walk[1], walk, grid_of(*walk)) for number, walk in walks]
-    each = (Plan(tensors, [segment]) for segment in segments)
-    widths = [(plan.value_dtype.itemsize, plan.position_dtype.itemsize) for plan in each]
+    grids = [grid_of(*walk) for _, walk in walks]
+    usual = [grid(number, 0, walk[1], walk, tiles) for (number, walk), tiles in zip(walks, grids, strict=True)]
+    # rows in one piece: levels of columns begin where wide reads are allowed, as in most deltas
+    even = [
+        grid(number, 0, walk[1], walk, (min(walk[0], down * across), 1))
+        for (number, walk), (down, across) in zip(walks, grids, strict=True)
+    ]
+    widths = [_widths(Plan(tensors, [segment])) for segment in usual]
     # a delta has changes of some tensors only: its values and positions are as wide as the widest of these need
     for value, position in product({width[0] for width in widths}, {width[1] for width in widths}):
-        some = [s for s, width in zip(segments, widths, strict=True) if width[0] <= value and width[1] <= position]
-        plan = Plan(tensors, some)
-        if (plan.value_dtype.itemsize, plan.position_dtype.itemsize) != (value, position):
-            continue
-        neutral = [(np.full(s.rows, ROW_NEUTRAL, np.uint8), np.full(s.columns, COLUMN_NEUTRAL, np.uint8)) for s in some]
-        for classes in CLASS_STEPS:
-            for levels in (None, neutral):
-                # not floats, all of class 1
-                one = [0, 0, 0, 0, (1 - ROW_NEUTRAL - COLUMN_NEUTRAL) % 256, classes]
-                found = rules(plan, [one] * len(some), levels)
-                counts = torch.zeros_like(class_counts(tensors, plan, found))
-                counts[0, 1] = 1
-                dtypes = plan.position_dtype, plan.value_dtype
-                rank, step = (torch.zeros(1, dtype=dtype, device=plan.device) for dtype in dtypes)
-                changed = place(tensors, plan, found, counts, rank, step)
-        # the old bits over themselves: the smallest step is not none
-        changed = replace(changed, new=changed.old)
-        origins = Origins(torch.tensor([[0, 1, 1, 0]], device=plan.device).repeat(plan.tiles, 1), 1)
-        digest_change_by_group([str(number) for number in range(len(tensors))], changed, origins, plan=plan)
-        apply(tensors, changed, plan=plan)
+        for segments in (usual, even):
+            each = ((segment, _widths(Plan(tensors, [segment]))) for segment in segments)
+            plan = Plan(tensors, [s for s, width in each if width[0] <= value and width[1] <= position])
+            if plan.tiles and _widths(plan) == (value, position):
+                _compile(tensors, plan, wide_levels=segments is even)
+
+
+def _widths(plan: Plan) -> tuple[int, int]:
+    return plan.value_dtype.itemsize, plan.position_dtype.itemsize
+
+
+def _compile(tensors: Sequence[Tensor], plan: Plan, *, wide_levels: bool) -> None:
+    """Without `wide_levels`: rules that have no levels, and levels that are read one by one."""
+    neutral = [
+        (np.full(s.rows, ROW_NEUTRAL, np.uint8), np.full(s.columns, COLUMN_NEUTRAL, np.uint8)) for s in plan.segments
+    ]
+    # not floats, all of class 1
+    one = [0, 0, 0, 0, (1 - ROW_NEUTRAL - COLUMN_NEUTRAL) % 256]
+    for classes, levels in product(CLASS_STEPS, (neutral,) if wide_levels else (None, neutral)):
+        found = rules(plan, [[*one, classes]] * len(plan.segments), levels)
+        found = replace(found, aligned=found.aligned and wide_levels)
+        counts = torch.zeros_like(class_counts(tensors, plan, found))
+        counts[0, 1] = 1
+        dtypes = plan.position_dtype, plan.value_dtype
+        rank, step = (torch.zeros(1, dtype=dtype, device=plan.device) for dtype in dtypes)
+        changed = place(tensors, plan, found, counts, rank, step)
+    # the old bits over themselves: the smallest step is not none
+    changed = replace(changed, new=changed.old)
+    origins = Origins(torch.tensor([[0, 1, 1, 0]], device=plan.device).repeat(plan.tiles, 1), 1)
+    digest_change_by_group([str(number) for number in range(len(tensors))], changed, origins, plan=plan)
+    apply(tensors, changed, plan=plan)
 
 
 @cache
