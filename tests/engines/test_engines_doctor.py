@@ -102,6 +102,29 @@ def test_errors_name_the_next_step(change: dict[str, Any], check: str, verdict: 
     assert re.search(step, found[check][1])
 
 
+def test_a_server_that_follows_adapters(tmp_path: Path) -> None:
+    """With or without a run of its own; a run that is named is looked for among all."""
+    place = tmp_path / "lora"
+    with Publisher(place) as publisher:
+        publisher.publish({"w": np.zeros(4, np.uint16)}).result(60)
+    policy = {**GOOD, "name": "policy", "run": f"file://{place}", "version": 0, "newest": 0}
+    judge = {**policy, "name": "judge", "run": "file:///runs/judge", "state": "failed", "reason": "no such base"}
+    alone = {**GOOD, "run": None, "version": None, "newest": None, "adapters": [policy, judge]}
+    with server(alone) as url:
+        found = findings(url)
+        assert found["policy: state"][0] == found["policy: lag"][0] == "ok"
+        assert found["judge: state"][0] == "failed"
+        assert "run" not in found
+        found = findings(url, run=str(place))
+        assert found["policy: version"] == ("ok", "0")
+        assert not any(check.startswith("judge") for check in found)
+        found = findings(url, run=str(tmp_path / "other"))
+        assert found["run"][0] == "failed"
+        assert "file:///runs/judge" in found["run"][1]
+    with server({**GOOD, "adapters": [policy]}) as url:
+        assert {"run", "version", "policy: version"} <= {*findings(url)}
+
+
 def test_a_server_without_the_plugin() -> None:
     with server(None) as url:
         found = findings(url)

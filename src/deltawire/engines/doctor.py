@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from http.client import HTTPException
 from typing import Any, NamedTuple
@@ -83,9 +84,27 @@ def _checks(url: str, token: str | None, run: str | None) -> Iterator[Finding]:
         return
     status = answer.value
     yield Finding("plugin", "ok", f"engine {status.get('engine')}, model {status.get('model')}")
-    yield from _following(status, run)
+    yield from _followed(status, run)
     yield _guard(status)
     yield _token(url, token)
+
+
+def _followed(status: dict[str, Any], wanted: str | None) -> Iterator[Finding]:
+    """The run of the base model, and those of adapters; of these alone if `wanted` is one of them."""
+    adapters = [adapter for adapter in status.get("adapters") or () if isinstance(adapter, dict)]
+    where = None
+    if wanted is not None:
+        with suppress(DeltawireError):
+            where = open_store(split(wanted)[0], retry=False).url.rstrip("/")
+    chosen = [a for a in adapters if wanted is None or str(a.get("run")).rstrip("/") == where]
+    if (status.get("run") and (wanted is None or not chosen)) or not adapters:
+        yield from _following(status, wanted)
+    elif not chosen:
+        runs = ", ".join(str(adapter.get("run")) for adapter in adapters)
+        yield Finding("run", "failed", f"it follows {runs} (adapters), not {wanted}: start it with the other run")
+    for adapter in chosen:
+        for finding in _following(adapter, wanted):
+            yield replace(finding, check=f"{adapter.get('name')}: {finding.check}")
 
 
 def _following(status: dict[str, Any], wanted: str | None) -> Iterator[Finding]:
