@@ -37,23 +37,11 @@ FEW = 2
 """Steps of a path that is not worth a request for a shorter one; bad links added later after which none is used."""
 
 TRIES = 2
-"""Attempts to get an object that the store fails to give before another way is looked for, and attempts of a follower
-of every version to reach one before it skips it."""
+"""Attempts before an object that the store fails to give counts as lost, and before a version that cannot be reached is
+skipped; objects that the store fails to give before a checkout gives up."""
 
 PREFETCH_BYTES = 128 << 20
 """Objects that may wait in memory or on disk, beside the one in use."""
-
-
-class Repeated:
-    """Counts how often in a row the same thing has failed."""
-
-    def __init__(self) -> None:
-        self._last: object = None
-        self._times = 0
-
-    def count(self, failed: object) -> int:
-        self._last, self._times = failed, self._times + 1 if failed == self._last else 1
-        return self._times
 
 
 class Walker:

@@ -185,17 +185,21 @@ def compile_classes(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, int]]
         grid(number, 0, walk[1], walk, (min(walk[0], down * across), 1))
         for (number, walk), (down, across) in zip(walks, grids, strict=True)
     ]
-    widths = [_widths(Plan(tensors, [segment])) for segment in usual]
+    each = [
+        [(s, _widths(Plan([tensors[s.tensor]], [replace(s, tensor=0)]))) for s in segments]
+        for segments in (usual, even)
+    ]
+    values, positions = ({width[n] for _, width in each[0]} for n in range(2))
     # a delta has changes of some tensors only: its values and positions are as wide as the widest of these need
-    for value, position in product({width[0] for width in widths}, {width[1] for width in widths}):
-        for segments in (usual, even):
-            each = ((segment, _widths(Plan(tensors, [segment]))) for segment in segments)
-            plan = Plan(tensors, [s for s, width in each if width[0] <= value and width[1] <= position])
+    for value, position in product(values, positions):
+        for segments, wide_levels in zip(each, (False, True), strict=True):
+            plan = Plan(tensors, [s for s, width in segments if width[0] <= value and width[1] <= position])
             if plan.tiles and _widths(plan) == (value, position):
-                _compile(tensors, plan, wide_levels=segments is even)
+                _compile(tensors, plan, wide_levels=wide_levels)
 
 
 def _widths(plan: Plan) -> tuple[int, int]:
+    """Bytes of a value and of a position."""
     return plan.value_dtype.itemsize, plan.position_dtype.itemsize
 
 

@@ -25,7 +25,7 @@ from ..bucket.replay import State
 from ..bucket.run import DAMAGE, SMALL, Run
 from ..bucket.trust import KeysLike, Trust
 from ..bucket.versions import address_only, resolve
-from ..bucket.walk import TRIES, Repeated, Walker
+from ..bucket.walk import TRIES, Walker
 from ..bucket.watch import Watcher, following
 from ..core import keys
 from ..core.chain import Step
@@ -107,6 +107,18 @@ class _Refused:
     """Whether the cause is gone, so that it is tried before that."""
 
 
+class _Repeated:
+    """Counts how often in a row the same thing has failed."""
+
+    def __init__(self) -> None:
+        self._last: object = None
+        self._times = 0
+
+    def count(self, failed: object) -> int:
+        self._last, self._times = failed, self._times + 1 if failed == self._last else 1
+        return self._times
+
+
 class Replica:
     """Keeps live weights at a version of a run. One per set of live weights.
 
@@ -181,9 +193,9 @@ class Replica:
         self._strayed = False
         """Whether the weights were found changed by something else in this sync."""
         self._refused: dict[int, _Refused] = {}
-        self._failed, self._skipped = Repeated(), -1
+        self._failed, self._skipped = _Repeated(), -1
         """With `every`: the version that could not be reached, and the last one that was skipped for that."""
-        self._unavailable = Repeated()
+        self._unavailable = _Repeated()
         """A step whose objects the store could not give: after some attempts the object is to blame, not the store."""
         self._fetched = 0
         """Bytes fetched in this sync."""
