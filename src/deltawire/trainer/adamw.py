@@ -285,10 +285,6 @@ class LoggedParameters:
     def take(self, found: ops.Noted) -> None:
         self._optimizer._follow()
 
-    def give_back(self, found: ops.Noted) -> None:
-        # the log is lost: the next publish must compare with the bucket
-        self._optimizer._versions = []
-
     def changes(self, found: ops.Noted) -> list[Change]:
         elements = self._optimizer._cut()
         return ops.to_changes(elements, self._places, ops.changes(elements, found), self._regions)

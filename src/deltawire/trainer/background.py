@@ -19,6 +19,7 @@ from ..core.errors import (
     WriterConflict,
 )
 from .captures import Capture
+from .detectors import SnapshotLost
 from .writer import PendingVersion, Published, PublishHandle
 
 log = logging.getLogger("deltawire")
@@ -36,6 +37,9 @@ _LAST_MESSAGE = 10.0
 class Background:
     """A thread that writes captured versions, one after the other. Any thread may call its methods.
 
+    The caller's thread may be interrupted at any line (docs/design.md, points of no return): a version waits or it does
+    not, and whatever waits is written.
+
     Where several ranks publish together, `leave` is called by the thread when no further publish will come, unless a
     lasting failure came before. Then a failure is not raised by the next publish, nor at all once a later version has
     made up for it: a rank that raised where others do not would leave them waiting.
@@ -45,11 +49,13 @@ class Background:
         self, write: Callable[[Captured], Published], where: str, leave: Callable[[], None] | None = None
     ) -> None:
         self._write, self._where, self._leave = write, where, leave
-        self._work = threading.Condition()
+        self._lock = threading.RLock()
+        """Reentrant: a signal handler may publish while its thread waits in `flush`. `with` takes this one and not the
+        condition, whose own `__enter__` can be interrupted when the lock is taken already."""
+        self._work = threading.Condition(self._lock)
         self._waiting: Captured | None = None
-        self._in_flight: Captured | None = None
-        self._unfinished: set[PublishHandle] = set()
-        """Of all versions that were submitted, also one that is withdrawn for a moment."""
+        self._in_flight: list[Captured] = []
+        """What the thread is writing as one version."""
         self._failure: BaseException | None = None
         self._ending = False
         """No further publish will come."""
@@ -60,43 +66,58 @@ class Background:
     @property
     def depth(self) -> int:
         """Number of versions that are in flight or waiting: 0 to 2."""
-        with self._work:
-            return (self._in_flight is not None) + (self._waiting is not None)
+        with self._lock:
+            return bool(self._in_flight) + (self._waiting is not None)
 
-    def withdraw(self) -> Captured | None:
-        """Take the version that waits away from the thread, to merge a publish into it. `submit` gives it back."""
-        with self._work:
-            waiting, self._waiting = self._waiting, None
-            return waiting
+    @property
+    def waiting(self) -> Captured | None:
+        """The version that the next publish will be part of."""
+        return self._waiting
 
-    def submit(self, pending: Captured | None) -> None:
-        """Let the thread write a version as soon as it is free."""
-        with self._work:
-            self._waiting = pending
-            if pending is not None:
-                self._unfinished.update(pending.handles)
-                self._start()
-            self._work.notify_all()
+    def submit(self, pending: Captured, fold: Callable[[Capture, Capture], None]) -> None:
+        """Let the thread write a version as soon as it is free, together with one that waits.
+
+        `fold` makes one capture of theirs, to save memory: what is not folded here is folded when it is written.
+        """
+        with self._lock:
+            waiting = self._waiting
+            self._waiting = pending if waiting is None else waiting.merged(pending)
+            self._start()
+            if waiting is not None:
+                fold(waiting.changes, pending.changes)
 
     def _start(self) -> None:
-        if self._thread is None:
+        """Start the thread where something waits for it, unless it runs."""
+        # one that was interrupted before it began is replaced: should it begin after all, it finds that and ends
+        if self._thread is None or self._thread.ident is None:
             self._thread = threading.Thread(target=self._loop, name="deltawire-publisher", daemon=True)
             self._thread.start()
+        self._work.notify_all()
 
     def next(self) -> Captured | None:
         """Wait for the next version and take it, on the thread itself. None if none will come."""
-        with self._work:
-            self._work.wait_for(lambda: self._waiting is not None or self._ending)
+        with self._lock:
+            self._work.wait_for(lambda: self._waiting is not None or self._ending or not self._is_own_thread())
+            if not self._is_own_thread():
+                return None
             pending, self._waiting = self._waiting, None
-            self._in_flight = self._in_flight or pending
+            if pending is not None:
+                self._in_flight.append(pending)
             return pending
+
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _unfinished(self) -> set[PublishHandle]:
+        versions = self._in_flight if self._waiting is None else [*self._in_flight, self._waiting]
+        return {handle for version in versions for handle in version.handles}
 
     def wait_for(self, handle: PublishHandle) -> None:
         """Wait until it is done. A failure is raised here, and not a second time by a later publish."""
         try:
             handle.result()
         except BaseException as error:
-            with self._work:
+            with self._lock:
                 if self._failure is error and not isinstance(error, _LASTING):
                     self._failure = None
             raise
@@ -105,9 +126,11 @@ class Background:
         """Wait until all that was submitted before is committed. Raises a failure, or what `overdue` raises."""
         self.refuse_own_thread()
         deadline = time.monotonic() + timeout if timeout is not None else None
-        with self._work:
-            todo = self._unfinished.copy()
-            while not todo.isdisjoint(self._unfinished):
+        with self._lock:
+            todo = self._unfinished()
+            if todo:
+                self._start()
+            while not todo.isdisjoint(self._unfinished()):
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"{self._where} has not taken everything within {timeout} s")
                 if overdue is not None:
@@ -122,7 +145,7 @@ class Background:
         """
         if self._closed:
             return False
-        with self._work:
+        with self._lock:
             self._ending = True
             if self._leave is not None:
                 self._start()
@@ -145,7 +168,7 @@ class Background:
                 f"this publisher of {self._where} was made before this process was forked, and its thread is in the "
                 "other one; make a publisher in the process that publishes"
             )
-        if threading.current_thread() is self._thread:
+        if self._is_own_thread():
             raise PublishFailed(
                 "the thread that publishes cannot publish, flush or close: it would wait for itself; "
                 "do that in the training loop"
@@ -155,13 +178,16 @@ class Background:
         """Before a publish: raise an earlier failure, unless it is forgiven."""
         if self._ending and not self._closed:
             raise PublisherClosed(f"this publisher of {self._where} is being closed")
+        if isinstance(self._failure, SnapshotLost):
+            # this publish compares with the bucket, and so carries what that one should have
+            self._failure = None
         if self._closed or self._leave is None or isinstance(self._failure, _LASTING):
             self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._closed:
             raise PublisherClosed(f"this publisher of {self._where} is closed; make a new one to go on")
-        with self._work:
+        with self._lock:
             failure = self._failure
             if not isinstance(failure, _LASTING):
                 self._failure = None
@@ -179,21 +205,20 @@ class Background:
                 published = self._write(pending)
             except BaseException as error:
                 log.error("publish failed: %s", error)
-                with self._work:
+                with self._lock:
                     self._failure = error
                 pending.fail(error)
             else:
                 if self._leave is not None:
-                    with self._work:
+                    with self._lock:
                         self._failure = None
                 pending.succeed(published)
-            with self._work:
-                self._in_flight = None
-                self._unfinished.difference_update(pending.handles)
+            with self._lock:
+                self._in_flight = []
                 self._work.notify_all()
             # its changes are not needed while this waits for the next
             del pending
-        if self._leave is not None and not isinstance(self._failure, _LASTING):
+        if self._leave is not None and self._is_own_thread() and not isinstance(self._failure, _LASTING):
             try:
                 self._leave()
             except BaseException as error:

@@ -26,7 +26,7 @@ from ..core.errors import PublishFailed
 from ..core.full import Source
 from ..core.parallel import default_threads, ordered_map, threads_for
 from ..core.sparse import EncodedBlock, encode_block, encode_counted
-from .detectors import Detector, Found, HostDetector, done, merge
+from .detectors import Detector, Found, HostDetector, SnapshotLost, done, merge
 
 if TYPE_CHECKING:
     from ..kernels.block import DeviceBlock
@@ -76,10 +76,19 @@ class Capture:
             return encode_counted(changes.result().blocks, before, threads)
         return ordered_map(lambda block: encode_block(block, encoding, before), changes.result().blocks, threads)
 
+    def base(self) -> StateDigest | None:
+        """State digest of the version that it follows, or the share of this rank in it; None if there is none."""
+        owner = self._owner
+        with owner._lock:
+            owner._require_known()
+            before = owner.pending[: owner.pending.index(self)]
+            return None if owner.alone else sum((pending.result().moved for pending in before), owner._digest)
+
     def digest(self) -> StateDigest:
         """State digest of the new version, or the share of this rank in it."""
         owner = self._owner
         with owner._lock:
+            owner._require_known()
             upto = owner.pending[: owner.pending.index(self) + 1]
             return sum((pending.result().moved for pending in upto), owner._digest)
 
@@ -101,9 +110,15 @@ class Captures:
         digest: StateDigest,
         plan: Sequence[Block] | None = None,
         skip_every: int | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         """`digest` is that of the weights that the detector holds. `plan` says where the regions of the detector's plan
         are in the checkpoint, for a rank that holds parts of a model; by default they are the same."""
+        self.alone = alone
+        """Whether these weights follow no version that can be read: the next version has full weights alone."""
+        self.lost = False
+        """Whether the detector's weights and the captures may not belong together: what moves both was interrupted."""
         self.detector = detector
         self.plan = detector.plan if plan is None else plan
         self._translates = plan is not None
@@ -122,30 +137,25 @@ class Captures:
         """Bytes of the weights that the detector covers."""
         return sum(region.nbytes for block in self.plan for region in block)
 
-    def capture(self, source: Source, budget: int, onto: Capture | None = None) -> Capture:
-        """Capture what `source` changed since the last capture, merged with `onto` if that is still waiting.
+    def capture(self, source: Source, budget: int) -> Capture:
+        """Capture what `source` changed since the last capture.
 
-        The source may change again as soon as this returns. Raises TooLarge if it would hold more bytes than `budget`.
+        The source may change again as soon as this returns. Raises TooLarge if it would hold more bytes than `budget`,
+        and SnapshotLost if an earlier call was interrupted.
         """
-        if onto is not None:
-            # a trainer faster than merging waits here, so that captures do not pile up
-            onto.result()
-        detected = self.detector.detect(source, budget)
+        self._require_known()
+        take = self.detector.detect(source, budget)
         with self._lock:
-            try:
-                future = detected.take()
-                if self._translates:
-                    future = self._translated(future)
-            except BaseException:
-                # interrupted half-way: restore the weights captured before
-                detected.give_back()
-                raise
-            if onto is None:
-                self.pending.append(Capture(self, future))
-                return self.pending[-1]
-            capture = Capture(self, self.detector.later(lambda: merge(onto.result(), future.result())))
-            self.pending[self.pending.index(onto)] = capture
-            return capture
+            self.lost = True
+            future = take()
+            capture = Capture(self, self._translated(future) if self._translates else future)
+            self.pending.append(capture)
+            self.lost = False
+        return capture
+
+    def _require_known(self) -> None:
+        if self.lost:
+            raise SnapshotLost("a publish was interrupted while it captured what changed")
 
     def _translated(self, found: Future[Found]) -> Future[Found]:
         """What a detector found, in the coordinates of the checkpoint."""
@@ -172,15 +182,22 @@ class Captures:
 
     def settle(self, capture: Capture, version: int) -> None:
         """Drop a capture that is published as this version. Captures settle in the order they were taken."""
-        with self._lock:
-            if self.pending[0] is not capture:
-                raise RuntimeError("captures must be published in the order they were taken")
-            self._digest += self.pending.pop(0).result().moved
+        skip = self._skip
         if self._is_base(version):
             nothing = [[no_change(region) for region in block] for block in self.plan]
-            self._skip = version, Capture(self, done(Found(nothing, StateDigest())))
-        elif self._skip is not None:
-            self._skip = self._skip[0], self._skip[1].merge(capture)
+            skip = version, Capture(self, done(Found(nothing, StateDigest())))
+        elif skip is not None:
+            skip = skip[0], skip[1].merge(capture)
+        with self._lock:
+            if self.lost:
+                return  # the next publish compares with this version
+            if self.pending[0] is not capture:
+                raise RuntimeError("captures must be published in the order they were taken")
+            digest = self._digest + capture.result().moved
+            self.lost = True
+            self.pending.remove(capture)
+            self._digest, self._skip, self.alone = digest, skip, False
+            self.lost = False
 
     @property
     def skip_base(self) -> int | None:
@@ -201,13 +218,15 @@ class Captures:
         with self._lock:
             return self.pending[: self.pending.index(capture)]
 
-    def fold(self, first: Capture, second: Capture) -> Capture:
-        """Merge two neighbouring pending captures."""
+    def fold(self, first: Capture, second: Capture) -> None:
+        """Make `second` include the pending capture right before it."""
         with self._lock:
-            both = first.merge(second)
-            at = self.pending.index(first)
-            self.pending[at : at + 2] = [both]
-            return both
+            self._require_known()
+            earlier, later = first._future, second._future
+            self.lost = True
+            second._future = self.detector.later(lambda: merge(earlier.result(), later.result()))
+            self.pending.remove(first)
+            self.lost = False
 
     @property
     def digest(self) -> StateDigest:
@@ -242,6 +261,7 @@ class Weights:
         """A copy of a region of the plan, in host memory."""
         captures = self._captures
         with captures._lock:
+            captures._require_known()
             bits: Bits = captures._held(region).copy()
             undone = self._to_undo()
         block, number = captures._place[region]
@@ -254,6 +274,7 @@ class Weights:
         """A copy of regions on the device they are on, which stays there; None if they are in host memory."""
         captures = self._captures
         with captures._lock:
+            captures._require_known()
             found = captures.detector.block([captures._local(region) for region in regions])
             undone = self._to_undo()
         if found is not None:
@@ -277,6 +298,11 @@ class Stream:
     def __init__(self, captures: Captures, source: Source, compared: Compared | None) -> None:
         self._captures, self._detector = captures, captures.detector
         self._source, self._compared = source, compared
+        self._base = None if captures.alone else captures.digest
+
+    def base(self) -> StateDigest | None:
+        """State digest of the weights that it is compared with; None if these are no version."""
+        return self._base
 
     def encode(self, encoding: str) -> Iterator[EncodedBlock]:
         plan, reached = self._captures.plan, self._captures.digest

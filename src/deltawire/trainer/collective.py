@@ -88,6 +88,15 @@ class Group:
         """The largest of all ranks at each place. All are below 2³¹."""
         return values
 
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Several exchanges that belong together: where this rank alone breaks off, others get RankLost."""
+        yield
+
+    def agreed(self, error: Exception) -> Exception:
+        """An error that every rank is about to raise."""
+        return error
+
 
 class Ranks(Group):
     """The ranks of a torch process group."""
@@ -102,9 +111,13 @@ class Ranks(Group):
         reminder.daemon = True
         reminder.start()
         # members alone make it; others of the world need not know
-        self._group = dist.new_group(ranks, _PATIENCE, backend="gloo", use_local_synchronization=True)
+        self._group: Any = dist.new_group(ranks, _PATIENCE, backend="gloo", use_local_synchronization=True)
         reminder.cancel()
         self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._agreed: Exception | None = None
+        """The last error that all ranks raised."""
+        self._exchanged = False
+        """Whether others have heard of this rank since `all_or_none` began."""
 
     def exchange(self, message: T) -> list[T]:
         heard: list[Any] = [None] * self.size
@@ -120,6 +133,12 @@ class Ranks(Group):
 
     @contextmanager
     def _all_answer(self) -> Iterator[None]:
+        if self._group is None:
+            raise RankLost(
+                "this rank was interrupted while all ranks opened the run together, so no version can be published; "
+                "restart the training from its checkpoint, and the run goes on from there"
+            )
+        self._exchanged = True
         try:
             yield
         except RuntimeError as error:
@@ -135,12 +154,28 @@ class Ranks(Group):
         except Exception as caught:
             error, mine = caught, _Failed(type(caught).__name__, str(caught))
         heard = self.exchange(mine)
-        if error is not None:
-            raise error
         for rank, answer in enumerate(heard):
-            if isinstance(answer, _Failed):
-                raise _SAME_EVERYWHERE.get(answer.kind, PublishFailed)(f"rank {rank}: {answer.message}")
+            if isinstance(answer, _Failed) and error is None:
+                error = _SAME_EVERYWHERE.get(answer.kind, PublishFailed)(f"rank {rank}: {answer.message}")
+        if error is not None:
+            raise self.agreed(error)
         return heard
+
+    def agreed(self, error: Exception) -> Exception:
+        self._agreed = error
+        return error
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        self._exchanged = False
+        try:
+            yield
+        except BaseException as error:
+            if self._exchanged and error is not self._agreed and self._group is not None:
+                # interrupted between two messages: closing the connections is what others notice
+                left, self._group = self._group, None
+                self._dist.destroy_process_group(left)
+            raise
 
     def each(self, work: Callable[[], T]) -> T:
         own: list[T] = []
@@ -161,6 +196,8 @@ class RankReport:
     """Weights that the next version would change here."""
     closed: bool
     """Whether no further publish will come from it."""
+    alone: bool
+    """Whether what changed here since the version before is unknown."""
 
 
 class Lockstep:
@@ -173,10 +210,12 @@ class Lockstep:
         self._group = group
         self._waits_since: float | None = None
 
-    def report(self, publishes: int, changed: int = 0, *, closed: bool = False) -> list[RankReport]:
+    def report(
+        self, publishes: int, changed: int = 0, *, closed: bool = False, alone: bool = False
+    ) -> list[RankReport]:
         """Exchange reports with all ranks. Raises OutOfStep on all of them if some are closed and others are not."""
         self._waits_since = time.monotonic()
-        reports = self._group.exchange(RankReport(publishes, changed, closed))
+        reports = self._group.exchange(RankReport(publishes, changed, closed, alone))
         self._waits_since = None
         if len({rank.closed for rank in reports}) > 1:
             counts = (f"rank {n} {rank.publishes}{' and closed' * rank.closed}" for n, rank in enumerate(reports))

@@ -68,7 +68,7 @@ class Committer:
         self.run, self._files, self._signing = run, files, signing
         self.writer = secrets.token_hex(4)
         self._unsure = ""
-        """Mark of the last commit if it failed and may have happened all the same."""
+        """Mark of a commit from before it is sent until it is known to have happened."""
         self._seen: AddedLink | None = None
         """The newest anchor of a keeper that was found in the bucket."""
         self._claim: Claim | None = None
@@ -168,6 +168,7 @@ class Committer:
         check_size(key, len(data), MANIFEST_SIZE)
         manifest = parse_manifest(data, version, self.run.info)
         self.check_run()
+        self._unsure = self.writer
         try:
             # created, never overwritten: two trainers must not share a version
             self.run.store.put_if_absent(key, data)
@@ -178,10 +179,6 @@ class Committer:
                 f"another writer committed version {version} of {self.run.store.url} first; "
                 "only one trainer may publish to a run: stop this one, or give it a run of its own"
             ) from None
-        except BaseException:
-            # perhaps it is committed and only the answer was lost: what it names must never be written over
-            self._unsure, self.writer = self.writer, secrets.token_hex(4)
-            raise
         self._committed(manifest)
         try:
             self.run.store.put(keys.HEAD, dump(Head(self.run.info.run, version)))
@@ -192,12 +189,15 @@ class Committer:
         return manifest
 
     def catch_up(self) -> Manifest | None:
-        """After a commit that failed: its manifest, if it was created after all and only the answer was lost."""
+        """After a commit that failed or was interrupted: its manifest, if it was created after all."""
         if not self._unsure:
             return None
         try:
             manifest = self.run.manifest(self.next_version)
         except VersionNotFound:
+            if self.writer == self._unsure:
+                # it may still arrive: what it names must never be written over
+                self.writer = secrets.token_hex(4)
             return None
         if manifest.writer != self._unsure:
             return None  # another trainer's: the next commit raises WriterConflict
@@ -257,9 +257,10 @@ class Committer:
         self.run.store.put(keys.RUN, dump(self.run.info))
 
     def _committed(self, manifest: Manifest) -> None:
-        self._unsure = ""
-        self.newest = manifest
         self.versions[manifest.version] = manifest.summary()
+        self.newest = manifest
+        # last: where this is interrupted, `catch_up` does it again
+        self._unsure = ""
 
     def _summaries(self, start: int, end: int) -> tuple[Summary, ...]:
         """Those from `start` up to, not including, `end`; pruned ones are missing."""

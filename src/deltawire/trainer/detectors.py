@@ -60,14 +60,9 @@ class Found:
         return cls(list(found), sum(ordered_map(moved, found), StateDigest()))
 
 
-@dataclass(frozen=True, slots=True)
-class Detected:
-    """What `detect` found, while the detector still has the weights captured before."""
-
-    take: Callable[[], Future[Found]]
-    """Make these the weights captured last. The answer may still be in transit from a device."""
-    give_back: Callable[[], None]
-    """Undo `take`, also one that was interrupted."""
+Take = Callable[[], Future[Found]]
+"""Makes what `detect` found the weights captured last. The answer may still be in transit from a device. Where it is
+interrupted, the detector's weights are unknown until the next `load`."""
 
 
 class Detector(Protocol):
@@ -100,10 +95,11 @@ class Detector(Protocol):
         """Make the source's present weights the ones captured last; returns their digest."""
         ...
 
-    def detect(self, source: Source, budget: int) -> Detected:
-        """What differs between the source and the weights captured last. TooLarge past so many bytes, or SnapshotLost.
+    def detect(self, source: Source, budget: int) -> Take:
+        """Find what differs between the source and the weights captured last, which stay what they are until `Take`.
 
-        When this returns the source may change again, as seen from the stream it was called on.
+        Raises TooLarge past so many bytes, or SnapshotLost. When this returns the source may change again, as seen from
+        the stream it was called on.
         """
         ...
 
@@ -160,6 +156,8 @@ class HostDetector(Detector):
         return full.digest_of(source)
 
     def load(self, source: Source) -> StateDigest:
+        # a new one: threads of a publish that was interrupted may still write to the one before
+        self.state = State(self.state.schema)
         self.state.load(source)
         return self.state.digest
 
@@ -173,7 +171,7 @@ class HostDetector(Detector):
 
         return ordered_map(one, self.plan, threads_for(source.schema.elements))
 
-    def detect(self, source: Source, budget: int) -> Detected:
+    def detect(self, source: Source, budget: int) -> Take:
         changed: list[list[Change]] = []
         total = StateDigest()
         for changes, digest in self._differences(source):
@@ -188,11 +186,7 @@ class HostDetector(Detector):
             for_each(self.write, changed, threads_for(found.count))
             return done(found)
 
-        def give_back() -> None:
-            for change in (change for changes in changed for change in changes):
-                change.undo(self.state.bits(change.region.tensor.name))
-
-        return Detected(take, give_back)
+        return take
 
     def region(self, region: Region) -> Bits:
         return self.state.region(region)

@@ -30,7 +30,7 @@ from ..core.schema import Schema
 from ..kernels.block import DeviceBlock
 from ..kernels.plan import Plan, flat, units
 from ..models import Known, ModelView, tensors_of, torch_bits
-from .detectors import Detected, Found, TooLarge, merge
+from .detectors import Found, SnapshotLost, Take, TooLarge, merge
 
 _CHANGE_BYTES = 8
 """What a changed unit of 16 bits takes on the host: position, old and new bits."""
@@ -65,8 +65,6 @@ class TensorGroup(Protocol):
 
     def take(self, found: Any) -> None: ...
 
-    def give_back(self, found: Any) -> None: ...
-
     def changes(self, found: Any) -> list[Change]:
         """On the host. Called on another thread and stream than `find`, and perhaps after `take`."""
         ...
@@ -98,9 +96,6 @@ class DeviceCopy:
     def take(self, found: kernels.Changed) -> None:
         kernels.apply(self.held, found, plan=self._plan)
 
-    def give_back(self, found: kernels.Changed) -> None:
-        kernels.apply(self.held, found.swapped(), plan=self._plan)
-
     def moved(self, found: kernels.Changed) -> StateDigest:
         return kernels.digest_change(self.names, self.held, found, plan=self._plan)
 
@@ -128,6 +123,7 @@ class _Streamed:
     blocks: list[tuple[Plan, kernels.Changed, Sequence[Region]]]
     changes: list[Change] | None = None
     taken: bool = False
+    written: bool = False
 
 
 class PinnedCopy:
@@ -206,23 +202,20 @@ class PinnedCopy:
 
     def take(self, found: _Streamed) -> None:
         with self._writing:
-            found.taken, self._last = True, found
-
-    def give_back(self, found: _Streamed) -> None:
-        with self._writing:
-            if found.taken and found.changes is not None:
-                for change in found.changes:
-                    change.undo(self._bits[change.region.tensor.name])
-            found.taken, self._last = False, None
+            self._last = found
+            found.taken = True
 
     def changes(self, found: _Streamed) -> list[Change]:
         with self._writing:
             if found.changes is None:
-                blocks, found.blocks = found.blocks, []
-                found.changes = [c for plan, new, regions in blocks for c in kernels.to_changes(plan, new, regions)]
-                if found.taken:
-                    for change in found.changes:
-                        change.write(self._bits[change.region.tensor.name])
+                parts = (kernels.to_changes(plan, new, regions) for plan, new, regions in found.blocks)
+                found.changes = [change for part in parts for change in part]
+                found.blocks = []
+            if found.taken and not found.written:
+                # again from the start where it was interrupted: a write can be repeated
+                for change in found.changes:
+                    change.write(self._bits[change.region.tensor.name])
+                found.written = True
             return found.changes
 
     def read(self, region: Region) -> Bits:
@@ -334,16 +327,18 @@ class DeviceDetector:
 
     def load(self, source: Source) -> StateDigest:
         view = self._view(source)
+        # the thread may still write what was captured before: an interrupted publish leaves it at work
+        self._pool.submit(lambda: None).result()
         self._after_copies()
         for part in self._parts:
             part.load(self._live(view.tensors, part))
         self._mark()
         return self.digest_of(source)
 
-    def detect(self, source: Source, budget: int) -> Detected:
+    def detect(self, source: Source, budget: int) -> Take:
         return self._detect(self._view(source).tensors, budget // _CHANGE_BYTES)
 
-    def _detect(self, tensors: Mapping[str, Tensor], most: int) -> Detected:
+    def _detect(self, tensors: Mapping[str, Tensor], most: int) -> Take:
         found: list[tuple[TensorGroup, Any]] = []
         try:
             for part in self._parts:
@@ -363,13 +358,7 @@ class DeviceDetector:
             # last: the thread that fetches would take turns with this one
             return self._pool.submit(self._fetch, found, ready)
 
-        def give_back() -> None:
-            self._after_copies()
-            for part, what in found:
-                part.give_back(what)
-            self._mark()
-
-        return Detected(take, give_back)
+        return take
 
     def region(self, region: Region) -> Bits:
         with self._beside(self._taken if self._stream is not None else None):
@@ -502,6 +491,8 @@ class FusedDetector(DeviceDetector):
         self._copies = copies
         self._since: Future[Found] | None = None
         """What was cast since the last capture, and is in the copies already."""
+        self._torn = False
+        """Whether a cast was interrupted: what it changed in the copies is perhaps not in `_since`."""
         self._casting = threading.Lock()
 
     def _make_parts(self, view: ModelView) -> list[TensorGroup]:
@@ -528,34 +519,38 @@ class FusedDetector(DeviceDetector):
             for name, copy in tensors_of(self._copies).items():
                 copy.detach().copy_(tensors[name].detach())
             return
-        detected = self._detect(tensors, 1 << 62)
+        take = self._detect(tensors, 1 << 62)
         with self._casting:
-            self._since = self._joined(self._since, detected.take())
+            torn, self._torn = self._torn, True
+            self._since = self._joined(self._since, take())
+            self._torn = torn
 
     def load(self, source: Source) -> StateDigest:
+        digest = super().load(source)
         with self._casting:
-            self._since = None
-        return super().load(source)
+            self._since, self._torn = None, False
+        return digest
 
-    def detect(self, source: Source, budget: int) -> Detected:
+    def detect(self, source: Source, budget: int) -> Take:
         detected = super().detect(source, budget)
         with self._casting:
-            since = self._since
+            since = self._cast_since()
 
         def take() -> Future[Found]:
-            found = self._joined(since, detected.take())
+            found = self._joined(since, detected())
             self._since = None
             return found
 
-        def give_back() -> None:
-            detected.give_back()
-            self._since = since
+        return take
 
-        return Detected(take, give_back)
+    def _cast_since(self) -> Future[Found] | None:
+        if self._torn:
+            raise SnapshotLost("a cast was interrupted")
+        return self._since
 
     def region(self, region: Region) -> Bits:
         with self._casting:
-            bits, since = super().region(region), self._since
+            bits, since = super().region(region), self._cast_since()
         if since is not None:
             for block in since.result().blocks:
                 for change in block:
@@ -564,7 +559,7 @@ class FusedDetector(DeviceDetector):
 
     def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
         with self._casting:
-            found, since = super().block(regions), self._since
+            found, since = super().block(regions), self._cast_since()
         if found is not None and since is not None:
             cast = {change.region: change for block in since.result().blocks for change in block}
             found.undo([cast[region] for region in regions])

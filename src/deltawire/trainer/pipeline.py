@@ -16,8 +16,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from ..core.digest import StateDigest
 from ..core.errors import (
     ChainError,
     DeltawireError,
+    DigestMismatch,
     DivergedRun,
     FormatError,
     ObjectNotFound,
@@ -98,6 +99,8 @@ class Pipeline:
         self._warned = options.continues
         self.version: int | None = None
         """The newest committed version."""
+        self._distrusted = False
+        """Whether the next version is an anchor, whatever the bucket has: what was captured contradicted it."""
 
     @property
     def is_open(self) -> bool:
@@ -120,11 +123,10 @@ class Pipeline:
             if not self._must_stream(source, wait) and self._capture(source, pending, began):
                 return
         except SnapshotLost as lost:
-            if self.together:
-                raise DivergedRun(f"{lost}; open a new Publisher, which compares with the newest version") from None
             log.warning("%s; comparing with the newest version in %s", lost, self._store.url)
-            self._drop()
-            source = self._open(source, pending.progress)
+            source = self._reopen(source, pending.progress)
+            if self.together and self._capture(source, pending, began):
+                return
         self._stream(source, pending, began)
 
     def resume(self, model: Model) -> int:
@@ -163,6 +165,10 @@ class Pipeline:
 
     def _open(self, model: Model, progress: Progress | None = None, *, must_match: bool = False) -> Source:
         """The weights to compare. At the first call also: open or create the run, and find what to compare with."""
+        with self._group.all_or_none():
+            return self._open_by_all(model, progress, must_match)
+
+    def _open_by_all(self, model: Model, progress: Progress | None, must_match: bool) -> Source:
         if self._session is not None:
             source = self._local.source(model)
             if self._session.captures.detector.suits(source):
@@ -178,33 +184,49 @@ class Pipeline:
         newest = group.first(lambda: self._newest(schema, base, must_match, is_adapter))
         run = group.each(lambda: self._committer.run if self._committer else Run.open(self._store, trust=self._trust))
         detector = group.each(lambda: self._local.detector(source))
-        state, start_over, watched = None, False, source
+        state, alone, watched = None, False, source
         if newest is None:
             # shards are read twice, so their bytes would count twice
             if progress is not None and not self.together and isinstance(detector, HostDetector):
                 watched = Watched(source, lambda n: progress("detect", n, schema.nbytes))
         elif self._differs(newest, source, detector, must_match):
-            state = group.each(lambda: self._rebuild(run, newest.version, progress))
+            state = group.each(lambda: None if self._distrusted else self._rebuild(run, newest.version, progress))
             # on all ranks if one of them cannot read it
-            start_over = not all(group.exchange(state is not None))
-            state = None if start_over else state
+            alone = not all(group.exchange(state is not None))
+            state = None if alone else state
         if state is not None and not self.together:
             # in host memory wherever the model is: the first publish is streamed against it
             kind = type(detector) if isinstance(detector, HostDetector) else HostDetector
             captures = Captures(kind.of(state), state.digest, skip_every=options.skip_every)
         else:
-            captures = group.each(lambda: self._captures(watched, detector, state))
-        writer = VersionWriter(run, self._committer, self._writing_group, self._local.regions, options, start_over)
-        self._session = _Session(captures, writer)
+            captures = group.each(lambda: self._captures(watched, detector, state, alone))
+        writer = VersionWriter(run, self._committer, self._writing_group, self._local.regions, options)
         self.version, self._warned = newest.version if newest else None, True
+        self._session, self._distrusted = _Session(captures, writer), False
         return source
 
-    def _captures(self, source: Source, detector: Detector, state: State | None) -> Captures:
-        """Let the detector hold these weights. `state` is a version that they follow."""
+    def _reopen(self, source: Source, progress: Progress | None) -> Source:
+        """Compare with the newest version in the bucket again, where the detector's own weights are unknown."""
+        if not self.together:
+            self._drop()
+            return self._open(source, progress)
+        # by this rank alone: others do not know of it, and no version is committed without this one
+        with suppress(PublishFailed):
+            self.background.flush()
+        session, version = self._opened(), self.version
+        state = None
+        if version is not None and not self._distrusted:
+            state = self._rebuild(session.writer.run, version, progress)
+        captures = self._captures(source, session.captures.detector, state, alone=state is None)
+        self._session, self._distrusted = _Session(captures, session.writer), False
+        return source
+
+    def _captures(self, source: Source, detector: Detector, state: State | None, alone: bool) -> Captures:
+        """Let the detector hold these weights. `state` is a version that they follow; `alone`: none can be read."""
         plan, digest = self._local.plan(detector), detector.load(source)
         if plan is not None:
             digest = self._local.digest(source, detector)
-        captures = Captures(detector, digest, plan, self._options.skip_every)
+        captures = Captures(detector, digest, plan, self._options.skip_every, alone=alone)
         if state is not None:
             captures.follow(state)
         return captures
@@ -273,7 +295,7 @@ class Pipeline:
         if digest == newest.digest:
             return False
         if must_match:
-            raise DivergedRun(group.first(message))
+            raise group.agreed(DivergedRun(group.first(message)))
         if not self._warned and group.rank == 0:
             log.warning(
                 "%s is at version %d, published %s, and these weights are other ones: continuing after it. "
@@ -312,7 +334,8 @@ class Pipeline:
     def _drop(self) -> None:
         """Finish what is in flight, and let the next publish compare with what the bucket has."""
         if self._session is not None:
-            self.background.flush()
+            with suppress(PublishFailed):  # that comparison finds what failed, too
+                self.background.flush()
         self._session = None
 
     def _opened(self) -> _Session:
@@ -335,28 +358,25 @@ class Pipeline:
         """Submit what changed, merged with the version that waits. False, and nothing done, if it is too dense."""
         captures = self._opened().captures
         budget = self._options.max_pending or max(MIN_PENDING, captures.nbytes // 2)
-        waiting = self.background.withdraw()
+        waiting = self.background.waiting
+        if waiting is not None:
+            # a trainer faster than merging waits here, so that captures do not pile up
+            waiting.changes.result()
         try:
-            onto = waiting.changes if waiting else None
-            pending.changes = captures.capture(source, sys.maxsize if self.together else budget, onto)
-        except BaseException as error:
-            # what waits must not be lost with it
-            self.background.submit(waiting)
-            if isinstance(error, TooLarge):
-                return False
-            raise
+            pending.changes = captures.capture(source, sys.maxsize if self.together else budget)
+        except TooLarge:
+            return False
         # nothing is reported from the background, where the caller does not wait
         pending.timings["held"], pending.progress = time.perf_counter() - began, None
-        if waiting is not None:
-            waiting.merge(pending)
-        self.background.submit(waiting or pending)
+        self.background.submit(pending, captures.fold)
         return True
 
     def _stream(self, source: Source, pending: PendingVersion[Stream], began: float) -> None:
         """Compare and encode block by block in the caller's thread, with one copy of the model and no more."""
         progress = pending.progress
         self.background.flush()
-        if self._opened().captures.pending:
+        captures = self._opened().captures
+        if captures.pending or captures.lost:
             # the detector is ahead of the bucket by something that was never published
             self._drop()
             source = self._open(source, progress)
@@ -366,8 +386,10 @@ class Pipeline:
         nbytes = source.schema.nbytes
         detected = (lambda n: progress("detect", n, nbytes)) if progress else None
         pending.changes = Stream(session.captures, source, detected)
-        published = session.writer.write(session.writer.begin(None, None), pending)
-        self.version = published.version
+        terms = session.writer.begin(None, None, session.captures.alone)
+        with self._two_answers():
+            published = session.writer.write(terms, pending)
+        self.version, session.captures.alone = published.version, False
         # from here on a detector of the model's own kind can be used: the bucket has what the model has
         if not (isinstance(session.captures.detector, HostDetector) and self._is_elsewhere(source)):
             self._session = session
@@ -381,41 +403,55 @@ class Pipeline:
         """Write one version, by all ranks. If it fails, the next one carries what this one should have."""
         session = self._opened()
         captures, writer = session.captures, session.writer
-        changed = self._agree(pending, captures)
-        terms = writer.begin(changed, captures.skip_base)
+        changed, alone = self._agree(pending, captures)
+        terms = writer.begin(changed, captures.skip_base, alone)
         if terms.committed is not None and captures.pending[0] is not pending.changes:
             # an earlier version was committed after all, and only the answer was lost
             captures.settle(captures.pending[0], terms.committed)
-        for older in reversed(captures.older(pending.changes)):
-            pending.changes = captures.fold(older, pending.changes)
         capture = pending.changes
+        for older in reversed(captures.older(capture)):
+            captures.fold(older, capture)
         since = captures.skip(capture, terms.version)
         if since is not None:
             pending.skip = since[0], lambda encoding: capture.encode(encoding, since[1])
-        published = writer.write(terms, pending)
+        with self._two_answers():
+            published = writer.write(terms, pending)
         self.version = terms.version
         captures.settle(capture, terms.version)
         self._tell(published)
         return published
 
-    def _agree(self, pending: Captured, captures: Captures) -> int:
-        """Make the version end with the same publish on all ranks. Returns how many weights changed on all of them.
+    @contextmanager
+    def _two_answers(self) -> Iterator[None]:
+        """Where the chain and the weights give a version two digests, what was captured is not to be trusted."""
+        try:
+            yield
+        except DigestMismatch:
+            self._distrusted = True
+            if self._session is not None:
+                self._session.captures.lost = True
+            raise
+
+    def _agree(self, pending: Captured, captures: Captures) -> tuple[int, bool]:
+        """Make the version end with the same publish on all ranks. Returns how many weights changed on all of them, and
+        whether one of them does not know since which version.
 
         Ranks call this at their own time, while training goes on. What was merged cannot be split again, so ranks that
         are behind merge further publishes until they are equal to the one farthest ahead.
         """
         while True:
-            reports = self._lockstep.report(pending.last_publish, pending.changes.result().count)
+            changed = pending.changes.result().count
+            reports = self._lockstep.report(pending.last_publish, changed, alone=captures.alone)
             latest = max(rank.publishes for rank in reports)
             if all(rank.publishes == latest for rank in reports):
-                return sum(rank.changed for rank in reports)
+                return sum(rank.changed for rank in reports), any(rank.alone for rank in reports)
             while pending.last_publish < latest:
                 more = self.background.next()
                 if more is None:
                     # raises OutOfStep on all ranks: this one is closed
                     self._lockstep.report(pending.last_publish, closed=True)
                     raise RuntimeError("ranks that are closed and behind were not noticed")
-                more.changes = captures.fold(pending.changes, more.changes)
+                captures.fold(pending.changes, more.changes)
                 pending.merge(more)
 
     def _tell(self, published: Published) -> None:

@@ -7,14 +7,13 @@ publish ──capture──▶ waiting ──▶ in flight ──encode, put, co
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..bucket.trust import KeysLike
 from ..bucket.versions import address_only
-from ..core.errors import DeltawireError, Misconfigured, OutOfStep
+from ..core.errors import DeltawireError, Misconfigured, OutOfStep, PublishFailed
 from ..core.manifest import Manifest, Origin
 from ..core.signing import SigningKey
 from ..models import AUTO, Model
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .adamw import DeltaAdamW
+
+T = TypeVar("T")
 
 HURRY = 5.0
 """Seconds to wait for other ranks where an exception ends a `with Publisher(…)`."""
@@ -140,7 +141,9 @@ class Publisher:
         )
         self._store = open_store(address_only(run))
         self._turn = threading.RLock()
-        """Held by the thread that captures or closes; reentrant, so that a signal handler can close."""
+        """Held by the thread that captures or closes. Reentrant, so that a signal handler does not wait for itself."""
+        self._busy = False
+        """Whether a thread captures or closes right now."""
         self._group = group
         self._pipeline = Pipeline(self._store, self._options)
         """Of this process alone, until a model is published that several ranks hold."""
@@ -175,12 +178,16 @@ class Publisher:
         """
         pending: PendingVersion[Any] = PendingVersion(step, metrics or {}, progress, origin)
         handle = pending.handles[0]
-        with self._in_turn():
+
+        def capture() -> Pipeline:
             pipeline = self._pipeline_for(model)
             pipeline.publish(model, pending, wait)
             if wait and pipeline.together:
                 # in its turn: other ranks must see this rank's publishes in one order
                 pipeline.background.wait_for(handle)
+            return pipeline
+
+        pipeline = self._in_turn(capture)
         if wait:
             # other threads may publish meanwhile
             pipeline.background.wait_for(handle)
@@ -188,8 +195,7 @@ class Publisher:
 
     def resume(self, model: Model) -> int:
         """Check that these weights are the run's newest version, and return its number. DivergedRun if they are not."""
-        with self._in_turn():
-            return self._pipeline_for(model).resume(model)
+        return self._in_turn(lambda: self._pipeline_for(model).resume(model))
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything published before this call is committed.
@@ -211,7 +217,7 @@ class Publisher:
         if not self._turn.acquire(timeout=-1 if timeout is None else timeout):
             raise TimeoutError(f"another thread has not ended its publish to {self._store.url} within {timeout} s")
         try:
-            self._pipeline.close(timeout, patience)
+            self._uninterrupted(lambda: self._pipeline.close(timeout, patience))
         finally:
             self._turn.release()
 
@@ -253,22 +259,35 @@ class Publisher:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """One thread at a time. OutOfStep for a second one where ranks publish together."""
+    def _in_turn(self, work: Callable[[], T]) -> T:
+        """Do work, one thread at a time. OutOfStep for a second one where ranks publish together."""
         self._pipeline.background.refuse_own_thread()
-        overlaps = not self._turn.acquire(blocking=False)
-        if overlaps:
-            self._turn.acquire()
-        try:
-            if overlaps and self._pipeline.together:
+        overlaps = self._busy
+        # not `acquire`: an interrupt between that and the `try` would leave the lock taken
+        with self._turn:
+            if overlaps and not self._busy and self._pipeline.together:
                 raise OutOfStep(
                     "two threads of a rank used its publisher at once, so it is unknown which publish of the other "
                     "ranks belongs to which; call it from one thread per rank"
                 )
-            yield
+            return self._uninterrupted(work)
+
+    def _uninterrupted(self, work: Callable[[], T]) -> T:
+        """Do work in this thread's turn. PublishFailed in a signal handler that has interrupted such work."""
+        if self._busy:
+            raise PublishFailed(
+                "`publish`, `resume` or `close` was called within one of them, by a signal handler or `on_version`: "
+                "nothing was done. Set a flag there instead, and publish in the training loop when it is set"
+            )
+        try:
+            try:
+                self._busy = True
+                return work()
+            finally:
+                self._busy = False
         finally:
-            self._turn.release()
+            # once more: an interrupt may have come before the line above
+            self._busy = False
 
     def _pipeline_for(self, model: Model) -> Pipeline:
         """The pipeline of this process alone or, from the first publish of a model that several ranks hold, of all.

@@ -10,6 +10,7 @@ A version that fails on one rank fails on all. A process that publishes alone is
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,8 +23,9 @@ import msgspec
 from ..bucket.run import Run
 from ..core import full, keys
 from ..core.change import Region
-from ..core.digest import StateDigest
-from ..core.dtypes import lookup
+from ..core.digest import StateDigest, of_rows
+from ..core.dtypes import Bits, lookup
+from ..core.errors import DigestMismatch
 from ..core.manifest import Blob, Link, Manifest, Origin
 from ..core.sparse import DataFile, DeltaWriter, EncodedBlock
 from ..metrics import VersionFigures
@@ -140,8 +142,14 @@ class PendingVersion(Generic[C]):
         """Include a later one, whose changes are those of both."""
         self.changes, self.step, self.metrics, self.origin = later.changes, later.step, later.metrics, later.origin
         self.last_publish = later.last_publish
-        self.handles += later.handles
-        self.timings["held"] += later.timings["held"]
+        self.handles = self.handles + later.handles
+        self.timings = {**self.timings, "held": self.timings["held"] + later.timings["held"]}
+
+    def merged(self, later: PendingVersion[C]) -> PendingVersion[C]:
+        """One version of both; this one stays as it is."""
+        both = copy.copy(self)
+        both.merge(later)
+        return both
 
     def succeed(self, published: Published) -> None:
         """Hand the committed version to all who wait for it."""
@@ -166,6 +174,8 @@ class Terms:
     """Version of an earlier, failed commit, which turned out to be in the bucket."""
     bases: dict[int, str]
     """Digests of the versions that a delta of this one may start from."""
+    alone: bool
+    """Whether it follows no version that can be read: it has full weights and no delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +186,8 @@ class _Put:
     changed: int
     """Number of changed weights, also where no delta was put."""
     timings: dict[str, float]
+    weights: StateDigest | None
+    """State digest of the full weights that were put, or the share of this rank in it; None without an anchor."""
 
 
 class VersionWriter:
@@ -188,16 +200,15 @@ class VersionWriter:
         group: Group,
         regions: Sequence[Region],
         options: PublishOptions,
-        start_over: bool,
     ) -> None:
-        """`committer` is that of rank 0, None on all others. `regions` are those that this rank writes. `start_over`:
-        the version before cannot be read, so the first one stands alone, as an anchor."""
-        self._run, self._committer, self._group, self._regions = run, committer, group, regions
-        self._options, self._start_over = options, start_over
+        """`committer` is that of rank 0, None on all others. `regions` are those that this rank writes."""
+        self.run = run
+        self._committer, self._group, self._regions, self._options = committer, group, regions, options
         self._shard: keys.Shard = (group.rank, group.size)
 
-    def begin(self, changed: int | None, skip_base: int | None) -> Terms:
-        """Agree on the next version. `changed` is the number of changed weights where it is known before encoding."""
+    def begin(self, changed: int | None, skip_base: int | None, alone: bool) -> Terms:
+        """Agree on the next version. `changed` is the number of changed weights where it is known before encoding.
+        `alone`: what changed since the version before is unknown."""
 
         def terms() -> Terms:
             committer = self._rank_0()
@@ -206,25 +217,26 @@ class VersionWriter:
             schema, is_adapter = committer.run.schema, committer.run.info.base is not None
             choice = self._options.chooser.choose(schema.elements, changed, schema.nbytes if is_adapter else None)
             bases = {v: committer.versions[v].digest for v in (version - 1, skip_base) if v in committer.versions}
-            return Terms(version, committer.writer, choice, caught_up.version if caught_up else None, bases)
+            committed = caught_up.version if caught_up else None
+            return Terms(version, committer.writer, choice, committed, bases, alone or not version)
 
         return self._group.first(terms)
 
     def write(self, terms: Terms, pending: PendingVersion[C]) -> Published:
         """Encode, put and commit. Raises on all ranks if it fails on one."""
         group, changes, began = self._group, pending.changes, time.perf_counter()
-        # the first version has full weights alone, and so has one that starts over
-        start = not terms.version or self._start_over
-        # where they go out anyway and it is known what changed, no delta is encoded
-        alone = start or (isinstance(changes, Capture) and (terms.choice.full or self._options.policy.every == 0))
+        # where full weights go out anyway and it is known what changed, no delta is encoded
+        no_delta = isinstance(changes, Capture) and (terms.choice.full or self._options.policy.every == 0)
+        alone = terms.alone or no_delta
 
-        def encode() -> StateDigest:
+        def encode() -> tuple[StateDigest | None, StateDigest]:
+            base = changes.base()
             for block in () if alone else changes.encode(terms.choice.encoding):
                 delta.add(block)
-            return changes.digest()
+            return base, changes.digest()
 
         def wanted(size: int) -> tuple[bool, bool]:
-            full_size, versions, policy = self._run.schema.nbytes, self._rank_0().versions_of_key, self._options.policy
+            full_size, versions, policy = self.run.schema.nbytes, self._rank_0().versions_of_key, self._options.policy
             anchor = policy.wants_anchor(terms.version, size, full_size, versions)
             if anchor and not alone:
                 # without waiting for an anchor: a version is committed as soon as its delta is uploaded
@@ -234,14 +246,19 @@ class VersionWriter:
             return with_delta, anchor or not with_delta
 
         with DeltaWriter(terms.choice.encoding) as delta:
-            digest = sum(group.together(encode), StateDigest())
+            encoded = group.together(encode)
+            if not terms.alone:
+                # every rank compares, so that all of them raise
+                _require_equal(terms.version - 1, terms.bases[terms.version - 1], [base for base, _ in encoded])
+            digest = sum((reached for _, reached in encoded), StateDigest())
             file = group.each(lambda: self._finish(terms, terms.version - 1, digest, delta))
             pending.timings["encode"] = time.perf_counter() - began
             size = sum(group.exchange(file.size))
             kinds = group.first(lambda: wanted(size))
             put = group.together(lambda: self._put(terms, pending, kinds, file, digest))
-        manifest = group.first(lambda: self._commit(terms, pending, digest, put, start))
-        self._start_over = False
+        if kinds[1]:
+            _require_equal(terms.version, str(digest), [each.weights for each in put])
+        manifest = group.first(lambda: self._commit(terms, pending, digest, put))
         return Published(
             manifest.version,
             manifest.digest,
@@ -249,13 +266,13 @@ class VersionWriter:
             sum(link.bytes for link in manifest.links),
             tuple(link.kind for link in manifest.links),
             dict(manifest.timings),
-            self._run.schema.elements,
+            self.run.schema.elements,
             len(pending.handles),
         )
 
     def _finish(self, terms: Terms, base: int, digest: StateDigest, delta: DeltaWriter) -> DataFile:
         """The file of a delta whose blocks are all there."""
-        run, before = self._run, terms.bases.get(base, "")
+        run, before = self.run, terms.bases.get(base, "")
         return delta.finish_link(run.info.run, base, terms.version, before, str(digest), run.schema.elements)
 
     def _put(
@@ -268,6 +285,7 @@ class VersionWriter:
         version, choice, first = terms.version, terms.choice, self._group.rank == 0
         with_delta, with_anchor = kinds
         links: list[Link] = []
+        reached = StateDigest() if with_anchor else None
         size, clock = 0, time.perf_counter()
 
         def upload(key: str, file: DataFile) -> Blob:
@@ -280,7 +298,7 @@ class VersionWriter:
                     if pending.progress:
                         pending.progress("put", len(chunk), size)
 
-            self._run.store.put(key, chunks)
+            self.run.store.put(key, chunks)
             return file.blob(key)
 
         def put_delta(base: int, file: DataFile) -> None:
@@ -292,9 +310,19 @@ class VersionWriter:
             elements = sum(r.units // lookup(r.tensor.dtype).units_per_element for r in self._regions)
             self._options.chooser.learn(choice, file, elements, pending.timings["encode"], time.perf_counter() - clock)
         if with_anchor and (self._regions or first):
-            metadata = {"run": self._run.info.run, "model_version": str(version)}
-            metadata["total_params"] = str(self._run.schema.elements)
-            whole = full.anchor(self._regions, pending.changes.weights, metadata)
+            metadata = {"run": self.run.info.run, "model_version": str(version)}
+            metadata["total_params"] = str(self.run.schema.elements)
+            anchored: dict[Region, StateDigest] = {}
+
+            def weights(region: Region) -> Bits:
+                bits, tensor = pending.changes.weights(region), region.tensor
+                if region not in anchored:
+                    rows = bits.reshape(region.rows, region.columns)
+                    anchored[region] = of_rows(tensor.name, rows, region.base, tensor.columns)
+                return bits
+
+            whole = full.anchor(self._regions, weights, metadata)
+            reached = sum(anchored.values(), StateDigest())
             began = time.perf_counter()
             blob = upload(keys.anchor(version, terms.writer, self._shard), whole)
             self._options.chooser.learn_link(whole.size, time.perf_counter() - began)
@@ -309,12 +337,10 @@ class VersionWriter:
         # a delta that was not encoded has not counted them
         changes = pending.changes
         changed = changes.result().elements if not file.changed and isinstance(changes, Capture) else file.changed
-        return _Put(links, changed, pending.timings)
+        return _Put(links, changed, pending.timings, reached)
 
-    def _commit(
-        self, terms: Terms, pending: PendingVersion[C], digest: StateDigest, put: Sequence[_Put], start: bool
-    ) -> Manifest:
-        """On rank 0: commit what all ranks have put. `start`: nothing is known of the version before."""
+    def _commit(self, terms: Terms, pending: PendingVersion[C], digest: StateDigest, put: Sequence[_Put]) -> Manifest:
+        """On rank 0: commit what all ranks have put."""
         links: dict[tuple[str, int | None], Link] = {}
         for link in (link for each in put for link in each.links):
             same = links.get((link.kind, link.base))
@@ -322,7 +348,7 @@ class VersionWriter:
                 objects, count = same.objects + link.objects, same.changed + link.changed
                 link = msgspec.structs.replace(link, objects=objects, changed=count)
             links[link.kind, link.base] = link
-        changed = self._run.schema.elements if start else sum(each.changed for each in put)
+        changed = self.run.schema.elements if terms.alone else sum(each.changed for each in put)
         # of the slowest rank
         timings = {name: max(each.timings[name] for each in put) for name in pending.timings}
         return self._rank_0().commit(pending, links.values(), str(digest), changed, timings)
@@ -331,3 +357,16 @@ class VersionWriter:
         if self._committer is None:
             raise RuntimeError("only rank 0 knows the versions of the run")
         return self._committer
+
+
+def _require_equal(version: int, expected: str, found: Sequence[StateDigest | None]) -> None:
+    """Compare two answers to what a version is: the one of its chain, and the shares of all ranks in its weights."""
+    weights = str(sum((share for share in found if share is not None), StateDigest()))
+    if weights != expected:
+        raise DigestMismatch(
+            version,
+            expected,
+            weights,
+            "what this trainer captured contradicts what it published, so nothing was committed; the next version will "
+            "be an anchor",
+        )
