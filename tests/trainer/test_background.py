@@ -145,8 +145,7 @@ def test_a_close_that_ran_out_of_time_can_be_repeated(store: Store) -> None:
     assert Run.open(store).newest() == 1
 
 
-def test_flush_waits_for_what_another_thread_adds_to(store: Store) -> None:
-    """A publish that waits is withdrawn while another is merged into it: it must not be taken for committed."""
+def test_a_version_that_waits_is_written_while_another_thread_captures_the_next(store: Store) -> None:
     versions, gates = history(4), Gates(1)
     with Publisher(HookedStore(store, gates)) as publisher:
         publisher.publish(versions[0]).result(WAIT)
@@ -158,13 +157,10 @@ def test_flush_waits_for_what_another_thread_adds_to(store: Store) -> None:
         assert slow.reached.wait(WAIT)
         gates.open[keys.manifest(1)].set()
         in_flight.result(WAIT)
-        with pytest.raises(TimeoutError):
-            publisher.flush(0.05)
-        assert not waiting.done()
-        slow.go.set()
-        publishing.result(WAIT)
         publisher.flush(WAIT)
-        assert waiting.done()
+        assert waiting.result(0).version == 2
+        slow.go.set()
+        assert publishing.result(WAIT).result(WAIT).version == 3
 
 
 def test_flush_returns_while_others_go_on_publishing(store: Store) -> None:
@@ -227,13 +223,14 @@ def test_ranks_that_publish_together_refuse_a_second_thread(store: Store) -> Non
 
         def __init__(self) -> None:
             self._lock, self.was_taken = threading.RLock(), threading.Event()
-            self.release = self._lock.release
 
-        def acquire(self, blocking: bool = True) -> bool:
-            got = self._lock.acquire(blocking)
-            if not got:
+        def __enter__(self) -> None:
+            if not self._lock.acquire(blocking=False):
                 self.was_taken.set()
-            return got
+                self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
 
     publisher = Publisher(store)
     publisher._turn = turn = Turn()  # type: ignore[assignment]
@@ -271,7 +268,7 @@ def test_a_failure_between_reading_and_forgetting_the_last_one_is_raised_later(
 
     monkeypatch.setattr(background, "_LASTING", (*background._LASTING, Never))
     thread = background.Background(fails, "memory://x")
-    thread.submit(PendingVersion(1, {}, None, None))
+    thread.submit(PendingVersion(1, {}, None, None), lambda *_: None)
     assert writing.wait(WAIT)
     thread.check()
     with pytest.raises(PublishFailed, match="upload failed"):

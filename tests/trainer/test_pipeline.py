@@ -546,7 +546,9 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
             before, newest = newest, moved_bag(newest, step, density)
             if move == "merge" and pending:
                 last, first_before, _ = pending.pop()
-                pending.append((captures.capture(newest, 1 << 30, last), first_before, newest))
+                both = captures.capture(newest, 1 << 30)
+                captures.fold(last, both)
+                pending.append((both, first_before, newest))
             else:
                 pending.append((captures.capture(newest, 1 << 30), before, newest))
         elif move == "settle" and pending:
@@ -554,7 +556,8 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
             captures.settle(capture, 1)
         elif move == "fold" and len(pending) > 1:
             (a, before, _), (b, _, after) = pending[0], pending[1]
-            pending[:2] = [(captures.fold(a, b), before, after)]
+            captures.fold(a, b)
+            pending[:2] = [(b, before, after)]
         for capture, before, after in pending:
             assert capture.digest() == after.digest()
             for block in captures.plan:

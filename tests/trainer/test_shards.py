@@ -226,8 +226,6 @@ def assert_noted(trained: Trained, *names: str) -> None:
         assert_in_order(Run.open(str(trained.folder / f"adamw-{name}")))
     assert len(trained.manifests("adamw-fsdp")) > len(trained.manifests("adamw-ddp"))
     for report in trained.reports:
-        assert report["strayed"][0] == "DivergedRun"
-        assert "open a new Publisher" in report["strayed"][1]
         assert report["fused"][0] == "SchemaMismatch"
 
 

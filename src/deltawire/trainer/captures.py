@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -219,13 +219,14 @@ class Captures:
             return self.pending[: self.pending.index(capture)]
 
     def fold(self, first: Capture, second: Capture) -> None:
-        """Make `second` include the pending capture right before it."""
+        """Make `second` include the pending captures before it, from `first` on."""
         with self._lock:
             self._require_known()
-            earlier, later = first._future, second._future
+            start, end = self.pending.index(first), self.pending.index(second)
+            parts = [capture._future for capture in self.pending[start : end + 1]]
             self.lost = True
-            second._future = self.detector.later(lambda: merge(earlier.result(), later.result()))
-            self.pending.remove(first)
+            second._future = self.detector.later(lambda: reduce(merge, [part.result() for part in parts]))
+            del self.pending[start:end]
             self.lost = False
 
     @property

@@ -409,8 +409,8 @@ class Pipeline:
             # an earlier version was committed after all, and only the answer was lost
             captures.settle(captures.pending[0], terms.committed)
         capture = pending.changes
-        for older in reversed(captures.older(capture)):
-            captures.fold(older, capture)
+        if older := captures.older(capture):
+            captures.fold(older[0], capture)
         since = captures.skip(capture, terms.version)
         if since is not None:
             pending.skip = since[0], lambda encoding: capture.encode(encoding, since[1])

@@ -1,0 +1,301 @@
+"""A trainer is interrupted at each line of what publishes, goes on, and its replicas hold its own bits all the same."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import uuid
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from detector_support import Trainer, raw, replica_model  # noqa: E402
+
+from deltawire import Publisher, Replica  # noqa: E402
+from deltawire.bucket.run import Run  # noqa: E402
+from deltawire.bucket.verify import verify  # noqa: E402
+from deltawire.core import full, keys  # noqa: E402
+from deltawire.core.errors import DigestMismatch, PublishFailed  # noqa: E402
+from deltawire.models import ModelView  # noqa: E402
+from deltawire.store import ObjectStore, Store  # noqa: E402
+from deltawire.trainer import adamw, background, captures, commit, detectors, device, pipeline, publisher  # noqa: E402
+from deltawire.trainer import writer as version_writer  # noqa: E402
+from interrupting import Interrupted, raising_at_each_line  # noqa: E402
+from support import HookedStore, Model, blank, history, model, same, trained, verified  # noqa: E402
+
+WAIT = 60
+KINDS = ["host", "snapshot", "streamed", "fused", "adamw"]
+TRAINER: list[ModuleType] = [publisher, pipeline, captures, background, detectors]
+
+
+def memory() -> ObjectStore:
+    return ObjectStore.from_url(f"memory://{uuid.uuid4()}")
+
+
+class Gate:
+    """Holds back the manifest of a version until it is opened."""
+
+    def __init__(self, version: int) -> None:
+        self.reached, self.open, self._key = threading.Event(), threading.Event(), keys.manifest(version)
+
+    def __call__(self, moment: str, verb: str, key: str) -> None:
+        if moment == "before" and verb == "put_if_absent" and key == self._key:
+            self.reached.set()
+            assert self.open.wait(WAIT)
+
+
+def assert_published(store: Store, weights: list[Model]) -> None:
+    """The newest version is the last of these, every version is one of them, in order, and a replica can follow."""
+    digests = [str(full.digest_of(ModelView(each))) for each in weights]
+    run = Run.open(store)
+    found = [run.manifest(version).digest for version in run.listed()]
+    assert found[-1] == digests[-1]
+    places = [digests.index(digest) for digest in found]
+    assert places == sorted(set(places)), places
+    verified(store, lambda version: weights[places[version]])
+    assert verify(run).ok
+    copy = blank(weights[-1])
+    Replica(store).sync(copy)
+    assert same(copy, weights[-1])
+
+
+def interrupted_publishes(**options: Any) -> Callable[[Interrupted], None]:
+    """One version in flight, one that waits, one that is interrupted, and more after it."""
+
+    def operation(interrupted: Interrupted) -> None:
+        store, weights, gate = memory(), history(6, changes=9), Gate(1)
+        publisher = Publisher(HookedStore(store, gate), anchor_every=2, **options)
+        publisher.publish(weights[0]).result(WAIT)
+        publisher.publish(weights[1])
+        assert gate.reached.wait(WAIT)
+        publisher.publish(weights[2])
+        interrupted(lambda: publisher.publish(weights[3]))
+        gate.open.set()
+        interrupted(lambda: publisher.publish(weights[4]))
+        publisher.publish(weights[5])
+        publisher.flush(WAIT)
+        publisher.close(WAIT)
+        assert_published(store, weights)
+
+    return operation
+
+
+@pytest.mark.parametrize("options", [{}, {"encoding": "context"}], ids=["packed", "context"])
+def test_publish_at_every_line(options: dict[str, Any]) -> None:
+    assert len(raising_at_each_line(TRAINER, interrupted_publishes(**options))) > 100
+
+
+def test_publish_at_every_line_where_threads_write_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltawire.core.parallel.WORTH_THREADS", 1)
+    monkeypatch.setenv("DELTAWIRE_THREADS", "2")
+    raising_at_each_line([captures.Captures.capture, detectors.HostDetector], interrupted_publishes())
+
+
+def test_a_publish_that_waits_at_every_line() -> None:
+    """It compares, encodes, uploads and commits in the caller's thread."""
+
+    def operation(interrupted: Interrupted) -> None:
+        store, weights = memory(), history(4, changes=9)
+        publisher = Publisher(store, anchor_every=2)
+        for each in weights[:-1]:
+            interrupted(lambda each=each: publisher.publish(each, wait=True))
+        publisher.publish(weights[-1], wait=True)
+        publisher.close(WAIT)
+        assert_published(store, weights)
+
+    assert len(raising_at_each_line([*TRAINER, version_writer, commit], operation)) > 200
+
+
+def test_flush_and_close_at_every_line() -> None:
+    def operation(interrupted: Interrupted) -> None:
+        store, weights = memory(), history(3, changes=9)
+        publisher = Publisher(store)
+        for each in weights:
+            publisher.publish(each)
+        interrupted(lambda: publisher.flush(WAIT))
+        interrupted(lambda: publisher.close(WAIT))
+        publisher.close(WAIT)
+        assert_published(store, weights)
+
+    raising_at_each_line([publisher, pipeline, background], operation)
+
+
+class Training:
+    """A trainer whose steps and publishes are interrupted, and what it held at each publish."""
+
+    def __init__(self, kind: str, store: Store, **options: Any) -> None:
+        self.trainer = Trainer(kind, store, anchor_every=2, **options)
+        self.seen: list[str] = []
+
+    def publish(self, **options: Any) -> Any:
+        self.seen.append(str(full.digest_of(ModelView(self.trainer.tensors(), "bf16"))))
+        return self.trainer.publish(**options)
+
+    def assert_published(self, store: Store) -> None:
+        run = Run.open(store)
+        found = [run.manifest(version).digest for version in run.listed()]
+        assert found[-1] == self.seen[-1]
+        assert set(found) <= set(self.seen)
+        assert verify(run).ok
+        copy = replica_model(self.trainer)
+        Replica(store).sync(copy)
+        bits = self.trainer.bits()
+        assert all((raw(copy[name]) == bits[name]).all() for name in bits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_with_each_detector_at_every_line(kind: str) -> None:
+    def operation(interrupted: Interrupted) -> None:
+        store, gate = memory(), Gate(1)
+        training = Training(kind, HookedStore(store, gate))
+        training.publish().result(WAIT)
+        training.trainer.step()
+        training.publish()
+        assert gate.reached.wait(WAIT)
+        for _ in range(2):
+            interrupted(training.trainer.step)
+            interrupted(training.publish)
+        gate.open.set()
+        training.trainer.step()
+        training.publish()
+        training.trainer.publisher.flush(WAIT)
+        training.trainer.publisher.close(WAIT)
+        training.assert_published(store)
+
+    raising_at_each_line([*TRAINER, device, adamw], operation)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_detector_where_a_capture_is_taken(kind: str) -> None:
+    """The everyday part of the test above: the lines between the detector's weights and the list of captures."""
+
+    def operation(interrupted: Interrupted) -> None:
+        store = memory()
+        training = Training(kind, store)
+        training.publish().result(WAIT)
+        interrupted(training.trainer.step)
+        interrupted(training.publish)
+        training.publish()
+        training.trainer.publisher.close(WAIT)
+        training.assert_published(store)
+
+    places = [captures.Captures.capture, device.DeviceDetector._detect, device.DeviceCopy, device.PinnedCopy]
+    raising_at_each_line([*places, device.FusedDetector, adamw.LoggedParameters, adamw.DeltaAdamW._follow], operation)
+
+
+def test_a_handler_that_publishes_within_a_publish_is_refused() -> None:
+    """As people write it for SIGTERM: refused at once, and the publish that it interrupted ends as if nothing were."""
+    store, weights, refused = memory(), history(3), []
+    publisher = Publisher(store)
+    publisher.publish(weights[0]).result(WAIT)
+
+    def handler(*_: Any) -> None:
+        for call in (lambda: publisher.publish(weights[2]), publisher.close, lambda: publisher.resume(weights[1])):
+            with pytest.raises(PublishFailed, match="Set a flag"):
+                call()
+            refused.append(call)
+
+    class Signalling(ModelView):
+        def region(self, region: Any) -> Any:
+            if not refused:
+                signal.raise_signal(signal.SIGUSR1)
+            return super().region(region)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        assert publisher.publish(Signalling(weights[1])).result(WAIT).version == 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(refused) == 3
+    publisher.publish(weights[2])
+    publisher.close(WAIT)
+    assert_published(store, weights)
+
+
+def test_a_handler_may_publish_while_its_thread_waits() -> None:
+    """In `flush` nothing is half done."""
+    store, weights, gate = memory(), history(3), Gate(1)
+    publisher = Publisher(HookedStore(store, gate))
+    publisher.publish(weights[0]).result(WAIT)
+    publisher.publish(weights[1])
+    assert gate.reached.wait(WAIT)
+
+    def handler(*_: Any) -> None:
+        publisher.publish(weights[2])
+        gate.open.set()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        publisher._pipeline.background.flush(
+            WAIT, lambda: None if gate.open.is_set() else signal.raise_signal(signal.SIGUSR1)
+        )
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    publisher.close(WAIT)
+    assert_published(store, weights)
+
+
+def test_an_anchor_of_other_weights_than_the_chain_is_not_committed() -> None:
+    """Whatever made them differ, the trainer finds it, not its replicas; the cure is an anchor of the weights."""
+    store, weights = memory(), history(5)
+    publisher = Publisher(store, anchor_every=2)
+    for each in weights[:2]:
+        publisher.publish(each).result(WAIT)
+    captured = publisher._pipeline._opened().captures
+    captured.detector.state.bits("layer.weight")[3] ^= 1  # type: ignore[attr-defined]
+    changed = trained(weights[1], 77)
+    changed["layer.weight"].reshape(-1)[3] = weights[1]["layer.weight"].reshape(-1)[3] ^ 1
+    handle = publisher.publish(changed)
+    with pytest.raises(DigestMismatch, match="contradicts what it published"):
+        handle.result(WAIT)
+    assert Run.open(store).newest() == 1
+    with pytest.raises(PublishFailed, match="the next version will be an anchor"):
+        publisher.publish(weights[2])
+    assert publisher.publish(weights[3]).result(WAIT).kinds == ("anchor",)
+    assert publisher.publish(weights[4]).result(WAIT).kinds == ("delta",)
+    publisher.close(WAIT)
+    assert_published(store, [*weights[:2], weights[3], weights[4]])
+
+
+def test_a_capture_that_does_not_start_from_the_newest_version_is_not_committed() -> None:
+    store, weights = memory(), history(4)
+    publisher = Publisher(store)
+    for each in weights[:2]:
+        publisher.publish(each).result(WAIT)
+    captured = publisher._pipeline._opened().captures
+    captured._digest -= captured._digest
+    with pytest.raises(DigestMismatch):
+        publisher.publish(weights[2]).result(WAIT)
+    with pytest.raises(PublishFailed):
+        publisher.publish(weights[2])
+    publisher.publish(weights[3])
+    publisher.close(WAIT)
+    assert_published(store, [*weights[:2], weights[3]])
+
+
+def test_interrupted_commits_are_found_again() -> None:
+    """A commit that was interrupted after its manifest was created is not another trainer's."""
+    store, weights = memory(), [model(0)]
+    fail = True
+
+    def hook(moment: str, verb: str, key: str) -> None:
+        nonlocal fail
+        if fail and (moment, verb, key) == ("after", "put_if_absent", keys.manifest(1)):
+            fail = False
+            raise KeyboardInterrupt
+
+    publisher = Publisher(HookedStore(store, hook))
+    for seed in range(3):
+        weights.append(trained(weights[-1], seed))
+        try:
+            publisher.publish(weights[-2], wait=True)
+        except KeyboardInterrupt:
+            assert not fail
+    publisher.publish(weights[-1], wait=True)
+    publisher.close(WAIT)
+    assert_published(store, weights)
