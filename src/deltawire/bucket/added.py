@@ -54,6 +54,8 @@ class AddedLinks:
         self._bytes = 0
         """Bytes of all pages that were read."""
         self._links: dict[tuple[int, str, int | None], Link] = {}
+        self._refused = ""
+        """Why added links were ignored the last time: that is logged once, not with every version."""
 
     def index(self) -> AddedIndex | None:
         """Read the index, by a conditional request; None where there is none that can be used."""
@@ -68,7 +70,9 @@ class AddedLinks:
         except ObjectNotFound:
             etag = index = None
         except DeltawireError as error:
-            log.warning("%s: ignoring the added links: %s", self._run.store.url, error)
+            if (why := str(error)) != self._refused:
+                log.warning("%s: ignoring the added links: %s", self._run.store.url, error)
+            self._refused = why
         self._index = etag, index
         return index
 

@@ -307,8 +307,10 @@ class _Visit:
         said = f"run {run.info.run}, newest version {newest}"
         if not (signer := run.manifest(newest).signer):
             return said
-        checked = "checked" if run.trust else "not checked: set DELTAWIRE_TRUST where the run is read"
-        return f"{said}, signed by {signer}, {checked}"
+        if run.trust is None:
+            return f"{said}, signed by {signer}, not checked: set DELTAWIRE_TRUST where the run is read"
+        links = "refused" if run.trust.refuse_delegated else "accepted"
+        return f"{said}, signed by {signer}, checked; links of delegated keys are {links}"
 
     def _key(self, name: str) -> str:
         key = self._prefix + name

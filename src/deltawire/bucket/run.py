@@ -172,11 +172,13 @@ class Run:
                     "remove what is left of it, or publish to another address"
                 ) from None
         info = RunInfo(secrets.token_hex(8), now(), schema, schema.hash, model=model, base=base)
+        # first: a signed run that was here may be missing
+        run = cls(store, info, trust=trust)
         try:
             store.put_if_absent(keys.RUN, dump(info))
         except AlreadyExists:
             return cls.open(store, trust=trust)
-        return cls(store, info, trust=trust)
+        return run
 
     def check_present(self) -> None:
         """Raise RunNotFound or RunReplaced if this run has been deleted meanwhile. One conditional request."""

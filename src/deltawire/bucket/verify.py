@@ -2,8 +2,11 @@
 
 First the small JSON objects, which must agree with each other. Then one copy of the weights walks up the versions.
 Standing at version v it proves every delta that starts there, skip deltas too: the digest of v, moved by the delta's
-changes, must be the digest that the manifest at its other end names. Only the delta to the next version is written. An
-anchor is proven by the digest of its own content.
+changes, must be the digest that the manifest at its other end names. Only the delta to the next version is written.
+
+A digest says that there was no error. Weights can be made to have the digest of others, so all links to a version are
+also compared with each other: an anchor bit by bit with the weights that the walk has come to, deltas by sums like the
+digest with words that are drawn for each check, which nobody can have known.
 """
 
 from __future__ import annotations
@@ -11,19 +14,23 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NoReturn
 
 import msgspec
+import numpy as np
 from blake3 import blake3
 
 from ..core import chain, full, history, keys
 from ..core.added import AddedLink, merge
+from ..core.change import Change, Region, moved, regions
+from ..core.digest import StateDigest, Words
 from ..core.errors import (
     DeltawireError,
+    ForeignObject,
     HashMismatch,
     ManifestError,
     MissingBase,
@@ -31,8 +38,9 @@ from ..core.errors import (
     VersionNotFound,
 )
 from ..core.manifest import Link, Manifest, Pruned, Summary, spans
+from ..core.parallel import ordered_map, threads_for
 from .references import Resolve, find_reference
-from .replay import State, require_digest
+from .replay import State
 from .run import DAMAGE, Run, blobs, lean, ranges, read_each, with_added
 from .versions import existing, tags
 from .walk import FetchedLink, Walker, prefetch
@@ -43,6 +51,10 @@ _NO_REFERENCE = "the reference is not available here"
 
 _RESTORE = "restore it from a copy of the bucket"
 _RESTORE_FILE = "publish again with the checkpoint's files, or restore it from a copy of the bucket"
+_FORGED = (
+    "no error does this: somebody with a delegated key, or the right to write an unsigned run, has made it. Delete it "
+    f"and {keys.ADDED}; in a signed run rotate the key, which ends the delegation (docs/signed.md)"
+)
 _RESTORE_BASE = "restore the versions it is built on from a copy of the bucket, or publish an anchor and prune it"
 
 
@@ -80,7 +92,8 @@ class Verification:
     """Objects that were read whole and hashed: anchors, deltas, companion files."""
     bytes: int = 0
     proven: int = 0
-    """Links whose weights have the digest that their version's manifest names."""
+    """Links whose weights have the digest that their version's manifest names, and are those of all other links to it
+    that were proven."""
     not_proven: dict[str, int] = field(default_factory=dict)
     """Links whose objects were only hashed, by reason."""
     warnings: list[str] = field(default_factory=list)
@@ -171,6 +184,8 @@ class _Records:
         self.manifests: dict[int, Manifest] = {}
         """Of every version that is not pruned, ascending."""
         self.summaries: dict[int, Summary] = {}
+        self.added: set[tuple[int, str, int | None]] = set()
+        """Links that were added later, by way."""
         self._recent: dict[int, tuple[Summary, ...]] = {}
         self._signed: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
         """Versions by what was signed and who signed it."""
@@ -204,6 +219,7 @@ class _Records:
         self._check_history()
         # from here on, links that were added later are links like all others
         self.summaries = ways
+        self.added = {link.way for link in added}
         for link in added:
             self.manifests[link.version] = with_added(self.manifests[link.version], [link.link])
         self._check_head(listed[-1])
@@ -348,6 +364,14 @@ class _Visit:
     def step(self) -> chain.Step:
         return chain.Step(self.manifest.version, self.link.kind, self.link.base, self.link.bytes)
 
+    @property
+    def way(self) -> tuple[int, str, int | None]:
+        return self.manifest.version, self.link.kind, self.link.base
+
+    @property
+    def key(self) -> str:
+        return ", ".join(blob.key for blob in self.link.objects) or self.link.source
+
 
 def _route(manifests: list[Manifest], quick: bool) -> list[_Visit]:
     """Return every link of these versions once, in the order in which one state can prove them."""
@@ -358,6 +382,8 @@ def _route(manifests: list[Manifest], quick: bool) -> list[_Visit]:
         for link in manifest.links:
             if link.base is not None and not quick:
                 starting[link.base].append((manifest, link))
+    # the state also goes where something is to be compared with it
+    goals = starting.keys() | {m.version for m in manifests if any(link.base is None for link in m.links)}
     route = []
     following = dict(itertools.pairwise(versions))
     for manifest in manifests:
@@ -369,7 +395,7 @@ def _route(manifests: list[Manifest], quick: bool) -> list[_Visit]:
                 route.append(_Visit(version, manifest, link, hash_only=_NO_BASE))
         # the delta to the next version comes last, because it takes the state along
         for child, link in sorted(starting.get(version, []), key=lambda pair: pair[0].version == after):
-            route.append(_Visit(version, child, link, go_on=child.version == after and after in starting))
+            route.append(_Visit(version, child, link, go_on=child.version == after and after in goals))
     return route
 
 
@@ -383,8 +409,14 @@ class _Replay:
         self.versions = versions
         self.manifests = [records.manifests[version] for version in versions]
         self.route = _route(self.manifests, quick)
-        self.bases = {visit.at for visit in self.route if visit.link.base == visit.at}
         self.walker = Walker(self.run, records.summaries)
+        self.words = Words.drawn()
+        self.sum = StateDigest()
+        """The sum of the state's weights by these words."""
+        self.sums: dict[int, tuple[StateDigest, _Visit | None]] = {}
+        """The sum of each version's weights by the link that was proven first, and its `suspect`."""
+        self.came_by: _Visit | None = None
+        """The latest link on the state's way that was added later; None since an anchor of the trainer."""
 
     @cached_property
     def state(self) -> State:
@@ -423,21 +455,66 @@ class _Replay:
             if reason:
                 fetched.deltas()
             else:
-                self.state.take(fetched, self.resolve, write=visit.go_on)
+                self._take(visit, fetched, write=visit.go_on)
             return reason
         if visit.hash_only:
             if kind == "anchor":
                 fetched.weights(self.resolve)
             return visit.hash_only
         try:
-            if manifest.version in self.bases and self.state.version != manifest.version:
-                self.state.take(fetched, self.resolve)
+            if self.state.version == manifest.version:
+                self._compare(visit, fetched.weights(self.resolve))
             else:
-                require_digest(manifest, full.digest_of(fetched.weights(self.resolve)))
+                self._take(visit, fetched)
         except ReferenceUnavailable:
             self.walker.leave_out_references()
             return _NO_REFERENCE
         return ""
+
+    def _take(self, visit: _Visit, fetched: FetchedLink, *, write: bool = True) -> None:
+        """As `State.take`. What led to this version before must have led to the same weights."""
+        found, version, kind = self.sum, visit.manifest.version, visit.link.kind
+
+        def changed(changes: Sequence[Change] | None) -> None:
+            nonlocal found
+            found = (
+                full.digest_of(self.state, words=self.words) if changes is None else found + moved(changes, self.words)
+            )
+
+        self.state.take(fetched, self.resolve, write=write, changed=changed)
+        is_added = visit.way in self.records.added
+        suspect = visit if is_added else self.came_by if kind == "delta" else None
+        if write:
+            self.sum, self.came_by = found, suspect
+        if is_added and kind == "anchor" and version not in self.sums:
+            self.records.warnings.append(
+                f"the anchor of version {version} was added by a keeper, and nothing else leads there: its weights "
+                "have the right digest, and could be compared with no others"
+            )
+        expected, other = self.sums.setdefault(version, (found, suspect))
+        if found != expected:
+            bad = suspect or other or visit
+            message = (
+                f"it leads to other weights of version {version} than another link, which were made to have its digest"
+            )
+            raise _Found(Problem(version, bad.key, ForeignObject.__name__, message, _FORGED))
+
+    def _compare(self, visit: _Visit, weights: full.Source) -> None:
+        """Require an anchor to have, bit for bit, the weights of the version that the state has come to."""
+        parts = [part for tensor in self.run.schema.tensors for part in regions(tensor)]
+
+        def differ(part: Region) -> int:
+            return int(np.count_nonzero(self.state.region(part) != weights.region(part)))
+
+        threads = threads_for(self.run.schema.elements, None)
+        for part, count in zip(parts, ordered_map(differ, parts, threads), strict=True):
+            if count:
+                bad = visit if visit.way in self.records.added else self.came_by or visit
+                message = (
+                    f"an anchor of version {visit.manifest.version} has other weights than the deltas lead to: "
+                    f"{part.tensor.name} differs in {count:,} of {part.units:,}"
+                )
+                raise _Found(Problem(visit.manifest.version, bad.key, ForeignObject.__name__, message, _FORGED))
 
     def _stand_at(self, version: int) -> bool:
         """Bring the state to a version, where neither the walk nor an anchor led there. False if no way does."""
@@ -445,8 +522,9 @@ class _Replay:
             try:
                 for step, pending in prefetch(self.run, self.walker.plan(self.state.version, version), shared=False):
                     manifest = self.records.manifests[step.version]
-                    with self._blame_link(manifest, manifest.link(step.kind, step.base)):
-                        self.state.take(pending.result(), self.resolve)
+                    link = manifest.link(step.kind, step.base)
+                    with self._blame_link(manifest, link):
+                        self._take(_Visit(version, manifest, link), pending.result())
             except MissingBase:
                 return False
             except ReferenceUnavailable:
@@ -471,4 +549,4 @@ class _Replay:
                 "or publish an anchor (`deltawire publish --anchor`), from which replicas can go on"
             )
 
-        return _blame(manifest.version, ", ".join(blob.key for blob in link.objects) or link.source, advice)
+        return _blame(manifest.version, _Visit(manifest.version, manifest, link).key, advice)

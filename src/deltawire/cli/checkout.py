@@ -16,6 +16,7 @@ def command(
     force: Annotated[bool, Option("--force", help="Replace DIR if it is there and not empty.")] = False,
     reference: ui.ReferenceOption = None,
     trust: ui.TrustOption = None,
+    refuse_delegated: ui.RefuseDelegatedOption = False,
     json: ui.JsonOption = False,
 ) -> None:
     """Write a version as a checkpoint folder, bit for bit what was published.
@@ -31,6 +32,7 @@ def command(
       deltawire checkout s3://runs/chat -o models/chat --force
     """
     from ..bucket import checkpoint_folder
+    from ..bucket.trust import Trust
 
     # before anything is fetched
     with checkpoint_folder.writing(output):
@@ -38,7 +40,7 @@ def command(
             raise BadParameter(f"{output} is not a folder of its own", param_hint="-o")
         if output.is_dir() and any(output.iterdir()) and not force:
             raise BadParameter(f"{output} is not empty; --force replaces it", param_hint="-o")
-    opened, version = ui.open_version(run, trust)
+    opened, version = ui.open_version(run, Trust.of(trust, refuse_delegated or None))
     with checkpoint_folder.scratch(output) as made, ui.progress() as advance:
         state, steps = ui.fetch_version(opened, version, reference, advance)
         manifest = opened.manifest(version)

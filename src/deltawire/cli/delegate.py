@@ -18,8 +18,12 @@ def command(
     """Let a keeper add anchors and skip deltas to a signed run.
 
     Replicas that trust the run's key then also accept links that are signed with
-    the keeper's key. That key can sign no version. The statement is written to
-    the run, where the keeper finds it. It holds until the run's key is rotated.
+    the keeper's key. So that key is trusted with the weights: whoever has it can
+    sign an anchor of any version with other weights, made to have its digest.
+    Keep it as safe as the run's own. `deltawire verify` finds such an anchor, and
+    servers with --refuse-delegated use none. The key can sign no version, config
+    or tokenizer. The statement is written to the run, where the keeper finds it.
+    It holds until the run's key is rotated.
 
     \b
     Examples
@@ -37,4 +41,5 @@ def command(
     opened = ui.open_run(run, Trust(key.public, remember=False))
     delegate(opened, key, keeper)
     value = {"run": opened.store.url, "by": key.public, "keeper": keeper}
-    ui.emit(value, lambda out: out.print(f"{keeper} may add links to {opened.store.url}", soft_wrap=True), json)
+    said = f"{keeper} may add links to {opened.store.url}, and is trusted with its weights"
+    ui.emit(value, lambda out: out.print(said, soft_wrap=True), json)

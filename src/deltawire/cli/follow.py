@@ -36,6 +36,7 @@ def command(
     once: Annotated[bool, Option("--once", help="Go to the newest version, then end.")] = False,
     reference: ui.ReferenceOption = None,
     trust: ui.TrustOption = None,
+    refuse_delegated: ui.RefuseDelegatedOption = False,
     id: ui.NameOption = None,
     json: ui.JsonOption = False,
 ) -> None:
@@ -68,6 +69,7 @@ def command(
     """
     from ..bucket.checkpoint_folder import CurrentFolder
     from ..bucket.run import Run
+    from ..bucket.trust import Trust
     from ..bucket.versions import address_only
     from ..core.errors import FolderError, RunNotFound
     from ..replica import Replica
@@ -77,13 +79,14 @@ def command(
     if once and every:
         raise BadParameter("--once goes straight to the newest version; leave out --every")
     address_only(run)
+    trusted = Trust.of(trust, refuse_delegated or None)
     try:
         # a new name for every short visit would fill `log` with replicas that are gone
-        replica = Replica(run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0, trust=trust)
+        replica = Replica(run, id=id, reference=reference, heartbeat=0 if once and id is None else 10.0, trust=trusted)
     except ValueError as error:
         raise BadParameter(str(error), param_hint="--id") from None
     with ui.ended_by_sigterm() as stop, CurrentFolder(folder) if folder is not None else nullcontext() as current:
-        opening = partial(Run.open, run, trust=trust)
+        opening = partial(Run.open, run, trust=trusted)
         if once:
             keeper = _Keeper(opening(), current)
             reached: Iterable[int] = [replica.sync(keeper.state)]

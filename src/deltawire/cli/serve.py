@@ -63,6 +63,7 @@ def command(
     ] = None,
     reference: ui.ReferenceOption = None,
     trust: ui.TrustOption = None,
+    refuse_delegated: ui.RefuseDelegatedOption = False,
     folder: Annotated[
         Path | None,
         Option(
@@ -176,6 +177,7 @@ def command(
     if ctx.args and builtin:
         raise BadParameter(f"{ctx.args[0]!r} is a flag of another server, and needs --engine vllm or sglang")
 
+    from ..bucket.trust import REFUSE_DELEGATED, Trust
     from ..engines.access import check_guarded, listen, read_token
     from ..engines.live.settings import named_adapters
 
@@ -183,6 +185,10 @@ def command(
     if trust:
         # read wherever the run is opened, also in the processes of an engine
         os.environ["DELTAWIRE_TRUST"] = trust
+    if refuse_delegated:
+        os.environ[REFUSE_DELEGATED] = "1"
+    # an engine would say what is wrong with them only after minutes
+    Trust.of(None)
     token = read_token(token_file)
     check_guarded(host, token)
     where, pin = _pin(run) if run else ("", None)

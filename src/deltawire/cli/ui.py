@@ -50,6 +50,13 @@ TrustOption = Annotated[
         help="Accept only versions signed by this public key, or by those in a file; else DELTAWIRE_TRUST.",
     ),
 ]
+RefuseDelegatedOption = Annotated[
+    bool,
+    Option(
+        "--refuse-delegated",
+        help="Use no link that a keeper added, only the trainer's own; else DELTAWIRE_REFUSE_DELEGATED.",
+    ),
+]
 SignOption = Annotated[
     Path | None,
     Option(metavar="PATH", help="File with the private key that signs; else DELTAWIRE_SIGN. See deltawire keygen."),
@@ -263,7 +270,7 @@ def open_run(text: str, trust: Trust | str | None = None) -> Run:
     return Run.open(address_only(text), trust=trust)
 
 
-def open_version(text: str, trust: str | None = None) -> tuple[Run, int]:
+def open_version(text: str, trust: Trust | str | None = None) -> tuple[Run, int]:
     """Open the run of RUN[@VERSION] and resolve the version. `trust` as in `Run.open`."""
     from ..bucket.run import Run
     from ..bucket.versions import resolve, split

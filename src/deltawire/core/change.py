@@ -115,9 +115,10 @@ class Change:
     def nbytes(self) -> int:
         return self.positions.nbytes + self.old.nbytes + self.new.nbytes
 
-    def digest(self) -> digest.StateDigest:
+    def digest(self, words: digest.Words = digest.PUBLIC) -> digest.StateDigest:
         """How the state digest moves when this change is applied."""
-        return digest.of_change(self.region.tensor.name, self.positions, self.old, self.new, *self.region.geometry)
+        name, geometry = self.region.tensor.name, self.region.geometry
+        return digest.of_change(name, self.positions, self.old, self.new, *geometry, words)
 
     def write(self, bits: Bits) -> None:
         """Put the new values into the tensor's flat bits, in place."""
@@ -158,9 +159,9 @@ def join(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.concatenate(parts)
 
 
-def moved(changes: Iterable[Change]) -> digest.StateDigest:
+def moved(changes: Iterable[Change], words: digest.Words = digest.PUBLIC) -> digest.StateDigest:
     """How the state digest moves when all of these are applied."""
-    return sum((change.digest() for change in changes), digest.StateDigest())
+    return sum((change.digest(words) for change in changes), digest.StateDigest())
 
 
 NEW_BITS, NUMBER_STEPS, BIT_STEPS, FLIPS = range(4)

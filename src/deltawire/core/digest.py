@@ -13,11 +13,14 @@ hash of the tensor's name and the block number, B a fixed table of 1024 random w
 Collisions: an accident (a lost, doubled or misplaced update, a flipped bit) is a difference vector chosen independently
 of the keys; it goes unseen only if its sum vanishes in both lanes. Differences divisible by 2^k lose k bits of a lane,
 at worst 15 (all of them sign flips), so the chance is at most about 2^-98. It is a checksum, not a signature: a
-writer to the bucket can make weights with a digest of its choice, and could as well publish a version.
+writer to the bucket can make weights with a digest of its choice. So a digest says that there was no error, and a
+signature (signing.py) who made the weights. With words that were drawn at random just now (`Words.drawn`), nobody can
+make such weights: `verify` compares by these too.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -60,18 +63,29 @@ class StateDigest:
         return cls(value & _MASK, value >> 64)
 
 
-def tensor_keys(name: str) -> npt.NDArray[np.uint64]:
-    """The two seeds from which a tensor's block keys A are mixed."""
-    return np.frombuffer(blake3(b"deltawire state digest/" + name.encode()).digest(length=16), dtype="<u8").astype(
-        np.uint64
-    )
+class Words:
+    """What the sum multiplies with: A and B, from a seed."""
+
+    def __init__(self, seed: bytes) -> None:
+        self._seed = seed
+        found = np.frombuffer(blake3(seed + b" table").digest(length=BLOCK * 16), dtype="<u8")
+        self.table: npt.NDArray[np.uint64] = found.astype(np.uint64).reshape(2, BLOCK)
+        """B, for both lanes."""
+
+    @classmethod
+    def drawn(cls) -> Words:
+        """Words that nobody could know before."""
+        return cls(secrets.token_bytes(32))
+
+    def keys(self, name: str) -> npt.NDArray[np.uint64]:
+        """The two seeds from which a tensor's block keys A are mixed."""
+        return np.frombuffer(blake3(self._seed + b"/" + name.encode()).digest(length=16), dtype="<u8").astype(np.uint64)
 
 
-TABLE: npt.NDArray[np.uint64] = (
-    np.frombuffer(blake3(b"deltawire state digest table").digest(length=BLOCK * 16), dtype="<u8")
-    .astype(np.uint64)
-    .reshape(2, BLOCK)
-)
+PUBLIC = Words(b"deltawire state digest")
+"""The words of the state digest."""
+
+TABLE, tensor_keys = PUBLIC.table, PUBLIC.keys
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -147,30 +161,37 @@ def _sparse(
     out[1] = total1 + _mix(keys[1] + np.uint64(here)) * sum1
 
 
-def of_bits(name: str, bits: Bits, start: int = 0) -> StateDigest:
+def of_bits(name: str, bits: Bits, start: int = 0, words: Words = PUBLIC) -> StateDigest:
     """The digest of a run of a tensor's units; `start` is the position of its first unit in the flattened tensor."""
     out = np.zeros(2, np.uint64)
     if bits.itemsize == 4:
         bits, start = bits.view(np.uint16), 2 * start
-    _dense(read_only(bits), start, tensor_keys(name), TABLE, out)
+    _dense(read_only(bits), start, words.keys(name), words.table, out)
     return StateDigest.of_lanes(out)
 
 
-def of_rows(name: str, matrix: Bits, start: int, stride: int) -> StateDigest:
+def of_rows(name: str, matrix: Bits, start: int, stride: int, words: Words = PUBLIC) -> StateDigest:
     """The digest of a rectangle: `start` is the position of its first unit, `stride` the tensor's columns."""
     if matrix.ndim == 2 and matrix.shape[1] == stride and matrix.flags.c_contiguous:
-        return of_bits(name, matrix.reshape(-1), start)
+        return of_bits(name, matrix.reshape(-1), start, words)
     out = np.zeros(2, np.uint64)
     if matrix.itemsize == 4:
         matrix, start, stride = matrix.view(np.uint16), 2 * start, 2 * stride
-    _rows(read_only(matrix), start, stride, tensor_keys(name), TABLE, out)
+    _rows(read_only(matrix), start, stride, words.keys(name), words.table, out)
     return StateDigest.of_lanes(out)
 
 
 def of_change(
-    name: str, positions: npt.NDArray[np.uint32], old: Bits, new: Bits, base: int, width: int, stride: int
+    name: str,
+    positions: npt.NDArray[np.uint32],
+    old: Bits,
+    new: Bits,
+    base: int,
+    width: int,
+    stride: int,
+    words: Words = PUBLIC,
 ) -> StateDigest:
     """How the digest moves when `old` becomes `new` at these positions of a region with this `Region.geometry`."""
     out = np.zeros(2, np.uint64)
-    _sparse(positions, old, new, base, width, stride, old.itemsize == 4, tensor_keys(name), TABLE, out)
+    _sparse(positions, old, new, base, width, stride, old.itemsize == 4, words.keys(name), words.table, out)
     return StateDigest.of_lanes(out)

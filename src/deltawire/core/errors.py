@@ -189,7 +189,8 @@ class SignatureError(ChainError):
 
 
 class RolledBack(ChainError):
-    """A signed run ends before a version that was seen here. No weight was touched."""
+    """A signed run ends before a version that was seen here, or has another one of that number: an old copy of it was
+    restored. No weight was touched, and a publisher commits nothing."""
 
 
 class ReferenceUnavailable(ChainError):

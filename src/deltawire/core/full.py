@@ -280,10 +280,10 @@ class _ShardIndex(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def digest_of(source: Source, threads: int | None = None) -> digest.StateDigest:
-    """The state digest of any source, recomputed in one pass."""
+def digest_of(source: Source, threads: int | None = None, words: digest.Words = digest.PUBLIC) -> digest.StateDigest:
+    """The state digest of any source, recomputed in one pass; or the same sum with other words."""
     regions = [whole(tensor) for tensor in source.schema.tensors]
-    found = digests_of(lambda _, region: source.region(region), regions, [0] * len(regions), threads)
+    found = digests_of(lambda _, region: source.region(region), regions, [0] * len(regions), threads, words=words)
     return found.get(0, digest.StateDigest())
 
 
@@ -293,6 +293,7 @@ def digests_of(
     groups: Sequence[int],
     threads: int | None = None,
     at_once: Container[int] = (),
+    words: digest.Words = digest.PUBLIC,
 ) -> dict[int, digest.StateDigest]:
     """The digest of each group of regions, whose bits `read` returns a part at a time, given the region's number.
 
@@ -302,7 +303,7 @@ def digests_of(
     def one(band: tuple[int, Region]) -> digest.StateDigest:
         part = band[1]
         bits = read(*band).reshape(part.rows, part.columns)
-        return digest.of_rows(part.tensor.name, bits, part.base, part.tensor.columns)
+        return digest.of_rows(part.tensor.name, bits, part.base, part.tensor.columns, words)
 
     threads = threads_for(sum(region.units for region in regions), threads)
     bands = [

@@ -1,4 +1,4 @@
-"""Numbers from the environment."""
+"""Numbers and switches from the environment."""
 
 from __future__ import annotations
 
@@ -17,3 +17,11 @@ def gigabytes(variable: str, default: float) -> int:
     if found <= 0:
         raise Misconfigured(f"{variable} is {text[:40]!r}; it is a number of gigabytes, such as 20 or 0.5")
     return found
+
+
+def switch(variable: str) -> bool:
+    """Whether a variable is 1; 0 and nothing are off."""
+    text = os.environ.get(variable) or "0"
+    if text not in ("0", "1"):
+        raise Misconfigured(f"{variable} is {text[:40]!r}; it is 1 (on) or 0 (off)")
+    return text == "1"

@@ -57,6 +57,7 @@ def figures(follower: Follower) -> dict[str, Any]:
         "newest": replica.newest,
         "lag": replica.lag,
         "pin": follower.pin,
+        "signatures": replica.signatures,
         "syncs": follower.syncs,
         "failures": replica.failures,
         "timings": {phase: round(seconds, 6) for phase, seconds in follower.phases.items()},

@@ -29,6 +29,13 @@ MOST = 1 << 20
 """Bytes of an answer that are read."""
 
 _TOKEN = "put the server's token into DELTAWIRE_TOKEN here (or --token-file)"
+_SIGNATURES = {
+    "unchecked": "not checked: it trusts no key (DELTAWIRE_TRUST)",
+    "checked": "checked; a key to which the trainer's delegated is trusted with the weights too",
+    "own": "checked; links of delegated keys are refused",
+}
+"""What is said of `signatures` in a status."""
+
 _PROBE = b'{"doctor": true}'
 """Sent to /deltawire/pin, which refuses it and changes nothing."""
 
@@ -140,6 +147,8 @@ def _following(status: dict[str, Any], wanted: str | None) -> Iterator[Finding]:
     }
     said = f"{state}: {reason}" if reason else state
     yield Finding("state", verdict, f"{said}; {step[state]}" if state in step else said)
+    if (signatures := _SIGNATURES.get(str(status.get("signatures")))) is not None:
+        yield Finding("signatures", "ok", signatures)
     if version is None:
         yield Finding("version", "failed", "its weights are no version of the run; `state` says why")
         return

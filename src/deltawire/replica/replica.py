@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -149,6 +149,8 @@ class Replica:
     trust       public keys whose signatures are accepted: text, a file with one per line, or several; by default
                 DELTAWIRE_TRUST. With one, nothing else is applied, and following never goes below the newest signed
                 version that this host has seen (docs/signed.md). Without one, signatures are not checked.
+    refuse_delegated  whether to use only links that the trainer's own key signed, and none that a keeper has added; by
+                default DELTAWIRE_REFUSE_DELEGATED
     pause       context manager, entered while live weights are written and verified, so that nothing computes with
                 them; when it is left, `version` is current, or None if the weights are no version
     """
@@ -164,6 +166,7 @@ class Replica:
         reference: str | Path | None = None,
         max_model_gb: float | None = None,
         trust: Trust | KeysLike | None = None,
+        refuse_delegated: bool | None = None,
         strict: bool = True,
         pause: Callable[[], AbstractContextManager[object]] = nullcontext,
         on_version: Callable[[Synced], object] | None = None,
@@ -174,7 +177,7 @@ class Replica:
         self._store = open_store(address_only(run))
         # a wrong setting is an error now, not with every version
         shared_cache(self._store)
-        self._trust = Trust.of(trust)
+        self._trust = Trust.of(trust, refuse_delegated)
         self._max_model_gb, self._prove, self._strict = max_model_gb, prove, strict
         self._pause, self._on_version, self._on_name = pause, on_version, on_name
         self._resolve = resolver(reference)
@@ -227,6 +230,14 @@ class Replica:
     def url(self) -> str:
         """Address of the run, without credentials."""
         return self._store.url
+
+    @property
+    def signatures(self) -> Literal["unchecked", "checked", "own"]:
+        """What is asked of signatures: nothing, because no key is trusted; that a trusted key, or one to which it
+        delegated, made them; or, with `refuse_delegated`, that the run's own key made them."""
+        if self._trust is None:
+            return "unchecked"
+        return "own" if self._trust.refuse_delegated else "checked"
 
     @property
     def version(self) -> int | None:

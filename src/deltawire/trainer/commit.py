@@ -21,6 +21,7 @@ from ..core.errors import (
     Misconfigured,
     NotTheSigner,
     PublishError,
+    RolledBack,
     SignatureError,
     StoreError,
     VersionNotFound,
@@ -58,7 +59,7 @@ class Signing:
                 raise Misconfigured("next_key needs the key that signs now: sign=PATH, or DELTAWIRE_SIGN")
             return None
         others = Trust(trust).keys if trust else []
-        return cls(key, next_key and check_public(next_key, "next_key"), Trust([key.public, *others], remember=False))
+        return cls(key, next_key and check_public(next_key, "next_key"), Trust([key.public, *others]))
 
 
 class Committer:
@@ -180,6 +181,12 @@ class Committer:
                 "only one trainer may publish to a run: stop this one, or give it a run of its own"
             ) from None
         self._committed(manifest)
+        if self.run.trust is not None:
+            try:
+                # after the commit: what is noted and not there would look like a run that was rolled back
+                self.run.trust.note(manifest)
+            except (Misconfigured, RolledBack) as error:
+                log.warning("version %d is committed, but not noted as seen: %s", version, error)
         try:
             self.run.store.put(keys.HEAD, dump(Head(self.run.info.run, version)))
         except StoreError as error:
