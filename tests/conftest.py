@@ -172,6 +172,14 @@ def store() -> Store:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _nothing_seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What publishers and readers of signed runs have seen is not kept in this user's home."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DELTAWIRE_STATE", str(tmp_path_factory.mktemp("seen")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _few_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Clients read all certificates of the system whenever they connect, which takes longer than most requests; tests
     use none of them."""

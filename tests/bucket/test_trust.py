@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
-from deltawire.bucket.trust import LinkSigner, Seen, Trust, delegate, delegation, link_signer
+from deltawire.bucket.trust import LinkSigner, Seen, SeenVersion, Trust, delegate, delegation, link_signer
 from deltawire.bucket.verify import verify
 from deltawire.bucket.watch import wait_for_run, watch
 from deltawire.core import full, keys
@@ -34,8 +36,9 @@ from deltawire.core.errors import (
     SignatureError,
     VersionNotFound,
 )
-from deltawire.core.manifest import Blob, Delegated, Head, Link, dump
+from deltawire.core.manifest import Blob, Delegated, Head, Link, Pruned, dump
 from deltawire.core.signing import LINKS, MANIFEST, Endorsement, SigningKey
+from deltawire.core.sparse import DeltaWriter, encode_block
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.models import ModelView
 from deltawire.replica import Replica
@@ -43,7 +46,7 @@ from deltawire.store import MirroredStore, Store, open_store
 from deltawire.trainer import Publisher
 from deltawire_wordle.counting import CountingStore
 from flaky_store import FlakyStore
-from support import Model, blank, copy, held, history, model, publish, same, trained
+from support import Bag, Model, blank, copy, diff, held, history, model, publish, same, trained
 
 OWN, NEXT, OTHER = (SigningKey.generate() for _ in range(3))
 
@@ -399,16 +402,19 @@ def test_what_was_seen_only_grows_whoever_writes_it(tmp_path: Path) -> None:
 
     def note(start: int) -> None:
         for version in range(start, 60, 3):
-            Seen.note(folder, f"url-{start}", "run", (version, OWN.public))
+            Seen.note(folder, f"url-{start}", "run", SeenVersion(version, OWN.public, "0"))
 
     threads = [threading.Thread(target=note, args=(start,)) for start in (2, 0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert Seen.read(folder) == Seen({f"url-{n}": "run" for n in (0, 1, 2)}, {"run": (59, OWN.public)})
-    Seen.note(folder, "url-0", "run", (3, OTHER.public))
-    assert Seen.read(folder).runs == {"run": (59, OWN.public)}
+    newest = SeenVersion(59, OWN.public, "0")
+    assert Seen.read(folder) == Seen({f"url-{n}": "run" for n in (0, 1, 2)}, {"run": newest})
+    # neither an older one, nor another one of this number with a signer or a digest that sorts after it
+    for other in (SeenVersion(3, OTHER.public, "1"), SeenVersion(59, "z", "0"), SeenVersion(59, OWN.public, "f")):
+        assert Seen.note(folder, "url-0", "run", other) == newest
+    assert Seen.read(folder).runs == {"run": newest}
 
 
 def test_what_was_seen_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +426,7 @@ def test_what_was_seen_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeyp
 
     noted(os, "fsync")
     noted(os, "replace")
-    Seen.note(tmp_path, "url", "run", (1, OWN.public))
+    Seen.note(tmp_path, "url", "run", SeenVersion(1, OWN.public, "0"))
     # the file, its name, the folder
     assert done == ["fsync", "replace", "fsync"]
 
@@ -444,11 +450,153 @@ def test_a_folder_that_cannot_keep_what_was_seen_is_an_error(
         for _ in range(3):
             with pytest.raises(Misconfigured, match="No space"):
                 full.sync(weights)
-    (tmp_path / "state").mkdir()
-    (tmp_path / "state" / Seen.NAME).write_text("{")
+    # damaged, or with fewer facts of a version
     monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
-    with pytest.raises(Misconfigured, match=r"seen\.json.* does not parse"):
-        follower(run)
+    for content in ("{", f'{{"runs": {{"x": [4, "{OWN.public}"]}}}}'):
+        (tmp_path / "state" / Seen.NAME).write_text(content)
+        with pytest.raises(Misconfigured, match=r"seen\.json does not parse: .* restore it, or remove it"):
+            follower(run)
+
+
+def test_a_process_that_is_stopped_with_the_lock_holds_nobody_up_for_ever(
+    run: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltawire.bucket.trust.LOCK_S", 0.05)
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "other"))
+    weights = blank(VERSIONS[0])
+    replica = follower(run)
+    with (tmp_path / "other" / f"{Seen.NAME}.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(Misconfigured, match="another process has held"):
+            replica.sync(weights)
+    assert same(weights, blank(VERSIONS[0]))
+    assert replica.sync(weights) == 4
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_an_interrupt_while_a_version_is_noted_serves_nothing_that_is_not_noted(
+    run: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "other"))
+    weights, calls = blank(VERSIONS[0]), count()
+    replica, done = follower(run), getattr(os, step)
+
+    def interrupted(*given: Any) -> Any:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        return done(*given)
+
+    monkeypatch.setattr(os, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replica.sync(weights)
+    assert (Seen.read(tmp_path / "other").runs, same(weights, blank(VERSIONS[0]))) == ({}, True)
+    assert replica.sync(weights) == 4
+    assert [seen.version for seen in Seen.read(tmp_path / "other").runs.values()] == [4]
+
+
+# ── two histories ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def seen_versions(folder: Path) -> list[int]:
+    return [seen.version for seen in Seen.read(folder).runs.values()]
+
+
+@pytest.mark.parametrize("seen_by", ["its publisher", "a replica"])
+def test_a_trainer_does_not_go_on_in_a_bucket_that_was_rolled_back(
+    run: Store, sign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen_by: str
+) -> None:
+    if seen_by == "a replica":
+        monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "elsewhere"))
+        follower(run).sync(blank(VERSIONS[0]))
+    folder = Seen.folder()
+    assert seen_versions(folder) == [4]
+    roll_back(run, 2)
+    before = copy_of(run)
+    with pytest.raises(RolledBack, match=r"ends with version 2, and version 4 was seen.*remove .* in .*seen\.json"):
+        Publisher(run, sign=sign).publish(VERSIONS[5], wait=True)
+    assert copy_of(run) == before
+    # the way out that the message names
+    (folder / Seen.NAME).unlink()
+    publish(run, [VERSIONS[5]], sign=sign)
+    assert Run.open(run, trust=OWN.public).newest() == 3
+    assert seen_versions(folder) == [3]
+
+
+def test_a_trainer_makes_no_other_run_where_its_own_is_missing(run: Store, sign: Path) -> None:
+    restore(run, {})
+    with pytest.raises(RunReplaced, match=r"remove this address from .*seen\.json"):
+        Publisher(run, sign=sign).publish(VERSIONS[5], wait=True)
+    assert list(run.list(keys.RUN)) == []
+
+
+def test_a_trainer_that_cannot_note_a_version_has_committed_it(
+    store: Store, sign: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "fsync", _no_space)
+    publish(store, VERSIONS[:2], sign=sign)
+    assert Run.open(store).newest() == 1
+    assert "version 1 is committed, but not noted as seen" in caplog.text
+
+
+def another_of(run: Store, version: int, key: SigningKey, **changes: Any) -> None:
+    """Write another manifest of a version, validly signed."""
+    rewrite(run, version, key, signer=key.public, **changes)
+
+
+def test_another_version_4_than_was_seen_is_refused(run: Store, sign: Path) -> None:
+    """Restored to version 3 and continued elsewhere with the same key."""
+    weights = blank(VERSIONS[0])
+    follower(run).sync(weights)
+    fresh = copy_of(run)
+    another_of(run, 4, OWN, digest="0" * 32)
+    for reader in (follower(run), follower(run)):
+        with pytest.raises(RolledBack, match=r"another version 4 than was seen before.*seen\.json"):
+            reader.sync(weights)
+    with pytest.raises(RolledBack):
+        Publisher(run, sign=sign).publish(VERSIONS[5], wait=True)
+    assert verify(Run.open(run, trust=OWN.public)).failure.error == "RolledBack"
+    assert same(weights, VERSIONS[4])
+    # the one that was seen is accepted as before
+    restore(run, fresh)
+    assert follower(run).sync(weights) == 4
+
+
+def test_a_retired_key_signs_no_other_version_equal_to_the_newest_seen(rotated: Store) -> None:
+    weights = blank(VERSIONS[0])
+    follower(rotated).sync(weights)
+    kept = copy(weights)
+    another_of(rotated, 7, OWN, rotations=[])
+    with pytest.raises(RolledBack, match=f"signed by {NEXT.public}.*this one by {OWN.public}"):
+        follower(rotated).sync(weights)
+    assert same(weights, kept)
+
+
+def test_of_two_processes_the_second_refuses_what_the_first_has_seen_otherwise(
+    run: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both were opened before either saw a version."""
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "other"))
+    first, second = (Run.open(run, trust=OWN.public) for _ in range(2))
+    assert first.newest() == 4
+    another_of(run, 4, OWN, digest="0" * 32)
+    for _ in range(2):
+        with pytest.raises(RolledBack, match="another version 4"):
+            second.newest()
+
+
+def test_a_version_is_noted_before_it_is_served(run: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one that was noted may never have been served, and the host still goes back behind it no more."""
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "other"))
+    (blob,) = Run.open(run).manifest(4).links[0].objects
+    weights, replica = blank(VERSIONS[0]), follower(run)
+    run.delete(blob.key)
+    with pytest.raises(DeltawireError):
+        replica.sync(weights)
+    assert seen_versions(tmp_path / "other") == [4]
+    roll_back(run, 3)
+    with pytest.raises(RolledBack):
+        follower(run).sync(weights)
+    assert same(weights, VERSIONS[3])
 
 
 def test_trust_is_checked_when_it_is_given(run: Store) -> None:
@@ -617,15 +765,20 @@ def test_weights_with_the_same_digest_fool_readers_without_a_key_only(store: Sto
     assert same(careful, blank(weights))
 
 
+def swappable(count: int) -> list[Model]:
+    """Versions that each have other weights with the same digest."""
+    versions: list[Model] = [{**model(rows=256), "embed.weight": np.full((256, 16), 1 << 15, np.uint16)}]
+    for seed in range(count - 1):
+        versions.append(trained(versions[-1], seed, changes=2))
+        versions[-1]["embed.weight"].reshape(-1)[:128] = 1 << 15
+    return versions
+
+
 @pytest.fixture
 def kept(store: Store, sign: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Store, list[Model]]:
     """A signed run of 18 versions, whose keeper has added an anchor of version 16 and skip deltas."""
     monkeypatch.setattr("deltawire.keeper.lease.SETTLE_S", 0.0)
-    first = {**model(rows=256), "embed.weight": np.full((256, 16), 1 << 15, np.uint16)}
-    versions = [first]
-    for seed in range(17):
-        versions.append(trained(versions[-1], seed, changes=2))
-        versions[-1]["embed.weight"].reshape(-1)[:128] = 1 << 15
+    versions = swappable(18)
     publish(store, versions, sign=sign, anchor_ratio=1e9)
     delegate(Run.open(store, trust=OWN.public), OWN, OTHER.public)
     keeper = Keeper(store, KeeperOptions(since=0, anchor_every=16), trust=OWN.public, sign=OTHER)
@@ -697,6 +850,127 @@ def test_a_forged_anchor_of_a_keeper_is_refused(
     with pytest.raises(DeltawireError):
         Replica(store, trust=OWN.public, heartbeat=0).sync(live, 16)
     assert same(live, versions[3])
+
+
+def forge(store: Store, version: int, link: Link) -> None:
+    """Announce a link in the place of the keeper's own, with its key and the delegation of the run's."""
+    opened = Run.open(store)
+    real = opened.added.index()
+    assert real is not None
+    added = AddedLink(version, link)
+    name = f"added/{version:06}-{version:06}.f0f0f0f0.json"
+    page = AddedPage(opened.info.run, (added,))
+    index = AddedIndex(opened.info.run, "keeper", 0.0, 17, (name,), (), added if link.kind == "anchor" else None)
+    for key, record in ((name, page), (keys.ADDED, index)):
+        signed = msgspec.structs.replace(record, signer=real.signer, delegation=real.delegation)
+        store.put(key, OTHER.seal(LINKS, dump(signed)))
+
+
+def forged_skip(store: Store, base: int, version: int, old: Model, new: Model) -> Link:
+    """Put a delta into the bucket that leads to other weights with the digest of a version."""
+    run = Run.open(store)
+    digests = [run.manifest(v).digest for v in (base, version)]
+    views = ModelView(old), ModelView(new)
+    before, after = (Bag(run.schema, {t.name: view.region(whole(t)) for t in run.schema.tensors}) for view in views)
+    with DeltaWriter("packed") as delta:
+        for block in diff(before, after):
+            delta.add(encode_block(block, "packed", before.region))
+        file = delta.finish_link(run.info.run, base, version, *digests, run.schema.elements)
+        key = keys.delta(base, version, "f0f0f0f0")
+        store.put(key, b"".join(file.chunks()))
+        return Link("delta", base, (file.blob(key),), "packed", changed=file.changed)
+
+
+FORGED_LINKS = {
+    "an anchor": (16, "embed.weight differs in 16 of 4,096", lambda s, v: forged_anchor(s, 16, swapped(v[16]))),
+    "an anchor of the newest": (17, "embed.weight differs", lambda s, v: forged_anchor(s, 17, swapped(v[17]))),
+    "a skip delta": (16, "leads to other weights", lambda s, v: forged_skip(s, 8, 16, v[8], swapped(v[16]))),
+    "a skip delta to the newest": (17, "other weights", lambda s, v: forged_skip(s, 9, 17, v[9], swapped(v[17]))),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGED_LINKS)
+def test_a_delegated_key_can_replace_the_weights_and_is_found(
+    kept: tuple[Store, list[Model]], forgery: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The digest is right, and so is the signature: such a key is trusted with the weights (docs/signed.md)."""
+    store, versions = kept
+    version, said, make = FORGED_LINKS[forgery]
+    link = make(store, versions)
+    forge(store, version, link)
+    start = versions[link.base] if link.base is not None else blank(versions[0])
+    fooled = copy(start)
+    assert Replica(store, trust=OWN.public, heartbeat=0).sync(fooled, version) == version
+    assert same(fooled, swapped(versions[version]))
+    careful = Replica(store, trust=OWN.public, refuse_delegated=True, heartbeat=0)
+    for refusing in (careful, None):
+        with monkeypatch.context() as patch:
+            if refusing is None:
+                patch.setenv("DELTAWIRE_REFUSE_DELEGATED", "1")
+            replica = refusing or follower(store)
+            weights = copy(start)
+            assert replica.sync(weights, version) == version
+            assert same(weights, versions[version])
+            assert replica.signatures == "own"
+    assert "links of delegated keys are refused here" in caplog.text
+    # found with and without a key, and whatever readers refuse
+    for trust in (None, Trust(OWN.public, refuse_delegated=False)):
+        failure = verify(Run.open(store, trust=trust)).failure
+        assert failure is not None
+        assert (failure.version, failure.object, failure.error) == (version, link.objects[0].key, "ForeignObject")
+        assert said in failure.message
+        assert "rotate the key" in failure.advice
+
+
+def test_a_forged_skip_delta_on_the_walks_way_is_found_at_the_next_anchor(store: Store) -> None:
+    """Where the trainer's own deltas are pruned, the walk itself goes by links that were added."""
+    versions = swappable(18)
+    publish(store, versions, anchor_ratio=1e9, anchor_every=16)
+    run = Run.open(store)
+    link = forged_skip(store, 0, 16, versions[0], swapped(versions[16]))
+    store.put(keys.ADDED, dump(AddedIndex(run.info.run, "keeper", 0.0, 17, (), (AddedLink(16, link),))))
+    store.put(keys.PRUNED, dump(Pruned(run.info.run, ((1, 15),))))
+    failure = verify(run).failure
+    assert failure is not None
+    assert (failure.version, failure.object) == (16, link.objects[0].key)
+    assert "an anchor of version 16 has other weights than the deltas lead to" in failure.message
+
+
+def test_an_anchor_that_nothing_else_leads_to_is_told(kept: tuple[Store, list[Model]]) -> None:
+    store, versions = kept
+    run = Run.open(store)
+    forge(store, 16, forged_anchor(store, 16, versions[16]))
+    store.put(keys.PRUNED, dump(Pruned(run.info.run, ((0, 15),))))
+    result = verify(Run.open(store))
+    assert result.ok
+    assert any("added by a keeper, and nothing else leads there" in warning for warning in result.warnings)
+
+
+def test_links_that_the_runs_own_key_added_are_used_by_readers_that_refuse_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch, sign: Path
+) -> None:
+    publish(store, VERSIONS[:5], sign=sign, anchor_ratio=1e9)
+    delegate(Run.open(store, trust=OWN.public), OWN, OWN.public)
+    opened = opened_as_keeper(store)
+    data = LinkSigner(opened, OWN).seal(Links(opened.info.run))
+    refusing = Run.open(store, trust=Trust(OWN.public, refuse_delegated=True))
+    refusing.newest()
+    read(refusing, data)
+    with pytest.raises(Misconfigured, match="links of delegated keys are refused here"):
+        LinkSigner(refusing, OTHER)
+
+
+def test_a_refusal_without_a_key_is_an_error(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Misconfigured, match="no key is trusted"):
+        Replica(run, refuse_delegated=True)
+    monkeypatch.setenv("DELTAWIRE_REFUSE_DELEGATED", "1")
+    with pytest.raises(Misconfigured, match="no key is trusted"):
+        Run.open(run)
+    assert Replica(run, refuse_delegated=False).signatures == "unchecked"
+    assert (follower(run).signatures, follower(run, refuse_delegated=False).signatures) == ("own", "checked")
+    monkeypatch.setenv("DELTAWIRE_REFUSE_DELEGATED", "yes")
+    with pytest.raises(Misconfigured, match="DELTAWIRE_REFUSE_DELEGATED is 'yes'"):
+        follower(run)
 
 
 def test_a_signer_is_a_key_and_nothing_that_a_terminal_obeys(run: Store) -> None:

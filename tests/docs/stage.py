@@ -103,6 +103,7 @@ class Stage:
             program.chmod(0o755)
         self.environment |= {
             "VENV": str(venv),
+            "DELTAWIRE_STATE": str(self.folder / "state"),
             "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT / 'src'}:{self.environment.get('PYTHONPATH', '')}",
         }

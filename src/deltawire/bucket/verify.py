@@ -40,7 +40,7 @@ from ..core.errors import (
 from ..core.manifest import Link, Manifest, Pruned, Summary, spans
 from ..core.parallel import ordered_map, threads_for
 from .references import Resolve, find_reference
-from .replay import State
+from .replay import State, require_digest
 from .run import DAMAGE, Run, blobs, lean, ranges, read_each, with_added
 from .versions import existing, tags
 from .walk import FetchedLink, Walker, prefetch
@@ -509,10 +509,12 @@ class _Replay:
         threads = threads_for(self.run.schema.elements, None)
         for part, count in zip(parts, ordered_map(differ, parts, threads), strict=True):
             if count:
+                # another digest: an error, and of this anchor
+                require_digest(visit.manifest, full.digest_of(weights))
                 bad = visit if visit.way in self.records.added else self.came_by or visit
                 message = (
-                    f"an anchor of version {visit.manifest.version} has other weights than the deltas lead to: "
-                    f"{part.tensor.name} differs in {count:,} of {part.units:,}"
+                    f"an anchor of version {visit.manifest.version} has other weights than the deltas lead to, which "
+                    f"were made to have its digest: {part.tensor.name} differs in {count:,} of {part.units:,}"
                 )
                 raise _Found(Problem(visit.manifest.version, bad.key, ForeignObject.__name__, message, _FORGED))
 
