@@ -8,7 +8,7 @@ import pytest
 from cli_support import invoke, invoke_json
 
 from deltawire.bucket.run import Run
-from deltawire.bucket.trust import delegation
+from deltawire.bucket.trust import Trust, delegation
 
 
 def test_the_runs_key_delegates_to_a_keeper(
@@ -34,6 +34,27 @@ def test_the_runs_key_delegates_to_a_keeper(
     index = Run.open(str(run), trust=public).added.index()
     assert index is not None
     assert index.signer == keepers
+    # readers that use the trainer's own links only
+    refusing = Run.open(str(run), trust=Trust(public, refuse_delegated=True))
+    refusing.newest()
+    assert refusing.added.index() is None
+    trusted = ("--trust", public, "--refuse-delegated")
+    assert invoke_json("checkout", run, "-o", tmp_path / "out", *trusted)["version"] == len(checkpoints) - 1
+    invoke("follow", run, "--dir", tmp_path / "followed", "--once", *trusted)
+    for command in (("checkout", run, "-o", tmp_path / "not"), ("follow", run, "--dir", tmp_path / "not", "--once")):
+        assert "no key is trusted" in invoke(*command, "--refuse-delegated", code=2).stderr
+    monkeypatch.setenv("DELTAWIRE_TRUST", public)
+    assert "links of delegated keys are accepted" in invoke("doctor", run).stdout
+    monkeypatch.setenv("DELTAWIRE_REFUSE_DELEGATED", "1")
+    assert "checked; links of delegated keys are refused" in invoke("doctor", run).stdout
+    assert "would add such links" in invoke("keep", run, "--once", "--sign", keeper, code=2).stderr
+    # verify checks what others may use
+    value = invoke_json("verify", run)
+    assert (value["ok"], {signer["key"] for signer in value["signers"]}) == (True, {public, keepers})
+
+
+def test_its_help_says_that_the_key_is_trusted_with_the_weights() -> None:
+    assert "trusted with the weights" in " ".join(invoke("delegate", "--help").stdout.split())
 
 
 def test_an_unsigned_run_delegates_nothing(run: Path, tmp_path: Path) -> None:

@@ -219,3 +219,19 @@ def test_it_serves_only_versions_of_trusted_keys(tmp_path: Path, monkeypatch: py
     assert result.exit_code == 3
     assert "version 0 of" in result.stderr
     assert "is not signed" in result.stderr
+
+
+def test_a_refusal_of_delegated_keys_needs_a_trusted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said at once, not by an engine after minutes; with a key, the engine's processes find it in the environment."""
+    model = tiny_model()
+    with publisher(tmp_path / "run", checkpoint(tmp_path / "model", model)) as it:
+        it.publish(model).result(60)
+    monkeypatch.setenv("DELTAWIRE_TRUST", "")
+    monkeypatch.setenv("DELTAWIRE_REFUSE_DELEGATED", "")
+    command = ["serve", str(tmp_path / "run"), "--port", "0", "--refuse-delegated"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "no key is trusted: name the run's public key" in result.stderr
+    result = CliRunner().invoke(app, [*command, "--trust", f"ed25519:{64 * '0'}"])
+    assert "is not signed" in result.stderr
+    assert os.environ["DELTAWIRE_REFUSE_DELEGATED"] == "1"

@@ -24,7 +24,7 @@ from deltawire.trainer import Publisher
 
 GOOD = {
     "engine": "vllm", "model": "chat", "state": "healthy", "reason": "", "run": "file:///runs/chat", "version": 4,
-    "newest": 4, "lag": 0, "pin": None, "guard": "patch",
+    "newest": 4, "lag": 0, "pin": None, "signatures": "checked", "guard": "patch",
 }  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def findings(url: str, **options: Any) -> dict[str, tuple[str, str]]:
 def test_a_server_that_follows_is_well() -> None:
     with server(GOOD) as url:
         found = findings(url)
-    assert [*found] == ["answers", "plugin", "run", "state", "version", "lag", "guard", "token"]
+    assert [*found] == ["answers", "plugin", "run", "state", "signatures", "version", "lag", "guard", "token"]
     assert {verdict for verdict, _ in found.values()} == {"ok"}
 
 
@@ -92,6 +92,8 @@ def test_a_server_that_follows_is_well() -> None:
         ({"state": "starting", "version": None}, "version", "failed", "no version"),
         ({"newest": 9, "lag": 5}, "lag", "warning", "5 behind version 9"),
         ({"newest": 9, "lag": 5, "pin": 4}, "lag", "ok", "pinned"),
+        ({"signatures": "unchecked"}, "signatures", "ok", "DELTAWIRE_TRUST"),
+        ({"signatures": "own"}, "signatures", "ok", "links of delegated keys are refused"),
         ({"guard": "reload: the server quantizes"}, "guard", "warning", "quantizes; .*full load"),
     ],
 )

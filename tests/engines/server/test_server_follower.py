@@ -377,6 +377,7 @@ def test_a_server_with_a_trusted_key_serves_on_through_every_forgery(
     with serving(run) as (server, client):
         wait_for(lambda: server.follower.version == 1)
         digest = server.follower.live()[1]
+        assert client.get("/deltawire/status").json()["signatures"] == "checked"
 
         def unharmed(reason: str) -> None:
             wait_for(lambda: reason in server.follower.reason)
@@ -397,6 +398,10 @@ def test_a_server_with_a_trusted_key_serves_on_through_every_forgery(
         # as it was: it recovers by itself
         shutil.copytree(good, run, dirs_exist_ok=True)
         wait_for(lambda: server.follower.state == "healthy")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DELTAWIRE_REFUSE_DELEGATED", "1")
+        with serving(run) as (_, client):
+            assert client.get("/deltawire/status").json()["signatures"] == "own"
     with pytest.raises(SignatureError), serving(tmp_path / "strange"):
         pass
 
