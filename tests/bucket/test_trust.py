@@ -44,6 +44,7 @@ from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import MirroredStore, Store, open_store
 from deltawire.trainer import Publisher
+from deltawire.trainer.commit import Signing
 from deltawire_wordle.counting import CountingStore
 from flaky_store import FlakyStore
 from support import Bag, Model, blank, copy, diff, held, history, model, publish, same, trained
@@ -958,6 +959,31 @@ def test_links_that_the_runs_own_key_added_are_used_by_readers_that_refuse_other
     read(refusing, data)
     with pytest.raises(Misconfigured, match="links of delegated keys are refused here"):
         LinkSigner(refusing, OTHER)
+
+
+def test_a_trainer_that_refuses_links_leaves_no_anchor_to_a_keeper(
+    kept: tuple[Store, list[Model]], sign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for refused in (False, True):
+        monkeypatch.setenv("DELTAWIRE_REFUSE_DELEGATED", str(int(refused)))
+        signing = Signing.of(sign, "", ())
+        assert signing is not None
+        opened = Run.open(kept[0], trust=signing.trust)
+        opened.newest()
+        assert (opened.added.index() is None) is refused
+
+
+def test_that_links_are_refused_is_logged_once(
+    kept: tuple[Store, list[Model]], caplog: pytest.LogCaptureFixture
+) -> None:
+    store, _ = kept
+    run = Run.open(store, trust=Trust(OWN.public, refuse_delegated=True))
+    run.newest()
+    for _ in range(3):
+        assert run.added.index() is None
+        # as a keeper replaces it with every version
+        store.put(keys.ADDED, store.get(keys.ADDED).data)
+    assert caplog.text.count("links of delegated keys are refused here") == 1
 
 
 def test_a_refusal_without_a_key_is_an_error(run: Store, monkeypatch: pytest.MonkeyPatch) -> None:

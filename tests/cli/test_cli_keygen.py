@@ -36,7 +36,8 @@ def test_a_signed_run_on_the_command_line(checkpoints: list[Path], tmp_path: Pat
     refused = invoke("checkout", run, "-o", tmp_path / "not", "--trust", other, code=3).stderr
     assert "not trusted here" in refused
     assert not (tmp_path / "not").exists()
-    assert invoke_json("checkout", run, "-o", tmp_path / "unchecked")["version"] == 1
+    assert "not checked: no trusted key" in invoke("checkout", run, "-o", tmp_path / "unchecked").stdout
+    assert f"signed by {public}, checked" in invoke("checkout", run, "-o", tmp_path / "too", "--trust", public).stdout
     assert f"signed by {public}, checked" in invoke("show", run, "--trust", public).stdout
     assert f"signed by {public}, not checked" in invoke("show", run).stdout
     assert invoke_json("log", run, "--trust", public)["newest"] == 1

@@ -1,7 +1,8 @@
 """Read the links that were added to a run after its versions were committed (core/added.py).
 
-They only help: whatever is wrong with the index or a page is logged and costs requests, never a version. A link is
-proven like any other, by the hash of its object and the digest of the version it leads to.
+They only help: whatever is damaged in the index or a page is logged and costs requests, never a version. A link is
+proven like any other, by the hash of its object and the digest of the version it leads to. That is against errors: who
+made the link is known where it is signed, and whoever may sign it is trusted with the weights (trust.py).
 """
 
 from __future__ import annotations

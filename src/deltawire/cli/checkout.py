@@ -62,5 +62,8 @@ def command(
         steps_taken = "one object" if len(steps) == 1 else f"{len(steps)} objects"
         out.print(f"v{version} → {output}  {ui.size(opened.schema.nbytes)} from {steps_taken}", soft_wrap=True)
         out.print(f"  state digest {manifest.digest}, proven")
+        if manifest.signer:
+            checked = "checked" if opened.trust else "not checked: no trusted key was given (--trust)"
+            out.print(f"  signed by {manifest.signer}, {checked}", soft_wrap=True)
 
     ui.emit(value, render, json)

@@ -33,7 +33,8 @@ def command(
       export DELTAWIRE_TRUST=ed25519:4c1e…
 
     \b
-      # a key for a keeper, which may add anchors and skip deltas but no version
+      # a key for a keeper, which may add anchors and skip deltas but no version;
+      # it is trusted with the weights, see deltawire delegate
       deltawire keygen keeper.key
       deltawire delegate s3://runs/chat ed25519:77aa… --sign ~/.ssh/runs.key
     """

@@ -29,13 +29,15 @@ def command(
     trust: ui.TrustOption = None,
     json: ui.JsonOption = False,
 ) -> None:
-    """Check a run: hash every object, replay the chain, compare every digest.
+    """Check a run: hash every object, replay the chain, compare every way.
 
     Stops at the first bad thing, says what it is and what to do, and exits with
-    3. Every anchor, delta and skip delta is proven to lead to the weights the
-    trainer had. Reads the whole run, into one copy of the weights. With --trust
-    every signature is checked too. With --source, every version of a derived run
-    is then computed again from that run.
+    3. Every anchor, delta and skip delta is proven, against errors, to lead to
+    weights with the digest of its version; and all that lead to a version, to the
+    same weights, so that none was forged beside another. With --trust every
+    signature is checked too, which says whose weights they are. Reads the whole
+    run, into one copy of the weights. With --source, every version of a derived
+    run is then computed again from that run.
 
     \b
     Examples

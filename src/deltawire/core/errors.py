@@ -189,8 +189,10 @@ class SignatureError(ChainError):
 
 
 class RolledBack(ChainError):
-    """A signed run ends before a version that was seen here, or has another one of that number: an old copy of it was
-    restored. No weight was touched, and a publisher commits nothing."""
+    """A signed run ends before a version that was seen here, or has another one of that number.
+
+    An old copy of it was restored. No weight was touched, and a publisher commits nothing.
+    """
 
 
 class ReferenceUnavailable(ChainError):
