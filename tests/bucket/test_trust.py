@@ -944,7 +944,9 @@ def test_an_anchor_that_nothing_else_leads_to_is_told(kept: tuple[Store, list[Mo
     store.put(keys.PRUNED, dump(Pruned(run.info.run, ((0, 15),))))
     result = verify(Run.open(store))
     assert result.ok
-    assert any("added by a keeper, and nothing else leads there" in warning for warning in result.warnings)
+    assert any(
+        "added by a keeper, and no other link that is checked leads there" in warning for warning in result.warnings
+    )
 
 
 def test_links_that_the_runs_own_key_added_are_used_by_readers_that_refuse_others(

@@ -61,6 +61,7 @@ def command(
 
     A keeper of a signed run needs a key of its own (--sign), to which the run's
     key delegates, and the run's public key (--trust): see deltawire delegate.
+    That key is trusted with the weights.
 
     With --json there is one JSON object per line and version.
 
