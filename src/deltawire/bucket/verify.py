@@ -488,8 +488,8 @@ class _Replay:
             self.sum, self.came_by = found, suspect
         if is_added and kind == "anchor" and version not in self.sums:
             self.records.warnings.append(
-                f"the anchor of version {version} was added by a keeper, and no other link that is checked leads there: "
-                "its weights have the right digest, and were compared with no others"
+                f"the anchor of version {version} was added by a keeper, and no other link that is checked leads "
+                "there: its weights have the right digest, and were compared with no others"
             )
         expected, other = self.sums.setdefault(version, (found, suspect))
         if found != expected:
