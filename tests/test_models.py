@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from deltawire.core.errors import (
     UnsupportedTensor,
 )
 from deltawire.models import ModelView
+from deltawire.trainer import adapter
 from support import column_cut, same
 from test_api import TORCH_DTYPES, torch_noise
 
@@ -65,6 +68,13 @@ def test_a_wire_dtype_that_nobody_knows() -> None:
         ModelView({"w": torch.zeros(1)}, "fp4")
 
 
+def partitioned(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """A parameter as DeepSpeed ZeRO 3 leaves it outside of a layer's own computation."""
+    parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
+    parameter.data = torch.empty(0, dtype=parameter.dtype)
+    return parameter
+
+
 UNREADABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (lambda: torch.ones(2, 2).to_sparse(), "to_dense"),
     "sparse_csr": (lambda: torch.ones(2, 2).to_sparse_csr(), "to_dense"),
@@ -72,6 +82,8 @@ UNREADABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "conj": (lambda: torch.ones(2, 2, dtype=torch.complex64).conj(), "resolve_conj"),
     "neg": (lambda: torch.ones(2, dtype=torch.complex64).conj().imag, "resolve_neg"),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "dequantize"),
+    "lazy": (lambda: torch.nn.LazyLinear(2).weight, "run the model once"),
+    "partitioned": (lambda: partitioned(torch.nn.Parameter(torch.ones(2, 2))), "GatheredParameters"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "to_dense"),
     "list": (lambda: [1.0, 2.0], "numpy.asarray"),
     "number": (lambda: 1.0, "numpy.asarray"),
@@ -92,6 +104,81 @@ def test_what_has_no_bits_is_refused_by_name(kind: str, tmp_path: Path) -> None:
         publisher.publish({"fine": np.zeros(3, np.float32)})
     with pytest.raises(UnsupportedTensor, match=advice):
         dw.Replica(tmp_path).sync(bad)
+
+
+def zero3() -> torch.nn.Module:
+    made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    partitioned(made[1].weight)
+    return made
+
+
+def offloaded() -> torch.nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.cpu_offload(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.device("cpu"))  # type: ignore[no-any-return]
+
+
+def flattened() -> torch.nn.Module:
+    made = torch.nn.Module()
+    made.register_parameter("_flat_param", torch.nn.Parameter(torch.ones(8)))
+    return torch.nn.Sequential(made)
+
+
+def lazy_pretrained() -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+    )
+    made: torch.nn.Module = transformers.LlamaForCausalLM(config)
+    made.lm_head = torch.nn.LazyLinear(8, bias=False)
+    return made
+
+
+ABSENT: dict[str, tuple[Callable[[], torch.nn.Module], str, str]] = {
+    "zero3": (zero3, "1.weight", "GatheredParameters"),
+    "adapter": (lambda: adapter_of_zero3(), "base_model.model.0.lora_A.weight", "GatheredParameters"),
+    "offloaded": (offloaded, "0.weight", "device_map"),
+    "flattened": (flattened, "0._flat_param", "fully_shard"),
+    "meta": (lambda: torch.nn.Linear(2, 2, device="meta"), "weight", "load the checkpoint"),
+    "lazy": (lambda: torch.nn.LazyLinear(2), "weight", "run the model once"),
+    "lazy_pretrained": (lazy_pretrained, "lm_head.weight", "run the model once"),
+}
+
+
+def adapter_of_zero3() -> Any:
+    peft = pytest.importorskip("peft")
+    made = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), peft.LoraConfig(r=1, target_modules=["0"]))
+    for parameter in made.parameters():
+        partitioned(parameter)
+    return adapter(made)
+
+
+@pytest.mark.parametrize("kind", ABSENT)
+def test_a_model_whose_weights_are_elsewhere_is_refused(kind: str, tmp_path: Path) -> None:
+    """Its placeholders would be published as the weights, or be patched."""
+    make, name, advice = ABSENT[kind]
+    bad = make()
+    with dw.Publisher(tmp_path / "run") as publisher, pytest.raises(UnsupportedTensor, match=f"'{name}' is .*{advice}"):
+        publisher.publish(bad)
+    assert not (tmp_path / "run" / "run.json").exists()
+    with dw.Publisher(tmp_path / "run") as publisher:
+        publisher.publish({"fine": np.zeros(3, np.float32)})
+    if kind != "adapter":
+        with pytest.raises(UnsupportedTensor, match=f"'{name}' is .*{advice}"):
+            dw.Replica(tmp_path / "run").sync(bad)
+
+
+def test_a_state_dict_of_placeholders_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = zero3().state_dict()
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    with dw.Publisher(tmp_path) as publisher, pytest.raises(UnsupportedTensor, match=r"'1\.weight' is .*Gathered"):
+        publisher.publish(state)
+
+
+def test_a_tensor_of_no_elements_is_no_placeholder(tmp_path: Path) -> None:
+    made = torch.nn.Linear(2, 2)
+    made.register_buffer("nothing", torch.empty(0))
+    with dw.Publisher(tmp_path) as publisher:
+        assert publisher.publish(made).result(60).version == 0
 
 
 def test_names_that_are_not_strings() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -79,7 +79,12 @@ def tensors_of(model: Any, *, buffers: bool = True) -> dict[str, Any]:
     other mapping its own.
     """
     if isinstance(model, Mapping):
-        return {_plain(name): tensor for name, tensor in model.items()} if is_state_dict(model) else dict(model)
+        found = {_plain(name): tensor for name, tensor in model.items()} if is_state_dict(model) else dict(model)
+        _check(found)
+        if is_state_dict(model):
+            # what DeepSpeed notes on a parameter is lost here
+            _check_gathered(found, lambda: "deepspeed" in sys.modules)
+        return found
     if not is_module(model):
         raise TypeError(f"cannot read weights from a {type(model).__name__}: pass a module, a state dict or a mapping")
     model = unwrapped(model)
@@ -92,6 +97,9 @@ def tensors_of(model: Any, *, buffers: bool = True) -> dict[str, Any]:
     tensors = model.state_dict()
     left_out = set() if buffers else {name for name, _ in model.named_buffers()}
     named = {_plain(name): tensor for name, tensor in tensors.items() if name not in left_out}
+    _check(named)
+    parameters = getattr(checkpoint_of(model), "parameters", tuple)
+    _check_gathered(named, lambda: any(map(_is_placeholder, parameters())))
     return checkpoint_tensors(checkpoint_of(model), named)
 
 
@@ -194,7 +202,6 @@ class ModelView:
             self._kept = kept_in_fp32(checkpoint_of(owner))
         self._wire = _WIRE_DTYPES[wire_dtype] if wire_dtype else None
         tensors = tensors_of(model, buffers=buffers)
-        _check(tensors)
         where = _memory_of(tensors)
         if known is not None and (known.where, known.wire) == (where, self._wire):
             self.known: Known | None = known
@@ -310,7 +317,9 @@ def _check(tensors: Mapping[Any, Any]) -> None:
     for name, value in tensors.items():
         if not isinstance(name, str):
             raise UnsafeName(f"tensors are named by strings; this mapping has {name!r:.80}, a {type(name).__name__}")
-        if is_torch(value):
+        if name.rpartition(".")[2] == "_flat_param":
+            why = "is several weights in one, flattened by FSDP: shard with torch.distributed.fsdp.fully_shard"
+        elif is_torch(value):
             why = _unreadable(value)
         elif hasattr(value, "shape") and hasattr(value, "dtype"):
             continue
@@ -322,8 +331,15 @@ def _check(tensors: Mapping[Any, Any]) -> None:
 
 def _unreadable(tensor: Any) -> str:
     """Why the memory of a torch tensor is not its values, and what to do; empty where it is."""
+    if sys.modules["torch"].nn.parameter.is_lazy(tensor):
+        return "is not initialized: run the model once on an example before"
     if tensor.is_meta:
-        return "is on the meta device and has no weights: load the checkpoint before"
+        return (
+            "is on the meta device and has no weights: load the checkpoint before; where accelerate keeps them in host "
+            "memory or on disk (device_map, cpu_offload), load the model without"
+        )
+    if _is_placeholder(tensor):
+        return f"is {_PLACEHOLDER}"
     if tensor.is_quantized:
         return "is quantized, its scales are not in its bits: pass dequantize(), or int_repr() and the scales by names"
     if tensor.is_nested or str(tensor.layout) != "torch.strided":
@@ -331,6 +347,25 @@ def _unreadable(tensor: Any) -> str:
     if tensor.is_conj() or tensor.is_neg():
         return "is a lazily conjugated or negated view: pass resolve_conj().resolve_neg()"
     return ""
+
+
+_PLACEHOLDER = (
+    "the placeholder of a weight whose values DeepSpeed ZeRO 3 keeps in parts on several ranks: publish a gathered state "
+    "dict, or on rank 0 with Publisher(…, group=None) while deepspeed.zero.GatheredParameters(model.parameters()) is "
+    "entered on all ranks"
+)
+
+
+def _is_placeholder(parameter: Any) -> bool:
+    """Whether a parameter is what DeepSpeed leaves of one while its values are elsewhere."""
+    return hasattr(parameter, "ds_shape") and tuple(parameter.ds_shape) != tuple(parameter.shape)
+
+
+def _check_gathered(tensors: Mapping[str, Any], partitioned: Callable[[], bool]) -> None:
+    """UnsupportedTensor for a placeholder: an empty tensor, where the model's parameters are partitioned."""
+    empty = next((name for name, tensor in tensors.items() if tuple(tensor.shape) == (0,)), None)
+    if empty is not None and partitioned():
+        raise UnsupportedTensor(f"{empty[:80]!r} is {_PLACEHOLDER}")
 
 
 def _memory_of(tensors: Mapping[str, Any]) -> Any:
