@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -778,3 +780,46 @@ def test_an_object_that_stays_unavailable_does_not_stop_a_trainer(store: Store) 
     live = blank(newest)
     assert Replica(store, heartbeat=0).sync(live) == 2
     assert same(live, newest)
+
+
+# ── children of a script that publishes ──────────────────────────────────────────────────────────────────────────────
+
+PUBLISHES = """
+import multiprocessing, sys
+import numpy as np
+import deltawire as dw
+
+def publish(run, value):
+    with dw.Publisher(run) as publisher:
+        publisher.publish({"w": np.full(4, value, np.float32)})
+"""
+UNGUARDED = """
+publish(sys.argv[1], 1)
+child = multiprocessing.get_context("spawn").Process(target=print, args=("the child ran",))
+child.start()
+child.join()
+print("exit code", child.exitcode)
+"""
+GUARDED = """
+if __name__ == "__main__":
+    publish(sys.argv[1], 1)
+    child = multiprocessing.get_context("spawn").Process(target=publish, args=(sys.argv[1], 2))
+    child.start()
+    child.join()
+    print("exit code", child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(
+    "main, said, newest", [(UNGUARDED, "exit code 1", 0), (GUARDED, "exit code 0", 1)], ids=["not", "guarded"]
+)
+def test_a_child_that_runs_the_script_again_publishes_nothing(
+    tmp_path: Path, main: str, said: str, newest: int
+) -> None:
+    """As TRL's rollout worker does, and every process that is spawned."""
+    script = tmp_path / "train.py"
+    script.write_text(PUBLISHES + main)
+    done = subprocess.run([sys.executable, script, tmp_path / "run"], capture_output=True, text=True, timeout=WAIT)
+    assert done.stdout.splitlines() == [said]
+    assert ("Guard your script" in done.stderr) == (main == UNGUARDED), done.stderr
+    assert Run.open(tmp_path / "run").newest() == newest

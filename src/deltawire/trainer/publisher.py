@@ -6,6 +6,7 @@ publish ──capture──▶ waiting ──▶ in flight ──encode, put, co
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -261,6 +262,7 @@ class Publisher:
 
     def _in_turn(self, work: Callable[[], T]) -> T:
         """Do work, one thread at a time. OutOfStep for a second one where ranks publish together."""
+        _refuse_second_script()
         self._pipeline.background.refuse_own_thread()
         overlaps = self._busy
         # not `acquire`: an interrupt between that and the `try` would leave the lock taken
@@ -304,6 +306,16 @@ class Publisher:
                 self._pipeline.background.check()
                 self._pipeline = Pipeline(self._store, self._options, group)
         return self._pipeline
+
+
+def _refuse_second_script() -> None:
+    """Misconfigured in a child process of multiprocessing that still imports the parent's script, as all of it then
+    runs a second time. Python itself refuses to start a process there, by the same mark."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise Misconfigured(
+            "this process is a child of the one that trains, and runs its script once more while it imports it; nothing "
+            "was published. Guard your script: put what it does under if __name__ == '__main__':"
+        )
 
 
 def _check_detector(detector: Detector | DeltaAdamW | None) -> None:

@@ -102,6 +102,7 @@ def train(folder: Path, snippet: Path) -> None:
     async_rollout_worker.is_vllm_available = lambda *_: True
     packing.tree_attention = tree_attention
     names = {
+        "__name__": "__main__",
         "options": {
             "per_device_train_batch_size": 16,
             "num_generations": 8,
