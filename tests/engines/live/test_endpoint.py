@@ -123,6 +123,14 @@ def test_names_are_those_of_all_engines(world: World, make: Any, tmp_path: Path)
     assert "a fault that a test asked for" in health.json()["reason"]
 
 
+def test_an_engine_that_was_not_run_is_named_once(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: {"vllm": "0.33.0"}[name])
+    make(f"{tmp_path}/run").start()
+    assert caplog.text.count("vllm 0.33.0 was not tested with deltawire, only 0.29 to 0.32") == 1
+
+
 def test_versions_are_written_as_everywhere(world: World, make: Any, tmp_path: Path) -> None:
     world.publish()
     world.publish()

@@ -26,6 +26,7 @@ from .engine import Engine
 from .follower import EngineFollower
 from .samples import PATHS, VersionMiddleware, route
 from .target import EngineTarget
+from .tested import untested
 
 log = logging.getLogger("deltawire")
 
@@ -91,6 +92,8 @@ class Endpoint:
 
     async def open(self, engine: Engine) -> None:
         """Begin to follow, in the event loop of the engine's server. Generation is held until the weights are known."""
+        if warning := untested(self.engine):
+            log.warning("%s", warning)
         self._target = EngineTarget(engine, asyncio.get_running_loop())
         if self._settings.run:
             await self._target.hold()
