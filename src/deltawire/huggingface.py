@@ -129,6 +129,21 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
         return full.companion_files(Path(folder))
 
 
+def checkpoint_folder(model: Any) -> Path | None:
+    """The folder that a model of transformers was loaded from, also one in the cache of the Hub. Nothing is fetched."""
+    name = model.name_or_path if is_pretrained(model) else ""
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(name, "config.json", revision=getattr(model.config, "_commit_hash", None))
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def _conversion(model: Any, tensors: Mapping[str, Any]) -> _Conversion | None:
     layouts = {name: (tuple(tensor.shape), tuple(tensor.stride())) for name, tensor in tensors.items()}
     known = _conversions.get(model)

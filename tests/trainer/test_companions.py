@@ -127,6 +127,118 @@ def test_files_are_uploaded_once_and_what_the_run_has_stays(store: Store) -> Non
     assert {name for name in now if now[name] != first.get(name)} == {"generation_config.json"}
 
 
+def loaded(folder: Path, *, words: bool = True) -> Any:
+    """A model that was loaded from a checkpoint folder, by default with a tokenizer."""
+    model().save_pretrained(folder)
+    if words:
+        tokenizer().save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+NO_TOKENIZER = "has no tokenizer, so its servers take and give token ids only: pass tokenizer= to Publisher"
+
+
+def test_a_run_without_a_tokenizer_is_warned_of_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    trained = model()
+    for _ in range(2):
+        with Publisher(store) as publisher:
+            for _ in range(2):
+                publisher.publish(trained).result(WAIT)
+                trained.model.embed_tokens.weight.data += 0.1
+    # once for each publisher
+    assert [NO_TOKENIZER in record.message for record in caplog.records].count(True) == 2
+    caplog.clear()
+    with Publisher(store, tokenizer=tokenizer()) as publisher:
+        publisher.publish(trained).result(WAIT)
+    with Publisher(store) as publisher:
+        publisher.publish(trained).result(WAIT)
+    assert NO_TOKENIZER not in caplog.text
+
+
+def test_what_is_no_model_of_transformers_needs_no_tokenizer(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    with Publisher(store) as publisher:
+        publisher.publish(torch.nn.Linear(2, 2)).result(WAIT)
+    assert NO_TOKENIZER not in caplog.text
+
+
+def test_a_model_brings_the_tokenizer_of_its_folder(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = loaded(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.py").write_text("code")
+    (tmp_path / "model" / "notes.txt").write_text("of another")
+    with Publisher(store) as publisher:
+        publisher.publish(trained).result(WAIT)
+        trained.model.embed_tokens.weight.data += 0.1
+        publisher.publish(trained).result(WAIT)
+    expected = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert files(store).keys() == expected | {"chat_template.jinja"}
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert store.get(files(store)[name].key).data == (tmp_path / "model" / name).read_bytes()
+    assert NO_TOKENIZER not in caplog.text
+
+
+def test_a_model_brings_the_tokenizer_of_the_hubs_cache(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    revision, place = "a" * 40, tmp_path / "hub" / "models--me--small"
+    loaded(place / "blobs")
+    (place / "snapshots" / revision).mkdir(parents=True)
+    for file in (place / "blobs").iterdir():
+        (place / "snapshots" / revision / file.name).symlink_to(file)
+    trained = model()
+    trained.name_or_path, trained.config._commit_hash = "me/small", revision
+    with Publisher(store) as publisher:
+        publisher.publish(trained).result(WAIT)
+    assert store.get(files(store)["tokenizer.json"].key).data == (place / "blobs" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["me/absent", "no name / of a model", "/no/folder"])
+def test_a_model_from_a_place_that_is_gone_has_no_tokenizer(
+    store: Store, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = model()
+    trained.name_or_path = name
+    with Publisher(store) as publisher:
+        publisher.publish(trained).result(WAIT)
+    assert files(store).keys() == {"config.json", "generation_config.json"}
+    assert NO_TOKENIZER in caplog.text
+
+
+def test_a_tokenizer_that_is_given_goes_before_that_of_the_folder(tmp_path: Path, store: Store) -> None:
+    trained = loaded(tmp_path / "model")
+    config = (tmp_path / "model" / "tokenizer_config.json").read_bytes()
+    (tmp_path / "model" / "merges.txt").write_text("of the folder")
+    given = {"tokenizer.json": b"{}"}
+    for options in ({"tokenizer": tokenizer()}, {}, {"files": given}):
+        with Publisher(store, **options) as publisher:
+            publisher.publish(trained).result(WAIT)
+            assert "merges.txt" not in files(store)
+            trained.model.embed_tokens.weight.data += 0.1
+            publisher.publish(trained).result(WAIT)
+        if "files" not in options:
+            assert store.get(files(store)["tokenizer_config.json"].key).data == config
+    assert files(store).keys() == {"config.json", "generation_config.json", "tokenizer.json"}
+
+
+def test_a_tokenizer_that_is_a_symlink_out_of_its_folder_is_not_published(
+    tmp_path: Path, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = loaded(tmp_path / "model")
+    (tmp_path / "secret").write_text("{}")
+    (tmp_path / "model" / "tokenizer_config.json").unlink()
+    (tmp_path / "model" / "tokenizer_config.json").symlink_to(tmp_path / "secret")
+    with Publisher(store) as publisher:
+        publisher.publish(trained).result(WAIT)
+    assert files(store).keys() == {"config.json", "generation_config.json"}
+    assert "is not published" in caplog.text
+    assert "is a symlink to" in caplog.text
+    assert NO_TOKENIZER in caplog.text
+
+
 def test_files_that_are_given_go_before_those_of_the_model(store: Store) -> None:
     with Publisher(store, files={"config.json": b'{"mine": true}'}) as publisher:
         publisher.publish(model()).result(WAIT)

@@ -28,6 +28,14 @@ INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 SHARD_BYTES = 5 << 30
 COMPANION_SUFFIXES = (".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+"""Files of which a tokenizer has at least one."""
+_MORE_OF_A_TOKENIZER = (
+    "added_tokens.json", "chat_template.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json",
+)  # fmt: skip
 CODE_SUFFIXES = (".py", ".ipynb", ".sh", ".so")
 REGIONS = "regions"
 _READ_UNITS = BLOCK_UNITS >> 2
@@ -226,6 +234,25 @@ def companion_files(folder: Path) -> dict[str, bytes]:
     }
 
 
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Whether files of these names hold a tokenizer. Engines make up an empty one where there is none."""
+    return not set(TOKENIZER_FILES).isdisjoint(names)
+
+
+def lacks_tokenizer(model: str | os.PathLike[str]) -> bool:
+    """Whether a model is a folder without a tokenizer. A name of the Hub is not."""
+    return os.path.isdir(model) and not has_tokenizer(os.listdir(model))
+
+
+def tokenizer_in(folder: Path) -> dict[str, bytes]:
+    """The files of the tokenizer in a checkpoint folder; empty if it has none. UnsafeName for one that is a symlink out
+    of it."""
+    names = (*TOKENIZER_FILES, *_MORE_OF_A_TOKENIZER) if not lacks_tokenizer(folder) else ()
+    paths = [folder / name for name in names if (folder / name).is_file()]
+    _check_inside(folder, paths)
+    return {path.name: path.read_bytes() for path in paths if path.stat().st_size <= MAX_FILE}
+
+
 def left_out(folder: Path) -> dict[str, str]:
     """Files of a checkpoint folder that are not published, and why. Hidden files are ignored."""
     found = {}
@@ -259,16 +286,21 @@ def asks_for_code(files: Mapping[str, bytes]) -> list[str]:
 
 
 def check_links(folder: Path) -> None:
-    """Raise UnsafeName for a file to publish that is a symlink out of the folder: its name does not show what it is.
+    """Raise UnsafeName for a file to publish that is a symlink out of the folder: its name does not show what it is."""
+    paths = [path for path in folder.iterdir() if is_companion(path.name) or path.name == INDEX_NAME]
+    with suppress(SchemaMismatch):  # a folder without weights may still have files
+        paths += weight_files(folder)
+    _check_inside(folder, sorted(paths))
+
+
+def _check_inside(folder: Path, paths: Iterable[Path]) -> None:
+    """Raise UnsafeName for a path that leads out of the folder.
 
     A snapshot in the cache of the Hugging Face Hub is made of links to the `blobs` beside it, which belong to it.
     """
     root = folder.resolve()
     allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
-    paths = [path for path in folder.iterdir() if is_companion(path.name) or path.name == INDEX_NAME]
-    with suppress(SchemaMismatch):  # a folder without weights may still have files
-        paths += weight_files(folder)
-    for path in sorted(paths):
+    for path in paths:
         if not any(path.resolve().is_relative_to(place) for place in allowed):
             raise UnsafeName(
                 f"{path} is a symlink to {path.resolve()}, outside the folder; "

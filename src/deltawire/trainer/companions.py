@@ -11,11 +11,11 @@ import msgspec
 from blake3 import blake3
 
 from ..core import full, keys
-from ..core.errors import ObjectTooLarge
+from ..core.errors import ObjectTooLarge, UnsafeName
 from ..core.manifest import MAX_FILE, File
 from ..core.schema import Schema
-from ..huggingface import tokenizer_files
-from ..models import Model, class_name, files_of
+from ..huggingface import checkpoint_folder, tokenizer_files
+from ..models import Model, checkpoint_of, class_name, files_of
 from ..store import Store
 from ..views.blocks import with_config
 from .adapters import Adapter
@@ -46,13 +46,18 @@ class Companions:
         view: str | None = None,
     ) -> None:
         """`given` are contents by name, or a checkpoint folder. They replace all files of the version before; None
-        keeps those. Files of model and tokenizer replace the ones with the same names, unless the user gave one. With
-        a view, config.json tells of it."""
+        keeps those. Files of model and tokenizer replace the ones with the same names, unless the user gave one. The
+        tokenizer beside the checkpoint that the model was loaded from is published where there would be none. With a
+        view, config.json tells of it."""
         self._given = _read(given) if isinstance(given, Path) else given
         self._tokenizer, self._wire_dtype, self._view = tokenizer, wire_dtype, view
         self._found: Mapping[str, bytes] | None = None
         """Of model and tokenizer, from the first publish on."""
         self._class = ""
+        self._origin: Path | None = None
+        """Where the model was loaded from."""
+        self._beside: Mapping[str, bytes] | None = None
+        """The tokenizer that is there, once it was looked for."""
 
     def find(self, model: Model) -> None:
         """Collect the files of the model and its tokenizer, at the first call."""
@@ -61,7 +66,7 @@ class Companions:
         found = model.files if isinstance(model, Adapter) else files_of(model, self._wire_dtype)
         if self._tokenizer is not None:
             found = {**found, **tokenizer_files(self._tokenizer)}
-        self._found, self._class = found, class_name(model)
+        self._found, self._class, self._origin = found, class_name(model), checkpoint_folder(checkpoint_of(model))
 
     @property
     def model_name(self) -> str:
@@ -88,7 +93,10 @@ class Companions:
         schema."""
         known = {file.key for file in before}
         result = {file.name: file for file in before} if self._given is None else {}
-        for name, data in sorted(self._all().items()):
+        files = self._all()
+        if "config.json" in (names := {*result, *files}) and not full.has_tokenizer(names):
+            files = {**self._beside_model(store.url), **files}
+        for name, data in sorted(files.items()):
             full.check_companion(name)
             if self._view is not None and name == "config.json":
                 data = with_config(data, schema)
@@ -103,6 +111,26 @@ class Companions:
             result[name] = File(name, key, len(data), hash)
         return tuple(result[name] for name in sorted(result))
 
+    def _beside_model(self, run: str) -> Mapping[str, bytes]:
+        """The tokenizer of the checkpoint that the model was loaded from. Logs once which that is, or that there is
+        none."""
+        if self._beside is None:
+            self._beside = {}
+            try:
+                self._beside = full.tokenizer_in(self._origin) if self._origin is not None else {}
+            except (OSError, UnsafeName) as error:
+                log.warning("the tokenizer of %s is not published: %s", self._origin, error)
+            if self._beside and self._origin is not None:
+                _warn_of_code(self._origin, self._beside)
+                log.info("the tokenizer of %s is published with the weights", self._origin)
+            else:
+                log.warning(
+                    "%s has no tokenizer, so its servers take and give token ids only: pass tokenizer= to Publisher, "
+                    "or files= with a folder that has its files",
+                    run,
+                )
+        return self._beside
+
     def _all(self) -> dict[str, bytes]:
         return {**(self._found or {}), **(self._given or {})}
 
@@ -110,13 +138,17 @@ class Companions:
 def _read(folder: Path) -> dict[str, bytes]:
     """The small files of a checkpoint folder. What is not published is logged."""
     files = full.companion_files(folder)
-    for name in full.asks_for_code(files):
-        log.warning(
-            "%s asks for code of its own (auto_map): code is never published, and no follower runs any", folder / name
-        )
+    _warn_of_code(folder, files)
     left_out = full.left_out(folder)
     if left_out:
         code = any(name.endswith(full.CODE_SUFFIXES) for name in left_out)
         listed = ", ".join(f"{name} ({why})" for name, why in left_out.items())
         log.log(logging.WARNING if code else logging.INFO, "not published from %s: %s", folder, listed)
     return files
+
+
+def _warn_of_code(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name in full.asks_for_code(files):
+        log.warning(
+            "%s asks for code of its own (auto_map): code is never published, and no follower runs any", folder / name
+        )

@@ -73,7 +73,9 @@ class Publisher:
                    Code is never published; what is left out of a folder is logged. A symlink out of the folder raises
                    UnsafeName, except into the cache of the Hugging Face Hub that the folder is part of. A model of
                    transformers brings config.json and generation_config.json; files given here take precedence.
-    tokenizer      a tokenizer or processor of transformers, whose files are published with the weights
+    tokenizer      a tokenizer or processor of transformers, whose files are published with the weights. Without it, and
+                   with none in `files` or the run, a model of transformers brings that of the folder or cached model
+                   of the Hub that it was loaded from. A warning is logged where a run of such a model has none.
     model_name     name of the model in `deltawire runs` and `log`, for a new run; by default its class
     on_version     called with a `Published` after each version is committed, on the background thread (on the caller's
                    for a streamed one); what it raises is logged. For wandb: `lambda v: wandb.log(v.report())`.

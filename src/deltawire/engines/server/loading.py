@@ -22,7 +22,7 @@ from ...bucket.run import Run
 from ...bucket.versions import resolve
 from ...bucket.watch import wait_for_run
 from ...core.errors import DeltawireError, SchemaMismatch
-from ...core.full import weight_files
+from ...core.full import lacks_tokenizer, weight_files
 from ...core.schema import Schema
 from .batch import require_batchable
 from .template import ChatTemplate
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deltawire")
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _COMPUTED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -158,8 +157,7 @@ def _length(config: Any, wanted: int | None) -> int:
 
 
 def _tokenizer(source: str) -> Any:
-    place = Path(source)
-    if place.is_dir() and not any((place / name).is_file() for name in TOKENIZER_FILES):
+    if lacks_tokenizer(source):
         # transformers would create one without a vocabulary
         log.warning("no tokenizer in %s, so requests must be token ids", source)
         return None
