@@ -350,9 +350,9 @@ def _unreadable(tensor: Any) -> str:
 
 
 _PLACEHOLDER = (
-    "the placeholder of a weight whose values DeepSpeed ZeRO 3 keeps in parts on several ranks: publish a gathered state "
-    "dict, or on rank 0 with Publisher(…, group=None) while deepspeed.zero.GatheredParameters(model.parameters()) is "
-    "entered on all ranks"
+    "the placeholder of a weight whose values DeepSpeed ZeRO 3 keeps in parts on several ranks: publish a gathered "
+    "state dict, or on rank 0 with Publisher(…, group=None) while all ranks are in "
+    "deepspeed.zero.GatheredParameters(model.parameters())"
 )
 
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from tokenizers import Tokenizer, models
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import deltawire as dw
 from deltawire.bucket.run import Run
@@ -85,6 +93,23 @@ def test_a_trainer_publishes_its_steps(store: Store, tmp_path: Path, every: int,
     trainer = trained(tmp_path, [callback, Unhurried(callback)])
     assert newest(store) == bits(trainer.model)
     assert [Run.open(store).manifest(v).step for v in Run.open(store).listed()] == expected
+
+
+def test_the_tokenizer_of_the_trainer_is_published(store: Store, tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )  # fmt: skip
+    data = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 2
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=data, processing_class=tokenizer)
+    DeltaSyncCallback(store).attach(trainer)
+    trainer.train()
+    found = {file.name for file in Run.open(store).manifest(0).files}
+    assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= found
 
 
 def test_metrics_are_in_the_log_of_the_trainer(store: Store, tmp_path: Path) -> None:

@@ -315,8 +315,8 @@ def _refuse_second_script() -> None:
     runs a second time. Python itself refuses to start a process there, by the same mark."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise Misconfigured(
-            "this process is a child of the one that trains, and runs its script once more while it imports it; nothing "
-            "was published. Guard your script: put what it does under if __name__ == '__main__':"
+            "this process is a child of the one that trains, and runs its script once more while it imports it; "
+            "nothing was published. Guard your script: put what it does under if __name__ == '__main__':"
         )
 
 

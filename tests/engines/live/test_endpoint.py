@@ -48,7 +48,8 @@ class Server:
         self.client = world.client
         self.client.generate = None  # type: ignore[attr-defined]
         self.client.vllm_config.weight_transfer_config = SimpleNamespace(backend=args.pop("backend", "deltawire"))
-        self.args = SimpleNamespace(**{"host": "127.0.0.1", "served_model_name": None, "model": "a/folder", **args})
+        usual = {"host": "127.0.0.1", "served_model_name": None, "model": "a/folder", "tokenizer": None}
+        self.args = SimpleNamespace(**{**usual, **args})
         self.plugin, self.app, self._loop = Plugin(), FastAPI(), loop
         self.state: Any = None
         self.app.add_api_route("/health", lambda: Response(status_code=200), methods=["GET"])
@@ -129,6 +130,22 @@ def test_an_engine_that_was_not_run_is_named_once(
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"vllm": "0.33.0"}[name])
     make(f"{tmp_path}/run").start()
     assert caplog.text.count("vllm 0.33.0 was not tested with deltawire, only 0.29 to 0.32") == 1
+
+
+def test_a_tokenizer_that_vllm_made_up_is_named(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM builds an empty one from config.json, refuses text and answers with none."""
+    run, folder = f"{tmp_path}/run", tmp_path / "bare"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for args in ({"tokenizer": "Qwen/Qwen3-0.6B"}, {"skip_tokenizer_init": True}, {}):
+        make(run, {"model": str(folder), **args}).start()
+        said = [line for line in caplog.messages if "made up an empty one" in line]
+        assert len(said) == (args == {})
+    assert said[0].startswith(f"{folder} has no tokenizer")
+    (folder / "tokenizer.json").write_text("{}")
+    caplog.clear()
+    make(run, {"model": str(folder)}).start()
+    assert "made up" not in caplog.text
 
 
 def test_versions_are_written_as_everywhere(world: World, make: Any, tmp_path: Path) -> None:

@@ -264,13 +264,20 @@ def test_cached_keys_and_values_are_found_by_requests_of_the_same_weights(world:
     assert waiting.extra_key != salt
 
 
-def test_what_cannot_be_followed_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_followed_is_refused_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def server(**chosen: Any) -> Any:
         return SimpleNamespace(resolved_dict=lambda: {"tp_size": 2, "dp_size": 1, **chosen})
 
     guard.check_server(server())
     with pytest.raises(Misconfigured, match="--dp-size 2"):
         guard.check_server(server(dp_size=2))
+    bare = {"model_path": str(tmp_path)}
+    with pytest.raises(Misconfigured, match="has no tokenizer, and SGLang would fail"):
+        guard.check_server(server(**bare))
+    guard.check_server(server(**bare, tokenizer_path="Qwen/Qwen3-0.6B"))
+    guard.check_server(server(**bare, skip_tokenizer_init=True))
     monkeypatch.setenv("DELTAWIRE_KV", "nonsense")
     with pytest.raises(Misconfigured, match="DELTAWIRE_KV"):
         guard.check_server(server())

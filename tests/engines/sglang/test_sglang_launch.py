@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from deltawire.engines.live import settings
 from deltawire.engines.live.launch import Options
 from deltawire.engines.sglang.launch import prepare
@@ -52,3 +56,18 @@ def test_room_for_adapters() -> None:
     # SGLang takes the last of a flag
     assert command[-2:] == ["--max-lora-rank", "64"]
     assert set(settings.read(environment).adapters) == {"policy", "judge"}
+
+
+def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang would end with an IndexError once the model is loaded."""
+
+    def chosen(*extra: str) -> list[str]:
+        caplog.clear()
+        return prepare(Options(run="run", extra=extra), tmp_path, SGLANG, {}, accelerated=True)[0]
+
+    assert "--skip-tokenizer-init" in chosen()
+    assert "only /generate answers" in caplog.text
+    assert "--skip-tokenizer-init" not in chosen("--tokenizer-path", "Qwen/Qwen3-0.6B")
+    assert not caplog.text
+    (tmp_path / "tokenizer.model").touch()
+    assert "--skip-tokenizer-init" not in chosen()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from deltawire.engines.live import settings
 from deltawire.engines.live.launch import Options
 from deltawire.engines.vllm.launch import CPU_KV, kv_gib, prepare
@@ -47,6 +49,30 @@ def test_a_server_of_adapters_alone_has_room_for_them() -> None:
     both, _ = prepare(options, "m", VLLM, {"DELTAWIRE_ADAPTERS_KEEP": "0"})
     assert both[-5:] == ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2"]
     assert "--weight-transfer-config" in both
+
+
+def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM would make up an empty one, and answer with the text "" for ever."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def chosen(*extra: str, model: str | Path = tmp_path) -> bool:
+        command = prepare(Options(run="s3://runs/chat", extra=extra), model, VLLM, {})[0]
+        assert ("--return-tokens-as-token-ids" in command) == ("s3://runs/chat has no tokenizer" in caplog.text)
+        caplog.clear()
+        return "--skip-tokenizer-init" in command
+
+    assert chosen()
+    assert chosen("--tokenizer-mode", "auto")
+    for own in (["--tokenizer", "Qwen/Qwen3-0.6B"], ["--tokenizer=Qwen/Qwen3-0.6B"]):
+        assert not chosen(*own)
+    assert not chosen(model="Qwen/Qwen3-0.6B")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert not chosen()
+
+
+def test_a_choice_of_no_tokenizer_is_left_as_it_is(tmp_path: Path) -> None:
+    command, _ = prepare(Options(run="run", extra=["--skip_tokenizer_init"]), tmp_path, VLLM, {})
+    assert not {"--skip-tokenizer-init", "--return-tokens-as-token-ids"} & {*command}
 
 
 def test_on_a_cpu_it_leaves_memory_to_others(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from ...bucket.watch import wait_for_run
 from ...core import full
 from ...core.errors import SchemaMismatch
 from ..names import model_name
+
+log = logging.getLogger("deltawire")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,29 @@ def launch(
     line, environment = engine.prepare(options, model, command, os.environ)
     sys.stdout.flush()
     os.execve(line[0], line, environment)
+
+
+def tokenizer_flags(
+    options: Options, model: str | Path, flags: Sequence[str], *, otherwise: str, requests: str
+) -> Sequence[str]:
+    """Flags that start an engine without a tokenizer, where the model to start from has none; logged in one line.
+
+    flags        the flags, beginning with the one that leaves the tokenizer out
+    otherwise    the flag that names a tokenizer; nothing is chosen where the user does that
+    requests     what the engine then answers
+    """
+    given = {part.partition("=")[0].replace("_", "-") for part in options.extra}
+    if not full.lacks_tokenizer(model) or not given.isdisjoint((flags[0], otherwise)):
+        return ()
+    log.warning(
+        "%s has no tokenizer, so the server is started without one (%s): %s. For text, publish with "
+        "Publisher(…, tokenizer=…), or name a tokenizer here: -- %s NAME",
+        options.run or model,
+        flags[0],
+        requests,
+        otherwise,
+    )
+    return flags
 
 
 def write_version(run: str, version: int | None, place: Path, *, reference: str | Path | None = None) -> int:

@@ -18,8 +18,8 @@ def untested(engine: str) -> str:
     if any(f"{release}.".startswith(f"{run}.") for run in VERSIONS[engine]):
         return ""
     return (
-        f"{engine} {installed} was not tested with deltawire, only {listed(engine)}: compare /deltawire/digest and some "
-        "answers with those of a server that was started with the same version"
+        f"{engine} {installed} was not tested with deltawire, only {listed(engine)}: compare some answers with those "
+        "of a server that was started with the same weights"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...core.errors import Misconfigured
+from ...core.full import lacks_tokenizer
 from ..live import settings
 
 _NEEDED = {
@@ -28,6 +29,12 @@ def check_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
         if chosen.get(name, needed) != needed:
             flag = f"--{name.replace('_', '-')}"
             raise Misconfigured(f"this server can follow no run with {flag} {chosen[name]}: {reason}")
+    source = chosen.get("tokenizer_path") or chosen.get("model_path", "")
+    if not chosen.get("skip_tokenizer_init") and lacks_tokenizer(source):
+        raise Misconfigured(
+            f"{source} has no tokenizer, and SGLang would fail once the model is loaded: start it with "
+            "--tokenizer-path NAME, or with --skip-tokenizer-init to answer only /generate, with token ids"
+        )
 
 
 def adapter_flags(adapters: int) -> dict[str, int]:

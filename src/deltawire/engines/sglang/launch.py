@@ -10,7 +10,7 @@ from pathlib import Path
 from ...core.errors import MissingExtra
 from ...core.extras import install_command
 from ..live import settings
-from ..live.launch import Options
+from ..live.launch import Options, tokenizer_flags
 from .guard import adapter_flags
 
 ON_A_CPU = (
@@ -60,11 +60,15 @@ def prepare(
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
         given = {flag.partition("=")[0] for flag in options.extra}
         chosen = [part for flag in ON_A_CPU if flag[0] not in given for part in flag]
+    without = tokenizer_flags(
+        options, model, ["--skip-tokenizer-init"], otherwise="--tokenizer-path",
+        requests='only /generate answers, with "output_ids" to "input_ids"',
+    )  # fmt: skip
     length = ["--context-length", str(options.max_model_len)] if options.max_model_len else []
     return (
         [
             *command, "--model-path", str(model), *options.listen, *_room({**environment, **variables}), *length,
-            *chosen, *options.extra,
+            *chosen, *without, *options.extra,
         ],
         {**environment, **variables},
     )  # fmt: skip

@@ -13,12 +13,14 @@ from typing import Any
 from fastapi import FastAPI, Response
 
 from ...core.errors import Misconfigured
+from ...core.full import lacks_tokenizer
 from ..bounds import Following
 from ..live.endpoint import Endpoint
 from ..live.samples import Record, number, observe
 from . import BACKEND_FLAG, NAME
 from .adapters import VllmAdapters
 from .engine import VllmEngine
+from .launch import WITHOUT_TOKENIZER
 from .relay import Relay, RelayMiddleware, serve
 
 log = logging.getLogger("deltawire")
@@ -72,6 +74,13 @@ class Plugin(Endpoint):
             self._relay = Relay()
             await self._relay.connect()
             return
+        if not getattr(args, "skip_tokenizer_init", False) and lacks_tokenizer(args.tokenizer or args.model):
+            log.warning(
+                '%s has no tokenizer, so vLLM made up an empty one: every answer has the text "". Start it with '
+                "--tokenizer NAME, or with %s to serve token ids",
+                args.tokenizer or args.model,
+                " ".join(WITHOUT_TOKENIZER),
+            )
         await self.open(VllmEngine(engine_client, self._settings.policy))
         if self._settings.adapters:
             self._follow_adapters(partial(VllmAdapters, engine_client, state.openai_serving_models))

@@ -12,12 +12,15 @@ from pathlib import Path
 from ...core.errors import MissingExtra
 from ...core.extras import install_command
 from ..live import settings
-from ..live.launch import Options
+from ..live.launch import Options, tokenizer_flags
 
 BACKEND = '{"backend": "deltawire"}'
 CPU_KV = "VLLM_CPU_KVCACHE_SPACE"
 """GiB for keys and values, which only vLLM's CPU backend reads."""
 MEMORY_FLAGS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}
+
+WITHOUT_TOKENIZER = ("--skip-tokenizer-init", "--return-tokens-as-token-ids")
+"""vLLM names the tokens of log-probabilities by their text, unless it is told otherwise."""
 
 
 def find() -> list[str]:
@@ -37,13 +40,19 @@ def prepare(
     length = ["--max-model-len", str(options.max_model_len)] if options.max_model_len else []
     logprobs = ["--logprobs-mode", options.logprobs_mode] if options.logprobs_mode else []
     backend = ["--weight-transfer-config", BACKEND] if options.run else []
+    without = tokenizer_flags(
+        options, model, WITHOUT_TOKENIZER, otherwise="--tokenizer",
+        requests='/v1/completions takes token ids, gives them to a request with "return_token_ids": true, and refuses '
+        "text",
+    )  # fmt: skip
     variables = {**environment, "VLLM_PLUGINS": ",".join([*plugins, "deltawire"]), **options.variables()}
     flags = {part.partition("=")[0].replace("_", "-") for part in options.extra}
     if not variables.get(CPU_KV) and not MEMORY_FLAGS & flags:
         variables[CPU_KV] = str(kv_gib())
     return (
         [
-            *command, str(model), *options.listen, *backend, *_room(variables), *length, *logprobs, *options.extra,
+            *command, str(model), *options.listen, *backend, *_room(variables), *length, *logprobs,
+            *without, *options.extra,
         ],
         variables,
     )  # fmt: skip
