@@ -20,10 +20,10 @@ def scene(make: Scene) -> Scene:
 
 @scene
 def training(stage: Stage) -> Mapping[str, Any]:
-    """A model in fp32, three batches, and a step that changes some of its weights."""
-    from tests.engines.server.serving import nudge, tiny_model
+    """A model in fp32 and its tokenizer, three batches, and a step that changes some of its weights."""
+    from tests.engines.server.serving import nudge, tiny_model, tokenizer
 
-    return {"dw": dw, "model": tiny_model(), "batches": range(3), "train_step": nudge}
+    return {"dw": dw, "model": tiny_model(), "tokenizer": tokenizer(), "batches": range(3), "train_step": nudge}
 
 
 @scene
@@ -89,10 +89,10 @@ def chat(stage: Stage) -> Mapping[str, Any]:
 
 @scene
 def dataset(stage: Stage) -> Mapping[str, Any]:
-    """A model of transformers and eight sequences to train it on."""
+    """A model of transformers with its tokenizer, and eight sequences to train it on."""
     import torch
 
-    from tests.engines.server.serving import tiny_model
+    from tests.engines.server.serving import tiny_model, tokenizer
 
     tokens = [torch.arange(3, 15) + i for i in range(8)]
-    return {"model": tiny_model(), "dataset": [{"input_ids": one, "labels": one} for one in tokens]}
+    return {"model": tiny_model(), "tokenizer": tokenizer(), "dataset": [{"input_ids": one, "labels": one} for one in tokens]}

@@ -16,6 +16,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
 )
 
 import deltawire as dw
@@ -105,7 +106,9 @@ def test_the_tokenizer_of_the_trainer_is_published(store: Store, tmp_path: Path)
     arguments = TrainingArguments(
         output_dir=str(tmp_path), max_steps=1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True
     )
-    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=data, processing_class=tokenizer)
+    trainer = Trainer(
+        LlamaForCausalLM(config), arguments, default_data_collator, train_dataset=data, processing_class=tokenizer
+    )
     DeltaSyncCallback(store).attach(trainer)
     trainer.train()
     found = {file.name for file in Run.open(store).manifest(0).files}

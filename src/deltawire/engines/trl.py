@@ -5,7 +5,7 @@
     transfer.attach(trainer)           # true staleness, and our metrics in the trainer's log
 
     callback = DeltaSyncCallback("s3://runs/wordle")
-    trainer = GRPOTrainer(..., callbacks=[callback])
+    trainer = GRPOTrainer(..., callbacks=[callback])      # publishes its processing_class too
 
 The rollout servers follow the run by themselves. Nothing here waits for them, pauses them or knows where they are.
 
