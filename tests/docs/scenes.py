@@ -95,4 +95,8 @@ def dataset(stage: Stage) -> Mapping[str, Any]:
     from tests.engines.server.serving import tiny_model, tokenizer
 
     tokens = [torch.arange(3, 15) + i for i in range(8)]
-    return {"model": tiny_model(), "tokenizer": tokenizer(), "dataset": [{"input_ids": one, "labels": one} for one in tokens]}
+    return {
+        "model": tiny_model(),
+        "tokenizer": tokenizer(),
+        "dataset": [{"input_ids": one, "labels": one} for one in tokens],
+    }

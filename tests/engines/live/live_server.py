@@ -30,8 +30,8 @@ ON_GPU = os.environ.get("DEVICE", "cpu") == "cuda"
 S = TypeVar("S", bound="Server")
 
 
-def make_model(folder: Path, kind: str, **sizes: int) -> Path:
-    """A tiny random model with its tokenizer, as a bf16 checkpoint folder."""
+def make_model(folder: Path, kind: str, *, tokenizer: bool = True, **sizes: int) -> Path:
+    """A tiny random model, by default with its tokenizer, as a bf16 checkpoint folder."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -63,11 +63,12 @@ def make_model(folder: Path, kind: str, **sizes: int) -> Path:
         if parameter.ndim > 1:
             parameter.data.normal_(0, 0.08)
     model.to(torch.bfloat16).save_pretrained(folder)
-    words = {f"t{i}": i for i in range(shape["vocab_size"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if not tokenizer:
+        return folder
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(shape["vocab_size"])}, unk_token="t3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="t1", eos_token="t2", pad_token="t0", unk_token="t3"
+        tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0", unk_token="t3"
     ).save_pretrained(folder)
     return folder
 

@@ -22,6 +22,26 @@ class TestSglang(LiveTests):
     )
 
 
+def test_a_run_without_a_tokenizer_is_served_by_token_ids(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", tokenizer=False)
+    trainer = Trainer(model, tmp_path / "run")
+    trainer.publish(0)
+    with serving(Server, None, tmp_path / "log", run=trainer.run) as server:
+        asked = {"sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+        answer = server.http.post("/generate", json={"input_ids": [5, 9, 11], **asked}).raise_for_status().json()
+        assert len(answer["output_ids"]) == 4
+        assert answer["weight_versions"] == [{"version": 0, "start": 0, "end": 4}]
+        refused = server.http.post("/generate", json={"text": "t5 t9", **asked})
+        assert (refused.status_code, "cannot accept text prompts" in refused.text) == (400, True)
+        assert "has no tokenizer, so the server is started without one" in server.log.read_text()
+    trainer.close()
+    refusing = Server(model, tmp_path / "refusing", run=trainer.run)
+    try:
+        assert "has no tokenizer, and SGLang would fail once the model is loaded" in refusing.ended()
+    finally:
+        refusing.kill()
+
+
 @pytest.mark.parametrize("kv, guard", [("keep", "patch"), ("clear", "reload: a test asked for it")])
 def test_keys_and_values_are_kept_or_dropped(tmp_path: Path, kv: str, guard: str) -> None:
     """And with that: versions that SGLang's own loader loads, and chats."""

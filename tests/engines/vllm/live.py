@@ -46,6 +46,20 @@ def test_a_server_without_the_plugin_does_not_start(tmp_path: Path) -> None:
     assert "Misconfigured: the weight-transfer back end is deltawire" in said
 
 
+def test_a_run_without_a_tokenizer_is_served_by_token_ids(tmp_path: Path) -> None:
+    trainer = Trainer(make_model(tmp_path / "model", "qwen3", tokenizer=False), tmp_path / "run")
+    trainer.publish(0)
+    with serving(None, tmp_path / "log", run=trainer.run) as server:
+        # as TRL asks
+        [choice] = server.complete([5, 9, 11], logprobs=0).json()["choices"]
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == 24
+        assert choice["weight_versions"] == [{"version": 0, "start": 0, "end": 24}]
+        refused = server.http.post("/v1/completions", json={"model": server.name, "prompt": "t5 t9"})
+        assert (refused.status_code, "Tokenizer not available" in refused.text) == (400, True)
+        assert "has no tokenizer, so the server is started without one" in server.log.read_text()
+    trainer.close()
+
+
 # ── stages ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PIPELINE: dict[str, Any] = {
