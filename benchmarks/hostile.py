@@ -40,7 +40,7 @@ COMMANDS = {
     "show": ["show", "RUN"],
     "verify": ["verify", "RUN"],
     "checkout": ["checkout", "RUN", "-o", "OUT"],
-    "diff": ["diff", "RUN@1", "@latest"],
+    "show of two": ["show", "RUN@1", "@latest"],
     "prune": ["prune", "RUN", "--keep-last", "1"],
     "publish": ["publish", "OUT.good", "RUN"],
 }

@@ -23,11 +23,12 @@ def of_runs() -> None:
     from deltawire.bucket.replay import checkout
     from deltawire.bucket.run import Run
     from deltawire.core.change import compose
-    from deltawire.core.describe import Contents
+    from deltawire.core.dtypes import lookup
     from deltawire.core.scatter import scatter_and_look
     from deltawire.core.schema import Schema, TensorSpec
+    from deltawire.core.ulps import in_ulps
     from deltawire.store import ObjectStore
-    from support import blank, diff, encoded, history, moved_bag, publish, random_bag
+    from support import blank, diff, history, moved_bag, publish, random_bag
 
     versions = history(3)
     dw.decode(dw.encode(*versions[:2], "raw"), versions[0])
@@ -55,11 +56,9 @@ def of_runs() -> None:
     for changes in zip(first, second, strict=True):
         for pair in zip(*changes, strict=True):
             compose(*pair)
-    blob = encoded(states[0], first, "raw")
-    found = Contents(lambda start, length: blob[start : start + length], len(blob))
-    found.steps(lambda name: (schema.by_name()[name], states[0].tensors[name]))
     for block in first:
         for change in block:
+            in_ulps(change.old, change.new, lookup(change.region.tensor.dtype))
             bits = states[0].tensors[change.region.tensor.name]
             assert scatter_and_look(bits, change.positions, change.new, 0, 40, 40)
 

@@ -17,7 +17,7 @@ from deltawire.cli import app, ui
 from deltawire.core import errors
 
 COMMANDS = (
-    "demo", "publish", "checkout", "follow", "serve", "env", "log", "show", "diff", "tag", "runs", "verify", "prune",
+    "demo", "publish", "checkout", "follow", "serve", "env", "log", "show", "tag", "runs", "verify", "prune",
     "plan", "doctor", "fleet", "cache",
 )  # fmt: skip
 

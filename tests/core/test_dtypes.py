@@ -42,3 +42,14 @@ def test_bits_of_what_is_not_contiguous() -> None:
     assert dtypes.bits_of(matrix.T).tolist() == matrix.T.copy().view(np.uint32).reshape(-1).tolist()
     assert dtypes.bits_of(matrix[:, ::2]).tolist() == matrix[:, ::2].copy().view(np.uint32).reshape(-1).tolist()
     assert dtypes.bits_of(matrix).base is not None, "a contiguous array is viewed, not copied"
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "BF16"])
+def test_numbers_are_those_of_torch(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    kinds = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+             "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "BF16": "bfloat16"}  # fmt: skip
+    unit = dtypes.lookup(dtype).unit
+    bits = np.arange(1 << (8 * np.dtype(unit).itemsize), dtype=np.uint32).astype(unit)
+    view = torch.from_numpy(bits.view(np.int16) if unit is np.uint16 else bits).view(getattr(torch, kinds[dtype]))
+    np.testing.assert_array_equal(dtypes.numbers(bits, dtypes.lookup(dtype)), view.to(torch.float64).numpy())

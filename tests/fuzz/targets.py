@@ -182,7 +182,7 @@ class Runs:
         "prune": ["prune", "RUN", "--keep-last", "2"],
         "prune apply": ["prune", "RUN", "--keep-last", "2", "--grace", "0s", "--apply"],
         "tag": ["tag", "RUN"],
-        "diff": ["diff", "RUN@best", "@latest"],
+        "show two": ["show", "RUN@best", "@latest"],
         "runs": ["runs", "HOME", "--json"],
         "checkout": ["checkout", "RUN", "-o", "OUT"],
         "checkout best": ["checkout", "RUN@best", "-o", "OUT"],

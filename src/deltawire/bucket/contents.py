@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from blake3 import blake3
 
 from ..core.codecs import packed
-from ..core.describe import Base, Contents, TensorPart
+from ..core.describe import Contents, TensorPart
 from ..core.errors import HashMismatch
 from ..core.manifest import Blob, Link
 from ..core.ulps import Histogram
@@ -34,13 +34,10 @@ def tells_steps(link: Link) -> bool:
     return link.kind == "delta" and link.encoding == packed.name
 
 
-def read(
-    store: Store, link: Link, *, steps: bool = False, base: Base | None = None
-) -> tuple[list[TensorPart], Histogram]:
-    """What each object of a link has of every tensor and, with `steps`, how far weights moved, in ulps.
+def read(store: Store, link: Link, *, steps: bool = False) -> tuple[list[TensorPart], Histogram]:
+    """Read what each object of a link has of every tensor and, with `steps`, how far weights moved, in ulps.
 
-    Without `steps` only the header and index of each object are read. Steps that the link does not tell need its base
-    version.
+    Without `steps` only the header and index of each object are read. `steps` needs a link that `tells_steps`.
     """
     parts: list[TensorPart] = []
     histogram = Histogram()
@@ -48,5 +45,5 @@ def read(
         with opened(store, blob, whole=steps) as contents:
             parts += contents.parts()
             if steps:
-                histogram.add_all(contents.steps(base))
+                histogram.add_all(contents.steps())
     return parts, histogram

@@ -136,7 +136,6 @@ COMMANDS = {
     "cache": "deltawire.cli.cache",
     "dash": "deltawire.cli.dash",
     "show": "deltawire.cli.show",
-    "diff": "deltawire.cli.diff",
     "tag": "deltawire.cli.tag",
     "runs": "deltawire.cli.runs",
     "verify": "deltawire.cli.verify",

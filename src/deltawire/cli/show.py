@@ -1,7 +1,10 @@
-"""`deltawire show`: show the contents of a version or a file."""
+"""`deltawire show`: show what is in a version or a file, or how two versions differ."""
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,10 +13,10 @@ from typer import Argument, BadParameter, Option
 from . import ui
 
 if TYPE_CHECKING:
+    from ..bucket.replay import State
     from ..bucket.run import Run
-    from ..core.describe import Base, IndexStats, TensorPart
-    from ..core.dtypes import Bits
-    from ..core.full import Checkpoint
+    from ..core.describe import IndexStats, TensorDifference, TensorPart
+    from ..core.full import Source
     from ..core.manifest import Link, Origin
     from ..core.schema import TensorSpec
     from ..core.ulps import Histogram
@@ -21,90 +24,82 @@ if TYPE_CHECKING:
 SHOWN = 2000
 """Tensors in a table for people: laying out a million rows would take minutes."""
 
+_DIFFERENCE = (
+    "name", "dtype", "shape", "elements", "changed", "max_ulps", "mean_ulps", "norm", "relative", "not_finite",
+)  # fmt: skip
+"""What JSON says of a tensor in two versions, beside its steps."""
+
 
 def command(
-    what: Annotated[str, Argument(metavar="RUN[@VERSION]|FILE", help="A version of a run, or a local file.")],
-    steps: Annotated[
-        bool, Option("--steps", help="Step sizes also where they need the base version; rebuilds that from the run.")
-    ] = False,
-    base: Annotated[
-        Path | None,
-        Option(
-            metavar="CHECKPOINT_DIR",
-            exists=True,
-            file_okay=False,
-            help="For a FILE: the weights it starts from; gives step sizes and shares.",
+    what: Annotated[
+        str, Argument(metavar="RUN[@VERSION]|FILE", help="A version of a run, or a local safetensors file.")
+    ],
+    new: Annotated[
+        str | None,
+        Argument(
+            metavar="[RUN[@VERSION]]",
+            help="Compare with this version; @41 alone is one of the same run. Either may be a checkpoint folder.",
         ),
     ] = None,
+    all: Annotated[bool, Option("--all", help="Of two versions: also tensors that did not change.")] = False,
     reference: ui.ReferenceOption = None,
     trust: ui.TrustOption = None,
     json: ui.JsonOption = False,
 ) -> None:
-    """Show what is in a version or a file: tensor by tensor, and how far weights moved.
+    """Show what is in a version or a file, or how two versions differ, per tensor.
 
-    Steps are counted in ulps, that is in representable values: training in small
-    steps moves a bf16 weight by one, which is why deltas are small. A `packed`
-    delta says so by itself, a `raw` one only beside the weights it starts from.
+    One version: its links, its record, and how many weights of each tensor it
+    changed. Steps are counted in ulps, that is in representable values: training
+    in small steps moves a bf16 weight by one, which is why deltas are small. A
+    `packed` delta stores them; for any other encoding compare two versions.
 
-    Any safetensors file works, also one of another tool with NAME.indices and
+    Two versions: how many weights have other bits, the largest and the mean step,
+    the norm of the difference, and that norm as a share of the old weights'. They
+    may be of different runs, if tensors have the same names and shapes. One is
+    held in memory and the other in a temporary folder (TMPDIR). Exit code 0, also
+    when they differ.
+
+    A file: any safetensors file, also one of another tool with NAME.indices and
     NAME.values.
 
     \b
     Examples
       deltawire show s3://runs/chat@41
-      deltawire show s3://runs/chat@41 --steps
-      deltawire show delta.safetensors --base checkpoints/step-40
+      deltawire show s3://runs/chat@40 @41
+      deltawire show checkpoints/base s3://runs/chat@best
+      deltawire show s3://runs/chat@40 @41 --json | jq '.tensors[].norm'
       deltawire show model.safetensors --json | jq '.tensors[].name'
     """
-    if Path(what).is_file():
-        value = _file(Path(what), base)
-    elif base is not None:
-        raise BadParameter("goes with a FILE; a run knows its own base: use --steps", param_hint="--base")
-    else:
-        value = _version(what, steps, reference, trust)
+    if new is not None:
+        value = _two(what, new, reference, trust)
+        ui.emit(value, lambda out: _render_two(out, value, all), json)
+        return
+    value = _file(Path(what)) if Path(what).is_file() else _version(what, trust)
     ui.emit(value, lambda out: _render(out, value), json)
 
 
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a file ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _file(path: Path, base: Path | None) -> dict[str, Any]:
+def _file(path: Path) -> dict[str, Any]:
     from ..core.container import open_file
     from ..core.describe import Contents
-    from ..core.full import Checkpoint
 
     contents = Contents(*open_file(path))
-    checkpoint = Checkpoint(base) if base else None
-    schema = checkpoint.schema.by_name() if checkpoint else {}
-    histogram = contents.steps(_base(checkpoint) if checkpoint else None)
     return {
         "file": str(path),
         "bytes": contents.size,
         **ui.pick(contents, "kind", "encoding", "metadata"),
-        **_tensors(contents.parts(), contents.stats(), schema),
-        **_steps(contents.kind, contents.encoding, histogram, "--base names the weights it starts from"),
+        "tensors": _tensors(contents.parts(), contents.stats(), {}),
+        "steps": _steps(contents.kind, contents.steps()),
     }
 
 
-def _base(checkpoint: Checkpoint) -> Base:
-    """Whole tensors of a checkpoint folder by name."""
-    from ..core.change import whole
-    from ..core.errors import SchemaMismatch
-
-    specs = checkpoint.schema.by_name()
-
-    def tensor(name: str) -> tuple[TensorSpec, Bits]:
-        if name not in specs:
-            raise SchemaMismatch(f"the file changes {name!r}, which {checkpoint.folder} does not have")
-        return specs[name], checkpoint.region(whole(specs[name]))
-
-    return tensor
+# ── a version ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _version(text: str, steps: bool, reference: Path | None, trust: str | None) -> dict[str, Any]:
+def _version(text: str, trust: str | None) -> dict[str, Any]:
+    from ..bucket.contents import read, tells_steps
     from ..core.manifest import main_link
 
     run, version = ui.open_version(text, trust)
@@ -129,7 +124,10 @@ def _version(text: str, steps: bool, reference: Path | None, trust: str | None) 
     if not link.objects:
         tensors = [{**ui.pick(x, "name", "dtype", "shape"), "bytes": x.nbytes} for x in run.schema.tensors]
         return {**value, "tensors": tensors, "steps": None}
-    return {**value, **_objects(run, link, steps, reference)}
+    stored = tells_steps(link)
+    parts, histogram = read(run.store, link, steps=stored)
+    tensors = _tensors(parts, {}, run.schema.by_name())
+    return {**value, "tensors": tensors, "steps": _steps(link.kind, histogram if stored else None)}
 
 
 def _link(link: Link) -> dict[str, Any]:
@@ -139,27 +137,9 @@ def _link(link: Link) -> dict[str, Any]:
     }
 
 
-def _objects(run: Run, link: Link, steps: bool, reference: Path | None) -> dict[str, Any]:
-    from ..bucket.contents import read, tells_steps
-
-    base: Base | None = None
-    readable = tells_steps(link)
-    if steps and link.base is not None and not readable:
-        with ui.progress() as advance:
-            state, _ = ui.fetch_version(run, link.base, reference, advance, "fetch the base version")
-        specs, readable = run.schema.by_name(), True
-        base = lambda name: (specs[name], state.bits(name))  # noqa: E731
-    parts, histogram = read(run.store, link, steps=readable, base=base)
-    return {
-        **_tensors(parts, {}, run.schema.by_name()),
-        **_steps(link.kind, link.encoding, histogram if readable else None, "--steps rebuilds the base version first"),
-    }
-
-
-# ── what is said of both ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _tensors(parts: list[TensorPart], stats: dict[str, IndexStats], schema: dict[str, TensorSpec]) -> dict[str, Any]:
+def _tensors(
+    parts: list[TensorPart], stats: dict[str, IndexStats], schema: dict[str, TensorSpec]
+) -> list[dict[str, Any]]:
     rows = []
     for part in parts:
         spec = schema.get(part.name)
@@ -172,15 +152,103 @@ def _tensors(parts: list[TensorPart], stats: dict[str, IndexStats], schema: dict
             "bytes": part.nbytes,
         }
         rows.append({**row, "indices": stats[part.name]} if part.name in stats else row)
-    return {"tensors": rows}
+    return rows
 
 
-def _steps(kind: str, encoding: str, histogram: Histogram | None, hint: str) -> dict[str, Any]:
-    if kind != "delta":
-        return {"steps": None}
-    if histogram is None:
-        return {"steps": None, "hint": f"step sizes are not in a {encoding} delta; {hint}"}
-    return {"steps": ui.step_rows(histogram)}
+def _steps(kind: str, histogram: Histogram | None) -> list[dict[str, Any]] | None:
+    return None if kind != "delta" or histogram is None else ui.step_rows(histogram)
+
+
+# ── two versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Side:
+    """A version of a run, or a checkpoint folder."""
+
+    def __init__(self, text: str, trust: str | None) -> None:
+        self.run: Run | None = None
+        self.version: int | None = None
+        self.folder = Path(text)
+        if self.folder.is_file():
+            raise BadParameter(f"{text} is a file, which is shown alone: name a version or a checkpoint folder")
+        if not self.folder.is_dir() or (self.folder / "run.json").exists():
+            self.run, self.version = ui.open_version(text, trust)
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.store.url} v{self.version}" if self.run is not None else str(self.folder)
+
+
+def _two(old: str, new: str, reference: Path | None, trust: str | None) -> dict[str, Any]:
+    from ..bucket.versions import split
+    from ..core.describe import difference
+
+    with contextlib.ExitStack() as stack, ui.progress() as advance:
+        first, second = _Side(old, trust), _Side(split(old)[0] + new if new.startswith("@") else new, trust)
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-show-")))
+        before, after = _open(first, second, scratch, reference, advance)
+        mine, theirs = before.schema.by_name(), after.schema.by_name()
+        both = [tensor for tensor in after.schema.tensors if mine.get(tensor.name) == tensor]
+        total = sum(tensor.nbytes for tensor in both)
+        found = []
+        for tensor in both:
+            found.append(difference(tensor, before, after))
+            advance("compare", tensor.nbytes, total)
+    apart = {
+        "only_old": sorted(mine.keys() - theirs.keys()),
+        "only_new": sorted(theirs.keys() - mine.keys()),
+        "other_shape": sorted(name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]),
+    }
+    return _differences(first, second, found, apart)
+
+
+def _open(
+    first: _Side, second: _Side, scratch: Path, reference: Path | None, advance: ui.Advance
+) -> tuple[Source, Source]:
+    from ..core.full import Checkpoint, write_checkpoint
+
+    def fetched(side: _Side, state: State | None = None) -> State:
+        assert side.run is not None
+        assert side.version is not None
+        return ui.fetch_version(side.run, side.version, reference, advance, f"fetch v{side.version}", state)[0]
+
+    if second.run is None:
+        return fetched(first) if first.run else Checkpoint(first.folder), Checkpoint(second.folder)
+    if first.run is None:
+        return Checkpoint(first.folder), fetched(second)
+    # one of the two in memory is enough
+    state = fetched(first)
+    total = state.schema.nbytes
+    write_checkpoint(scratch, state, progress=lambda n: advance("set aside", n, total))
+    same_run = first.run.info.run == second.run.info.run
+    return Checkpoint(scratch), fetched(second, state if same_run else None)
+
+
+def _differences(
+    first: _Side, second: _Side, found: list[TensorDifference], apart: dict[str, list[str]]
+) -> dict[str, Any]:
+    from ..core.ulps import Histogram
+
+    total = Histogram()
+    for difference in found:
+        total.add_all(difference.histogram)
+    changed, elements = sum(d.changed for d in found), sum(d.elements for d in found)
+    old_norm = sum(d.old_norm**2 for d in found) ** 0.5
+    norm = sum(d.norm**2 for d in found) ** 0.5
+    return {
+        "old": first.name,
+        "new": second.name,
+        "same": not changed and not any(apart.values()),
+        "changed": changed,
+        "elements": elements,
+        "norm": norm,
+        "relative": norm / old_norm if old_norm else None,
+        "steps": ui.step_rows(total),
+        "tensors": [
+            {**ui.pick(difference, *_DIFFERENCE), "steps": ui.step_rows(difference.histogram)} for difference in found
+        ],
+        **apart,
+    }
 
 
 # ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -195,6 +263,9 @@ def _render(out: ui.Console, value: dict[str, Any]) -> None:
         for name, text in value["metadata"].items():
             out.print(f"  {ui.clean(name)}: {ui.clean(text)}", soft_wrap=True)
     _render_tensors(out, value)
+    if value["kind"] == "delta" and value["steps"] is None:
+        two = f": deltawire show {value['run']}@{value['parent']} @{value['version']}" if "version" in value else ""
+        out.print(f"a {value['encoding']} delta stores no step sizes; compare two versions{two}", soft_wrap=True)
     _render_steps(out, value)
 
 
@@ -255,16 +326,18 @@ def _render_tensors(out: ui.Console, value: dict[str, Any]) -> None:
     if ranged:
         columns += ["indices", "values"]
     ui.print_table(out, columns, rows, left=("tensor", "dtype"), drop=("values", "indices", "dtype"), shorten="tensor")
-    if len(value["tensors"]) > SHOWN:
-        out.print(f"… and {len(value['tensors']) - SHOWN:,} more; --json has all of them")
+    _render_rest(out, value["tensors"])
     if sparse:
         total = sum(row["changed"] or 0 for row in value["tensors"])
         out.print(f"{total:,} changed, tensors: {len(value['tensors'])}")
 
 
+def _render_rest(out: ui.Console, rows: list[Any]) -> None:
+    if len(rows) > SHOWN:
+        out.print(f"… and {len(rows) - SHOWN:,} more; --json has all of them")
+
+
 def _render_steps(out: ui.Console, value: dict[str, Any]) -> None:
-    if "hint" in value:
-        out.print(value["hint"])
     if not value["steps"]:
         return
     total = sum(row["up"] + row["down"] for row in value["steps"])
@@ -275,3 +348,47 @@ def _render_steps(out: ui.Console, value: dict[str, Any]) -> None:
         rows.append([row["ulps"], f"{row['up']:,}", f"{row['down']:,}", ui.percent(both, total), bar])
     out.print("\nsteps")
     ui.print_table(out, ("ulps", "up", "down", "share", ""), rows, left=("",))
+
+
+def _remarks(value: dict[str, Any]) -> Iterator[str]:
+    apart = {"only_old": "only in the old one", "only_new": "only in the new one", "other_shape": "of another shape"}
+    for key, what in apart.items():
+        if names := value[key]:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            yield f"{len(names)} tensors {what}: {', '.join(ui.clean(name, 80) for name in names[:3])}{more}"
+    lost = sum(row["not_finite"] for row in value["tensors"])
+    if lost:
+        yield f"{lost:,} changed weights are NaN or infinite on one side and in no norm"
+
+
+def _render_two(out: ui.Console, value: dict[str, Any], all: bool) -> None:
+    out.print(f"{ui.clean(value['old'])} → {ui.clean(value['new'])}", soft_wrap=True)
+    shown = [row for row in value["tensors"] if all or row["changed"]]
+    if shown:
+        columns = ["tensor", "changed", "share", "max ulps", "mean ulps", "‖Δ‖", "‖Δ‖/‖old‖"]
+        rows = [_cells(row) for row in shown[:SHOWN]]
+        ui.print_table(out, columns, rows, left=("tensor",), drop=("mean ulps", "changed"), shorten="tensor")
+        _render_rest(out, shown)
+    for line in _remarks(value):
+        out.print(line, soft_wrap=True)
+    if value["same"]:
+        out.print(f"the same, bit for bit: {value['elements']:,} weights in {len(value['tensors'])} tensors")
+        return
+    norm = f"‖Δ‖ {value['norm']:.4g}" + (f", {value['relative']:.2g} of ‖old‖" if value["relative"] else "")
+    share = ui.percent(value["changed"], value["elements"])
+    same = sum(not row["changed"] for row in value["tensors"])
+    still = f"; {same} tensors did not change" if same and not all else ""
+    out.print(f"{value['changed']:,} of {value['elements']:,} weights changed ({share}), {norm}{still}", soft_wrap=True)
+    _render_steps(out, value)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        ui.clean(row["name"]),
+        f"{row['changed']:,}",
+        ui.percent(row["changed"], row["elements"]),
+        "–" if row["max_ulps"] is None else f"{row['max_ulps']:,}",
+        "–" if row["mean_ulps"] is None else f"{row['mean_ulps']:.3g}",
+        f"{row['norm']:.3g}",
+        "–" if row["relative"] is None else f"{row['relative']:.2g}",
+    ]

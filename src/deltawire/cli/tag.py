@@ -21,7 +21,7 @@ def command(
     """Give a version a name, list the names there are, or delete one.
 
     Wherever a version is taken, RUN@NAME then means it: in `checkout`, `show`,
-    `diff`, `serve` and the rest. A tag can be set again and then means another
+    `serve` and the rest. A tag can be set again and then means another
     version; the weights are never touched. `prune` keeps every version with a
     tag.
 

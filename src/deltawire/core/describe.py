@@ -1,31 +1,30 @@
-"""Describe the contents of any safetensors file, of deltawire or another tool, without its model.
+"""Describe weights tensor by tensor: what a safetensors file contains, and how two versions differ.
 
-Tolerant where the readers of a run are strict: metadata may be missing or odd, indices in any order.
+A file may be of deltawire or of another tool. Its reader is tolerant where the readers of a run are strict: metadata
+may be missing or odd, indices in any order. Versions are compared a few megabytes at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from . import container
+from .change import pieces, whole
 from .codecs import packed, raw
 from .container import Read
 from .dtypes import Bits, lookup, numbers
-from .errors import PositionError, SchemaMismatch
+from .full import Source
 from .schema import TensorSpec
 from .sparse import INDEX, DeltaFile
 from .ulps import Histogram, in_ulps, unzigzag
 
 _INDEX_TYPES = {"I32": np.int32, "I64": np.int64, "U32": np.uint32, "U64": np.uint64}
-
-
-Base = Callable[[str], tuple[TensorSpec, Bits]]
-"""Gives a tensor of the base version by its name."""
+_PIECE = 1 << 20
+"""Units compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,41 +96,20 @@ class Contents:
             if indices.nbytes
         }
 
-    def steps(self, base: Base | None = None) -> Histogram | None:
-        """Step sizes; None where they need the base version and it is not given."""
+    def steps(self) -> Histogram | None:
+        """Step sizes; None where they need the base version: only blocks in `packed` store them. Reads all of it."""
         histogram = Histogram()
-        for steps in self._based_steps(base) if base is not None else self._coded_steps():
-            if steps is None:
+        delta = self._delta
+        if delta is None:
+            return None if self._pairs else histogram
+        for block in delta.blocks:
+            stored = block.record is not None and block.record.encoding == packed.name
+            found = delta.read(block) if stored else None
+            if not isinstance(found, list):
                 return None
-            histogram.add(steps)
+            for moves in found:
+                histogram.add(unzigzag(moves.values))
         return histogram
-
-    def _coded_steps(self) -> Iterator[npt.NDArray[np.int64] | None]:
-        if self._delta is not None:
-            for block in self._delta.blocks:
-                steps_are_coded = block.record is not None and block.record.encoding == packed.name
-                found = self._delta.read(block) if steps_are_coded else None
-                if isinstance(found, list):
-                    yield from (unzigzag(moves.values) for moves in found)
-                else:
-                    # the steps of `context` depend on the base, and `planes` has flipped bits
-                    yield None
-        if self._pairs:
-            yield None
-
-    def _based_steps(self, base: Base) -> Iterator[npt.NDArray[np.int64]]:
-        if self._delta is not None:
-            for changes in self._delta.changes(lambda name: base(name)[1]):
-                for change in changes:
-                    yield in_ulps(change.old, change.new, lookup(change.region.tensor.dtype))
-        for name, (_, values) in self._pairs.items():
-            tensor, bits = base(name)
-            if values.dtype != raw.value_dtype(tensor):
-                raise SchemaMismatch(f"{name!r} is {tensor.dtype} in the base but {values.dtype} in the file")
-            indices, new = self._pair(name)
-            if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < bits.size:
-                raise PositionError(f"an index of {name!r} lies outside its {bits.size:,} units")
-            yield in_ulps(bits[indices], new, lookup(tensor.dtype))
 
     def _pair(self, name: str) -> tuple[npt.NDArray[Any], Bits]:
         indices, values = self._pairs[name]
@@ -172,3 +150,66 @@ def _stats(indices: npt.NDArray[Any], values: Bits, dtype: str) -> IndexStats:
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (None, None)
     ascending = bool(np.all(indices[1:] > indices[:-1]))
     return IndexStats(int(indices.min()), int(indices.max()), ascending, low, high)
+
+
+@dataclass(slots=True)
+class TensorDifference:
+    """What changed in one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    elements: int
+    changed: int = 0
+    """Elements with other bits."""
+    max_ulps: int | None = None
+    """The largest step, in representable values; None where steps cannot be counted (8-byte dtypes) or none was."""
+    mean_ulps: float | None = None
+    """The mean size of a step, of those that changed."""
+    norm: float = 0.0
+    """Euclidean norm of new − old, over the elements that are finite in both."""
+    old_norm: float = 0.0
+    """Euclidean norm of old, over its finite elements."""
+    not_finite: int = 0
+    """Changed elements that are NaN or infinite on either side."""
+    histogram: Histogram = field(default_factory=Histogram)
+
+    @property
+    def relative(self) -> float | None:
+        """The norm of the difference as a share of the old one's; None where that is zero."""
+        return self.norm / self.old_norm if self.old_norm else None
+
+
+def difference(tensor: TensorSpec, old: Source, new: Source) -> TensorDifference:
+    """Compare the bits of a tensor that both have with this dtype and shape."""
+    dtype = lookup(tensor.dtype)
+    result = TensorDifference(tensor.name, tensor.dtype, tensor.shape, tensor.elements)
+    squares = before = ulps = 0.0
+    for region in pieces(whole(tensor), _PIECE):
+        was, now = (np.ascontiguousarray(source.region(region)).reshape(-1) for source in (old, new))
+        values = numbers(was, dtype)
+        before += _squares(values)
+        differ = (was != now).reshape(-1, dtype.units_per_element).any(axis=1)
+        if not differ.any():
+            continue
+        result.changed += int(differ.sum())
+        # infinities and NaNs of weights that went wrong
+        with np.errstate(invalid="ignore", over="ignore"):
+            moved = numbers(now, dtype)[differ] - values[differ]
+        finite = np.isfinite(moved)
+        result.not_finite += int(moved.size - finite.sum())
+        squares += _squares(moved[finite])
+        if dtype.units_per_element == 1:
+            steps = in_ulps(was[differ], now[differ], dtype)
+            sizes = np.abs(steps)
+            result.histogram.add(steps)
+            result.max_ulps = max(result.max_ulps or 0, int(sizes.max()))
+            ulps += float(sizes.sum(dtype=np.float64))
+    result.norm, result.old_norm = squares**0.5, before**0.5
+    result.mean_ulps = ulps / result.changed if result.max_ulps is not None else None
+    return result
+
+
+def _squares(values: npt.NDArray[Any]) -> float:
+    size = np.abs(values[np.isfinite(values)]).astype(np.float64)
+    return float(np.dot(size, size))

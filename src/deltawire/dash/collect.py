@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,12 +22,14 @@ from ..bucket.references import resolver
 from ..bucket.replay import checkout
 from ..bucket.run import DAMAGE, REQUESTS, SMALL, Run
 from ..bucket.versions import address_only
-from ..bucket.walk import Walker
+from ..bucket.walk import Walker, fetch_link
 from ..bucket.watch import Watcher
 from ..core import history, keys
+from ..core.dtypes import lookup
 from ..core.errors import DeltawireError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
 from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, Tag, main_link, parse
 from ..core.parallel import ordered_map
+from ..core.ulps import Histogram, in_ulps
 from ..store import Store, open_store
 from . import document as doc
 
@@ -576,15 +579,18 @@ def _steps(run: Run, version: int, most: int) -> doc.Steps:
     link = main_link(manifest)
     if link.kind != "delta" or link.base is None:
         return doc.Steps(version, [], "this version has no delta")
-    base, cost = None, link.bytes
-    if not contents.tells_steps(link):
-        cost += sum(step.bytes for step in Walker(run).plan(None, link.base))
-        if cost <= most:
-            state = checkout(run, link.base, resolve=resolver(None))
-            specs = run.schema.by_name()
-            base = lambda name: (specs[name], state.bits(name))  # noqa: E731
+    stored = contents.tells_steps(link)
+    cost = link.bytes if stored else link.bytes + sum(step.bytes for step in Walker(run).plan(None, link.base))
     if cost > most:
         ask = "; “Compute” fetches it" if cost <= ASKED_BYTES else ""
         return doc.Steps(version, [], f"this takes {cost / 1e6:,.0f} MB from the bucket{ask}")
-    _, histogram = contents.read(run.store, link, steps=True, base=base)
+    if stored:
+        return doc.Steps(version, contents.read(run.store, link, steps=True)[1].rows(), "")
+    histogram = Histogram()
+    base = checkout(run, link.base, resolve=resolver(None))
+    with closing(fetch_link(run, manifest, link)) as fetched:
+        for file in fetched.deltas(base.digest):
+            for changes in file.changes(base.bits):
+                for change in changes:
+                    histogram.add(in_ulps(change.old, change.new, lookup(change.region.tensor.dtype)))
     return doc.Steps(version, histogram.rows(), "")

@@ -197,7 +197,7 @@ def recompute(
     if newest is None:
         raise Misconfigured(
             f"{run.store.url} names no run that it is derived from: only runs made by `deltawire derive` do, and they "
-            "are named before --source. Compare a view that a trainer published with a derived run by `deltawire diff`"
+            "are named before --source. Compare a view that a trainer published with a derived run by `deltawire show`"
         )
     if newest.run != source.info.run:
         raise Misconfigured(
