@@ -34,7 +34,7 @@ import deltawire as dw
 from _deltas import Bits, Weights, cached, training
 from _formats import _choose, _entropy, _keys
 from _report import about
-from deltawire.cli.estimate import Setup
+from deltawire.cli.plan import Setup
 from deltawire.core import costs, keys
 from deltawire.core.change import Change, blocks, compare
 from deltawire.core.codecs import packed

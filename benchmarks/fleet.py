@@ -11,7 +11,7 @@ Five ways to move the same versions:
     full, mirrors              full weights every time
     full, one bucket
 
-Sizes and times of a version are those of `deltawire plan` (src/deltawire/cli/estimate.py), whose figures are measured.
+Sizes and times of a version are those of `deltawire plan` (src/deltawire/cli/plan.py), whose figures are measured.
 How long a replica takes to notice a version is drawn from the values measured by benchmarks/sync.py. All else is an
 assumption; every one is an option, and printed. A link that many share gives each an equal part.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from _report import write_json
-from deltawire.cli.estimate import Costs, Setup, estimate
+from deltawire.cli.plan import Setup, estimate
 from deltawire.cli.ui import duration, size
 
 RESULTS = Path(__file__).parent / "results"
@@ -126,7 +126,7 @@ class Fleet:
 
     def __init__(self, model: Model, world: World) -> None:
         self.model, self.world = model, world
-        self.costs: Costs = estimate(
+        self.costs = estimate(
             Setup(
                 params=model.params,
                 lr=world.lr,

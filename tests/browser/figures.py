@@ -11,7 +11,7 @@ import torch
 from playwright.sync_api import Page, expect
 
 from conftest import WIDTHS, View, scrolls_sideways
-from deltawire.cli.estimate import Setup, estimate
+from deltawire.cli.plan import Setup, estimate
 
 FOLDER = Path(__file__).parents[2] / "docs" / "figures"
 PAGES = sorted(path.stem for path in FOLDER.glob("*.html"))

@@ -1,17 +1,42 @@
-"""`deltawire plan`: estimate what a run costs."""
+"""`deltawire plan`: estimate what a run costs, by plain arithmetic on the measured figures of core/costs.py."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
 from typer import BadParameter, Option
 
+from ..core.costs import AUTO, CODING, DTYPES, MACHINE, SPEEDS, TRAINING, UnknownCost, bits_at, density_at
 from . import ui
 from .quantities import count, rate, seconds
 
-if TYPE_CHECKING:
-    from .estimate import Costs, Figure, Setup
+PHASES = ("detect", "encode", "put", "fetch", "verify", "decode", "apply", "prove")
+"""What happens to a version between the trainer's weights and the replica's."""
+DAY = 86400.0
+KEEP_LAST, GRACE = 20, 3600.0
+"""The defaults of `prune`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a run is planned for."""
+
+    params: float
+    lr: float = 1e-6
+    dtype: str = "bf16"
+    density: float | None = None
+    """Changed share per version, where it is known; else it follows from the learning rate."""
+    encoding: str = "packed"
+    step_seconds: float = 60.0
+    bandwidth: float = 125e6
+    """Bytes per second from the trainer into the bucket."""
+    replica_bandwidth: float = 125e6
+    """Bytes per second from the bucket to one replica."""
+    replicas: int = 1
+    cores: int = 16
+    """On either side."""
 
 
 def command(
@@ -25,10 +50,8 @@ def command(
         float | None, Option(parser=rate, metavar="RATE", help="From the bucket to each replica; else as --bandwidth.")
     ] = None,
     step_seconds: Annotated[
-        float | None,
-        Option(parser=seconds, metavar="TIME", help="Time between two versions: 45s, 2min. By default 60s."),
-    ] = None,
-    steps_per_hour: Annotated[float | None, Option(min=0.001, help="The same as a rate: versions per hour.")] = None,
+        float, Option(parser=seconds, metavar="TIME", help="Time between two versions: 45s, 2min.")
+    ] = "60s",  # type: ignore[assignment]
     density: Annotated[
         float | None,
         Option(min=0, max=1, help="Share of weights that changes per version, where you know it (`log` shows it)."),
@@ -36,112 +59,154 @@ def command(
     dtype: Annotated[str, Option(help="Of the weights on the wire: bf16, fp16, fp32, fp8.")] = "bf16",
     encoding: Annotated[str, Option(help="How deltas are coded: packed, context, auto or raw.")] = "packed",
     cores: Annotated[int, Option(min=1, help="For deltawire, on the trainer and on each replica.")] = 16,
-    keep_last: Annotated[int, Option(min=0, help="As for `prune`.")] = 20,
-    price_storage: Annotated[float | None, Option(min=0, metavar="USD", help="Per GB and month; no default.")] = None,
-    price_egress: Annotated[float | None, Option(min=0, metavar="USD", help="Per GB fetched; no default.")] = None,
-    all: Annotated[bool, Option("--all", help="Every figure, and where it comes from.")] = False,
     json: ui.JsonOption = False,
 ) -> None:
-    """Estimate what a run costs: sizes, times, storage, traffic, money.
+    """Estimate what a run costs: sizes, times, storage, traffic.
 
-    Needs no run and no bucket. With --all, every figure says how it is known:
-    given by you, exact, measured (by what), or extrapolated from what was
-    measured.
+    Needs no run and no bucket. Sizes and speeds were measured on random weights
+    under AdamW. Trained weights change less: give the share that `log` shows of a
+    run of yours as --density.
 
     \b
     Examples
       deltawire plan --params 7B --replicas 8
       deltawire plan --params 405e9 --lr 1e-6 --bandwidth 1Gbit --replicas 64
       deltawire plan --params 600M --step-seconds 10s --density 0.012
-      deltawire plan --params 7B --bandwidth 100Mbit --encoding auto --all
-      deltawire plan --params 70B --price-storage 0.023 --price-egress 0.09
+      deltawire plan --params 7B --bandwidth 100Mbit --encoding auto
     """
-    from ..core.costs import DTYPES, UnknownCost
-    from .estimate import Setup, estimate
-
-    if steps_per_hour is not None and step_seconds is not None:
-        raise BadParameter("say it one way: --steps-per-hour or --step-seconds")
     if dtype not in DTYPES:
         raise BadParameter(f"{dtype!r} is unknown; known: {', '.join(DTYPES)}", param_hint="--dtype")
-    setup = Setup(
-        params=params,
-        lr=lr,
-        dtype=dtype,
-        density=density,
-        encoding=encoding,
-        step_seconds=3600 / steps_per_hour if steps_per_hour else step_seconds or 60.0,
-        bandwidth=bandwidth,
-        replica_bandwidth=replica_bandwidth or bandwidth,
-        replicas=replicas,
-        cores=cores,
-        keep_last=keep_last,
-        price_storage=price_storage,
-        price_egress=price_egress,
-    )
+    wire = {"bandwidth": bandwidth, "replica_bandwidth": replica_bandwidth or bandwidth}
+    setup = Setup(params, lr, dtype, density, encoding, step_seconds, **wire, replicas=replicas, cores=cores)
     try:
+        setup = resolved(setup)
         costs = estimate(setup)
     except UnknownCost as error:
         raise BadParameter(str(error)) from None
-    figures = {name: asdict(figure) for name, figure in costs.figures.items()}
-    ui.emit(
-        {"setup": asdict(setup), "figures": figures, "notes": costs.notes},
-        lambda out: _render(out, setup, costs, all),
-        json,
-    )
+    value = {"setup": asdict(setup), "figures": costs, "notes": _notes(setup, costs)}
+    ui.emit(value, lambda out: _render(out, setup, costs), json)
 
 
-_MAIN = (
-    "density", "versions", "held", "egress", "join_bytes", "join_seconds", "usd_held", "usd_egress", "usd_full_egress",
-)  # fmt: skip
-"""The figures that most people ask for, beside those in the headline."""
+# ── the arithmetic ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _render(out: ui.Console, setup: Setup, costs: Costs, all: bool) -> None:
-    figures = costs.figures
+def resolved(setup: Setup) -> Setup:
+    """The setup with the encoding that `auto` chooses: the one that takes the least time from end to end."""
+    if setup.encoding != AUTO:
+        return setup
+    return min((replace(setup, encoding=name) for name in ("packed", "context")), key=lambda s: estimate(s)["sync"])
+
+
+def estimate(setup: Setup) -> dict[str, float]:
+    """The figures of a run by name: shares, bits, bytes, and seconds without round trips.
+
+    A version costs a delta; where replaying the deltas since the last anchor would cost more bytes than an anchor, it
+    costs an anchor too. That is the publisher's policy, and all the other figures follow from it.
+    """
+    params, cores = setup.params, setup.cores
+    density = _density(setup)
+    bits = bits_at(density, setup.encoding, setup.dtype)
+    changed, anchor, coding = params * density, params * DTYPES[setup.dtype], CODING[setup.encoding]
+    # a publisher sends whichever is smaller
+    delta = min(params * density * bits / 8, anchor)
+    every = 1 if delta == anchor else math.floor(anchor / delta) + 1
+    phases = {
+        "detect": params / (SPEEDS.detect * cores),
+        "encode": coding.encode(params, changed) / cores,
+        "put": delta / setup.bandwidth,
+        "fetch": delta / setup.replica_bandwidth,
+        # what is small is hashed where it arrives
+        "verify": delta / (SPEEDS.hash * (cores if delta > 64 << 20 else 1)),
+        "decode": coding.decode(params, changed) / cores,
+        "apply": changed / SPEEDS.apply,
+        "prove": params / (SPEEDS.prove * cores),
+    }
+    sync = sum(phases.values())
+    full_sync = anchor / setup.bandwidth + anchor / setup.replica_bandwidth + anchor / (SPEEDS.hash * cores)
+    # beside an anchor there is no delta of more than half its bytes
+    deltas = 1.0 if 2 * delta <= anchor else 1 - 1 / every
+    stored = deltas * delta + anchor / every
+    interval = max(setup.step_seconds, phases["encode"] + stored / setup.bandwidth)
+    versions = DAY / interval
+    # a version is young for one grace period, waits to be marked for at most another, and goes after a third
+    span = KEEP_LAST + math.ceil(3 * GRACE / interval) + every - 1
+    replayed = (every - 1) / 2
+    joined = anchor + replayed * delta
+    # the anchor is proven as it lies on disk, and once more as loaded
+    replaying = 2 * phases["prove"] + replayed * (phases["decode"] + phases["apply"] + phases["prove"])
+    return {
+        "density": density,
+        "bits_per_change": bits,
+        "delta_bytes": delta,
+        "anchor_bytes": anchor,
+        "anchor_every": every,
+        **phases,
+        "sync": sync,
+        "full_sync": full_sync,
+        "smaller": anchor / delta,
+        "faster": full_sync / sync,
+        "versions": versions,
+        "stored": versions * stored,
+        "held": span * delta * (delta != anchor) + (1 + (span - 1) // every) * anchor,
+        "egress": versions * (deltas * delta + (1 - deltas) * anchor) * setup.replicas,
+        "full_egress": anchor * setup.replicas,
+        "join_bytes": joined,
+        "join_seconds": joined / setup.replica_bandwidth + replaying,
+    }
+
+
+def _density(setup: Setup) -> float:
+    if setup.density is not None:
+        return setup.density
+    if setup.dtype != "bf16":
+        raise UnknownCost(f"how many weights change was measured for bf16 only; for {setup.dtype} give the density")
+    return density_at(setup.lr)
+
+
+# ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _notes(setup: Setup, costs: dict[str, float]) -> list[str]:
+    """What follows from the setup and is easily overlooked."""
+    notes = []
+    if setup.density is None:
+        if not TRAINING[0].lr <= setup.lr <= TRAINING[-1].lr:
+            notes.append("the learning rate lies outside of what was measured")
+        notes.append(f"the optimizer's first step changes more: {ui.percent(density_at(setup.lr, first=True), 1)}")
+    if costs["delta_bytes"] == costs["anchor_bytes"]:
+        notes.append("a delta is no smaller than the weights: every version will be an anchor")
+    interval = DAY / costs["versions"]
+    if interval > 1.001 * setup.step_seconds:
+        notes.append(
+            f"the trainer's link takes {ui.duration(interval)} for a version but a step takes "
+            f"{ui.duration(setup.step_seconds)}: versions will span several steps, and change more weights than one does"
+        )
+    return notes
+
+
+def _render(out: ui.Console, setup: Setup, costs: dict[str, float]) -> None:
     fits = "within" if costs["sync"] <= setup.step_seconds else "longer than"
     out.print(
-        f"A version is a delta of {_amount(figures['delta_bytes'])} instead of {_amount(figures['anchor_bytes'])} "
-        f"({_amount(figures['smaller'])} smaller) and is on a replica {_amount(figures['sync'])} after the step, "
-        f"{fits} the {ui.duration(setup.step_seconds)} of a step; "
-        f"full weights would take {_amount(figures['full_sync'])}."
+        f"A version is a delta of {ui.size(costs['delta_bytes'])} instead of {ui.size(costs['anchor_bytes'])} "
+        f"({ui.times(costs['anchor_bytes'], costs['delta_bytes'])} smaller) and is on a replica "
+        f"{ui.duration(costs['sync'])} after the step, {fits} the {ui.duration(setup.step_seconds)} of a step; "
+        f"full weights would take {ui.duration(costs['full_sync'])}."
     )
-    if not all:
-        for name in _MAIN:
-            if name in figures:
-                figure = figures[name]
-                out.print(f"  {_amount(figure):>10}  {figure.section}: {figure.text}", soft_wrap=True)
-        for note in costs.notes:
-            out.print(f"note: {note}", soft_wrap=True)
-        out.print("--all has every figure and how it is known; --density takes what `log` shows of a run of yours.")
-        return
-    from ..core.costs import MACHINE, SCRIPT, TIMED
-
-    rows = ui.table("", "figure", "known", "from", left=("", "known", "from"))
-    section = ""
-    for figure in costs.figures.values():
-        if figure.section != section:
-            if section:
-                rows.add_section()
-            section = figure.section
-            rows.add_row(section, style="bold")
-        rows.add_row(f"  {figure.text}", _amount(figure), figure.basis, figure.source)
-    out.print(rows)
-    for note in costs.notes:
+    changes = f"{ui.percent(costs['density'], 1)}, {costs['bits_per_change']:.1f} bits each as {setup.encoding}"
+    join = f"{ui.size(costs['join_bytes'])}, {ui.duration(costs['join_seconds'])}"
+    for text, shown in (
+        ("weights that change", changes),
+        ("phases", ui.durations({name: costs[name] for name in PHASES})),
+        ("versions per day", f"{costs['versions']:,.0f}, an anchor every {costs['anchor_every']:,.0f}"),
+        ("put per day", ui.size(costs["stored"])),
+        ("in the bucket, pruned", f"at most {ui.size(costs['held'])}"),
+        ("fetched per day", f"{ui.size(costs['egress'])} by all replicas"),
+        ("a replica that joins late", f"{join} on average"),
+    ):
+        out.print(f"  {text:<26} {shown}", soft_wrap=True)
+    for note in _notes(setup, costs):
         out.print(f"note: {note}", soft_wrap=True)
-    out.print(f"measured: {SCRIPT}; speeds: {TIMED} on {MACHINE}. Round trips are not counted.", soft_wrap=True)
-    out.print("Trained weights change less than random ones: see `log` of a run of yours, and give it as --density.")
-
-
-def _amount(figure: Figure) -> str:
-    value = figure.value
-    if figure.unit == "share":
-        return ui.percent(value, 1)
-    if figure.unit == "bytes":
-        return ui.size(value)
-    if figure.unit == "seconds":
-        return ui.duration(value)
-    if figure.unit == "USD":
-        return f"{value:,.2f} USD"
-    if figure.unit == "times":
-        return f"{value:,.1f}×" if value < 100 else f"{value:,.0f}×"
-    return f"{value:,.1f} bits" if figure.unit == "bits" else f"{value:,.0f}"
+    out.print(
+        f"Measured by benchmarks/costs_table.py and benchmarks/codec.py on {MACHINE}, and scaled; without round trips.",
+        soft_wrap=True,
+    )

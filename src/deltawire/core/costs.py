@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MACHINE = "one core of an Intel Xeon, a virtual machine of sixteen"
-SCRIPT = "benchmarks/costs_table.py"
-TIMED = "benchmarks/codec.py"
 
 
 class Point(NamedTuple):
