@@ -32,7 +32,7 @@ import torch
 
 import deltawire as dw
 from _deltas import Bits, Weights, cached, training
-from _formats import _choose, _entropy, _keys
+from _formats import _choose, _entropy
 from _report import about
 from deltawire.cli.plan import Setup
 from deltawire.core import costs, keys
@@ -40,7 +40,9 @@ from deltawire.core.change import Change, blocks, compare
 from deltawire.core.codecs import packed
 from deltawire.core.codecs.base import Coded, squeeze
 from deltawire.core.codecs.context.encoder import encode_tiles
+from deltawire.core.dtypes import lookup
 from deltawire.core.sparse import write_delta
+from deltawire.core.ulps import in_ulps
 from deltawire.models import ModelView
 from deltawire.replica.model import ModelTarget, StagedModel
 from deltawire.replica.target import Update
@@ -181,7 +183,7 @@ def _ideas(old: Bits, new: Bits) -> Record:
         floor["which"] += _choose(a.size, int(k.sum()))
         floor["which_by_class"] += sum(_choose(float(x), float(y)) for x, y in zip(n, k, strict=True) if y)
         seen, hit = seen + n, hit + k
-        steps.append((size[mask], _keys(b[mask]) - _keys(a[mask])))
+        steps.append((size[mask], in_ulps(a[mask], b[mask], lookup("BF16"))))
     sizes, ulps = (np.concatenate([pair[i] for pair in steps]) for i in (0, 1))
     way = _entropy(np.unique(ulps, return_counts=True)[1])
     way_by_class = sum(_entropy(np.unique(ulps[sizes == e], return_counts=True)[1]) for e in np.unique(sizes))
@@ -228,7 +230,7 @@ def _window(old: Any, new: Any) -> Record:
         own = np.flatnonzero(size[: at + 1] == size[at])
         before = np.flatnonzero(flat[own[:-1]])
         values = [float(f"{x:.5g}") for x in _floats(np.array([old.flat[at], new.flat[at]], np.uint16))]
-        step = int(_keys(new.reshape(-1)[at : at + 1])[0] - _keys(old.reshape(-1)[at : at + 1])[0])
+        step = int(in_ulps(old.reshape(-1)[at : at + 1], new.reshape(-1)[at : at + 1], lookup("BF16"))[0])
         gap = (
             int(at - last - 1) if samples else int(at - (np.flatnonzero(flat[:at])[-1] if flat[:at].any() else -1) - 1)
         )

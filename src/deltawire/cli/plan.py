@@ -179,7 +179,7 @@ def _notes(setup: Setup, costs: dict[str, float]) -> list[str]:
     if interval > 1.001 * setup.step_seconds:
         notes.append(
             f"the trainer's link takes {ui.duration(interval)} for a version but a step takes "
-            f"{ui.duration(setup.step_seconds)}: versions will span several steps, and change more weights than one does"
+            f"{ui.duration(setup.step_seconds)}: versions span several steps and change more weights"
         )
     return notes
 
