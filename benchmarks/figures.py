@@ -26,6 +26,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -36,10 +37,10 @@ from _formats import _choose, _entropy
 from _report import about
 from deltawire.cli.plan import Setup
 from deltawire.core import costs, keys
-from deltawire.core.change import Change, blocks, compare
+from deltawire.core.change import Change, blocks, compare, joined
 from deltawire.core.codecs import packed
 from deltawire.core.codecs.base import Coded, squeeze
-from deltawire.core.codecs.context.encoder import encode_tiles
+from deltawire.core.codecs.context import encoder
 from deltawire.core.dtypes import lookup
 from deltawire.core.sparse import write_delta
 from deltawire.core.ulps import in_ulps
@@ -162,6 +163,13 @@ def _detect(old: Bits, new: Bits) -> list[list[Change]]:
     return [[compare(r, one.region(r), two.region(r)) for r in block] for block in blocks(one.schema)]
 
 
+def _tiles(block: list[Change], base: ModelView) -> Coded:
+    """A block in tiles and classes, whether that pays or not."""
+    tiled = encoder.BlockEncoder(block, joined(block))
+    (ranked,) = encoder.rank_together([tiled], base.region)
+    return tiled.code(ranked)
+
+
 def _stored(coded: Coded, *streams: str) -> int:
     """Bits of these streams as a file has them, or of all."""
     return 8 * sum(stream.stored for stream, _ in squeeze([coded.streams[name] for name in streams or coded.streams]))
@@ -172,8 +180,9 @@ def _ideas(old: Bits, new: Bits) -> Record:
     base, changed = ModelView(old), sum(int((old[k] != new[k]).sum()) for k in old)
     found = [kept for block in _detect(old, new) if (kept := [c for c in block if c.count])]
     plain = [packed.encode(block, base.region) for block in found]
-    by_class = [encode_tiles(block, base.region, use_levels=False) for block in found]
-    leveled = [encode_tiles(block, base.region) for block in found]
+    with patch.object(encoder, "FEW_CHANGES", 1 << 62):  # no levels
+        by_class = [_tiles(block, base) for block in found]
+    leveled = [_tiles(block, base) for block in found]
     floor = {"which": 0.0, "which_by_class": 0.0}
     seen, hit, steps = np.zeros(256), np.zeros(256), []
     for name, bits in old.items():

@@ -121,13 +121,13 @@ def check(model: Model) -> None:
     copies = [t.clone() for t in model.old]
     _same("detect, masters rounded", kernels.detect(copies, model.masters), found)
     live = [t.clone() for t in model.old]
-    undo = kernels.apply(live, found, keep=True)
+    kernels.apply(live, found)
     _same_model("apply", live, model.new)
     digest = kernels.digest(model.names, live)
     plan = kernels.flat_plan(live, unit=2)
     if digest != kernels.state(torch_ops.digest(plan, live, kernels.tile_keys(plan, model.names))):
         raise SystemExit("digest differs from plain torch")
-    kernels.apply(live, undo.swapped())
+    kernels.apply(live, found.swapped())
     _same_model("undo", live, model.old)
     if kernels.digest(model.names, live) + kernels.digest_change(model.names, live, found) != digest:
         raise SystemExit("digest_change does not lead from the old digest to the new")
@@ -227,7 +227,6 @@ def ours(bench: Bench, model: Model) -> Changed:
 
     bench.time("detect, masters rounded + apply + undo", fused)
     bench.time("apply", lambda: kernels.apply(copies, changed, plan=model.flat), target=0.5)
-    bench.time("apply, old values kept", lambda: kernels.apply(copies, changed, keep=True, plan=model.flat), target=0.5)
     bench.time("digest", lambda: kernels.digest(model.names, model.old), target=1.5)
     bench.time("digest_change", lambda: kernels.digest_change(model.names, model.old, changed, plan=model.flat))
     tiled = kernels.detect(model.old, model.new, plan=model.tiled)

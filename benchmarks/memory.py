@@ -115,7 +115,7 @@ def hash_of(name: str) -> int:
 
 def make(folder: Path, source: Any) -> Path:
     folder.mkdir()
-    write_checkpoint(folder, source, shard_bytes=1 << 30)
+    write_checkpoint(folder, source)
     (folder / "config.json").write_text('{"model_type": "bench"}')
     return folder
 

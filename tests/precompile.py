@@ -79,7 +79,7 @@ def of_context() -> None:
         ("BF16", 64, 128, 0.05), ("BF16", 300, 256, 0.6), ("F8_E4M3", 64, 128, 0.05), ("F32", 64, 128, 0.05)
     ):  # fmt: skip
         old, new = pair(dtype, (rows, columns), share)
-        with always_tiles(tile=1 << 13):
+        with always_tiles(1 << 13):
             assert applied(encoded(old, diff(old, new), "context"), old)[0] == new
 
 

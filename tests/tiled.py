@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
+from deltawire.core.change import Change, joined
 from deltawire.core.codecs import context
+from deltawire.core.codecs.base import Before, Coded
+from deltawire.core.codecs.context import encoder
 from deltawire.core.dtypes import Bits, lookup
 from deltawire.core.schema import Schema, TensorSpec
 from support import Bag
 
 
+def encode_tiles(changes: Sequence[Change], before: Before) -> Coded:
+    """Encode a block in tiles and classes, whether that pays or not."""
+    block = encoder.BlockEncoder(changes, joined(changes))
+    (ranked,) = encoder.rank_together([block], before)
+    return block.code(ranked)
+
+
 @contextmanager
-def always_tiles(**options: Any) -> Iterator[None]:
-    """Every block of `context` in tiles, however small or dense it is."""
-    chosen = context.encode
-    context.encode = lambda changes, before: context.encode_tiles(changes, before, **options)
-    try:
+def tiles_of(tile: int = encoder.TILE, *, levels: bool = True) -> Iterator[None]:
+    """Cut tiles of about so many units, and choose no levels where that is said."""
+    few = encoder.FEW_CHANGES if levels else 1 << 62
+    with patch.object(encoder, "TILE", tile), patch.object(encoder, "FEW_CHANGES", few):
         yield
-    finally:
-        context.encode = chosen
+
+
+@contextmanager
+def always_tiles(tile: int = encoder.TILE, *, levels: bool = True) -> Iterator[None]:
+    """Encode every block of `context` in tiles, however small or dense it is."""
+    with tiles_of(tile, levels=levels), patch.object(context, "encode", encode_tiles):
+        yield
 
 
 def weights(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], wild: bool = False) -> Bits:

@@ -37,7 +37,7 @@ def models() -> tuple[Bag, Bag]:
 @cache
 def good() -> bytes:
     old, new = models()
-    with always_tiles(tile=1 << 13):
+    with always_tiles(1 << 13):
         blob = encoded(old, diff(old, new), "context")
     assert index_of(blob)["blocks"][0]["encoding"] == "context"
     assert all(len(data) > 10 for data in streams_of(blob).values())

@@ -59,7 +59,7 @@ def test_every_version_comes_out_as_it_went_in(tmp_path: Path, shards: int, enco
 def test_a_large_checkpoint_comes_out_in_shards(
     tmp_path: Path, run: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltawire.core.full.write_checkpoint.__kwdefaults__", {"shard_bytes": 5000, "progress": None})
+    monkeypatch.setattr("deltawire.core.full.SHARD_BYTES", 5000)
     invoke("checkout", f"{run}@0", "-o", tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -135,10 +135,11 @@ def test_an_anchor_of_a_later_format_is_refused() -> None:
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 700, 1])
-def test_a_checkpoint_folder_there_and_back(tmp_path: Path, shard_bytes: int) -> None:
+def test_a_checkpoint_folder_there_and_back(tmp_path: Path, shard_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full, "SHARD_BYTES", shard_bytes)
     weights = model()
     source = ModelView(weights)
-    full.write_checkpoint(tmp_path, source, shard_bytes=shard_bytes)
+    full.write_checkpoint(tmp_path, source)
     checkpoint = full.Checkpoint(tmp_path)
     checkpoint.schema.require_equal(source.schema, ours="the folder", theirs="the model")
     assert full.digest_of(checkpoint) == full.digest_of(source)

@@ -519,7 +519,8 @@ class Folders:
         place = self._home / "corpus"
         place.mkdir()
         model = {k: v for k, v in history(1)[0].items() if v.dtype != np.uint16}
-        full.write_checkpoint(place, ModelView(model), shard_bytes=64)
+        with mock.patch.object(full, "SHARD_BYTES", 64):
+            full.write_checkpoint(place, ModelView(model))
         (place / "config.json").write_text('{"model_type": "toy", "auto_map": {"AutoModel": "code.Model"}}')
         (place / "chat_template.jinja").write_text("{{ messages }}")
         self.corpus = {path.name: path.read_bytes() for path in sorted(place.iterdir())}

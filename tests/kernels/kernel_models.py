@@ -10,6 +10,7 @@ from deltawire.core import change, digest
 from deltawire.core.dtypes import UNIT_TYPES
 from deltawire.core.schema import TensorSpec
 from deltawire.kernels import Changed, Plan
+from deltawire.kernels.plan import flat
 from deltawire.models import _TORCH_DTYPES
 
 SHAPES = [
@@ -23,6 +24,11 @@ SHAPES = [
     ((), torch.float16),
     ((4096,), torch.float8_e4m3fn),
 ]
+
+
+def cut_plan(tensors: list[Tensor], tile: int, unit: int = 4) -> Plan:
+    """The plan of whole tensors in tiles of this size."""
+    return Plan(tensors, flat(tensors, tile, unit), unit)
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:

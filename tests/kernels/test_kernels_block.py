@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from deltawire.core.change import Change, Region, compare, no_change, whole
-from deltawire.core.codecs import context
 from deltawire.core.codecs.context.old_weights import HostBlock
 from deltawire.core.dtypes import lookup
 from deltawire.core.schema import TensorSpec
 from deltawire.core.sparse import _batches, encode_block, encode_counted
 from deltawire.kernels.block import DeviceBlock
+from tiled import encode_tiles, tiles_of
 
 _TURN = threading.Lock()
 
@@ -87,8 +87,9 @@ def chosen(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_encodes_the_same_bytes_as_the_host(dtype: str, device: torch.device) -> None:
     # narrow ones are walked as a row, odd ones end in a part of a chunk
     model = Model(dtype, {"a": (96, 260), "b": (700,), "c": (40, 9), "d": (64, 128)})
-    expected = context.encode_tiles(model.changes, model.before, tile=4096)
-    assert context.encode_tiles(model.changes, OnDevice(model, device), tile=4096) == expected
+    with tiles_of(4096):
+        expected = encode_tiles(model.changes, model.before)
+        assert encode_tiles(model.changes, OnDevice(model, device)) == expected
     if dtype == "BF16":
         assert expected.streams["levels"]
 
@@ -134,4 +135,4 @@ def test_weights_of_another_version_are_refused(device: torch.device) -> None:
     before = OnDevice(model, device)
     before.block = lambda regions: DeviceBlock(regions, before._read)  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="not the weights"):
-        context.encode_tiles(model.changes, before)
+        encode_tiles(model.changes, before)

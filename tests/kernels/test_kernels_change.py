@@ -17,7 +17,7 @@ TILES = [1 << 16, 1 << 10]
 def test_detect_finds_what_the_core_finds(ops: ModuleType, device: torch.device, tile: int) -> None:
     old = models.odd_model(device)
     new = models.moved(old, 0.02, 1)
-    plan = flat_plan(old, tile)
+    plan = models.cut_plan(old, tile)
     found = ops.detect(plan, old, new)
     for (positions, was, now), change in zip(models.by_tensor(plan, found), models.core_changes(old, new), strict=True):
         assert np.array_equal(positions, change.positions)
@@ -30,7 +30,7 @@ def test_detect_finds_what_the_core_finds(ops: ModuleType, device: torch.device,
 def test_detect_at_any_density(ops: ModuleType, device: torch.device, density: float) -> None:
     old = [models.random_tensor((30, 130), torch.bfloat16, 3).to(device)]
     new = models.moved(old, density, 4)
-    plan = flat_plan(old, 1 << 10)
+    plan = models.cut_plan(old, 1 << 10)
     assert models.equal(ops.detect(plan, old, new), torch_ops.detect(plan, old, new))
 
 
@@ -39,7 +39,7 @@ def test_what_was_detected_brings_the_snapshot_up_to_date(ops: ModuleType, devic
     before, new, plan = models.clones(snapshot), models.moved(snapshot, 0.02, 1), flat_plan(snapshot)
     found = ops.detect(plan, snapshot, new)
     assert models.same(snapshot, before)
-    ops.apply(plan, snapshot, found)
+    ops.prepare_apply(plan, snapshot, found)()
     assert models.same(snapshot, new)
     assert ops.detect(plan, snapshot, new).count == 0
 
@@ -89,7 +89,7 @@ def test_detect_rounds_nan(ops: ModuleType, device: torch.device) -> None:
     bits = torch.tensor([0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF, 0x7FC00000], dtype=torch.int64)
     master = bits.to(torch.int32).view(torch.float32).to(device)
     copy = torch.zeros(5, dtype=torch.bfloat16, device=device)
-    ops.apply(flat_plan([copy]), [copy], ops.detect(flat_plan([copy]), [copy], [master], cast=True))
+    ops.prepare_apply(flat_plan([copy]), [copy], ops.detect(flat_plan([copy]), [copy], [master], cast=True))()
     assert copy.isnan().all()
     if device.type == "cuda" or ops is torch_ops:
         # CPUs and GPUs make different NaNs: each twin has to agree with torch where it is used
@@ -101,10 +101,9 @@ def test_apply_writes_what_changed_and_can_take_it_back(ops: ModuleType, device:
     new = models.moved(old, 0.02, 1)
     live, plan = models.clones(old), flat_plan(old)
     changed = torch_ops.detect(plan, old, new)
-    undo = ops.apply(plan, live, changed, keep=True)
+    ops.prepare_apply(plan, live, changed)()
     assert models.same(live, new)
-    assert models.equal(undo, changed)
-    ops.apply(plan, live, undo.swapped())
+    ops.prepare_apply(plan, live, changed.swapped())()
     assert models.same(live, old)
 
 
@@ -112,7 +111,7 @@ def test_an_unaligned_view_leaves_its_neighbours_alone(ops: ModuleType, device: 
     base = torch.zeros(300, dtype=torch.int16, device=device)
     view, plan = [base[3:103]], flat_plan([base[3:103]])
     changed = torch_ops.detect(plan, view, [torch.ones(100, dtype=torch.int16, device=device)])
-    ops.apply(plan, view, changed)
+    ops.prepare_apply(plan, view, changed)()
     assert base.sum() == 100
     assert base[3:103].sum() == 100
 
@@ -124,7 +123,7 @@ def test_a_position_past_its_tile_is_not_written(device: torch.device) -> None:
     view, plan = [base[:100]], flat_plan([base[:100]])
     changed = torch_ops.detect(plan, view, [torch.ones(100, dtype=torch.int16, device=device)])
     changed.positions.view(torch.int16)[7] = 200
-    triton_ops.apply(plan, view, changed)
+    triton_ops.prepare_apply(plan, view, changed)()
     assert base[100:].sum() == 0
 
 
@@ -151,7 +150,7 @@ def test_public_functions_make_their_plan_and_refuse_what_does_not_fit(device: t
     with pytest.raises(ValueError, match=r"tensor 0 is torch\.int32 and should be"):
         kernels.detect(old, [new[0].to(torch.int32), *new[1:]])
     with pytest.raises(ValueError, match="was it made by another"):
-        kernels.apply(old, changed, plan=flat_plan(old, 1 << 10))
+        kernels.apply(old, changed, plan=models.cut_plan(old, 1 << 10))
     with pytest.raises(ValueError, match="the plan is for"):
         kernels.apply(old[:2], changed, plan=flat_plan(old))
 
@@ -159,4 +158,4 @@ def test_public_functions_make_their_plan_and_refuse_what_does_not_fit(device: t
 def test_no_tensors_at_all(ops: ModuleType) -> None:
     plan = flat_plan([])
     assert ops.detect(plan, [], []).count == 0
-    assert ops.apply(plan, [], ops.detect(plan, [], [])).count == 0
+    ops.prepare_apply(plan, [], ops.detect(plan, [], []))()

@@ -134,8 +134,8 @@ def assert_placed(ops: ModuleType, case: Case) -> None:
     placed = ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks.clone(), ranks.steps.clone())
     assert models.equal(placed, expected)
     one, two = models.clones(case.old), models.clones(case.old)
-    torch_ops.apply(case.plan, one, placed)
-    torch_ops.apply(case.plan, two, changed)
+    torch_ops.prepare_apply(case.plan, one, placed)()
+    torch_ops.prepare_apply(case.plan, two, changed)()
     assert models.same(one, two)
 
 
@@ -149,7 +149,7 @@ def test_steps_reach_every_bit_pattern(ops: ModuleType, device: torch.device) ->
     ranks = ops.class_ranks(plan, old, rule, changed)
     assert models.equal(ranks, torch_ops.class_ranks(plan, old, rule, changed))
     placed = ops.place(plan, old, rule, ranks.counts, ranks.ranks, ranks.steps)
-    ops.apply(plan, old, placed)
+    ops.prepare_apply(plan, old, placed)()
     assert models.same(old, new)
 
 

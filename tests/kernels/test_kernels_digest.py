@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from deltawire import kernels
-from deltawire.kernels import Plan, flat_plan, grid, torch_ops
+from deltawire.kernels import Plan, grid, torch_ops
 
 
 @pytest.mark.parametrize("tile", [1 << 16, 1 << 10])
 def test_the_digest_equals_that_of_the_core(ops: ModuleType, device: torch.device, tile: int) -> None:
     tensors = models.odd_model(device)
     names = [f"layer.{i}" for i in range(len(tensors))]
-    plan = flat_plan(tensors, tile, unit=2)
+    plan = models.cut_plan(tensors, tile, unit=2)
     found = kernels.state(ops.digest(plan, tensors, kernels.tile_keys(plan, names)))
     assert found == models.core_digest(names, tensors)
 
@@ -24,7 +24,7 @@ def test_digest_moves_as_the_weights_do(ops: ModuleType, device: torch.device, t
     old = models.odd_model(device)
     new = models.moved(old, 0.02, 1)
     names = [f"layer.{i}" for i in range(len(old))]
-    plan = flat_plan(old, tile)
+    plan = models.cut_plan(old, tile)
     changed = torch_ops.detect(plan, old, new)
     moved = kernels.state(ops.digest_change(plan, changed, kernels.tile_keys(plan, names))[0])
     assert models.core_digest(names, old) + moved == models.core_digest(names, new)
@@ -59,7 +59,7 @@ def test_parts_of_tensors_count_as_in_their_tensors(ops: ModuleType, device: tor
             [t[r : r + n, c : c + m].contiguous() for r, n, c, m in corners]
             for t in (old, new)
         ]  # fmt: skip
-        plan = flat_plan(pieces[0], 1 << 10)
+        plan = models.cut_plan(pieces[0], 1 << 10)
         changed = torch_ops.detect(plan, *pieces)
         table = [[r * columns + c, m, columns, group] for group, (r, _, c, m) in enumerate(corners)]
         origins = kernels.Origins(torch.tensor(table, device=device)[torch.from_numpy(plan.tensor)], len(corners))

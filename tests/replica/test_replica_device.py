@@ -26,6 +26,7 @@ from deltawire.replica.model import open_weights  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
 from deltawire.trainer import SnapshotDetector, captures  # noqa: E402
 from deltawire.trainer.policy import AnchorPolicy  # noqa: E402
+from tiled import encode_tiles  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -110,7 +111,7 @@ def test_tensors_with_more_units_than_positions_can_count(
     """They are several pieces, of one memory or of two; the smaller ones are cut between the digest's blocks too."""
     monkeypatch.setattr(device_module, "MOST_UNITS", most)
     if encoding == "context":
-        monkeypatch.setattr(context, "encode", context.encode_tiles)
+        monkeypatch.setattr(context, "encode", encode_tiles)
     model = weights(1, device)
     model["head"] = model["embed"]
     live = {name: torch.zeros_like(t) for name, t in model.items()}
@@ -133,7 +134,7 @@ def test_context_is_counted_where_the_weights_are(
     device: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In tiles, with rows that never move, in tensors that the run ties and this model does not."""
-    monkeypatch.setattr(context, "encode", context.encode_tiles)
+    monkeypatch.setattr(context, "encode", encode_tiles)
     monkeypatch.setattr(DeviceShard, "read", None)
     model = weights(1, device)
     model["wide"] = torch.randn(400, 512, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)

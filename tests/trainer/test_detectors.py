@@ -20,13 +20,13 @@ from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.bucket.verify import verify  # noqa: E402
 from deltawire.core import full  # noqa: E402
 from deltawire.core.codecs import context  # noqa: E402
-from deltawire.core.codecs.context.encoder import encode_tiles  # noqa: E402
 from deltawire.core.errors import SchemaMismatch  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
 from deltawire.trainer import DeltaAdamW, FusedDetector, HostDetector, SnapshotDetector  # noqa: E402
 from deltawire.trainer.detectors import TooLarge  # noqa: E402
 from support import HookedStore  # noqa: E402
+from tiled import encode_tiles  # noqa: E402
 
 WAIT = 60
 KINDS = ["host", "snapshot", "streamed", "fused", "adamw"]

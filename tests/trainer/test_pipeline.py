@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -219,7 +220,8 @@ def test_skip_deltas_with_streamed_versions_between(store: Store) -> None:
 
 def folder(path: Path, weights: Model) -> Path:
     path.mkdir()
-    full.write_checkpoint(path, ModelView(weights), shard_bytes=600)
+    with patch.object(full, "SHARD_BYTES", 600):
+        full.write_checkpoint(path, ModelView(weights))
     return path
 
 

@@ -175,13 +175,14 @@ def test_a_wire_dtype_that_does_not_exist(store: Store) -> None:
         publisher.publish(Net())
 
 
-def test_a_checkpoint_folder(store: Store, tmp_path: Path) -> None:
+def test_a_checkpoint_folder(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full, "SHARD_BYTES", 500)
     versions = history(3)
     with Publisher(store) as publisher:
         for step, weights in enumerate(versions):
             folder = tmp_path / str(step)
             folder.mkdir()
-            full.write_checkpoint(folder, ModelView(weights), shard_bytes=500)
+            full.write_checkpoint(folder, ModelView(weights))
             publisher.publish(full.Checkpoint(folder), wait=True)
     verified(store, versions)
 

@@ -354,7 +354,6 @@ def write_checkpoint(
     source: Source,
     *,
     stem: str = "model",
-    shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """The weights as a checkpoint folder that transformers and vLLM load. The folder must exist."""
@@ -363,7 +362,7 @@ def write_checkpoint(
     for tensor in (region.tensor for region in sorted(map(whole, source.schema.tensors), key=_file_order)):
         if not shards or tensor.nbytes > room:
             shards.append([])
-            room = shard_bytes
+            room = SHARD_BYTES
         shards[-1].append(tensor)
         room -= tensor.nbytes
     if not shards:

@@ -102,16 +102,19 @@ def detect(
     return _run("detect", plan, old, new, cast=rounds, most=most)  # type: ignore[no-any-return]
 
 
-def apply(tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False, plan: Plan | None = None) -> Changed:
-    """Write the new bits; with `keep`, return the change with the bits it replaced: apply its `swapped()` to undo."""
+def apply(tensors: Sequence[Tensor], changed: Changed, *, plan: Plan | None = None) -> None:
+    """Write the new bits. Apply the change's `swapped()` to undo."""
     plan = plan or flat_plan(tensors)
-    _require_tiles(plan, changed)
-    return _run("apply", plan, tensors, changed, keep=keep)  # type: ignore[no-any-return]
+    write = prepare_apply(tensors, changed, plan=plan)
+    with on(plan.device):
+        write()
 
 
 def prepare_apply(tensors: Sequence[Tensor], changed: Changed, *, plan: Plan) -> Callable[[], None]:
-    """`apply` in two parts, for who is in a hurry: the tensors must lie where they lie now when the result is called,
-    with their device as the current one."""
+    """Return a call that does what `apply` does, without the checks and allocations, so that the pause is short.
+
+    When it is called, the tensors must lie where they lie now, with their device as the current one.
+    """
     _require_tiles(plan, changed)
     return _run("prepare_apply", plan, tensors, changed)  # type: ignore[no-any-return]
 

@@ -130,8 +130,8 @@ def resolve_kernel(
 
 @triton.jit
 def apply_kernel(
-    tiles, addresses, geometry, starts, positions, new, out_old,
-    UNIT: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
+    tiles, addresses, geometry, starts, positions, new,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(tiles + tl.program_id(0))
     rows, width, stride = tile_shape(geometry, tile)
@@ -146,7 +146,5 @@ def apply_kernel(
         # a position past the tile would be written into a neighbour: hold it back whatever the caller checked
         here &= row < rows
         to = at + row.to(tl.int64) * stride + (position - row * width)
-        if KEEP:
-            tl.store(out_old + i, tl.load(to, mask=here, other=0), mask=here)
         tl.store(to, tl.load(new + i, mask=here, other=0), mask=here)
         start += BLOCK

@@ -215,11 +215,11 @@ class Plan:
 _plans = Remember()
 
 
-def flat_plan(tensors: Sequence[Tensor], tile: int = TILE, unit: int = 4) -> Plan:
+def flat_plan(tensors: Sequence[Tensor], *, unit: int = 4) -> Plan:
     """The plan of whole tensors in the order of their memory; made once per list of shapes."""
     device = tensors[0].device if tensors else None
-    key = (tile, unit, device, tuple(map(Tensor.numel, tensors)), tuple([t.dtype for t in tensors]))
-    return _plans.get(key, lambda: Plan(tensors, flat(tensors, tile, unit), unit))
+    key = (unit, device, tuple(map(Tensor.numel, tensors)), tuple([t.dtype for t in tensors]))
+    return _plans.get(key, lambda: Plan(tensors, flat(tensors, TILE, unit), unit))
 
 
 def common_device(tensors: Sequence[Tensor]) -> torch.device:

@@ -52,26 +52,16 @@ def detect(
     )
 
 
-def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False) -> Changed:
-    """Write changes; with `keep`, return them with the bits found at their positions as the old ones."""
-    plan.launches(tensors)
-    found = torch.empty_like(changed.new) if keep else changed.old
-    starts = changed.starts.tolist()
-    for first, segment in _segments(plan):
-        here = slice(starts[first], starts[first + segment.tiles])
-        bits = units(tensors[segment.tensor])
-        at = _addresses(plan, changed, first, segment)
-        if keep:
-            found[here] = narrow(widen(bits[at]), found.dtype)
-        bits[at] = widen(changed.new[here]).to(bits.dtype)
-    return Changed(changed.starts, changed.positions, found, changed.new)
-
-
 def prepare_apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed) -> Callable[[], None]:
-    """What writes changes when it is called."""
+    """Return a call that writes the changes."""
+    plan.launches(tensors)
 
     def run() -> None:
-        apply(plan, tensors, changed)
+        starts = changed.starts.tolist()
+        for first, segment in _segments(plan):
+            bits = units(tensors[segment.tensor])
+            new = widen(changed.new[starts[first] : starts[first + segment.tiles]])
+            bits[_addresses(plan, changed, first, segment)] = new.to(bits.dtype)
 
     return run
 

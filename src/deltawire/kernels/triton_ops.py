@@ -66,26 +66,13 @@ def detect(
     return result
 
 
-def apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed, *, keep: bool = False) -> Changed:
-    """Write changes; with `keep`, return them with the bits found at their positions as the old ones."""
-    found = torch.empty_like(changed.new) if keep else changed.old
-    result = Changed(changed.starts, changed.positions, found, changed.new)
-    _writer(plan, tensors, result, keep)()
-    return result
-
-
 def prepare_apply(plan: Plan, tensors: Sequence[Tensor], changed: Changed) -> Callable[[], None]:
-    """What writes changes when it is called, and looks at nothing else then."""
-    return _writer(plan, tensors, changed, False)
-
-
-def _writer(plan: Plan, tensors: Sequence[Tensor], changed: Changed, keep: bool) -> Callable[[], None]:
+    """Return a call that writes the changes and looks at nothing else."""
     launches = plan.launches(tensors) if changed.count else ()
 
     def run() -> None:
         for launch in launches:
-            change = changed.starts, changed.positions, changed.new, changed.old
-            _run(_change.apply_kernel, plan, launch, *change, KEEP=keep, **APPLY)
+            _run(_change.apply_kernel, plan, launch, changed.starts, changed.positions, changed.new, **APPLY)
 
     return run
 

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.core.change import Change, Region
-from deltawire.core.codecs import context
 from deltawire.core.codecs.context import classes, entropy
 from deltawire.core.dtypes import DTYPES
 from deltawire.core.errors import PositionError
 from deltawire.core.schema import Schema, TensorSpec
 from support import Bag, applied, column_cut, diff, encoded, moved_bag, opened, random_bag, schemas, seeds, specials
-from tiled import always_tiles, by_exponent, moved, pair, weights
+from tiled import always_tiles, by_exponent, encode_tiles, moved, pair, weights
 
 WIDTHS = (1, 3, 63, 64, 65, 127, 128, 129, 200, 288, 513)
 DENSITIES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
@@ -45,7 +44,7 @@ def test_any_tensors(data: st.DataObject) -> None:
     new = {name: moved(rng, bits, data.draw(st.sampled_from(DENSITIES))) for name, bits in old.items()}
     schema = Schema.build(specs)
     tile, levels = data.draw(st.sampled_from((1 << 9, 1 << 12, 1 << 16))), data.draw(st.booleans())
-    with always_tiles(tile=tile, use_levels=levels):
+    with always_tiles(tile, levels=levels):
         check(Bag(schema, old), Bag(schema, new))
 
 
@@ -89,7 +88,7 @@ def test_rows_and_columns_that_differ_use_levels() -> None:
     rng = np.random.default_rng(3)
     chance = 0.02 * rng.choice([0, 1, 4], (4096, 1)) * rng.choice([0.3, 2], (1, 512))
     old, new = pair("BF16", (4096, 512), chance)
-    with always_tiles(use_levels=False):
+    with always_tiles(levels=False):
         plain = check(old, new)
     assert len(check(old, new)) < 0.9 * len(plain)
 
@@ -175,4 +174,4 @@ def test_positions_that_do_not_ascend_are_refused(bad: list[int]) -> None:
     bits = np.zeros(400, np.uint16)
     change = Change(region, np.array(bad, np.uint32), bits[: len(bad)], bits[: len(bad)] + np.uint16(1))
     with pytest.raises(PositionError):
-        context.encode_tiles([change], lambda _: bits)
+        encode_tiles([change], lambda _: bits)

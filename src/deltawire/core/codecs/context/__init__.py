@@ -28,7 +28,7 @@ from ...change import Change, Units, joined
 from .. import packed, planes
 from ..base import Before, Coded, squeeze
 from .decoder import TiledBlock, TileSpan
-from .encoder import BlockEncoder, Each, encode_tiles, rank_together
+from .encoder import BlockEncoder, Each, rank_together
 
 name = "context"
 
@@ -102,4 +102,4 @@ def _stored(coded: Coded) -> int:
     return sum(stream.stored for stream, _ in squeeze([*coded.streams.values()]))
 
 
-__all__ = ["TileSpan", "TiledBlock", "encode", "encode_tiles", "encode_together", "name"]
+__all__ = ["TileSpan", "TiledBlock", "encode", "encode_together", "name"]

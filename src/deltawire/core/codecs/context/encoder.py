@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ...change import Change, Units, joined
+from ...change import Change, Units
 from ...dtypes import lookup
 from ...errors import PositionError
 from ...simd import LEAN
@@ -39,16 +39,7 @@ Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 """`map`, or the same on several threads."""
 
 
-def encode_tiles(changes: Sequence[Change], before: Before, *, tile: int = TILE, use_levels: bool = True) -> Coded:
-    """The block in tiles and classes, whether that pays or not."""
-    block = BlockEncoder(changes, joined(changes), tile)
-    (ranked,) = rank_together([block], before, use_levels=use_levels)
-    return block.code(ranked)
-
-
-def rank_together(
-    blocks: Sequence[BlockEncoder], before: Before, each: Each = map, *, use_levels: bool = True
-) -> Iterator[RankedChanges]:
+def rank_together(blocks: Sequence[BlockEncoder], before: Before, each: Each = map) -> Iterator[RankedChanges]:
     """Choose the classes of several blocks of one dtype, and rank their changes. Their old weights are counted at once,
     and not needed any more then: what they take is free for other blocks."""
     first = np.cumsum([0, *(len(block.regions) for block in blocks)]).tolist()
@@ -59,10 +50,10 @@ def rank_together(
     seen = old.exponents(*blocks[0].exponent, [region.every for region in regions])
 
     def choose(number: int) -> None:
-        blocks[number].choose(old, first[number], seen[first[number] : first[number + 1]], use_levels)
+        blocks[number].choose(old, first[number], seen[first[number] : first[number + 1]])
 
     # all of them, before anything is ranked; without levels threads would take longer to start than to finish
-    leveled = use_levels and any(block.scatters for block in blocks)
+    leveled = any(block.scatters for block in blocks)
     list((each if leveled else map)(choose, range(len(blocks))))
     rules = [block.rule.table(block.classes) for block in blocks for _ in block.regions]
     n, k, ranks, steps = old.ranks(regions, rules)
@@ -80,7 +71,7 @@ class BlockEncoder:
     rule: Rule
     classes: int
 
-    def __init__(self, changes: Sequence[Change], units: Units, tile: int = TILE) -> None:
+    def __init__(self, changes: Sequence[Change], units: Units) -> None:
         dtype = lookup(changes[0].region.tensor.dtype)
         self.exponent = shift, mask = exponent(dtype)
         """Lowest bit and mask of the exponent."""
@@ -110,7 +101,7 @@ class BlockEncoder:
         ):
             here = slice(at, at + change.count)
             changed = positions[here], zigzags[here], exponents[here]
-            grid = grid_of(rows, columns, tile)
+            grid = grid_of(rows, columns, TILE)
             self.regions.append(RegionChanges(change, rows, columns, *changed, grid, (of_rows, of_columns)))
             at = here.stop
 
@@ -119,17 +110,16 @@ class BlockEncoder:
         """Whether any region may have levels, which take long to choose."""
         return any(True in s.scatter for s in self.regions)
 
-    def choose(self, old: OldBlock, first: int, seen: Counts, use_levels: bool) -> None:
+    def choose(self, old: OldBlock, first: int, seen: Counts) -> None:
         """Choose classes and levels. The regions are those of `old` from `first` on; `seen` are their exponents."""
         shift, mask = self.exponent
         # from a sample of rows
         scale = np.array([s.rows / -(-s.rows // s.every) for s in self.regions])[:, None]
         total, changed = np.maximum(seen[:, : mask + 1] * scale, self._hits).sum(0), self._steps
         self.rule = _choose_rule(total, changed, shift, mask, False)
-        if use_levels:
-            self._choose_levels(old, first, total, changed)
-            if any(s.flags for s in self.regions):
-                self.rule = _choose_rule(total, changed, shift, mask, True)
+        self._choose_levels(old, first, total, changed)
+        if any(s.flags for s in self.regions):
+            self.rule = _choose_rule(total, changed, shift, mask, True)
         self.classes = min(CLASSES, self.rule.span + 1 + (2 * LEVELS - 3 if self.rule.leveled else 0))
 
     def _choose_levels(self, old: OldBlock, first: int, total: Floats, changed: Floats) -> None:
