@@ -45,10 +45,10 @@ def try_out(artifact: Path, folder: Path) -> None:
     for version in range(2):
         checkpoint = folder / f"checkpoint-{version}"
         checkpoint.mkdir()
-        run([str(python), "-c", MAKE_CHECKPOINT, str(checkpoint), str(version)], cwd=folder)
+        run([sys.executable, "-c", MAKE_CHECKPOINT, str(checkpoint), str(version)], cwd=folder)
         run([str(deltawire), "publish", str(checkpoint), str(bucket / "run")], cwd=folder)
         run([str(deltawire), "checkout", str(bucket / "run"), "-o", str(folder / f"out-{version}")], cwd=folder)
-        run([str(python), "-c", SAME, str(checkpoint), str(folder / f"out-{version}")], cwd=folder)
+        run([sys.executable, "-c", SAME, str(checkpoint), str(folder / f"out-{version}")], cwd=folder)
     run([str(deltawire), "verify", str(bucket / "run")], cwd=folder)
     # the page is made from files of the package
     run([str(deltawire), "dash", str(bucket / "run"), "--out", str(folder / "run.html")], cwd=folder)
