@@ -38,7 +38,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _TensorView:
     """A tensor of the checkpoint in a tensor of the model."""
 
     source: str
@@ -55,7 +55,7 @@ class _Conversion:
 
     layouts: dict[str, _Layout]
     """Of the model's tensors, by their names in the model."""
-    views: dict[str, _View]
+    views: dict[str, _TensorView]
     """By their names in the checkpoint. Empty if some tensor of the checkpoint is no view of one of the model."""
 
 
@@ -156,7 +156,7 @@ def _conversion(model: Any, tensors: Mapping[str, Any]) -> _Conversion | None:
     return known
 
 
-def _probe(model: Any, layouts: dict[str, _Layout]) -> dict[str, _View]:
+def _probe(model: Any, layouts: dict[str, _Layout]) -> dict[str, _TensorView]:
     """Let transformers convert tensors without data, and look which of them the results are part of."""
     import torch
 
@@ -164,13 +164,13 @@ def _probe(model: Any, layouts: dict[str, _Layout]) -> dict[str, _View]:
     homes = {probe.untyped_storage()._cdata: name for name, probe in probes.items()}
     with _views_stay_views():
         converted = _revert(model, probes)
-    views: dict[str, _View] = {}
+    views: dict[str, _TensorView] = {}
     for name, tensor in converted.items():
         source = homes.get(tensor.untyped_storage()._cdata)
         if source is None:
             return {}
         layout, offset = (tuple(tensor.shape), tuple(tensor.stride())), tensor.storage_offset()
-        views[name] = _View(source, *layout, offset, whole=(layout, offset) == (layouts[source], 0))
+        views[name] = _TensorView(source, *layout, offset, whole=(layout, offset) == (layouts[source], 0))
     return views
 
 
@@ -209,7 +209,7 @@ def _views_stay_views() -> Any:
     return ViewsStayViews()  # type: ignore[no-untyped-call]
 
 
-def _cut(name: str, tensor: Any, view: _View) -> Any:
+def _cut(name: str, tensor: Any, view: _TensorView) -> Any:
     if view.whole:
         return tensor
     if not hasattr(tensor, "to_local"):
@@ -221,7 +221,7 @@ def _cut(name: str, tensor: Any, view: _View) -> Any:
     return Band(tensor, view.offset // width, view.shape)
 
 
-def _in_one_piece(view: _View) -> bool:
+def _in_one_piece(view: _TensorView) -> bool:
     expected = 1
     for side, stride in zip(reversed(view.shape), reversed(view.stride), strict=True):
         if side != 1 and stride != expected:

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, Page, expect
 from conftest import WIDTHS, View, scrolls_sideways
 from deltawire.bucket.run import Run
 from deltawire.core.manifest import SyncRecord
-from deltawire.dash import Server, serve, write_page
+from deltawire.dash import PageServer, serve, write_page
 from deltawire.store import LocalStore, ObjectStore, Store
 from deltawire.trainer import Publisher
 from tests.dash.dash_support import beat, long_run, real_run
@@ -44,7 +44,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def live(store: Store) -> Iterator[Server]:
+def live(store: Store) -> Iterator[PageServer]:
     with serve(store) as server:
         yield server
 
@@ -168,7 +168,7 @@ def test_keys_reach_everything(file: str, view: View) -> None:
         expect(tip(page)).to_be_hidden()
 
 
-def test_a_new_version_appears(live: Server, store: Store, view: View) -> None:
+def test_a_new_version_appears(live: PageServer, store: Store, view: View) -> None:
     weights = real_run(store, 5)
     page = view(live.url)
     newest = page.locator(".tile .value").nth(1)
@@ -187,7 +187,7 @@ def test_a_new_version_appears(live: Server, store: Store, view: View) -> None:
     expect(panel(page, "versions").locator("tbody tr").first).to_contain_text("v7")
 
 
-def test_a_run_that_appears_later(live: Server, store: Store, view: View) -> None:
+def test_a_run_that_appears_later(live: PageServer, store: Store, view: View) -> None:
     page = view(live.url)
     expect(page.locator("#empty")).to_contain_text("There is no run at this address yet")
     real_run(store, 3)

@@ -17,7 +17,7 @@ import pytest
 from dash_support import real_run
 
 from deltawire.core.errors import Misconfigured
-from deltawire.dash import Server, serve
+from deltawire.dash import PageServer, serve
 from deltawire.dash.server import CONNECTIONS, LOOK_EVERY
 from deltawire.store import ObjectStore, Store
 from deltawire.trainer import Publisher
@@ -33,12 +33,12 @@ def store() -> Store:
 
 
 @pytest.fixture
-def page(store: Store) -> Iterator[Server]:
+def page(store: Store) -> Iterator[PageServer]:
     with serve(store) as server:
         yield server
 
 
-def get(server: Server, path: str, **headers: str) -> tuple[int, Any, http.client.HTTPMessage]:
+def get(server: PageServer, path: str, **headers: str) -> tuple[int, Any, http.client.HTTPMessage]:
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=120)
     try:
         connection.request("GET", path, headers=headers)
@@ -50,7 +50,7 @@ def get(server: Server, path: str, **headers: str) -> tuple[int, Any, http.clien
         connection.close()
 
 
-def test_the_document_and_then_only_what_is_new(store: Store, page: Server) -> None:
+def test_the_document_and_then_only_what_is_new(store: Store, page: PageServer) -> None:
     versions = real_run(store, 4)
     status, found, _ = get(page, "/api/run?have=0")
     assert (status, found["document"]["newest"]) == (200, 3)
@@ -69,7 +69,7 @@ def test_the_document_and_then_only_what_is_new(store: Store, page: Server) -> N
         assert get(another, f"/api/run?have={found['revision']}")[0] == 200
 
 
-def test_details(store: Store, page: Server) -> None:
+def test_details(store: Store, page: PageServer) -> None:
     real_run(store, 6)
     get(page, "/api/run")
     assert get(page, "/api/versions?first=2&last=4")[1]["version"] == [2, 3, 4]
@@ -78,7 +78,7 @@ def test_details(store: Store, page: Server) -> None:
     assert sum(up + down for _, up, down in get(page, "/api/steps?version=3")[1]["rows"]) > 0
 
 
-def test_steps_that_cannot_be_shown_are_told_to_who_asked_and_to_nobody_else(store: Store, page: Server) -> None:
+def test_steps_that_cannot_be_shown_are_told_to_who_asked_and_to_nobody_else(store: Store, page: PageServer) -> None:
     real_run(store, 4)
     before = get(page, "/api/run")[1]["document"]["steps"]
     status, said, _ = get(page, "/api/steps?version=777")
@@ -88,7 +88,7 @@ def test_steps_that_cannot_be_shown_are_told_to_who_asked_and_to_nobody_else(sto
     assert get(page, "/api/run")[1]["document"]["steps"] == before
 
 
-def raw(server: Server, request: str) -> bytes:
+def raw(server: PageServer, request: str) -> bytes:
     """All that the server sends until it ends the connection."""
     where = urlsplit(server.url)
     with socket.create_connection((where.hostname or "", where.port or 0), timeout=120) as connection:
@@ -102,7 +102,7 @@ def raw(server: Server, request: str) -> bytes:
         return said
 
 
-def test_the_body_of_a_request_is_not_taken_for_another_request(page: Server) -> None:
+def test_the_body_of_a_request_is_not_taken_for_another_request(page: PageServer) -> None:
     inner = "GET /api/none HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for header in (f"Content-Length: {len(inner)}", "Transfer-Encoding: chunked"):
         said = raw(page, f"GET /api HTTP/1.1\r\nHost: localhost\r\n{header}\r\n\r\n{inner}")
@@ -120,12 +120,12 @@ def test_the_body_of_a_request_is_not_taken_for_another_request(page: Server) ->
         ("http://localhost/api/run", "localhost", 200),
     ],
 )
-def test_targets_and_hosts_of_others(page: Server, target: str, host: str, status: int) -> None:
+def test_targets_and_hosts_of_others(page: PageServer, target: str, host: str, status: int) -> None:
     said = raw(page, f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n")
     assert said.startswith(b"HTTP/1.1 %d " % status)
 
 
-def test_head_is_get_without_the_body_and_other_methods_are_refused(page: Server) -> None:
+def test_head_is_get_without_the_body_and_other_methods_are_refused(page: PageServer) -> None:
     head, _, body = raw(page, "HEAD / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")
     assert b"Content-Length: %d" % len(get(page, "/")[1]) in head
@@ -139,7 +139,7 @@ def test_head_is_get_without_the_body_and_other_methods_are_refused(page: Server
 
 
 def test_the_address_of_a_server_on_all_addresses_can_be_opened(store: Store) -> None:
-    server = Server(store, host="0.0.0.0", token=TOKEN)
+    server = PageServer(store, host="0.0.0.0", token=TOKEN)
     server.server_close()
     assert urlsplit(server.url).hostname == socket.gethostname().lower()
 
@@ -154,17 +154,17 @@ def test_the_address_of_a_server_on_all_addresses_can_be_opened(store: Store) ->
         "/api/tensors?versions=1,,2",
     ],
 )
-def test_bad_requests(store: Store, page: Server, path: str) -> None:
+def test_bad_requests(store: Store, page: PageServer, path: str) -> None:
     publish(store, history(2))
     assert get(page, path.replace("²", "%C2%B2"))[0] == 400
 
 
 @pytest.mark.parametrize("path", ["/run.json", "/api", "/api/../run.json", "/%2e%2e/etc/passwd"])
-def test_nothing_else_is_served(page: Server, path: str) -> None:
+def test_nothing_else_is_served(page: PageServer, path: str) -> None:
     assert get(page, path)[0] == 404
 
 
-def test_the_page_itself_has_no_data_and_strict_headers(store: Store, page: Server) -> None:
+def test_the_page_itself_has_no_data_and_strict_headers(store: Store, page: PageServer) -> None:
     publish(store, history(1))
     status, body, headers = get(page, "/")
     assert status == 200
@@ -176,7 +176,7 @@ def test_the_page_itself_has_no_data_and_strict_headers(store: Store, page: Serv
     assert headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_a_site_that_points_its_name_here_reads_nothing(store: Store, page: Server) -> None:
+def test_a_site_that_points_its_name_here_reads_nothing(store: Store, page: PageServer) -> None:
     publish(store, history(1))
     port = urlsplit(page.url).port
     for host in ("[", "evil.example", f"evil.example:{port}", "0.0.0.0", "", "127.0.0.1.evil.example"):
@@ -188,7 +188,7 @@ def test_a_site_that_points_its_name_here_reads_nothing(store: Store, page: Serv
 def test_without_a_token_only_this_machine_is_served(store: Store) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1"):
         with pytest.raises(Misconfigured, match="DELTAWIRE_TOKEN"):
-            Server(store, host=host)
+            PageServer(store, host=host)
 
 
 def test_a_token_opens_the_data_and_nothing_else_does(store: Store) -> None:
@@ -205,9 +205,9 @@ def test_a_token_opens_the_data_and_nothing_else_does(store: Store) -> None:
         assert get(page, "/api/run", Authorization=f"Bearer {TOKEN}", Host="page.example")[0] == 200
 
 
-def test_a_port_that_is_taken(store: Store, page: Server) -> None:
+def test_a_port_that_is_taken(store: Store, page: PageServer) -> None:
     with pytest.raises(Misconfigured, match="--port"):
-        Server(store, port=urlsplit(page.url).port or 0)
+        PageServer(store, port=urlsplit(page.url).port or 0)
 
 
 def test_many_pages_cost_the_bucket_as_much_as_one(store: Store) -> None:
@@ -224,7 +224,7 @@ def test_many_pages_cost_the_bucket_as_much_as_one(store: Store) -> None:
         assert counting.requests.total() <= 2 * looks
 
 
-def test_connections_that_say_nothing_keep_nobody_out(store: Store, page: Server) -> None:
+def test_connections_that_say_nothing_keep_nobody_out(store: Store, page: PageServer) -> None:
     publish(store, history(1))
     where = urlsplit(page.url).hostname or "", urlsplit(page.url).port or 0
     silent = [socket.create_connection(where) for _ in range(3 * CONNECTIONS)]
@@ -270,7 +270,7 @@ def test_the_end_of_the_server_ends_connections_that_pages_keep_open(store: Stor
     connection.close()
 
 
-def test_the_page_says_that_there_is_no_run_yet(store: Store, page: Server) -> None:
+def test_the_page_says_that_there_is_no_run_yet(store: Store, page: PageServer) -> None:
     status, found, _ = get(page, "/api/run")
     assert status == 200
     assert "there is no run" in found["document"]["problem"]

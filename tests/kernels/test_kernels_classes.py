@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltawire.core.codecs.context.classes import CLASSES
-from deltawire.kernels import Plan, Ranks, Rules, grid, pace, rules, torch_ops
+from deltawire.kernels import ClassRanks, Plan, Rules, grid, pace, rules, torch_ops
 
 EXPONENT = {torch.bfloat16: (7, 255), torch.float32: (23, 255), torch.float8_e4m3fn: (3, 15), torch.uint8: (0, 0)}
 
@@ -100,7 +100,7 @@ def test_counts_ranks_and_steps_equal_a_plain_loop(
 ) -> None:
     case = Case(device, dtype, leveled)
     changed = torch_ops.detect(case.plan, case.old, case.new)
-    found: Ranks = ops.class_ranks(case.plan, case.old, case.rules, changed)
+    found: ClassRanks = ops.class_ranks(case.plan, case.old, case.rules, changed)
     assert torch.equal(ops.class_counts(case.plan, case.old, case.rules), found.sizes)
     starts = changed.starts.tolist()
     for tile, classes in enumerate(case.tile_classes()):
@@ -128,7 +128,7 @@ def test_place_inverts_the_ranks_of_all_weights(ops: ModuleType, device: torch.d
 
 def assert_placed(ops: ModuleType, case: Case) -> None:
     changed = torch_ops.detect(case.plan, case.old, case.new)
-    ranks: Ranks = torch_ops.class_ranks(case.plan, case.old, case.rules, changed)
+    ranks: ClassRanks = torch_ops.class_ranks(case.plan, case.old, case.rules, changed)
     expected = torch_ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks, ranks.steps)
     # the change takes the memory of ranks and steps
     placed = ops.place(case.plan, case.old, case.rules, ranks.counts, ranks.ranks.clone(), ranks.steps.clone())

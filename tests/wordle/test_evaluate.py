@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deltawire.cli import app
-from deltawire.engines.server import Options, RolloutServer
+from deltawire.engines.server import RolloutServer, ServerOptions
 from deltawire_wordle.errors import ServerRefused, ServerUnavailable
 from deltawire_wordle.evaluate import evaluate
 from deltawire_wordle.sampling import ModelSampler, ServerSampler, Spread
@@ -27,7 +27,7 @@ GAMES = 64
 
 @contextmanager
 def rollout_server(run: Path) -> Iterator[str]:
-    server = RolloutServer(Options(run=str(run), port=0, name="policy", poll=0.05))
+    server = RolloutServer(ServerOptions(run=str(run), port=0, name="policy", poll=0.05))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

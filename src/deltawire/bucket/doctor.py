@@ -89,7 +89,7 @@ Step = Callable[[], str]
 
 def examine(store: Store, tell: Callable[[Finding], None] | None = None) -> Report:
     """Try everything; `tell` is called with each finding. What was put there is removed, also on an interrupt."""
-    visit = _Visit(store)
+    visit = _Trial(store)
     findings: list[Finding] = []
 
     def add(finding: Finding) -> None:
@@ -107,7 +107,7 @@ def examine(store: Store, tell: Callable[[Finding], None] | None = None) -> Repo
     return Report(store.url, tuple(findings), visit.figures)
 
 
-class _Visit:
+class _Trial:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.figures: dict[str, float] = {}

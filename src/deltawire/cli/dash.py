@@ -62,7 +62,7 @@ def command(
       deltawire dash s3://runs/chat --json | jq .headline
     """
     from ..core.errors import DeltawireError
-    from ..dash import Collector, Server, save
+    from ..dash import Collector, PageServer, save
     from ..dash.trace import trace as trace_of
     from ..engines.access import read_token
 
@@ -78,7 +78,7 @@ def command(
             raise BadParameter(f"there is no folder {target.parent}", param_hint=option)
     if not once:
         token = read_token(token_file)
-        server = Server(run, host=host, port=PORT if port is None else port, token=token, requests=requests)
+        server = PageServer(run, host=host, port=PORT if port is None else port, token=token, requests=requests)
         more = "; append #token=… to the address, or the page asks for it" if token else ""
         ui.serve_until_ended(server, {"url": server.url}, f"{run} at {server.url}{more}; Ctrl-C ends it")
         return

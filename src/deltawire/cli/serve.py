@@ -216,9 +216,9 @@ def command(
         runs = ", ".join(f"{name}={place}" for name, place in adapters.items())
         chosen = live.Options(**following, kv=kv, adapters=runs, extra=ctx.args)
         live.launch(vllm if engine == "vllm" else sglang, chosen, model, folder)
-    from ..engines.server import Connections, Limits, Options, RolloutServer
+    from ..engines.server import Connections, Limits, RolloutServer, ServerOptions
 
-    options = Options(
+    options = ServerOptions(
         **following,
         model=model,
         dtype=dtype,

@@ -20,7 +20,7 @@ from blake3 import blake3
 from . import container, keys
 from .change import Change, Region, RegionMoves, whole
 from .codecs import block_encoding, check_encoding, context, raw, work
-from .codecs.base import BaseBits, Before, BlockRecord, Coded, CountedRegions, Stream, expand, squeeze
+from .codecs.base import BaseBits, Before, BlockRecord, Coded, CountedRegions, StreamRecord, expand, squeeze
 from .container import Read
 from .digest import StateDigest
 from .dtypes import lookup
@@ -387,7 +387,7 @@ class DeltaFile:
             raise UnknownFormat(f"encoding {self.encoding!r} needs an {INDEX!r}; this file has none")
         claimed = self.metadata.get("index_size", "")
         raw_size = int(claimed) if claimed.isdecimal() and len(claimed) < 12 else -1
-        plain = expand(Stream(raw_size, item.nbytes), self._read(item.start, item.nbytes), MAX_INDEX, "the index")
+        plain = expand(StreamRecord(raw_size, item.nbytes), self._read(item.start, item.nbytes), MAX_INDEX, "the index")
         index = decode(plain, _Index, "the index", CorruptStream)
         known = schema.by_name() if schema else None
         for tensor in index.tensors:

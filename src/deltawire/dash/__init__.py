@@ -24,9 +24,9 @@ from ..store import Store
 from .collect import Collector
 from .document import Document, encode
 from .html import html
-from .server import Server
+from .server import PageServer
 
-__all__ = ["Collector", "Document", "Server", "serve", "write_page"]
+__all__ = ["Collector", "Document", "PageServer", "serve", "write_page"]
 
 
 def write_page(run: str | Path | Store, out: str | Path, *, requests: int | None = None) -> Document:
@@ -65,13 +65,13 @@ def serve(
     host: str = "127.0.0.1",
     token: str | None = None,
     requests: int | None = None,
-) -> Iterator[Server]:
+) -> Iterator[PageServer]:
     """Serve the live page of a run from a thread of this process, for as long as the block lasts.
 
     The run may appear later. Port 0 is any that is free; `url` of the server has it. Raises Misconfigured if the port
     is taken, or if `host` is not this machine and there is no token.
     """
-    server = Server(run, host=host, port=port, token=token, requests=requests)
+    server = PageServer(run, host=host, port=port, token=token, requests=requests)
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="deltawire-dash", daemon=True)
     thread.start()
     try:

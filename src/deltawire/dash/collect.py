@@ -435,10 +435,10 @@ class Collector:
             tags.setdefault(version, []).append(name)
         return [_version(self._summaries[v], self._elements, tags.get(v, []), len(proven.get(v, ()))) for v in wanted]
 
-    def _replica(self, id: str, known: _Known) -> doc.Replica | None:
+    def _replica(self, id: str, known: _Known) -> doc.PageReplica | None:
         seen, beat = known.listed, known.beat
         if not known.read:
-            return doc.Replica(id, "unread", None, None, None, seen, 0.0, "", [])
+            return doc.PageReplica(id, "unread", None, None, None, seen, 0.0, "", [])
         if beat is None:
             return None
         version = beat.version if self._is_possible(beat.version) else None
@@ -451,7 +451,7 @@ class Collector:
         silent = time.time() - (seen if self._copied else known.read) > SILENT
         health = "silent" if silent else "ok" if beat.healthy else "failing"
         skew, syncs = self._skew(beat, known.read), self._possible_syncs(known)
-        return doc.Replica(id, health, version, lag, behind, seen, skew, beat.error[:500], syncs)
+        return doc.PageReplica(id, health, version, lag, behind, seen, skew, beat.error[:500], syncs)
 
     def _behind(self, version: int) -> float | None:
         """Seconds since the version after this one was published."""
@@ -508,7 +508,7 @@ def _sync(record: SyncRecord, skew: float) -> doc.Sync | None:
 
 
 def _version(summary: Summary, elements: int, tags: list[str], proven: int) -> doc.Version:
-    links = [doc.Link(x.kind, x.base, _size(x.bytes), x.encoding[:40], x.why[:300]) for x in summary.links[:16]]
+    links = [doc.PageLink(x.kind, x.base, _size(x.bytes), x.encoding[:40], x.why[:300]) for x in summary.links[:16]]
     step = summary.step if summary.step is not None and abs(summary.step) < doc.LARGEST else None
     metrics = {k[:40]: v for k, v in list(summary.metrics.items())[:16] if math.isfinite(v) and abs(v) < 1e300}
     return doc.Version(

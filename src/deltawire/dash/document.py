@@ -61,7 +61,7 @@ class Columns(msgspec.Struct):
     """Means of the metrics that were given to `publish`."""
 
 
-class Link(msgspec.Struct):
+class PageLink(msgspec.Struct):
     kind: str
     base: int | None
     bytes: int
@@ -78,7 +78,7 @@ class Version(msgspec.Struct):
     step: int | None
     changed: float
     """Share of changed weights, 0 to 1."""
-    links: list[Link]
+    links: list[PageLink]
     metrics: dict[str, float]
     tags: list[str]
     proven: int
@@ -104,7 +104,7 @@ class Sync(msgspec.Struct):
     times: int
 
 
-class Replica(msgspec.Struct):
+class PageReplica(msgspec.Struct):
     id: str
     health: str
     """ok, failing, silent, or unread where its heartbeat was not read."""
@@ -198,7 +198,7 @@ class Document(msgspec.Struct):
     recent: list[Version] = []
     """The newest versions in detail, oldest first."""
     tags: dict[str, int] = {}
-    replicas: list[Replica] = []
+    replicas: list[PageReplica] = []
     trainer: list[Trainer] = []
     heat: Heat | None = None
     steps: Steps | None = None

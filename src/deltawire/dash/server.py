@@ -81,7 +81,7 @@ def _without_clock(document: Document) -> Document:
     return msgspec.structs.replace(document, looked=0.0, replicas=replicas)
 
 
-class Server(ThreadedServer):
+class PageServer(ThreadedServer):
     """Serves the page of one run."""
 
     def __init__(
@@ -131,7 +131,7 @@ def _end(connection: socket.socket) -> None:
 
 class PageHandler(Handler):
     timeout = TIMEOUT
-    server: Server
+    server: PageServer
 
     def do_GET(self) -> None:
         lengths = self.headers.get_all("Content-Length", [])

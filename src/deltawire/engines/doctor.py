@@ -40,7 +40,7 @@ _PROBE = b'{"doctor": true}'
 """Sent to /deltawire/pin, which refuses it and changes nothing."""
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     status: int
     """0 if there was no answer."""
     value: Any
@@ -195,19 +195,19 @@ def _token(url: str, token: str | None) -> Finding:
     return Finding("token", "ok", "control routes ask for one, and take this one")
 
 
-def _ask(url: str, method: str, path: str, token: str | None, body: bytes | None = None) -> Answer:
+def _ask(url: str, method: str, path: str, token: str | None, body: bytes | None = None) -> Reply:
     headers = {"content-type": "application/json"} if body else {}
     if token:
         headers["authorization"] = f"Bearer {token}"
     request = urllib.request.Request(url + path, body, headers, method=method)
     try:
         with _OPENER.open(request, timeout=TIMEOUT_S) as response:
-            return Answer(response.status, _value(response.read(MOST)))
+            return Reply(response.status, _value(response.read(MOST)))
     except urllib.error.HTTPError as error:
         with error:
-            return Answer(error.code, _value(error.read(MOST)))
+            return Reply(error.code, _value(error.read(MOST)))
     except (OSError, ValueError, HTTPException) as error:
-        return Answer(0, None, _why(url, getattr(error, "reason", error)))
+        return Reply(0, None, _why(url, getattr(error, "reason", error)))
 
 
 def _why(url: str, error: object) -> str:

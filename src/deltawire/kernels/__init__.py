@@ -30,15 +30,15 @@ from . import torch_ops
 from .host import from_changes, on, read_region, region_plan, to_changes
 from .pace import gently
 from .plan import TILE, Plan, Segment, flat_plan, grid
-from .results import CLASS_STEPS, Changed, Moves, Origins, Ranks, Rules, TooMany, read_sheet, rules
+from .results import CLASS_STEPS, Changed, ClassRanks, Moves, Origins, Rules, TooMany, read_sheet, rules
 
 __all__ = [
     "TILE",
     "Changed",
+    "ClassRanks",
     "Moves",
     "Origins",
     "Plan",
-    "Ranks",
     "Rules",
     "Segment",
     "TooMany",
@@ -159,7 +159,7 @@ def class_counts(old: Sequence[Tensor], plan: Plan, rules: Rules) -> Tensor:
     return _run("class_counts", plan, old, rules)  # type: ignore[no-any-return]
 
 
-def class_ranks(old: Sequence[Tensor], plan: Plan, rules: Rules, changed: Changed) -> Ranks:
+def class_ranks(old: Sequence[Tensor], plan: Plan, rules: Rules, changed: Changed) -> ClassRanks:
     """Changes as ranks within the classes of the old bits, which `old` must still hold."""
     _require_tiles(plan, changed)
     return _run("class_ranks", plan, old, rules, changed)  # type: ignore[no-any-return]

@@ -143,7 +143,7 @@ class Pointers:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepInputs:
     """What a step works on, one of each per tensor of the log's elements."""
 
     pointers: Pointers
@@ -155,7 +155,7 @@ class Step:
     """Not zero: nothing is done."""
 
 
-def step(elements: Elements, work: Step, log: ChangeLog | None) -> None:
+def step(elements: Elements, work: StepInputs, log: ChangeLog | None) -> None:
     """Take the step, with Triton. Waits for the device only where the log might have run out of room."""
     from . import triton_ops
 

@@ -79,7 +79,7 @@ class Origins:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class ClassRanks:
     """Changed units as ranks within classes of the old bits: tile after tile, class by class, rank by rank."""
 
     sizes: Tensor

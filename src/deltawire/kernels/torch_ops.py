@@ -15,7 +15,7 @@ from ..core.change import FLIPS, NEW_BITS, NUMBER_STEPS
 from ..core.codecs.context.classes import CLASSES, COLUMN_NEUTRAL, ROW_NEUTRAL
 from .adamw import ChangeLog, Elements
 from .plan import TILE, Plan, Segment, narrow, units, widen
-from .results import Changed, Moves, Origins, Ranks, Rules, TooMany
+from .results import Changed, ClassRanks, Moves, Origins, Rules, TooMany
 
 _DIGEST_BLOCKS = 1 << 12
 
@@ -156,7 +156,7 @@ def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
     return sizes
 
 
-def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Changed) -> Ranks:
+def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Changed) -> ClassRanks:
     """Ranks of changes within the classes of the old bits, which `old` must still hold."""
     sizes = class_counts(plan, old, rules)
     counts = torch.zeros_like(sizes)
@@ -175,7 +175,7 @@ def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Change
         ranks[here] = narrow(rank[at][into], ranks.dtype)
         step = _steps(plan, rules, first, widen(changed.old[here]), widen(changed.new[here]))
         steps[here] = narrow(step[into], steps.dtype)
-    return Ranks(sizes, counts, ranks, steps)
+    return ClassRanks(sizes, counts, ranks, steps)
 
 
 def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:

@@ -13,10 +13,10 @@ from torch import Tensor
 from ..core import digest as core_digest
 from ..core.codecs.context.classes import CLASSES
 from . import _adamw, _change, _classes, _digest, _ranks
-from .adamw import ChangeLog, Elements, Step
+from .adamw import ChangeLog, Elements, StepInputs
 from .pace import in_turns
 from .plan import TILE, Launch, Plan
-from .results import CLASS_STEPS, Changed, Moves, Origins, Ranks, Rules, TooMany
+from .results import CLASS_STEPS, Changed, ClassRanks, Moves, Origins, Rules, TooMany
 
 CHUNK = 128
 """Units of a row that are read as one piece; a byte can count them."""
@@ -147,7 +147,7 @@ def class_counts(plan: Plan, old: Sequence[Tensor], rules: Rules) -> Tensor:
     return sizes
 
 
-def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Changed) -> Ranks:
+def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Changed) -> ClassRanks:
     """Ranks of changes within the classes of the old bits, which `old` must still hold."""
     device = plan.device
     sizes, counts = (torch.zeros((plan.tiles, CLASSES), dtype=torch.int32, device=device) for _ in range(2))
@@ -155,7 +155,7 @@ def class_ranks(plan: Plan, old: Sequence[Tensor], rules: Rules, changed: Change
     for launch in plan.launches(old):
         change = changed.starts, changed.positions, changed.old, changed.new
         _rank(_ranks.class_ranks_kernel, plan, launch, rules, *change, sizes, counts, ranks, steps, **CLASS_RANKS)
-    return Ranks(sizes, counts, ranks, steps)
+    return ClassRanks(sizes, counts, ranks, steps)
 
 
 def place(plan: Plan, old: Sequence[Tensor], rules: Rules, counts: Tensor, ranks: Tensor, steps: Tensor) -> Changed:
@@ -187,7 +187,7 @@ def nothing_seen(elements: Elements) -> Tensor:
     return torch.zeros(elements.tiles * (TILE // 32), dtype=torch.int32, device=elements.device)
 
 
-def adamw(elements: Elements, work: Step, log: ChangeLog | None, *, again: bool = False) -> None:
+def adamw(elements: Elements, work: StepInputs, log: ChangeLog | None, *, again: bool = False) -> None:
     """One step; with `again`, only where the log had no room the last time."""
     blank = work.scalars
     per_tile = TILE // (32 * ADAMW["WORDS"])

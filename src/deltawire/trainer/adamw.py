@@ -127,7 +127,7 @@ class DeltaAdamW(torch.optim.AdamW):
         with on(elements.device):
             scalars = kept.scalars(numbers)
             scale, inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            ops.step(elements, ops.Step(kept.pointers, scalars, scale, inf), self._log)
+            ops.step(elements, ops.StepInputs(kept.pointers, scalars, scale, inf), self._log)
             if inf is not None:
                 # a step that was skipped does not count
                 kept.counts -= inf

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deltawire.core.change import Region, blocks, compare
 from deltawire.core.codecs import BLOCK_ENCODINGS, ENCODINGS, packed, raw
-from deltawire.core.codecs.base import BlockRecord, Stream, exactly
+from deltawire.core.codecs.base import BlockRecord, StreamRecord, exactly
 from deltawire.core.dtypes import DTYPES, lookup
 from deltawire.core.errors import PositionError
 from deltawire.core.schema import Schema, TensorSpec
@@ -199,7 +199,7 @@ def test_a_block_is_checked_before_any_of_it_is_written() -> None:
     changes = [compare(r, live[r.tensor.name], live[r.tensor.name] ^ np.uint16(1)) for r in regions]
     coded = packed.encode(changes, lambda region: live[region.tensor.name])
     record = BlockRecord(
-        packed.name, [], {k: Stream(len(v), len(v)) for k, v in coded.streams.items()}, coded.parameters
+        packed.name, [], {k: StreamRecord(len(v), len(v)) for k, v in coded.streams.items()}, coded.parameters
     )
     before = {name: bits.copy() for name, bits in live.items()}
     short = [(regions[0], changes[0].count), (Region(tensors[1], 0, 63, 0, 64), changes[1].count)]
@@ -215,7 +215,7 @@ def test_a_block_is_checked_before_any_of_it_is_written() -> None:
 def test_kernels_are_compiled_for_one_kind_of_memory(held: type[bytes | bytearray]) -> None:
     """Numba compiles a kernel once more for arrays that may not be written, seconds each."""
     data = held(b"1234")
-    record = BlockRecord(packed.name, [], {"gaps": Stream(4, 4)}, {})
+    record = BlockRecord(packed.name, [], {"gaps": StreamRecord(4, 4)}, {})
     assert not exactly(record, {"gaps": data}, "gaps", (0, 4)).flags.writeable
     tensor = TensorSpec("w", "U8", (9,))
     (moves,) = raw.moves(tensor, "I32", np.arange(4, dtype=np.int32).tobytes(), data)

@@ -7,7 +7,7 @@ import pytest
 
 from deltawire.core.change import NUMBER_STEPS, compare, whole
 from deltawire.core.codecs import packed
-from deltawire.core.codecs.base import BlockRecord, Coded, Stream
+from deltawire.core.codecs.base import BlockRecord, Coded, StreamRecord
 from deltawire.core.errors import CorruptStream, CountMismatch, PositionError
 from deltawire.core.schema import TensorSpec
 
@@ -15,7 +15,7 @@ REGION = whole(TensorSpec("w", "BF16", (1, 4000)))
 
 
 def record(coded: Coded, **parameters: int) -> BlockRecord:
-    streams = {name: Stream(len(data), len(data)) for name, data in coded.streams.items()}
+    streams = {name: StreamRecord(len(data), len(data)) for name, data in coded.streams.items()}
     return BlockRecord("packed", [], streams, {**coded.parameters, **parameters})
 
 

@@ -13,7 +13,7 @@ from fused import Fused  # noqa: E402
 
 from deltawire.core.schema import Schema  # noqa: E402
 from deltawire.core.sparse import DeltaFile  # noqa: E402
-from deltawire.engines.live.decode import Decoder, Wanted  # noqa: E402
+from deltawire.engines.live.decode import ShardDecoder, Wanted  # noqa: E402
 from deltawire.engines.live.layout import Layout, arrange  # noqa: E402
 from deltawire.engines.live.placement import open_shard, trace  # noqa: E402
 from deltawire.replica.shard import Piece, Shard  # noqa: E402
@@ -36,7 +36,7 @@ class Ranks:
         self.schema: Schema = self.models[0].schema()
         self.placements = [trace(model, model.load_weights, self.schema) for model in self.models]
         self.shards: list[Shard] = [open_shard(placement.pieces) for placement in self.placements]
-        self.decoders = [Decoder(shard) for shard in self.shards]
+        self.decoders = [ShardDecoder(shard) for shard in self.shards]
         self.layout: Layout = arrange(
             self.schema,
             [[piece.region for piece in shard.pieces] for shard in self.shards],

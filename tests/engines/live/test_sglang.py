@@ -383,7 +383,7 @@ def server(
     monkeypatch.setenv("DELTAWIRE_RUN", str(tmp_path / "followed"))
     monkeypatch.setenv("DELTAWIRE_POLL", "0.01")
     monkeypatch.setenv("DELTAWIRE_VERSION_WAIT", "0.05")
-    from deltawire.engines.sglang.endpoint import Server
+    from deltawire.engines.sglang.endpoint import SGLangServer
 
     manager: Any = world.client
     manager.server_args = SimpleNamespace(resolved_dict=lambda: {"host": "127.0.0.1", "port": 30000})
@@ -401,7 +401,7 @@ def server(
             return StreamingResponse(lines, media_type="text/event-stream")
         return [one async for one in manager.generate_request(body["text"])][-1]
 
-    made = Server(manager)
+    made = SGLangServer(manager)
     made.attach(app)
 
     def send(method: str, path: str, **options: Any) -> httpx.Response:

@@ -175,7 +175,7 @@ def server(tmp_path: Path, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.
     monkeypatch.delenv("DELTAWIRE_RUN", raising=False)
     monkeypatch.setenv("DELTAWIRE_ADAPTERS", f"policy={tmp_path / 'run'}")
     monkeypatch.setenv("DELTAWIRE_TOKEN", "a token")
-    from deltawire.engines.sglang.endpoint import Server
+    from deltawire.engines.sglang.endpoint import SGLangServer
 
     app = FastAPI()
 
@@ -183,7 +183,7 @@ def server(tmp_path: Path, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.
     async def echo(request: Request) -> Any:
         return await request.json()
 
-    made = Server(Manager(tmp_path))
+    made = SGLangServer(Manager(tmp_path))
     made.attach(app)
 
     def send(path: str, body: Any, **headers: str) -> httpx.Response:

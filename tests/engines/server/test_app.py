@@ -18,7 +18,7 @@ from serving import checkpoint, generate, nudge, published_run, publisher, servi
 
 from deltawire.bucket.run import Run
 from deltawire.core.errors import Misconfigured
-from deltawire.engines.server import Limits, Options, RolloutServer, app
+from deltawire.engines.server import Limits, RolloutServer, ServerOptions, app
 from deltawire.engines.server.requests import CompletionRequest
 from deltawire.metrics import Prometheus
 
@@ -248,7 +248,7 @@ def test_the_token_may_guard_everything(run: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
 def test_others_may_reach_it_only_with_a_token(host: str, run: Path) -> None:
     with pytest.raises(Misconfigured, match="DELTAWIRE_TOKEN"):
-        RolloutServer(Options(run=str(run), host=host))
+        RolloutServer(ServerOptions(run=str(run), host=host))
 
 
 # ── control and limits ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ from deltawire.bucket.run import Run
 from deltawire.core.errors import SchemaMismatch, SignatureError, StoreUnavailable
 from deltawire.core.signing import SigningKey
 from deltawire.engines.follower import Follower
-from deltawire.engines.server import Options, RolloutServer
+from deltawire.engines.server import RolloutServer, ServerOptions
 from deltawire.store import LocalStore
 
 VERSIONS, STREAMS = 20, 8
@@ -229,7 +229,7 @@ def test_another_model_ends_the_server_with_the_reason(tmp_path: Path) -> None:
     with publisher(tmp_path / "run", checkpoint(tmp_path / "model", trainer)) as it:
         it.publish(trainer).result(60)
     other = checkpoint(tmp_path / "other", tiny_model(hidden_size=32))
-    server = RolloutServer(Options(run=str(tmp_path / "run"), model=str(other), port=0))
+    server = RolloutServer(ServerOptions(run=str(tmp_path / "run"), model=str(other), port=0))
     with pytest.raises(SchemaMismatch, match="in the run but"):
         server.run()
 

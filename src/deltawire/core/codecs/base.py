@@ -35,7 +35,7 @@ CountedRegions = Sequence[tuple[Region, int]]
 """Regions of a block, and the number of changes in each."""
 
 
-class Stream(msgspec.Struct, frozen=True, array_like=True):
+class StreamRecord(msgspec.Struct, frozen=True, array_like=True):
     """One byte stream of a coded block, zstd-compressed where that made it smaller."""
 
     raw: int
@@ -50,7 +50,7 @@ class BlockRecord(msgspec.Struct, frozen=True):
     encoding: str
     regions: list[tuple[int, int, int, int, int, int]]
     """(tensor number, row, rows, column, columns, changed)."""
-    streams: dict[str, Stream]
+    streams: dict[str, StreamRecord]
     """In file order."""
     parameters: dict[str, int] = {}
     hash: str = ""
@@ -84,7 +84,7 @@ _compressors = threading.local()
 """A compressor of each thread: making one takes as long as compressing a small stream."""
 
 
-def squeeze(streams: Sequence[bytes]) -> list[tuple[Stream, bytes]]:
+def squeeze(streams: Sequence[bytes]) -> list[tuple[StreamRecord, bytes]]:
     """Compress streams where that pays; all in one call, since each gives up the interpreter's lock."""
     if not hasattr(_compressors, "own"):
         _compressors.own = zstandard.ZstdCompressor(compression_params=_ENTROPY_ONLY)
@@ -95,11 +95,11 @@ def squeeze(streams: Sequence[bytes]) -> list[tuple[Stream, bytes]]:
         stored = data
         if data and len(found := next(packed)) < len(data):
             stored = found.tobytes()
-        result.append((Stream(len(data), len(stored)), stored))
+        result.append((StreamRecord(len(data), len(stored)), stored))
     return result
 
 
-def expand(stream: Stream, stored: bytes, limit: int, what: str) -> bytes:
+def expand(stream: StreamRecord, stored: bytes, limit: int, what: str) -> bytes:
     """Decompress a stream of at most `limit` bytes, which is what the counts of the block allow."""
     if not 0 <= stream.raw <= limit:
         raise CorruptStream(f"{what} claims {stream.raw} bytes where at most {limit} make sense")
@@ -124,7 +124,7 @@ def exactly(record: BlockRecord, streams: dict[str, bytes], name: str, limits: t
     """A stream of the block as bytes, its length checked against what the counts allow."""
     low, high = limits
     data = streams.get(name, b"")
-    stream = record.streams.get(name, Stream(0, 0))
+    stream = record.streams.get(name, StreamRecord(0, 0))
     data = expand(stream, data, high, f"stream {name!r}")
     if len(data) < low:
         raise CountMismatch(f"stream {name!r} holds {len(data)} bytes, its counts need {low}")

@@ -26,7 +26,7 @@ _PREFIX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class ArrayInFile:
     """An array that stays in its file."""
 
     file: FileIO
@@ -102,11 +102,11 @@ def open_arrays(path: Path) -> dict[str, Array]:
         return _views(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), layout, start)
 
 
-def open_stored(path: Path) -> dict[str, Stored]:
+def open_stored(path: Path) -> dict[str, ArrayInFile]:
     """The arrays of a file, to be read in parts. The file may be removed while they are in use."""
     file = FileIO(path)
     layout, start = _head(file.read)
-    return {name: Stored(file, start + at, np.dtype(dtype), tuple(shape)) for name, dtype, shape, at in layout}
+    return {name: ArrayInFile(file, start + at, np.dtype(dtype), tuple(shape)) for name, dtype, shape, at in layout}
 
 
 def write(path: Path, arrays: Mapping[str, Array]) -> None:

@@ -39,7 +39,7 @@ class Wanted(Exception):
         super().__init__(f"{len(self.regions)} regions of old weights are held by other ranks")
 
 
-class Decoder:
+class ShardDecoder:
     """Compares deltas and full weights with a shard's present bits. Writes nothing."""
 
     def __init__(self, shard: Shard, threads: int | None = 1) -> None:
@@ -171,7 +171,7 @@ def compile_decoders() -> None:
             view = torch.zeros((spec.rows, width), dtype=torch.bfloat16)[:, :columns]
             view.view(torch.int16).copy_(torch.from_numpy(old.view(np.int16)[:, :columns]))
             piece = Piece(Region(spec, 0, spec.rows, 0, columns), view)
-            Decoder(open_shard([piece])).delta(file, {whole(spec): old})
+            ShardDecoder(open_shard([piece])).delta(file, {whole(spec): old})
 
 
 def _of_spans(region: Region, spans: tuple[slice, slice]) -> Region:

@@ -37,7 +37,7 @@ from ...replica.shard import PieceChange, Shard, Sums
 from ...replica.target import write_or_undo
 from . import arrays
 from .channel import Answer, listen
-from .decode import Decoder, Wanted, compile_decoders
+from .decode import ShardDecoder, Wanted, compile_decoders
 from .guard import fingerprint
 from .layout import sums_to_send
 from .learn import Layer, Learned
@@ -213,7 +213,7 @@ class Rank:
     def _do_stage_delta(self, paths: list[str], claim: Any, lent: list[str]) -> Answer:
         """Decode a delta against the live weights. `wanted` in the answer: it takes weights that others hold."""
         self._staged = None
-        decoder = Decoder(self._weights, threads=max(1, default_threads() // 2))
+        decoder = ShardDecoder(self._weights, threads=max(1, default_threads() // 2))
         borrowed, expected = read_lent(lent), msgspec.convert(claim, DeltaClaim)
         changes: list[PieceChange] = []
         wanted: list[Region] = []
@@ -231,7 +231,7 @@ class Rank:
         which nothing is kept then."""
         self._staged = None
         weights, source = self._weights, Checkpoint(folder)
-        decoder = Decoder(weights, threads=max(1, default_threads() // 2))
+        decoder = ShardDecoder(weights, threads=max(1, default_threads() // 2))
         try:
             if not weights.audited:
                 return self._stage(self._on_device.compare(source))
@@ -255,7 +255,7 @@ class Rank:
             if unchanged and fingerprint(self._model) != before:
                 raise RuntimeError("the same weights, loaded again, gave other ones")
 
-        predicted = Decoder(self._weights).digests(Checkpoint(folder), self._groups) if prove else {}
+        predicted = ShardDecoder(self._weights).digests(Checkpoint(folder), self._groups) if prove else {}
         return self._keep(write, None, {}, predicted, prove)
 
     def _do_count(self, path: str) -> Answer:
@@ -311,7 +311,7 @@ class Rank:
     def _do_lend(self, regions: list[Any], path: str) -> Answer:
         """Write what this rank holds of some regions to a file."""
         out = f"{path}.{self._place}.lent"
-        write_lent(Path(out), Decoder(self._weights).lend(msgspec.convert(regions, list[Region])))
+        write_lent(Path(out), ShardDecoder(self._weights).lend(msgspec.convert(regions, list[Region])))
         return {"lent": out}
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,9 +10,9 @@ from ...core.extras import install_command
 if TYPE_CHECKING:
     from ..http import Connections
     from .scheduler import Limits
-    from .server import Options, RolloutServer
+    from .server import RolloutServer, ServerOptions
 
-__all__ = ["Connections", "Limits", "Options", "RolloutServer"]
+__all__ = ["Connections", "Limits", "RolloutServer", "ServerOptions"]
 
 
 def __getattr__(name: str) -> Any:

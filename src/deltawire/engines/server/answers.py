@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ..names import VERSIONS_FIELD
 from .requests import ChatRequest, CommonRequest, CompletionRequest
-from .sequence import Delta, Sequence
+from .sequence import NewTokens, Sequence
 
 _LOWEST = -9999.0
 """JSON has no −∞; this is what vLLM says."""
@@ -39,7 +39,7 @@ class Answer:
     def whole(self, sequences: list[Sequence]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         choices = [
-            {**self._choice(s, Delta(s.text, 0, len(s.tokens), True), streamed=False), **_end(s)} for s in sequences
+            {**self._choice(s, NewTokens(s.text, 0, len(s.tokens), True), streamed=False), **_end(s)} for s in sequences
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, **self.usage(sequences)}
 
@@ -47,7 +47,7 @@ class Answer:
         """The chunks before the first token."""
         return []
 
-    def chunk(self, sequence: Sequence, delta: Delta) -> dict[str, Any]:
+    def chunk(self, sequence: Sequence, delta: NewTokens) -> dict[str, Any]:
         """The chunk with the tokens that a step added."""
         end = _end(sequence) if delta.finished else {"finish_reason": None, "stop_reason": None}
         return self._chunk({**self._choice(sequence, delta, streamed=True), **end})
@@ -64,10 +64,10 @@ class Answer:
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "object": self.chunk_object, "choices": [*choices]}
 
-    def _choice(self, sequence: Sequence, delta: Delta, *, streamed: bool) -> dict[str, Any]:
+    def _choice(self, sequence: Sequence, delta: NewTokens, *, streamed: bool) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _ids(self, sequence: Sequence, delta: Delta) -> dict[str, Any]:
+    def _ids(self, sequence: Sequence, delta: NewTokens) -> dict[str, Any]:
         return {"token_ids": sequence.tokens[delta.first : delta.last]} if self.request.return_token_ids else {}
 
 
@@ -80,7 +80,7 @@ class CompletionAnswer(Answer):
         self._offsets: dict[int, int] = {}
         """Where the next token of each choice begins in its text."""
 
-    def _choice(self, sequence: Sequence, delta: Delta, *, streamed: bool) -> dict[str, Any]:
+    def _choice(self, sequence: Sequence, delta: NewTokens, *, streamed: bool) -> dict[str, Any]:
         first = sequence.index not in self._offsets
         echo = self._echo(sequence) if first else ""
         offset = self._offsets.get(sequence.index, 0) + len(echo)
@@ -98,7 +98,7 @@ class CompletionAnswer(Answer):
         said = prompts[sequence.index // self.request.n]
         return said if isinstance(said, str) else str(sequence.tokenizer.decode(sequence.prompt))
 
-    def _logprobs(self, sequence: Sequence, delta: Delta, offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, sequence: Sequence, delta: NewTokens, offset: int) -> dict[str, Any] | None:
         if self.request.logprobs is None:
             return None
         made = range(delta.first, delta.last)
@@ -127,7 +127,7 @@ class ChatAnswer(Answer):
     def _prompt(self, sequence: Sequence) -> dict[str, Any]:
         return {"prompt_token_ids": sequence.prompt} if self.request.return_token_ids else {}
 
-    def _choice(self, sequence: Sequence, delta: Delta, *, streamed: bool) -> dict[str, Any]:
+    def _choice(self, sequence: Sequence, delta: NewTokens, *, streamed: bool) -> dict[str, Any]:
         said = {"delta": {"content": delta.text}}
         if not streamed:
             said = {"message": {"role": "assistant", "content": delta.text}}

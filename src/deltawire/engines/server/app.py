@@ -25,7 +25,7 @@ from ..bounds import BadBound, Bound, reached
 from .answers import Answer, ChatAnswer, CompletionAnswer, made_by
 from .requests import ChatRequest, CompletionRequest, Refused, parse
 from .scheduler import QueueFull, Updates, notify
-from .sequence import Delta, Sequence
+from .sequence import NewTokens, Sequence
 
 if TYPE_CHECKING:
     from .server import RolloutServer
@@ -39,7 +39,7 @@ PREPARE_S = 30.0
 BODIES_AT_ONCE = 8
 """Bodies of the largest size that may be in memory, read and not tokenized yet."""
 
-Events = asyncio.Queue[tuple[Sequence, Delta]]
+Events = asyncio.Queue[tuple[Sequence, NewTokens]]
 Kind = type[CompletionRequest] | type[ChatRequest]
 
 _CONTROL = ("/pause", "/resume", "/is_paused", "/deltawire/")
@@ -243,7 +243,7 @@ def _prepare(
         if not 0 <= token < count:
             raise Refused(f"token id {token} is not in the vocabulary of {count}", "prompt")
 
-    def listen(sequence: Sequence, delta: Delta) -> None:
+    def listen(sequence: Sequence, delta: NewTokens) -> None:
         events.put_nowait((sequence, delta))
 
     made: list[Sequence] = []

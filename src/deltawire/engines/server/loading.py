@@ -28,7 +28,7 @@ from .batch import require_batchable
 from .template import ChatTemplate
 
 if TYPE_CHECKING:
-    from .server import Options
+    from .server import ServerOptions
 
 log = logging.getLogger("deltawire")
 
@@ -43,7 +43,7 @@ class UntrustedCode(DeltawireError):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
     """A model that can be served."""
 
     model: Any
@@ -54,7 +54,7 @@ class Loaded:
     max_model_len: int
 
 
-def load_options(options: Options) -> Loaded:
+def load_options(options: ServerOptions) -> LoadedModel:
     """Load the model that the options name; without one, that of the run, once the run has a version."""
     run = cache(lambda: wait_for_run(options.run, options.poll))
     dtype = compute_dtype(options, run)
@@ -67,7 +67,7 @@ def load_options(options: Options) -> Loaded:
         return load_from(made)
 
 
-def compute_dtype(options: Options, run: Callable[[], Run]) -> torch.dtype:
+def compute_dtype(options: ServerOptions, run: Callable[[], Run]) -> torch.dtype:
     """The dtype to compute in. On a CPU, which has no fast 16-bit product, weights may be wider than the run's."""
     if options.dtype != "auto":
         return getattr(torch, options.dtype)  # type: ignore[no-any-return]
@@ -76,7 +76,7 @@ def compute_dtype(options: Options, run: Callable[[], Run]) -> torch.dtype:
     return dtype_of(run().schema)
 
 
-def load(source: str, *, dtype: torch.dtype, device: str = "cpu", max_model_len: int | None = None) -> Loaded:
+def load(source: str, *, dtype: torch.dtype, device: str = "cpu", max_model_len: int | None = None) -> LoadedModel:
     """`source` is a checkpoint folder (the weights may be missing: the run has them) or a hub id."""
     disable_progress_bar()
     config = _config(source)
@@ -100,7 +100,7 @@ def load(source: str, *, dtype: torch.dtype, device: str = "cpu", max_model_len:
     template = None
     if getattr(tokenizer, "chat_template", None):
         template = ChatTemplate(tokenizer.get_chat_template(), tokenizer.special_tokens_map)
-    return Loaded(model, tokenizer, template, eos, length)
+    return LoadedModel(model, tokenizer, template, eos, length)
 
 
 def dtype_of(schema: Schema) -> torch.dtype:

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from .batch import Batch
 from .sampling import LogprobsMode, draw
-from .sequence import Delta, Sequence
+from .sequence import NewTokens, Sequence
 
 log = logging.getLogger("deltawire")
 
 KvPolicy = Literal["clear", "keep"]
 PauseMode = Literal["abort", "wait", "keep"]
-Updates = list[tuple[Sequence, Delta]]
+Updates = list[tuple[Sequence, NewTokens]]
 
 PREFILL_TOKENS = 4096
 """Prompt tokens of one step: running sequences wait no longer than these take."""

@@ -39,7 +39,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class NewTokens:
     """What a step added to a sequence: its tokens from `first` up to `last`, and their text."""
 
     text: str
@@ -48,7 +48,7 @@ class Delta:
     finished: bool
 
 
-Listener = Callable[["Sequence", Delta], None]
+Listener = Callable[["Sequence", NewTokens], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -135,10 +135,10 @@ class Sequence:
         if self._stream is not None:
             self._stream.finish()
 
-    def delta(self, first: int) -> Delta:
+    def delta(self, first: int) -> NewTokens:
         """Return what was added from the token `first` on."""
         text = self._stream.take() if self._stream is not None and self.live else ""
-        return Delta(text, first, len(self.tokens), self.finish_reason is not None)
+        return NewTokens(text, first, len(self.tokens), self.finish_reason is not None)
 
 
 class TextStream:

@@ -42,7 +42,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ServerOptions:
     """Options of `deltawire serve`."""
 
     run: str | Store
@@ -90,7 +90,7 @@ class RolloutServer:
     `on_version` is called with each version that is served from now on, and the seconds by phase it took to get there.
     """
 
-    def __init__(self, options: Options, on_version: OnVersion = lambda version, timings: None) -> None:
+    def __init__(self, options: ServerOptions, on_version: OnVersion = lambda version, timings: None) -> None:
         check_guarded(options.host, options.token)
         # before anything that takes long: a port that is taken is reported at once
         self._socket = listen(options.host, options.port)

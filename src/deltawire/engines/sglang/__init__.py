@@ -70,11 +70,11 @@ def _attach(server_args: object, tokenizer_manager: object, *args: object, **kwa
     # only now: SGLang sets up its metrics before anything imports prometheus_client
     from sglang.srt.entrypoints.http_server import app
 
-    from .endpoint import Server
+    from .endpoint import SGLangServer
     from .guard import check_server
 
     check_server(server_args)
-    Server(tokenizer_manager).attach(app)
+    SGLangServer(tokenizer_manager).attach(app)
 
 
 def _hook_scheduler() -> None:

@@ -11,10 +11,10 @@ from ..live.channel import Answer
 
 def call(scheduler: Any, operation: str, id: str, name: str = "", folder: str = "") -> Answer:
     """Do a part of the way of an adapter on this rank (live/adapter_worker.py)."""
-    return adapter_worker.call(scheduler, lambda: _Loading(scheduler, id, name, folder), operation, id)
+    return adapter_worker.call(scheduler, lambda: _SGLangLoading(scheduler, id, name, folder), operation, id)
 
 
-class _Loading(adapter_worker.LoadingAdapter):
+class _SGLangLoading(adapter_worker.LoadingAdapter):
     """Reads an adapter in SGLang's own way to a new one, with a copy of its lists of them."""
 
     def __init__(self, scheduler: Any, id: str, name: str, folder: str) -> None:

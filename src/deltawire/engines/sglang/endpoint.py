@@ -38,7 +38,7 @@ BASE_ONLY = (
 """Routes that SGLang answers with the base model, also where a request names an adapter as its model."""
 
 
-class Server(Endpoint):
+class SGLangServer(Endpoint):
     """An SGLang server: `attach` before its app starts; it follows from the start of the app on."""
 
     engine = "sglang"

@@ -19,10 +19,10 @@ TURN_S = 0.0005
 def call(worker: Any, operation: str, id: int, name: str = "", folder: str = "") -> Answer:
     """Do a part of the way of an adapter on this rank (live/adapter_worker.py). The API server reaches this method
     through `collective_rpc("deltawire_adapter", …)`."""
-    return adapter_worker.call(worker, lambda: _Loading(worker, id, name, folder), operation, id)
+    return adapter_worker.call(worker, lambda: _VLLMLoading(worker, id, name, folder), operation, id)
 
 
-class _Loading(adapter_worker.LoadingAdapter):
+class _VLLMLoading(adapter_worker.LoadingAdapter):
     """Reads and merges an adapter as vLLM does, but beside the model; then registers it; then copies it in turns with
     steps of the model, none of which uses it yet."""
 

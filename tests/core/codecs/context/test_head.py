@@ -10,7 +10,7 @@ import pytest
 from deltawire.core.codecs.context.classes import CLASSES, LEVELS, Rule
 from deltawire.core.codecs.context.head import (
     BlockHead,
-    Grid,
+    RegionGrid,
     exponent,
     head_limit,
     pack_head,
@@ -36,7 +36,7 @@ def head(**changes: object) -> BlockHead:
         inverse=np.arange(CLASSES) % 3 == 0,
         steps=[bytes([255, 3]), bytes([1, 2, 3])],
         step_table=(np.arange(CLASSES) % 2).astype(np.uint8),
-        grids=[Grid(2, 1, 3, -5), Grid(1, 1, 0, 7)],
+        grids=[RegionGrid(2, 1, 3, -5), RegionGrid(1, 1, 0, 7)],
     )
     return replace(whole, **changes)  # type: ignore[arg-type]
 
@@ -70,8 +70,8 @@ def test_a_head_that_makes_no_sense_is_refused() -> None:
         {"classes": CLASSES + 1},
         {"spread": 9},
         {"rule": Rule(120, 0, True, *exponent(BF16))},
-        {"grids": [Grid(65, 1, 0, 0), Grid(1, 1, 0, 0)]},
-        {"grids": [Grid(1, 1, 4, 0), Grid(1, 1, 0, 0)]},
+        {"grids": [RegionGrid(65, 1, 0, 0), RegionGrid(1, 1, 0, 0)]},
+        {"grids": [RegionGrid(1, 1, 4, 0), RegionGrid(1, 1, 0, 0)]},
         {"steps": [bytes(3)]},
         {"step_table": np.full(CLASSES, 2, np.uint8)},
     ):

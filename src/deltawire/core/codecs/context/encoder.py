@@ -20,7 +20,7 @@ from .entropy import SPREADS, SYMBOLS, models, scale_counts, unscale_tables
 from .head import (
     NEVER,
     BlockHead,
-    Grid,
+    RegionGrid,
     exponent,
     pack_head,
     pack_levels,
@@ -151,7 +151,7 @@ class BlockEncoder:
                 floats, counts, rates, inverse, offsets, scaled, lengths, table, out, sizes,
             )  # fmt: skip
         steps = [scaled[t, :length].tobytes() for t, length in enumerate(lengths[:count].tolist())]
-        grids = [Grid(*s.grid, s.flags, offset) for s, offset in zip(regions, offsets.tolist(), strict=True)]
+        grids = [RegionGrid(*s.grid, s.flags, offset) for s, offset in zip(regions, offsets.tolist(), strict=True)]
         levels = [line for s in regions for line in (s.row_levels, s.column_levels) if line is not None]
         return Coded(
             {

@@ -49,7 +49,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class RegionGrid:
     """The tiles of one region, as the head describes them."""
 
     down: int
@@ -85,7 +85,7 @@ class BlockHead:
     """Scaled step tables."""
     step_table: npt.NDArray[np.uint8]
     """Per class: its step table."""
-    grids: Sequence[Grid]
+    grids: Sequence[RegionGrid]
     """Per segment."""
 
 
@@ -150,7 +150,7 @@ def parse_head(dtype: Dtype, data: Bytes, shapes: Sequence[tuple[int, int]]) -> 
     return BlockHead(rule, classes, spread, rates, inverse, steps, step_table, grids)
 
 
-def _grid(read: _Reader, shape: tuple[int, int], leveled: int) -> Grid:
+def _grid(read: _Reader, shape: tuple[int, int], leveled: int) -> RegionGrid:
     rows, columns = shape
     down, across, flags, offset = read.varint(), read.varint(), read.byte(), read.byte()
     fits = 1 <= down <= rows and 1 <= across <= columns and down * across <= 64 + rows * columns // 256
@@ -158,7 +158,7 @@ def _grid(read: _Reader, shape: tuple[int, int], leveled: int) -> Grid:
         raise CorruptStream(f"a context grid of {down} × {across} tiles does not fit {rows} × {columns} units")
     if flags > (ROW_LEVELS | COLUMN_LEVELS) or (flags and not leveled):
         raise CorruptStream(f"a context head has region flags {flags}")
-    return Grid(down, across, flags, offset - 256 if offset > 127 else offset)
+    return RegionGrid(down, across, flags, offset - 256 if offset > 127 else offset)
 
 
 class _Reader:
