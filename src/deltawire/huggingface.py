@@ -54,9 +54,9 @@ class _Conversion:
     """How a model's tensors become its checkpoint's."""
 
     layouts: dict[str, _Layout]
-    """Of the model's tensors, by their names in the model."""
+    """Layouts of the model's tensors, by their names in the model."""
     views: dict[str, _TensorView]
-    """By their names in the checkpoint. Empty if some tensor of the checkpoint is no view of one of the model."""
+    """Tensors of the checkpoint, by their names there. Empty if one of them is not a view of a tensor of the model."""
 
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]

@@ -156,7 +156,7 @@ class Cache:
 def shared_cache(store: Store) -> Cache | Neighbour | None:
     """Return the cache that DELTAWIRE_CACHE names: a folder of this host, or a server of this site.
 
-    None for a store in a folder, which would only be copied. Raises Misconfigured for an address that is none.
+    None for a store in a folder, which would only be copied. Raises Misconfigured for an invalid address.
     """
     named = os.environ.get("DELTAWIRE_CACHE", "")
     if not named or store.url.startswith("file:"):

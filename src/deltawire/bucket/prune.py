@@ -299,7 +299,10 @@ def _plan(
     marked: Collection[int] = (),
     damaged: Mapping[str, str | None] = MappingProxyType({}),
 ) -> PrunePlan:
-    """By the manifests themselves, not by history: what is deleted does not come back. As if `marked` were marked."""
+    """Plan by the manifests themselves, not by history: what is deleted does not come back.
+
+    Versions in `marked` count as marked already.
+    """
     pruned = run.pruned().also(marked)
 
     listed = (keys.version_of(item.key) for item in listing)

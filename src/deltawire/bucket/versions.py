@@ -101,7 +101,7 @@ def resolve(run: Run, version: int | str | None) -> int:
 
 
 def resolve_early(run: str | Run, version: str) -> int:
-    """As `resolve`, but a number may be of a version that is not there yet, nor the run: only other text needs it."""
+    """Return the version; one that is named by its number need not exist yet, and neither need the run."""
     exact = number(version)
     if exact is not None and exact >= 0:
         return exact

@@ -38,7 +38,7 @@ from .versions import address_only
 log = logging.getLogger("deltawire")
 
 PROBE_EVERY = 16
-"""One of this many idle looks reads the next manifest instead of head."""
+"""Every so many idle looks, read the next manifest instead of head."""
 
 _FASTEST_S = 0.05
 _SLICE_S = 0.1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..dash import Document
 
 PORT = 8321
-"""Where the page is, unless something else is asked for."""
+"""Default port of the page."""
 
 
 def command(

@@ -110,7 +110,7 @@ def emit_line(value: Any, text: str, as_json: bool) -> None:
 
 
 def pick(value: object, *names: str) -> dict[str, Any]:
-    """These attributes of an object, for JSON."""
+    """Return these attributes of an object, for JSON."""
     return {name: getattr(value, name) for name in names}
 
 
@@ -136,7 +136,7 @@ def clean(text: str, limit: int = 500) -> str:
 
 
 def clean_lines(text: str) -> str:
-    """As `clean`, for text of any length with line breaks."""
+    """Make text of any length safe to print, and keep its line breaks."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)

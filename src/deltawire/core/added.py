@@ -64,7 +64,7 @@ class AddedPage(msgspec.Struct, frozen=True, omit_defaults=True):
     delegation: Endorsement | None = None
     """Statement of the run's key that this is a keeper's."""
     signature: str = ""
-    """Of all bytes before it, see signing.py."""
+    """Signature of all bytes before it, see signing.py."""
 
 
 class AddedIndex(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -88,7 +88,7 @@ class AddedIndex(msgspec.Struct, frozen=True, omit_defaults=True):
     signer: str = ""
     delegation: Endorsement | None = None
     signature: str = ""
-    """As of a page."""
+    """Signature of all bytes before it, as on a page."""
 
 
 def parse_index(data: bytes, run: RunInfo) -> AddedIndex:
@@ -140,10 +140,12 @@ def merge(versions: Mapping[int, Summary], links: Iterable[AddedLink]) -> dict[i
 def spans(version: int, levels: int = LEVELS) -> list[int]:
     """Spans of the skip deltas that lead to a version, shortest first.
 
-    On a level with the unit u = 4^level, a multiple of u gets a delta from the multiple of u before it and from the
-    multiple of 4u before it, and a multiple of 4u one from each multiple of u since the last. So one delta per level
-    leads up from any version, two at most lead on where the way turns, and one per level leads down to any version.
-    All together take about ten times the bytes of the trainer's deltas, less where the same weights change again.
+    Each level has a unit u = 4^level. A multiple of u gets a delta from the multiple of u before it and one from the
+    multiple of 4u before it; a multiple of 4u also gets one from each multiple of u since the last.
+
+    A path therefore climbs with one delta per level, takes at most two on its highest level, and descends with one per
+    level. All skip deltas together take about ten times the bytes of the trainer's deltas, less where the same weights
+    change again.
     """
     found: list[int] = []
     unit = 1

@@ -186,7 +186,7 @@ class RegionMoves:
         return self.from_old(gather(self.region, self.positions, bits))
 
     def from_old(self, old: Bits) -> Change:
-        """The change that they are where the bits at their positions are these."""
+        """Return the change, given the old bits at the positions."""
         if self.kind == NEW_BITS:
             new = self.values
         elif self.kind == FLIPS:
@@ -197,7 +197,7 @@ class RegionMoves:
         return Change(self.region, self.positions, old, new)
 
     def apply(self, bits: Bits) -> Change:
-        """As `resolve`, and write the new bits."""
+        """Resolve the moves against these bits and write the new ones."""
         if self.kind in (NEW_BITS, FLIPS):
             change = self.resolve(bits)
             change.write(bits)

@@ -72,7 +72,7 @@ class Header:
 
     metadata: dict[str, str]
     items: dict[str, Item]
-    """In file order."""
+    """Tensors by name, in file order."""
     size: int
     """Bytes up to the first data byte."""
     file_size: int

@@ -22,9 +22,9 @@ class Point(NamedTuple):
     changed: float
     """The share of weights whose bits a step changes, once the optimizer has warmed up."""
     first: float
-    """The same for its first step: Adam starts with full-sized updates."""
+    """The share that the first step changes: Adam starts with full-sized updates."""
     bits: float
-    """Per changed weight, packed."""
+    """Bits per changed weight, packed."""
 
 
 TRAINING = (

@@ -24,9 +24,9 @@ UNIT_TYPES: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint1
 @dataclass(frozen=True, slots=True)
 class Dtype:
     name: str
-    """As safetensors spells it."""
+    """Name in safetensors."""
     plain: str
-    """As numpy, ml_dtypes and torch spell it."""
+    """Name in numpy, ml_dtypes and torch."""
     size: int
     """Bytes per element."""
     exponent_shift: int

@@ -165,13 +165,13 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     recent: Annotated[tuple[Summary, ...], Meta(max_length=RECENT)] = ()
     """The versions since the last page of history."""
     origin: Origin | None = None
-    """Of a version of a derived run: what it was derived from."""
+    """What the version was derived from; None unless the run is derived."""
     signer: str = ""
     """The public key that signed it; empty in an unsigned run."""
     rotations: Annotated[tuple[Endorsement, ...], Meta(max_length=MAX_ROTATIONS)] = ()
     """How the run's key was passed on, oldest first; the last one may name a key that has signed nothing yet."""
     signature: str = ""
-    """Of all bytes before it, see signing.py. Checked by readers with trusted keys."""
+    """Signature of all bytes before it, see signing.py. Checked by readers with trusted keys."""
 
     def summary(self) -> Summary:
         links = tuple(SummaryLink(x.kind, x.base, x.bytes, len(x.objects), x.encoding, x.why) for x in self.links)
@@ -223,7 +223,7 @@ class RunInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = ""
     """What the user calls it."""
     base: Base | None = None
-    """Of a run of adapters."""
+    """The base model; None unless this is a run of adapters."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -477,7 +477,7 @@ def _check_spans(found: tuple[tuple[int, int], ...], what: str) -> None:
     for first, last in found:
         if not end < first <= last <= keys.MAX_VERSION:
             said = f"{first} to {last}"[:40]
-            raise ManifestError(f"{what} has a range of versions, {said}, that cannot be one there")
+            raise ManifestError(f"{what} names the versions {said}: not a range, or not after the range before it")
         end = last
 
 

@@ -50,7 +50,7 @@ def scatter(bits: Any, positions: Any, values: Any, base: int, width: int, strid
 
 @njit(cache=True, nogil=True)
 def scatter_and_look(bits: Any, positions: Any, values: Any, base: int, width: int, stride: int) -> Any:
-    """As `scatter`; and whether memory holds what was written, read again while the lines are still in a cache."""
+    """Scatter, and return whether memory holds what was written, read again while the lines are in a cache."""
     wrong = values.dtype.type(0)
     for start in range(0, positions.size, _LOOKED):
         end = min(start + _LOOKED, positions.size)

@@ -60,7 +60,7 @@ BATCH_UNITS = 1 << 26
 BATCHES = 6
 """Batches that are encoded at a time."""
 COUNTED_BATCHES = 2
-"""Of those, batches whose old weights are held: one is copied while another is counted."""
+"""Batches whose old weights are held at a time: one is copied while another is counted."""
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class EncodedBlock:
     """A coded block on its way into a file."""
 
     tensors: list[TensorSpec]
-    """Those its regions lie in, in order."""
+    """The tensors of its regions, in order."""
     record: BlockRecord | None
     """None for `raw`, whose index is its names."""
     parts: list[tuple[str, str, bytes]]
@@ -246,7 +246,7 @@ class DeltaWriter:
         return DataFile.of(container.build(items, everything) + index, body, self.changed)
 
     def finish_link(self, run: str, base: int, version: int, base_digest: str, digest: str, elements: int) -> DataFile:
-        """As `finish`, for a delta between two versions of a run whose model has so many elements."""
+        """Finish a delta between two versions of a run whose model has so many elements."""
         return self.finish(
             {
                 "run": run,
@@ -337,7 +337,7 @@ class DeltaFile:
         return [moves.resolve(base(moves.region.tensor.name)) for moves in found]
 
     def patch(self, block: BlockRef, bits: BaseBits) -> list[Change]:
-        """As `decode`, and write the changes. All of the block is checked before a bit is touched."""
+        """Decode a block and write its changes. All of the block is checked before a bit is touched."""
         found = self.read(block)
         if not isinstance(found, context.TiledBlock):
             return [moves.apply(bits(moves.region.tensor.name)) for moves in found]
@@ -351,8 +351,10 @@ class DeltaFile:
         return self.each(lambda block: self.decode(block, base), threads)
 
     def patches(self, bits: BaseBits, threads: int | None = None) -> Iterator[list[Change]]:
-        """As `changes`, and each block is written by the thread that decoded it. For a copy that is dropped on an
-        error: blocks before a bad one are written already."""
+        """Decode all blocks and write each in the thread that decoded it.
+
+        For a copy that is dropped on an error: blocks before a bad one are written already.
+        """
         return self.each(lambda block: self.patch(block, bits), threads)
 
     def each(self, visit: Callable[[BlockRef], T], threads: int | None = None) -> Iterator[T]:

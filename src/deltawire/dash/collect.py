@@ -39,7 +39,7 @@ FEW_REQUESTS = 48
 """Requests of the first look at a bucket."""
 
 MANY_REQUESTS = 400
-"""The same in a folder, where a request costs nothing."""
+"""Requests of the first look at a folder, where they cost nothing."""
 
 RECENT = 256
 """Versions that are shown in detail."""
@@ -58,10 +58,10 @@ STEP_BYTES = 64 << 20
 """Bytes that are read in a folder for a histogram of steps without being asked."""
 
 FEW_BYTES = 8 << 20
-"""The same from a bucket: one request."""
+"""Bytes that are read from a bucket for that without being asked: one request."""
 
 ASKED_BYTES = 1 << 30
-"""The same if it is asked for."""
+"""Bytes that are read for a histogram if a viewer asks for it."""
 
 _SKEW = 5.0
 """Seconds by which clocks may differ without being corrected: a put takes time, and listings have whole seconds."""
@@ -86,7 +86,7 @@ class _Known:
     listed: float
     """When its heartbeat was written, by the store's clock."""
     read: float = 0.0
-    """The same of the one that was read; 0 if none was."""
+    """When the heartbeat that was read was written; 0 if none was read."""
     beat: Heartbeat | None = None
     """None where it cannot be read, or is of another run."""
     broken: bool = False
@@ -124,7 +124,7 @@ class Collector:
         self._unreadable: set[int] = set()
         self._trainer: dict[int, doc.Trainer] = {}
         self._shown_steps: doc.Steps | None = None
-        """Those of the newest version at the first look."""
+        """Steps of the newest version at the first look."""
         self._asked_steps: doc.Steps | None = None
         """The latest that a viewer asked for."""
         self._spent = 0

@@ -60,7 +60,7 @@ class Deriver:
         self._source, self._view_name, self._resolve = source, view, resolve
         self._blocks = Blocks(source.schema)
         self._files: dict[str, bytes] = {}
-        """Of the version that is published next. The publisher reads them when it commits."""
+        """Companion files of the next version. The publisher reads them when it commits."""
         self._named: tuple[File, ...] | None = None
         self._publisher = Publisher(
             run, view=view, detector=ViewDetector(), files=self._files, group=None, continues=True, **options

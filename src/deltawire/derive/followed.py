@@ -68,8 +68,10 @@ class FollowedView(BlockView):
         self._everywhere = True
 
     def changes_since(self, before: State) -> dict[str, tuple[Positions, Bits]] | None:
-        """Where the view may differ from `before`, which it was at the last call: ascending positions, and its bits
-        there, by tensor. None: anywhere."""
+        """Return where the view may differ from `before`, its state at the last call: positions and bits, by tensor.
+
+        Positions ascend. None: it may differ anywhere.
+        """
         touched, blocks, everywhere = self._touched, np.sort([*self._moved]).astype(np.int64), self._everywhere
         self._touched, self._moved, self._everywhere = {}, set(), False
         if everywhere:
@@ -91,7 +93,7 @@ class FollowedView(BlockView):
         return found
 
     def _find_maxima_again(self, grid: Grid, changes: Sequence[Change]) -> None:
-        """Of a tensor's blocks, after these changes."""
+        """Compute the maxima of a tensor's blocks after these changes."""
         doubtful = np.zeros(grid.span.stop - grid.span.start, np.bool_)
         for change in changes:
             (old, shift), (new, _) = (widened(bits, grid.tensor.dtype) for bits in (change.old, change.new))

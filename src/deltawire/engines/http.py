@@ -50,13 +50,13 @@ class Connections:
     most: int = 1024
     """Connections at once; fewer where the process may not open so many files."""
     header: float = 10.0
-    """For the header of a request, from the connection or its first byte on."""
+    """Seconds for the header of a request, from the connection or its first byte."""
     idle: float = 60.0
-    """Between two requests."""
+    """Seconds between two requests."""
     body: float = 30.0
-    """For the body of a request, from its header on."""
+    """Seconds for the body of a request, after its header."""
     write: float = 30.0
-    """For a client to read on, when what it was sent has filled its buffers."""
+    """Seconds a client may take to read on once its buffers are full."""
 
     @property
     def allowed(self) -> int:

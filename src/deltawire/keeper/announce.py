@@ -71,7 +71,7 @@ def tidy(run: Run, keeper: str, signer: LinkSigner | None = None) -> None:
 
 
 def _damaged(run: Run, found: dict[str, str | None]) -> dict[str, str | None]:
-    """Those of versions that were not pruned, at most MAX_DAMAGED."""
+    """Return the damaged objects of versions that were not pruned, at most MAX_DAMAGED."""
     pruned = run.pruned() if found else ()
     versions = {key: version for key in found if (version := keys.data_version(key)) is not None}
     alive = sorted((v, key) for key, v in versions.items() if v not in pruned)

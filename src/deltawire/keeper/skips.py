@@ -29,7 +29,7 @@ IN_MEMORY = 1 << 20
 """Bytes of an array that stays in memory."""
 
 ALIGNMENT = 64
-"""Of arrays in a file, in bytes."""
+"""Bytes; arrays in a file begin at multiples of it."""
 
 
 class ArrayFile:
@@ -82,7 +82,7 @@ class Undo:
 
     @property
     def positions(self) -> npt.NDArray[np.uint32] | None:
-        """Of the weights that changed; None where `old` has all of them."""
+        """Positions of the weights that changed; None where `old` has all of them."""
         return self.positions_of() if self.positions_of is not None else None
 
     @property
@@ -113,7 +113,7 @@ class Undo:
 
 
 Piece = dict[str, list[Undo]]
-"""By tensor, how to undo what some versions changed, the oldest change first."""
+"""How to undo what some versions changed: by tensor, the oldest change first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,14 +142,19 @@ def digest_change(
 
 
 def digest_change_by_group(names: Sequence[str], changed: Changed, origins: Origins, *, plan: Plan) -> Tensor:
-    """The same for tensors that are cut from those that are named: int64 [groups, 2], still on the device."""
+    """How the state digest of each group moves when the change is applied, for tensors cut from those that are named.
+
+    int64 [groups, 2], still on the device.
+    """
     _require_tiles(plan, changed)
     return _run("digest_change", plan, changed, tile_keys(plan, names), origins)  # type: ignore[no-any-return]
 
 
 def exponents(units: Tensor, samples: Sequence[tuple[int, int, int, int]], shift: int, mask: int) -> Tensor:
-    """Of each sample, int32 [samples, 256]: how many units have each exponent. A sample is a matrix in flat units, of
-    which one row of so many counts: its first unit, rows, columns, and that number."""
+    """Count the exponents in each sample: int32 [samples, 256].
+
+    A sample is a matrix in flat units, of which every n-th row counts: (first unit, rows, columns, n).
+    """
     with on(units.device):
         return operations(units.device).exponents(units, samples, shift, mask)  # type: ignore[no-any-return]
 

@@ -35,7 +35,7 @@ def tile_pointer(addresses, tile, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def chunk_offsets(chunk, rows, width, stride, CHUNK: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Of these chunks: row, then per unit its column, its offset from the tile's first unit, and whether it exists."""
+    """Return the row of each chunk, and of each unit its column, its offset in the tile, and whether it exists."""
     per_row = tl.cdiv(width, CHUNK)
     row = chunk // per_row
     first = (chunk - row * per_row) * CHUNK

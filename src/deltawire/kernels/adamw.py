@@ -26,7 +26,7 @@ SCALARS = 7
 """Per tensor: lr · decay, beta1, beta2, √(bias correction 2), eps, lr / bias correction 1, sign of the gradient."""
 
 LISTS = 4
-"""Of a step: parameters, gradients, first and second moments."""
+"""Lists of tensors in a step: parameters, gradients, first and second moments."""
 
 SPARE = 32
 """A log starts with room for one element in so many; it grows as it must."""
@@ -93,7 +93,7 @@ class ChangeLog:
 
     @property
     def has_room(self) -> bool:
-        """For everything there is, so that nobody needs to look whether it sufficed."""
+        """Whether every element fits, so that no step can fill the log."""
         return self.entries.numel() >= self.elements.total
 
     def empty(self) -> None:
@@ -152,7 +152,7 @@ class StepInputs:
     """fp32 [tensors, SCALARS], on the device."""
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    """Not zero: nothing is done."""
+    """If it is not zero, the step does nothing."""
 
 
 def step(elements: Elements, work: StepInputs, log: ChangeLog | None) -> None:

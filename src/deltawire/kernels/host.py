@@ -117,7 +117,7 @@ def _bases(segment: Segment) -> npt.NDArray[np.int64]:
 
 @njit(cache=True, nogil=True)
 def _add_bases(positions: Any, edges: Any, bases: Any, out: Any) -> None:
-    """Of changes between the edges of tiles, where they are in their region."""
+    """Turn positions in tiles into positions in the region; `edges` are the tiles' first changes."""
     for tile in range(bases.size):
         for i in range(edges[tile], edges[tile + 1]):
             out[i] = bases[tile] + positions[i]

@@ -166,7 +166,7 @@ class Plan:
 
     @cached_property
     def geometry(self) -> Tensor:
-        """On the device, per tile: rows, width, stride, offset."""
+        """Rows, width, stride and offset of each tile, on the device."""
         return torch.from_numpy(np.stack([self.rows, self.width, self.stride, self.offset], axis=1)).to(self.device)
 
     def chunks(self, chunk: int) -> int:

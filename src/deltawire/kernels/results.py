@@ -60,9 +60,9 @@ class Moves:
 
     starts: Tensor
     positions: Tensor
-    """Both as in `Changed`."""
+    """`starts` and `positions` are those of `Changed`."""
     values: Tensor
-    """As wide as the bits."""
+    """Unsigned integers as wide as the bits."""
     kinds: Tensor
     """int32 [tiles]."""
 
@@ -87,7 +87,7 @@ class ClassRanks:
     counts: Tensor
     """int32 [tiles, CLASSES]: how many of them changed."""
     ranks: Tensor
-    """As wide as positions."""
+    """Unsigned integers as wide as positions."""
     steps: Tensor
     """Zigzagged step in ulps, as core/ulps.py has it; as wide as the bits."""
 

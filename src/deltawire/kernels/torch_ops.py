@@ -258,7 +258,7 @@ def _locate(segment: Segment, row: Tensor, column: Tensor) -> tuple[Tensor, Tens
 
 
 def _between(cuts: Tensor) -> Tensor:
-    """For every place along an axis, the number of the last cut before it."""
+    """Number of the last cut before each place along an axis."""
     return torch.arange(len(cuts) - 1, device=cuts.device).repeat_interleave(cuts.diff())
 
 

@@ -309,7 +309,7 @@ class DeviceShard:
         self._push()
 
     def digests(self, groups: Sequence[int]) -> Sums:
-        """On the current stream: after what was launched there."""
+        """Compute on the current stream, after what was launched there."""
         key = tuple(groups)
         if self._proof is None or self._proof[0] != key:
             # made once: in a swap there is no time to look at every piece again

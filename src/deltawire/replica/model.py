@@ -118,9 +118,9 @@ class ModelWeights:
         self.schema, self.shard = schema, shard
         self._pieces: dict[str, list[int]] = {}
         self._copies: dict[str, list[int]] = {}
-        """Of a tensor in several memories: the group of each."""
+        """Groups of a tensor that is in several memories, by its name."""
         self.groups: list[int] = []
-        """Of each piece: 0 for all tensors in one memory, and one of its own for each copy of another."""
+        """Group of each piece: 0 for all tensors in one memory, and one for each further copy."""
         memories, seen = Counter(piece.region for piece in pieces), Counter[Region]()
         for number, piece in enumerate(pieces):
             name, copy = piece.region.tensor.name, seen[piece.region]

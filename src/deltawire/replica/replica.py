@@ -86,13 +86,13 @@ class Synced(VersionFigures):
     """Seconds the sync took in all."""
 
     def report(self) -> dict[str, float]:
-        """As of a published version, and how far this replica is behind."""
+        """Return the figures of a published version, and how far this replica is behind."""
         # not super(): slots=True makes a second class, and super() refers to the first
         return {**VersionFigures.report(self), "deltawire/lag": float(self.lag)}
 
 
 def _as_text(error: str) -> str:
-    """Text that a heartbeat can carry: a path in a message may have bytes that are none."""
+    """Return the error as valid UTF-8: a path in a message may hold bytes that are not text."""
     return error.encode(errors="replace").decode()
 
 
@@ -217,7 +217,7 @@ class Replica:
         self.note = ""
         """Trouble that heartbeats report besides that of the last sync."""
         self.role = ""
-        """Of the process, for its heartbeats (core/manifest.py)."""
+        """Role of this process in heartbeats (core/manifest.py)."""
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -428,7 +428,7 @@ class Replica:
             self._beat(force=True)
 
     def beat(self) -> None:
-        """Write a heartbeat if one is due, for who syncs without `follow`."""
+        """Write a heartbeat if one is due. Only needed by callers of `sync` that do not use `follow`."""
         self._beat(error=self._trouble)
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ class Shard(Protocol):
         ...
 
     def digests_beside(self, groups: Sequence[int]) -> Sums:
-        """The same in another thread, while the model generates."""
+        """The state digest of each group of pieces, in another thread while the model generates."""
         ...
 
 

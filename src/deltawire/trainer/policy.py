@@ -47,8 +47,8 @@ class AnchorPolicy:
     def wants_delta(self, delta_bytes: int, full_bytes: int, anchor: bool) -> bool:
         """Whether a version gets a delta; `anchor`: it gets an anchor anyway.
 
-        Not where full weights are no larger, nor where nothing else is wanted. Beside an anchor, not where it has more
-        than half of its bytes either: it would save readers little, and a dense run would cost more than full weights.
+        A delta must be smaller than the full weights. Beside an anchor it may have at most half of the anchor's bytes:
+        a larger one saves readers little, and makes a dense run cost more than full weights. `every=0` allows none.
         """
         return self.every != 0 and (2 * delta_bytes <= full_bytes if anchor else delta_bytes < full_bytes)
 

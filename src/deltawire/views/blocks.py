@@ -56,7 +56,7 @@ class Grid:
     """The blocks of one tensor, whose last two dimensions are a matrix; others count matrices."""
 
     tensor: TensorSpec
-    """As it is in the source."""
+    """The tensor in the source."""
     first: int
     """Number of its first block among those of all tensors."""
 

@@ -29,7 +29,7 @@ class BlockModel(ModelView):
         scales: Mapping[str, Grid] | None = None,
         reduce: Callable[[Maxima], Maxima] | None = None,
     ) -> None:
-        """As host.BlockView."""
+        """Take the same arguments as host.BlockView."""
         places = {name: Place(grid) for name, grid in blocks.grids.items()} if places is None else places
         scales = {g.scales.name: g for g in blocks.grids.values()} if scales is None else scales
         self.schema, self.known = view_schema(source.schema, places, scales), None

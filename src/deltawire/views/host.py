@@ -56,8 +56,11 @@ class BlockView:
         scales: Mapping[str, Grid] | None = None,
         reduce: Callable[[Maxima], Maxima] = lambda maxima: maxima,
     ) -> None:
-        """By default the source has all tensors of `blocks`. Else `places` says what of them each tensor of the source
-        is, by name; `scales` are the scales to give, by name; `reduce` merges the maxima of all processes."""
+        """Open a view of all tensors of `blocks`, or of those that this process has.
+
+        `places` says what part of `blocks` each tensor of the source is, by name; `scales` are the scales to give, by
+        name; `reduce` merges the maxima of all processes.
+        """
         self.source, self.blocks = source, blocks
         self._places = {name: Place(grid) for name, grid in blocks.grids.items()} if places is None else places
         self._scales_at = {g.scales.name: g for g in blocks.grids.values()} if scales is None else scales
@@ -127,7 +130,7 @@ def widened(bits: Bits, dtype: str) -> tuple[Bits, int]:
 
 
 def geometry(grid: Grid) -> tuple[int, int, int, int]:
-    """As kernels take it: height of a matrix, blocks down and across, number of the first block."""
+    """Return what kernels take: height of a matrix, blocks down and across, number of the first block."""
     return grid.height, grid.down, grid.across, grid.first
 
 

@@ -51,7 +51,7 @@ class BlockRecord(msgspec.Struct, frozen=True):
     regions: list[tuple[int, int, int, int, int, int]]
     """(tensor number, row, rows, column, columns, changed)."""
     streams: dict[str, StreamRecord]
-    """In file order."""
+    """Streams by name, in file order."""
     parameters: dict[str, int] = {}
     hash: str = ""
     """blake3 of the block's bytes as stored, so that a part fetched alone can be checked."""

@@ -95,7 +95,7 @@ class Registry:
     def __init__(self, keep: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._keep, self._clock = keep, clock
         self._loaded: dict[str, list[Loaded]] = {}
-        """By name, the current one last."""
+        """Versions that are loaded, by name; the current one last."""
 
     def put(self, loaded: Loaded) -> None:
         """Make a version the current one of its adapter."""
@@ -308,7 +308,7 @@ class Adapters(ABC):
         self._base_digest = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._dropping: dict[str, asyncio.Event] = {}
-        """By full name, versions that the engine is about to drop; set once it has."""
+        """Versions that the engine is about to drop, by full name. The event is set once it has."""
         self.followers = {
             name: AdapterFollower(name, run, self, Path(self._room.name), pin=pins.get(name), **options)
             for name, run in runs.items()

@@ -108,7 +108,7 @@ class ShardDecoder:
         return self._shard.read(number, part.within(self._shard.pieces[number].region))
 
     def _moves(self, block: Sequence[RegionMoves]) -> list[PieceChange]:
-        """Of encodings that need old weights at the changed positions alone."""
+        """Decode encodings that need old weights only at the changed positions."""
         result = []
         for moves in block:
             for number, part in self._held(moves.region):

@@ -53,7 +53,7 @@ class EngineFollower(Follower):
             return self.version, self.target.live_digest()
 
     def _named(self, version: int | None) -> None:
-        """Serve weights that are a version, whatever else went wrong; stop serving weights that are none."""
+        """Serve the version; stop serving if the weights are not exactly one version."""
         if version is None:
             if (self.caught_up.is_set() or self.target.spoiled) and not self.target.stopped:
                 try:

@@ -361,7 +361,7 @@ def _digit(piece: Piece) -> int:
 
 
 def _storage_of(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage, flat."""
+    """Return all of a tensor's storage, flat."""
     count = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
     return torch.as_strided(tensor, (count,), (1,), 0)
 

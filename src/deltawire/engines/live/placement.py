@@ -118,7 +118,7 @@ class _Tracer(TorchDispatchMode):
         self.pieces: list[Piece] = []
         self.problems: list[str] = []
         self.written: set[int] = set()
-        # storages
+        """Storages that the model wrote to."""
         self._live = {storage(t) for t in (*model.parameters(), *model.buffers())}
         self._sources: dict[int, TensorSpec] = {}
         # a storage's address means something only while the tensor lives

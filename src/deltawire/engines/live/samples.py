@@ -24,7 +24,7 @@ CONTROL = ("/deltawire/", "/update_weights")
 """Routes that concern the follower, whatever headers a client sends with all its requests."""
 
 Spans = dict[int, list[dict[str, Any]]]
-"""By number of the choice: from which token to which other, which version."""
+"""Token ranges and the version of each, by the number of the choice."""
 
 
 class Record:

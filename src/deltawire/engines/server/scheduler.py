@@ -86,7 +86,7 @@ class Scheduler:
         self.batch = Batch(model)
         self._version, self._logprobs_mode = version, logprobs_mode
         self._queue: list[Sequence] = []
-        """In the order of arrival. The first `running` of them are the rows of the batch."""
+        """All sequences in order of arrival. The first `running` are the rows of the batch."""
         self.running = 0
         self._pause: PauseMode | None = None
         self._recompute = False

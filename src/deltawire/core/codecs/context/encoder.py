@@ -329,7 +329,7 @@ def _merge_ends(total: Any, changed: Any, most: Any) -> Any:
 
 @njit(**LEAN)
 def _sums(n: Any, k: Any, zigzags: Any, tiles: Any, weights: Any, changed: Any, steps: Any) -> None:
-    """Of regions with so many tiles each, weights and changes by [region, class]; steps by [class, symbol]."""
+    """Sum weights and changes by [region, class], and steps by [class, symbol]; a region has so many tiles."""
     tile = change = 0
     for region in range(tiles.size):
         for t in range(tile, tile + tiles[region]):

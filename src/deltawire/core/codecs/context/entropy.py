@@ -90,7 +90,7 @@ def _quantise(weights: Any, freq: Any, out: Any, at: Any) -> None:
 
 
 def coarse(tables: Iterable[Cumulative]) -> npt.NDArray[np.uint8]:
-    """For each table and each value's top 6 bits the first symbol it can be: the decoder's search starts there."""
+    """Where the decoder's search starts: the first symbol possible for each table and top 6 bits of a value."""
     tops = np.arange(64) << (PRECISION - 6)
     return np.concatenate([np.searchsorted(table[1:], tops, side="right") for table in tables]).astype(np.uint8)
 
@@ -124,7 +124,7 @@ def unscale(table: bytes) -> Cumulative:
 
 
 def unscale_all(tables: Sequence[bytes]) -> Cumulative:
-    """The same of several tables, one behind the other."""
+    """Unscale several tables, one behind the other."""
     scaled = np.frombuffer(b"".join(table.ljust(SYMBOLS, b"\0") for table in tables), np.uint8).copy()
     out = np.empty(len(tables) * (SYMBOLS + 1), np.uint16)
     unscale_tables(scaled.reshape(-1, SYMBOLS), len(tables), np.empty(SYMBOLS), np.empty(SYMBOLS, np.int64), out)

@@ -22,7 +22,7 @@ MIN_GAIN = 0.03
 """Bits per change: less is noise, and more classes cost a little themselves."""
 
 ROUNDS = 4
-"""Of choosing levels for rates, then rates for levels."""
+"""How often levels are chosen for rates, then rates for levels."""
 
 ENOUGH = 4096
 """Lines that rates and prices are estimated from."""

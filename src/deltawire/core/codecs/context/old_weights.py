@@ -28,8 +28,9 @@ from .tiles import LevelBytes, Matrix, cuts, padded, walked, widest
 
 Counts = npt.NDArray[np.int64]
 RankedChanges = tuple[Counts, Counts, npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
-"""Of regions one after the other, per tile and class: weights, changed ones; and of each change, tile by tile and class
-by class, its rank and zigzagged step."""
+"""Counts of weights and of changed weights per tile and class, then the rank and the zigzagged step of each change.
+
+Regions follow each other; changes are in order of tiles, then of classes."""
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class RegionChanges:
 
     @property
     def every(self) -> int:
-        """Of so many rows one is looked at, to see how many weights have each exponent."""
+        """Every so many rows, one is read to estimate how many weights have each exponent."""
         return max(1, min(16, self.rows // 64))
 
     @property
