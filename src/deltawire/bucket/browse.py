@@ -36,8 +36,10 @@ class Listed:
 
 
 def find(store: Store, depth: int) -> list[str]:
-    """Prefixes of the runs at most `depth` folders below the address; "" is the address itself. A run ends the search
-    below it."""
+    """Prefixes of the runs at most `depth` folders below the address; "" is the address itself.
+
+    A run ends the search below it.
+    """
     if not isinstance(store, Browsing):
         raise Unsupported(f"{store.url} cannot list one level at a time")
     browsing: Browsing = store

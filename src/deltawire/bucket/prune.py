@@ -113,8 +113,11 @@ def plan_prune(
     index: AddedIndex | None = None,
     damaged: Mapping[str, str | None] = MappingProxyType({}),
 ) -> PrunePlan:
-    """Plan from every manifest that is still there, all objects in the bucket, what replicas read, the tags by version,
-    the links that were added later: by page, and the index; and the damaged objects, each with its etag. Pure.
+    """Plan from what is in the bucket. Pure.
+
+    `manifests` are all that are still there, `listing` all objects, `reading` the versions that replicas read, `tagged`
+    the tags by version, `pages` and `index` the links that were added later, `damaged` the damaged objects, each with
+    its etag.
 
     Versions stay or go by links in pages alone: these are written once, and found without the index too. What is only
     in the index is lost with it, or when two keepers replace it at the same moment.

@@ -119,8 +119,10 @@ class Run:
         """Links that were added after the versions were committed."""
 
     def check_kind(self, is_adapter: bool | None) -> None:
-        """Raise SchemaMismatch if the run has adapters and some weights are full ones, or the reverse. For weights that
-        do not have the run's schema, since that is then why; None where their kind is unknown."""
+        """Raise SchemaMismatch if the run has adapters and some weights are full ones, or the reverse.
+
+        For weights that do not have the run's schema, since that is then why; None where their kind is unknown.
+        """
         base, url = self.info.base, self.store.url
         if base is not None and is_adapter is False:
             raise SchemaMismatch(
@@ -136,9 +138,12 @@ class Run:
     def open(
         cls, where: str | Store, *, max_model_gb: float | None = None, trust: Trust | KeysLike | None = None
     ) -> Run:
-        """Open a run. Raises ModelTooLarge where it declares a larger model than `max_model_gb`, which is
-        DELTAWIRE_MAX_MODEL_GB, or 4000, by default. With `trust`, by default DELTAWIRE_TRUST, only versions that are
-        signed by one of these keys are read."""
+        """Open a run.
+
+        Raises ModelTooLarge where it declares a larger model than `max_model_gb`, which is DELTAWIRE_MAX_MODEL_GB, or
+        4000, by default. With `trust`, by default DELTAWIRE_TRUST, only versions that are signed by one of these keys
+        are read.
+        """
         trusted = Trust.of(trust)
         store = open_store(where)
         limit = gigabytes("DELTAWIRE_MAX_MODEL_GB", MAX_MODEL_GB) if max_model_gb is None else int(max_model_gb * 1e9)
@@ -157,8 +162,9 @@ class Run:
         trust: Trust | None = None,
         base: Base | None = None,
     ) -> Run:
-        """Create a run, with `base` one of adapters. Of two creators exactly one wins, and the other opens what is
-        there.
+        """Create a run, with `base` one of adapters.
+
+        Of two creators exactly one wins, and the other opens what is there.
 
         Raises ForeignObject where there are versions of a run without run.json: two runs must not be mixed.
         """

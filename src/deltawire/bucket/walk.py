@@ -112,8 +112,11 @@ class Walker:
         self._failure, self._must_plan = error, True
 
     def plan(self, have: int | None, want: int) -> list[Step]:
-        """Plan the cheapest way. Reads as little as it needs: the manifest's own history; then the links that were
-        added later, and history back to `have`, or to the newest anchor; then all of it."""
+        """Plan the cheapest way.
+
+        Reads as little as it needs: the manifest's own history; then the links that were added later, and history back
+        to `have`, or to the newest anchor; then all of it.
+        """
         if self._known is not None:
             return chain.plan(have, want, self._usable(self._known))
         run, manifest = self._run, self._run.manifest(want)

@@ -107,8 +107,10 @@ def command(
 
 
 def _retry(work: Callable[[], T], on: type[DeltawireError], every: float, text: str, stop: threading.Event) -> T:
-    """Repeat `work` until it succeeds, and report only the first failure: a run that is not there yet or a full disk
-    does not end a follower, `stop` does."""
+    """Repeat `work` until it succeeds, and report only the first failure.
+
+    A run that is not there yet or a full disk does not end a follower; `stop` does.
+    """
     told = False
     while not stop.is_set():
         try:

@@ -137,8 +137,10 @@ def _float8(name: str) -> npt.NDArray[np.float64]:
 
 
 def read_only(bits: Bits) -> Bits:
-    """A view for a kernel that only reads: numba compiles a kernel once for memory that may be written and once more
-    for memory that may not."""
+    """Return a read-only view for a kernel that only reads.
+
+    numba compiles a kernel once for memory that may be written, and once more for memory that may not.
+    """
     view: Bits = bits.view()
     view.flags.writeable = False
     return view

@@ -202,8 +202,11 @@ class Base(msgspec.Struct, frozen=True, omit_defaults=True):
         return digest in self.digests if self.digests else None
 
     def same(self, other: Base) -> bool:
-        """Whether both are one checkpoint. The dtype in memory may be another one, but two models that differ in it
-        are not equal because both round to the same. Both have digests."""
+        """Whether both are one checkpoint.
+
+        The dtype in memory may be another one, but two models that differ in it are not equal because both round to the
+        same. Both have digests.
+        """
         return bool(self.fits(other.digests[0]) or other.fits(self.digests[0]))
 
     def __str__(self) -> str:

@@ -311,8 +311,10 @@ class DeltaFile:
         self.blocks = self._raw_blocks(schema) if self.encoding == raw.name else self._indexed_blocks(schema)
 
     def read(self, block: BlockRef) -> list[RegionMoves] | context.TiledBlock:
-        """Read one block and check it, without the base version: its moves, or the tiles of a `context` block, whose
-        positions depend on the weights."""
+        """Read one block and check it, without the base version.
+
+        Returns its moves, or the tiles of a `context` block, whose positions depend on the weights.
+        """
         parts = [self._read(item.start, item.nbytes) for item in block.items]
         record = block.record
         if record is None:

@@ -54,8 +54,11 @@ class Deriver:
     def __init__(
         self, source: Run, run: str | Path | Store, view: str, *, resolve: Resolve = find_reference, **options: Any
     ) -> None:
-        """`options` are those of `Publisher`. Raises DivergedRun if the run at the address is derived from another one,
-        or not at all; SchemaMismatch if the view converts no tensor of the source; Misconfigured if it has adapters."""
+        """`options` are those of `Publisher`.
+
+        Raises DivergedRun if the run at the address is derived from another one, or not at all; SchemaMismatch if the
+        view converts no tensor of the source; Misconfigured if it has adapters.
+        """
         check_view(view, of_adapters=source.info.base is not None)
         self._source, self._view_name, self._resolve = source, view, resolve
         self._blocks = Blocks(source.schema)
@@ -73,9 +76,12 @@ class Deriver:
     def follow(
         self, first: int = OLDEST, *, once: bool = False, poll: float = 1.0, stop: threading.Event | None = None
     ) -> Iterator[Published]:
-        """Derive every version of the source, and yield each. A new run begins with the source's version `first` or the
-        next one that is there. With `once` it ends at the newest version; else a version that cannot be read is
-        skipped, with a warning, and a store that cannot be reached is tried again."""
+        """Derive every version of the source, and yield each.
+
+        A new run begins with the source's version `first` or the next one that is there. With `once` it ends at the
+        newest version; else a version that cannot be read is skipped, with a warning, and a store that cannot be
+        reached is tried again.
+        """
         stop = stop or threading.Event()
         since = self.reached if self.reached is not None else max(first, 0) - 1
         if once:
@@ -139,8 +145,11 @@ class Deriver:
         return origin.version
 
     def _continue_from(self, version: int) -> None:
-        """Read the version derived last, so that only later deltas need to be converted. Where it is gone or gives
-        other weights than it did, the first publish compares with the newest version of the derived run."""
+        """Read the version derived last, so that only later deltas need to be converted.
+
+        Where it is gone or gives other weights than it did, the first publish compares with the newest version of the
+        derived run.
+        """
         try:
             self._go_to(version)
             assert self._view is not None

@@ -33,8 +33,10 @@ def is_loopback(host: str | None) -> bool:
 
 
 def public_address(host: str | None, port: int) -> str:
-    """Return host:port for clients of a server that listens there, as far as this machine can know it; empty, with a
-    warning, where that is no address that a heartbeat may have (bucket/fleet.py)."""
+    """Return host:port for clients of a server that listens there, as far as this machine can know it.
+
+    Empty, with a warning, where that is not an address that a heartbeat may have (bucket/fleet.py).
+    """
     from ..bucket.fleet import split_address
 
     if host in (None, "", "0.0.0.0", "::"):

@@ -51,8 +51,11 @@ class Reply(NamedTuple):
 def examine(
     url: str, token: str | None = None, run: str | None = None, say: Callable[[Finding], None] | None = None
 ) -> Report:
-    """Check a server; with RUN[@VERSION], also that it follows that run, and how far behind the bucket it is, or that
-    it serves that version."""
+    """Check a server.
+
+    With RUN[@VERSION], also check that it follows that run and how far behind the bucket it is, or that it serves that
+    version.
+    """
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

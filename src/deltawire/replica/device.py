@@ -116,8 +116,10 @@ class DeviceShard:
         return Patch([*parts], [kernels.prepare_apply(self._views, changed, plan=plan) for plan, changed in parts])
 
     def warm_up(self) -> None:
-        """Run all that staging runs, on the tiles that versions mostly have: what a device compiles on first use would
-        hold up a model that is being served. A weight is written over itself."""
+        """Run all that staging runs, on the tiles that versions mostly have.
+
+        What a device compiles on first use would delay a model that is being served. A weight is written over itself.
+        """
         if self._stream is None:
             return
         with self._beside():
@@ -158,8 +160,10 @@ class DeviceShard:
         sheet: Mapping[str, Array],
         ranks: Mapping[str, Array | Stored],
     ) -> Patch:
-        """What was decoded for these pieces (moves.py): moves, of which `parts` has kinds and counts, and ranks of the
-        tiles that were counted by a sheet, if any were."""
+        """Take what was decoded for these pieces (moves.py).
+
+        `parts` has the kinds and counts of `moves`; `ranks` are of the tiles that were counted by a sheet, if any were.
+        """
         with self._beside():
             ready = []
             for kind, count in parts:
@@ -332,8 +336,10 @@ class _Decoded(NamedTuple):
 
 
 class DeviceWeights(ModelWeights):
-    """The weights of a model of this process, on its device. While they are written nothing crosses the bus but two
-    words of digest."""
+    """The weights of a model of this process, on its device.
+
+    While they are written nothing crosses the bus but two words of digest.
+    """
 
     def __init__(self, schema: Schema, found: Sequence[Piece]) -> None:
         pieces = [
@@ -383,8 +389,11 @@ class DeviceWeights(ModelWeights):
 
 
 class _Shadow:
-    """A copy, in the checkpoint's order, of weights that a kernel keeps in another one: meant for what is small, like
-    the scales of fp8 blocks. It is read again from the live memory before each use, and written there whole."""
+    """A copy, in the checkpoint's order, of weights that a kernel keeps in another order.
+
+    Meant for what is small, like the scales of fp8 blocks. It is read again from the live memory before each use, and
+    written there whole.
+    """
 
     def __init__(self, piece: Piece, places: Places) -> None:
         shape, live = (piece.region.rows, piece.region.columns), piece.view

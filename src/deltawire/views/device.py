@@ -62,8 +62,11 @@ def _scales(maxima: Tensor) -> Tensor:
 
 
 def _bands(tensor: Tensor, place: Place) -> Iterator[tuple[Tensor, slice, int, int]]:
-    """Bands of a tensor: rows of one matrix; where they are in the tensor; how many rows of their first block come
-    before them; and the row of that block among the tensor's."""
+    """Cut a tensor into bands: rows of one matrix.
+
+    Yields the band, where it is in the tensor, how many rows of its first block come before it, and the row of that
+    block among the tensor's.
+    """
     rows = tensor.reshape(-1, tensor.shape[-1])
     height, down = place.grid.height, place.grid.down
     if height % SIDE == 0:

@@ -1,5 +1,7 @@
-"""The thread that generates. Each step adds a token to every running sequence; requests join and leave, and weights
-change, between two steps. Every token is labelled with the version that made it.
+"""The thread that generates.
+
+Each step adds a token to every running sequence; requests join and leave, and weights change, between two steps. Every
+token is labelled with the version that made it.
 
     waiting ──admit──▶ running ──finish──▶ its listener
        ▲                  │

@@ -40,8 +40,10 @@ Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 def rank_together(blocks: Sequence[BlockEncoder], before: Before, each: Each = map) -> Iterator[RankedChanges]:
-    """Choose the classes of several blocks of one dtype, and rank their changes. Their old weights are counted at once,
-    and not needed any more then: what they take is free for other blocks."""
+    """Choose the classes of several blocks of one dtype, and rank their changes.
+
+    Their old weights are counted at once, and not needed any more then: what they take is free for other blocks.
+    """
     first = np.cumsum([0, *(len(block.regions) for block in blocks)]).tolist()
     regions = [region for block in blocks for region in block.regions]
     changes = [region.change for region in regions]
@@ -182,8 +184,11 @@ def _code_tiles(
     histogram: Any, groups: Any, per_tile: Any, tables: Any, floats: Any, counts: Any, rates: Any, inverse: Any,
     offsets: Any, scaled: Any, lengths: Any, table: Any, out: Any, sizes: Any,
 ) -> Any:  # fmt: skip
-    """What the head says, into its arrays, and all tiles of regions with so many tiles each. Returns the length of the
-    tiles (−1 where `out` is too small), which spread, and how many step tables. Sums and `groups` are zero before."""
+    """What the head says, into its arrays, and all tiles of regions with so many tiles each.
+
+    Returns the length of the tiles (−1 where `out` is too small), which spread, and how many step tables. Sums and
+    `groups` are zero before.
+    """
     rate_of, first = models[5], np.int64(0)
     _sums(n, k, zigzags, tiles, weights, changed, histogram)
     _class_rates(weights, changed, rates, inverse)
@@ -294,8 +299,10 @@ def _bits(n: Any, steps: Any) -> Any:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _merge_ends(total: Any, changed: Any, most: Any) -> Any:
-    """The lowest and highest exponent left when both ends were merged while that costs next to nothing, and until
-    there are at most so many. Writes to its arguments."""
+    """Return the lowest and highest exponent left after merging both ends.
+
+    Ends are merged while that costs next to nothing, and until there are at most so many. Writes to its arguments.
+    """
     used = np.flatnonzero(total)
     low, high = used[0], used[-1]
     bits = np.zeros(total.size)
@@ -347,9 +354,11 @@ def _survey(
     positions: Any, old: Any, new: Any, signed: Any, shift: Any, mask: Any, counts: Any, shapes: Any, zigzags: Any,
     exponents: Any, lines: Any, scatter: Any, hits: Any, steps: Any,
 ) -> Any:  # fmt: skip
-    """All about the changes of each region that needs no other weights. `lines` is scratch: changes per row, then per
-    column, region by region. Returns the number of the first region whose positions do not ascend or leave it; all:
-    none."""
+    """All about the changes of each region that needs no other weights.
+
+    `lines` is scratch: changes per row, then per column, region by region. Returns the number of the first region whose
+    positions do not ascend or leave it; all: none.
+    """
     zigzags_of(old, new, signed, zigzags)
     at = line = 0
     for number in range(counts.size):

@@ -200,9 +200,12 @@ RATE = np.cumprod(np.concatenate([[1.0], np.full(255, _EIGHTH)]))
 
 @cache
 def models() -> tuple[npt.NDArray[Any], ...]:
-    """The tables as kernels take them: one behind the other, because a row of a matrix is an object with a reference
-    count. As globals they would be compiled into every kernel that uses them and stay in its cache. Made on first use,
-    which is a tenth of the start of a command that codes nothing."""
+    """Return the tables as kernels take them: one behind the other.
+
+    A row of a matrix would be an object with a reference count. As globals they would be compiled into every kernel
+    that uses them and stay in its cache. They are made on first use, which is a tenth of the start of a command that
+    codes nothing.
+    """
     gaps, (counts, shifts) = _gap_tables(), _count_tables()
     return np.concatenate(gaps), coarse(gaps), np.concatenate(counts), coarse(counts), shifts, RATE
 

@@ -73,8 +73,10 @@ def choose_levels(
 
 @njit(**LEAN)
 def scatters(changed: Any, first: Any, last: Any) -> Any:
-    """Whether the counts from `first` to before `last` differ by more than chance makes them (a variance equal to the
-    mean)."""
+    """Whether counts differ by more than chance makes them, by which a variance equals the mean.
+
+    The counts are those from `first` to before `last`.
+    """
     total, squares = 0, 0.0
     for i in range(first, last):
         total += changed[i]
