@@ -39,6 +39,8 @@ def test_a_signed_run_on_the_command_line(checkpoints: list[Path], tmp_path: Pat
     assert "not checked: no trusted key" in invoke("checkout", run, "-o", tmp_path / "unchecked").stdout
     assert f"signed by {public}, checked" in invoke("checkout", run, "-o", tmp_path / "too", "--trust", public).stdout
     assert f"signed by {public}, checked" in invoke("show", run, "--trust", public).stdout
+    assert invoke_json("show", f"{run}@0", "@1", "--trust", public)["changed"]
+    invoke("show", f"{run}@0", "@1", "--trust", other, code=3)
     assert f"signed by {public}, not checked" in invoke("show", run).stdout
     assert invoke_json("log", run, "--trust", public)["newest"] == 1
     invoke("log", run, "--trust", other, code=3)
