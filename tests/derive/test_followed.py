@@ -42,7 +42,7 @@ class Scene:
 
     def detect(self) -> Found:
         self.view.advance()
-        found = self.detector.detect(self.view, 1 << 40).take().result()
+        found = self.detector.detect(self.view, 1 << 40)().result()
         self.digest += found.moved
         anew = BlockView(self.source, self.blocks)
         assert np.array_equal(self.view.maxima, anew.maxima)
