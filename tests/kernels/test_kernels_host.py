@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from unittest.mock import patch
 
 import kernel_models as models
 import numpy as np
@@ -35,6 +36,11 @@ def _model(device: torch.device) -> tuple[list[str], list[torch.Tensor], list[to
     return names, old, new, ModelView(dict(zip(names, old, strict=True))).schema
 
 
+def region_plan(names: list[str], tensors: list[torch.Tensor], regions: list[Region], tile: int) -> kernels.Plan:
+    with patch("deltawire.kernels.host.TILE", tile):
+        return kernels.region_plan(names, tensors, regions)
+
+
 def _equal(a: Change, b: Change) -> bool:
     pairs = [(getattr(a, f), getattr(b, f)) for f in ("positions", "old", "new")]
     return a.region == b.region and all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
@@ -44,7 +50,7 @@ def _equal(a: Change, b: Change) -> bool:
 def test_changes_by_region_equal_those_of_the_core(device: torch.device, block_units: int) -> None:
     names, old, new, schema = _model(device)
     regions = [region for block in blocks(schema, block_units) for region in block]
-    plan = kernels.region_plan(names, old, regions, tile=512)
+    plan = region_plan(names, old, regions, 512)
     changed = kernels.detect(old, new, plan=plan)
     found = kernels.to_changes(plan, changed, regions)
     before, after = (dict(zip(names, ts, strict=True)) for ts in (old, new))
@@ -73,7 +79,7 @@ def test_a_block_of_columns(device: torch.device) -> None:
     old = [models.random_tensor((30, 300), torch.bfloat16, 5).to(device)]
     new = models.moved(old, 0.05, 6)
     region = Region(TensorSpec("w", "BF16", (30, 300)), 3, 20, 150, 150)
-    plan = kernels.region_plan(["w"], old, [region], tile=1000)
+    plan = region_plan(["w"], old, [region], 1000)
     changed = kernels.detect(old, new, plan=plan)
     (found,) = kernels.to_changes(plan, changed, [region])
     assert _equal(found, compare(region, *(region.cut(models.bits(t[0])) for t in (old, new))))
@@ -98,7 +104,7 @@ def test_steps_from_the_host_are_taken_where_the_weights_are(
     """What a delta says without old bits becomes the change that `detect` finds, for every dtype and kind of value."""
     names, old, new, schema = _model(device)
     regions = [region for block in blocks(schema, block_units) for region in block]
-    plan = kernels.region_plan(names, old, regions, tile=512)
+    plan = region_plan(names, old, regions, 512)
     expected = torch_ops.detect(plan, old, new)
     moves = []
     for number, change in enumerate(kernels.to_changes(plan, expected, regions)):

@@ -27,17 +27,17 @@ _WORTH_THREADS = 1 << 18
 """Changes that are worth starting threads for."""
 
 
-def region_plan(names: Sequence[str], tensors: Sequence[Tensor], regions: Sequence[Region], tile: int = TILE) -> Plan:
+def region_plan(names: Sequence[str], tensors: Sequence[Tensor], regions: Sequence[Region]) -> Plan:
     """A plan that covers regions of named tensors, one segment each, in their order."""
     numbers = {name: number for number, name in enumerate(names)}
-    return Plan(tensors, [_segment(numbers[region.tensor.name], region, tile) for region in regions])
+    return Plan(tensors, [_segment(numbers[region.tensor.name], region) for region in regions])
 
 
-def _segment(number: int, region: Region, tile: int) -> Segment:
+def _segment(number: int, region: Region) -> Segment:
     if region.contiguous:
-        cuts = np.append(np.arange(0, region.units, tile), region.units)
+        cuts = np.append(np.arange(0, region.units, TILE), region.units)
         return Segment(number, region.base, region.units, np.array([0, 1]), cuts)
-    band = max(1, tile // region.columns)
+    band = max(1, TILE // region.columns)
     cuts = np.append(np.arange(0, region.rows, band), region.rows)
     return Segment(number, region.base, region.tensor.columns, cuts, np.array([0, region.columns]))
 

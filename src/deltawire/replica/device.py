@@ -62,6 +62,9 @@ _SLOT = 8 << 20
 SHADOW_UNITS = 1 << 24
 """Units in a kernel's order that may be held a second time, with 8 bytes each for their places."""
 
+_LAUNCH_ROWS = 16
+"""Rows of a column shard in one program of the digest kernel."""
+
 _BAND = 1 << 24
 """Units of full weights that are compared at once; a multiple of a tile."""
 
@@ -502,15 +505,15 @@ def _in_turn(found: Sequence[kernels.Changed], plan: kernels.Plan) -> kernels.Ch
     return kernels.Changed(torch.cat([*starts, total]), torch.cat([change.positions for change in found]), old, new)
 
 
-def _bands_of(pieces: Sequence[Piece], height: int = 16) -> Launch:
+def _bands_of(pieces: Sequence[Piece]) -> Launch:
     """What the kernel's programs work on: some rows of a piece each."""
     bands = []
     for piece in pieces:
         region = piece.region
         keys = digest.tensor_keys(region.tensor.name).view(np.int64).tolist()
-        for row in range(0, region.rows, height):
+        for row in range(0, region.rows, _LAUNCH_ROWS):
             address = piece.view.data_ptr() + row * region.columns * 2
-            rows = min(height, region.rows - row)
+            rows = min(_LAUNCH_ROWS, region.rows - row)
             first = region.base + row * region.tensor.columns
             bands.append([address, rows, region.columns, first, region.tensor.columns, *keys])
     table = torch.tensor(bands, dtype=torch.int64, device=pieces[0].view.device)
