@@ -385,6 +385,20 @@ class Run:
         except ObjectNotFound:
             return None
 
+    def age(self, key: str) -> float | None:
+        """Return the seconds since an object was written, by the store's clock; None where there is no object.
+
+        Compares with an object that is written for the purpose. None as well where another reader of the clock has
+        deleted that one: ask again later.
+        """
+        self.store.put(keys.CLOCK, b"{}")
+        try:
+            return self.store.head(keys.CLOCK).modified - self.store.head(key).modified
+        except ObjectNotFound:
+            return None
+        finally:
+            self.store.delete(keys.CLOCK)
+
     # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def heartbeats(self) -> list[tuple[ObjectInfo, Heartbeat]]:

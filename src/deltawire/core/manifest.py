@@ -50,6 +50,9 @@ MAX_ALL_FILES = 1 << 30
 MAX_HEAD = 128 << 20
 """Bytes of the header and index of a data object."""
 
+MAX_RENEWAL = 60.0
+"""Seconds between two renewals of writer.json, at most: a new publisher waits for three of them."""
+
 # What the types below say of numbers, lengths and text is checked when an object is parsed.
 
 Version = Annotated[int, Meta(ge=0, le=keys.MAX_VERSION)]
@@ -287,14 +290,34 @@ class Tag(msgspec.Struct, frozen=True):
     """When it was set: seconds since the epoch, by the clock of the machine that set it."""
 
 
-class Writer(msgspec.Struct, frozen=True):
-    """writer.json: who may publish, where the store cannot refuse a second writer."""
+class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """writer.json: the publisher that writes to the run, renewed while it runs. No clocks are compared: what matters is
+    whether the object changes."""
 
-    epoch: int
-    """Number of writers that have claimed the run, this one included."""
-    writer: str
-    """Mark of the writer that claimed it last."""
-    at: float
+    epoch: Annotated[int, Meta(ge=1, le=1 << 53)]
+    """One more than that of the writer before. Of two writers the one with the higher epoch is right."""
+    writer: Annotated[str, Meta(max_length=64)]
+    """Mark of this publisher."""
+    host: Annotated[str, Meta(max_length=256)]
+    pid: int
+    program: Annotated[str, Meta(max_length=256)]
+    """Name of the script or command."""
+    held_s: Annotated[float, Meta(ge=0)]
+    """Seconds since this publisher took the run. Different in each renewal."""
+    renews_s: Annotated[float, Meta(gt=0, le=MAX_RENEWAL)]
+    """Seconds between renewals."""
+    ended: bool = False
+    """Whether the publisher was closed."""
+
+    def __str__(self) -> str:
+        hours, minutes = divmod(int(self.held_s) // 60, 60)
+        days, hours = divmod(hours, 24)
+        held = f"{days} d {hours} h" if days else f"{hours} h {minutes} min" if hours else f"{minutes} min"
+        host, program = (
+            "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:80])
+            for text in (self.host, self.program)
+        )
+        return f"{program or 'a program'} on {host or 'an unknown host'} (process {self.pid}, for {held})"
 
 
 class Delegated(msgspec.Struct, frozen=True):

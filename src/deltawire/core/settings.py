@@ -25,3 +25,15 @@ def switch(variable: str) -> bool:
     if text not in ("0", "1"):
         raise Misconfigured(f"{variable} is {text[:40]!r}; it is 1 (on) or 0 (off)")
     return text == "1"
+
+
+def seconds(variable: str, default: float, most: float) -> float:
+    """A time in seconds, more than 0 and at most `most`."""
+    text = os.environ.get(variable) or str(default)
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= most:
+        raise Misconfigured(f"{variable} is {text[:40]!r}; it is a number of seconds, more than 0, at most {most:g}")
+    return found

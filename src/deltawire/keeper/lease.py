@@ -94,12 +94,5 @@ class Lease:
         return found if found.run == self._run.info.run else None
 
     def _expired(self) -> bool:
-        """Compare two times of the store: of the lease, and of an object that is written for the purpose."""
-        store = self._run.store
-        store.put(keys.CLOCK, b"{}")
-        try:
-            return store.head(keys.CLOCK).modified - store.head(keys.KEEPER).modified > self._lease_s
-        except ObjectNotFound:
-            return False  # one of the two is gone again: look the next time
-        finally:
-            store.delete(keys.CLOCK)
+        age = self._run.age(keys.KEEPER)
+        return age is not None and age > self._lease_s

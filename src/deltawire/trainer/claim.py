@@ -1,101 +1,324 @@
-"""The right to publish, where the store does not refuse a second writer (`Committer` finds out).
+"""The right to publish to a run. writer.json names the publisher that has it and is renewed while that one runs.
 
-    take      read writer.json → write it with the next epoch and a mark of our own → wait → it must still be ours
-    confirm   before and after every commit: it is still ours, and so is the manifest that was just written
+    take       nobody's, or of a publisher that ended: taken at once, with the next epoch
+               of another one: watched for three renewals. If it changes, that publisher runs: WriterConflict
+    renew      by a thread of its own, also while nothing is published
+    check      before each commit: it is still ours
+    release    marked as ended, so that the next publisher need not wait
 
-The trainer that wrote writer.json last may publish; the one before notices that at its next commit and stops. So after
-a crash another trainer can simply be started, and of two that start together one fails with WriterConflict.
+So the publisher that is there keeps the run, one started by mistake is refused, and one started after a crash continues
+after half a minute. Clocks of clients are never compared. Only where the object is very old by the store's own clock,
+nothing is watched. With `takeover` neither is; the publisher before finds that out at its next check or renewal.
 
-Between the last check of the trainer that lost and its write, no store without conditions can stop it. But it writes
-one manifest only, of the version after the last one it knew, which is the first version of its successor: the successor
-checks that manifest before every later commit, and restores it. Data is safe in any case, its keys carry the writer's
-mark; and a replica that read the wrong manifest finds that the next delta does not fit, before it touches a weight, and
-plans again.
+Whoever finds an epoch that is not below its own has lost the run. Whoever finds a lower one puts its own back: that was
+written by a publisher that had lost the run and was paused between its look and its put.
+
+Where the store creates exclusively, the manifest is the last word: one version, one writer. Where it does not (`take`
+finds out), a new claim stands for a moment before it counts, and a commit is confirmed after it was made. Between the
+last check of the publisher that lost and its write, no store without conditions can stop it. But it writes one manifest
+only, of the version after the last one it knew, which is the first version of its successor: the successor checks that
+manifest before every later commit, and restores it. Data is safe in any case, its keys carry the writer's mark; and
+a replica that read the wrong manifest finds that the next delta does not fit, before it touches a weight, and plans
+again.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import queue
 import secrets
+import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
+import msgspec
+
+from ..bucket.run import MANIFEST, SMALL, Run
 from ..core import keys
-from ..core.errors import ManifestError, ObjectNotFound, ObjectTooLarge, StoreUnavailable, WriterConflict
-from ..core.manifest import Writer, dump, now, parse
-from ..store import Fetched, Store
+from ..core.errors import (
+    AlreadyExists,
+    DeltawireError,
+    ManifestError,
+    ObjectNotFound,
+    ObjectTooLarge,
+    RunNotFound,
+    RunReplaced,
+    StoreUnavailable,
+    WriterConflict,
+)
+from ..core.manifest import MAX_RENEWAL, Writer, dump, parse
+from ..core.settings import seconds
+from ..store import Fetched
 
 log = logging.getLogger("deltawire")
 
-SETTLE_S = 1.0
-"""How long a new claim stands before it counts: two that start together, and a commit under way, show by then."""
+RENEWAL_S = 10.0
+"""Seconds between renewals, unless DELTAWIRE_WRITER_RENEWAL says otherwise."""
+
+WATCHED = 3
+"""Renewals without a change after which a publisher is taken for dead."""
+
+LONG_DEAD = 30
+"""Renewals after which that needs no watching: more than an outage of the store takes, during which none can renew."""
+
+SETTLES = 0.1
+"""Renewals that a new claim stands before it counts: two that start together, and a commit under way, show by then."""
 
 VISIBLE_S = 15.0
-"""How long a store may take to show us what we wrote."""
+"""Seconds that a store may take to show what was written."""
 
-_LIMIT = 64 << 10
-_MAX_MANIFEST = 64 << 20
+RELEASE_S = 5.0
+"""Seconds that `release` waits for the store."""
+
+ADVICE = "only one trainer may publish to a run: stop this one, or give it a run of its own"
+
+
+class _Found(NamedTuple):
+    """What is at writer.json."""
+
+    writer: Writer | None
+    """None where there is nothing, or nothing that names a publisher."""
+    etag: str | None = None
+    there: bool = True
 
 
 class Claim:
-    """The exclusive right to publish to a run. `Claim.take` makes one."""
+    """The right of one publisher to write to its run. `take` does the first request; `drop` may be called anywhere."""
 
-    def __init__(self, store: Store, writer: Writer) -> None:
-        self._store = store
-        self._writer = writer
+    def __init__(self, takeover: bool = False, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._takeover, self._sleep = takeover, sleep
+        self._run: Run
+        self._mine: Writer | None = None
+        """What writer.json says of us; None before `take`."""
+        self._began = 0.0
+        self.excludes = True
+        """Whether the store keeps two writers from creating one manifest."""
         self._etag: str | None = None
+        """Of writer.json, where it was read as ours."""
+        self._lost = ""
+        """How another publisher took the run."""
         self._first: tuple[str, bytes, str | None] | None = None
-        """Key, content and etag of the first manifest written under this claim."""
+        """Key, content and etag of the first manifest written under this claim, where the store does not exclude."""
+        self._thread: threading.Thread | None = None
+        # a finalizer may run within any call of another queue's or event's methods, on the same thread
+        self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._process = os.getpid()
 
-    @classmethod
-    def take(cls, store: Store, sleep: Callable[[float], None] = time.sleep) -> Claim:
-        """Claim the run. Raises WriterConflict if another trainer claims it at the same moment."""
-        before, _ = _read(store)
-        claim = cls(store, Writer(before.epoch + 1 if before else 1, secrets.token_hex(8), now()))
-        if before is not None:
-            log.info("taking over %s from the trainer that claimed it at %s", store.url, _time(before.at))
-        store.put(keys.WRITER, dump(claim._writer))
-        sleep(SETTLE_S)
-        waited = 0.0
-        while (found := _read(store))[0] == before:
-            if waited >= VISIBLE_S:
-                raise StoreUnavailable(f"{store.url}/{keys.WRITER} was written {waited:.0f} s ago and does not show")
-            sleep(SETTLE_S)
-            waited += SETTLE_S
-        claim._compare(*found)
-        return claim
+    # ── from the first publish to the last ───────────────────────────────────────────────────────────────────────────
+
+    def take(self, run: Run) -> None:
+        """Take the run. Raises WriterConflict if another publisher writes to it."""
+        renews_s = seconds("DELTAWIRE_WRITER_RENEWAL", RENEWAL_S, MAX_RENEWAL)
+        self._run, self._process = run, os.getpid()
+        self.excludes = self._store_excludes()
+        mark, host = secrets.token_hex(8), socket.gethostname()
+        program = os.path.basename(sys.argv[0] if sys.argv else "")
+        while True:
+            found, settled = self._until_free()
+            self._began, epoch = time.monotonic(), found.writer.epoch + 1 if found.writer else 1
+            self._mine = mine = Writer(epoch, mark, host[:80], os.getpid(), program[:80], 0.0, renews_s)
+            # after an interrupt this object takes the run from itself
+            _here[mark] = self
+            self._lost, self._etag, self._first = "", None, None
+            if found.there or not self.excludes:
+                run.store.put(keys.WRITER, dump(mine))
+                break
+            with suppress(AlreadyExists):  # another one was created meanwhile
+                run.store.put_if_absent(keys.WRITER, dump(mine))
+                settled = True
+                break
+        if not (settled and self.excludes):
+            self._settle(found)
+        self._stop = queue.SimpleQueue()
+        thread = threading.Thread(target=self._keep, args=(self._stop, mine), name="deltawire-writer", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def check(self) -> None:
-        """Before a commit: raise WriterConflict if another trainer has claimed the run."""
-        self._look()
-        self._guard()
+        """Before a commit. Raises WriterConflict, RunNotFound or RunReplaced if this publisher may not commit."""
+        try:
+            self._look()
+        except WriterConflict:
+            # a run that was deleted has no writer, or that of the run that came after
+            self._run.check_present()
+            raise
+        if not self.excludes:
+            self._guard()
 
     def confirm(self, key: str, manifest: bytes) -> None:
-        """After a commit: raise WriterConflict if another trainer has claimed the run or overwritten the manifest."""
+        """After a commit: raise WriterConflict if another publisher has taken the run or overwritten the manifest."""
+        if self.excludes:
+            return
         self._look()
         try:
-            found = self._changed(key, None, _MAX_MANIFEST)
+            found = self._changed(key, None, MANIFEST)
         except ObjectNotFound:
             return  # not visible yet, and not overwritten
         if found is None or found.data != manifest:
-            raise WriterConflict(f"{self._store.url}/{key} was written over by another trainer; {_ADVICE}")
+            raise WriterConflict(f"{self._run.store.url}/{key} was written over by another trainer; {ADVICE}")
         if self._first is None:
             self._first = key, manifest, found.etag
 
-    def _look(self) -> None:
+    def release(self, timeout: float = RELEASE_S) -> None:
+        """Mark the claim as ended. If the store fails within the timeout, the next publisher has to wait."""
+        thread = self._thread
+        if thread is not None and self._process == os.getpid():
+            self.drop()
+            thread.join(timeout)
+            self._thread = None
+
+    def drop(self) -> None:
+        """Let the thread mark the claim as ended, without waiting for it: for a finalizer."""
+        self._stop.put(None)
+
+    # ── taking it ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _until_free(self) -> tuple[_Found, bool]:
+        """Wait until no other publisher writes to the run, and return what is at writer.json then, and whether whoever
+        wrote it is known to write no more."""
+        found = self._read()
+        writer, url = found.writer, self._run.store.url
+        if writer is None or writer.ended:
+            return found, True
+        if (older := _of_this_process(writer.writer)) is not None:
+            log.info("this publisher of %s replaces an earlier one of this process", url)
+            older._replaced()
+            return found, True
+        if self._takeover:
+            log.warning("taking %s over from %s", url, writer)
+            return found, False
+        age = self._run.age(keys.WRITER)
+        if age is not None and age > LONG_DEAD * writer.renews_s:
+            log.info("%s was written by %s, which ended long ago without closing it", url, writer)
+            return found, False
+        watched = WATCHED * writer.renews_s
+        log.warning(
+            "%s was written by %s: waiting %.0f s to see whether that still runs (not with takeover=True, --take-over)",
+            url,
+            writer,
+            watched,
+        )
+        until = time.monotonic() + watched
+        while time.monotonic() < until:
+            self._sleep(min(1.0, writer.renews_s / 4))
+            asked = time.monotonic()
+            now = self._read()
+            if now.writer is None or now.writer.ended:
+                return now, True
+            if now.writer != writer:
+                raise WriterConflict(
+                    f"{url} is being written by {now.writer}: only one trainer may publish to a run. Give this one a "
+                    "run of its own, or stop the other one; takeover=True, or --take-over, replaces it"
+                )
+            if time.monotonic() - asked > writer.renews_s:
+                # a store that did not answer kept the other one from renewing, too
+                until = time.monotonic() + watched
+        log.warning("%s: %s does not run any more, continuing", url, writer)
+        return now, False
+
+    def _settle(self, before: _Found) -> None:
+        """Let the claim stand for a while. Raises WriterConflict if it is not ours then."""
+        assert self._mine is not None
+        pause, waited, replaced = self._mine.renews_s * SETTLES, 0.0, before.writer
+        while True:
+            self._sleep(pause)
+            waited += pause
+            found = self._read()
+            if found.writer is not None and found.writer.epoch >= self._mine.epoch:
+                self._compare(found)
+                return
+            if waited >= VISIBLE_S:
+                where = f"{self._run.store.url}/{keys.WRITER}"
+                raise StoreUnavailable(f"{where} was written {waited:.0f} s ago and does not show")
+            if found.writer is not None and found.writer != replaced:
+                # renewed at the same moment by the publisher before
+                replaced = found.writer
+                self._run.store.put(keys.WRITER, dump(self._mine))
+
+    def _store_excludes(self) -> bool:
+        """Whether the store keeps two writers from creating one manifest, tried on run.json, which is there already.
+
+        Some servers ignore the condition of a put and answer that all is well. The bytes are those of run.json, so that
+        nothing is lost where that happens.
+        """
+        store = self._run.store
+        if not store.creates_exclusively:
+            return False
         try:
-            found = self._changed(keys.WRITER, self._etag, _LIMIT)
+            store.put_if_absent(keys.RUN, dump(self._run.info))
+        except AlreadyExists:
+            return True
+        log.warning("%s creates objects that exist already: relying on %s alone", store.url, keys.WRITER)
+        return False
+
+    # ── keeping it ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _keep(self, stop: queue.SimpleQueue[None], mine: Writer) -> None:
+        """Renew until the publisher ends, or another one takes the run: the thread."""
+        failing = False
+        while True:
+            try:
+                stop.get(timeout=mine.renews_s)
+                break
+            except queue.Empty:
+                pass
+            try:
+                self._renew(mine)
+                failing = False
+            except (WriterConflict, RunNotFound, RunReplaced) as error:
+                log.error("%s", error)
+                return
+            except Exception as error:
+                if not failing:
+                    log.warning("cannot renew %s/%s, trying again: %s", self._run.store.url, keys.WRITER, error)
+                failing = True
+        with suppress(DeltawireError):
+            self._renew(mine, ended=True)
+
+    def _renew(self, mine: Writer, ended: bool = False) -> None:
+        self._look()
+        self._run.check_present()
+        held_s = round(time.monotonic() - self._began, 3)
+        self._run.store.put(keys.WRITER, dump(msgspec.structs.replace(mine, held_s=held_s, ended=ended)))
+
+    def _replaced(self) -> None:
+        """A later publisher of this process takes the run."""
+        self._lost = (
+            f"a later publisher of this process took over {self._run.store.url}: use that one, or close one before the "
+            "next is made"
+        )
+        self.release()
+
+    def _look(self) -> None:
+        """Raise WriterConflict if writer.json is another publisher's, and put ours back if it is gone."""
+        if self._lost:
+            raise WriterConflict(self._lost)
+        try:
+            found = self._changed(keys.WRITER, self._etag, SMALL)
         except ObjectNotFound:
             found = Fetched(b"", None)
         if found is not None:
-            self._compare(*_parsed(found))
+            self._compare(self._parsed(found))
 
-    def _changed(self, key: str, etag: str | None, limit: int) -> Fetched | None:
-        """An object, unless it still has this etag. One that is larger than any of ours counts as empty."""
-        try:
-            return self._store.get_if_changed(key, etag, limit=limit)
-        except ObjectTooLarge:
-            return Fetched(b"", None)
+    def _compare(self, found: _Found) -> None:
+        mine, there, url = self._mine, found.writer, self._run.store.url
+        assert mine is not None
+        if there is not None and there.writer == mine.writer:
+            self._etag = found.etag
+            return
+        if there is not None and there.epoch >= mine.epoch:
+            self._lost = f"another trainer took over {url}: {there}; {ADVICE}"
+            raise WriterConflict(self._lost)
+        self._run.check_present()
+        log.warning("%s/%s was deleted or overwritten: put back", url, keys.WRITER)
+        self._run.store.put(keys.WRITER, dump(mine))
 
     def _guard(self) -> None:
         """Restore the first manifest if a trainer that had lost the run overwrote it (see above)."""
@@ -103,44 +326,54 @@ class Claim:
             return
         key, manifest, etag = self._first
         try:
-            found = self._changed(key, etag, _MAX_MANIFEST)
+            found = self._changed(key, etag, MANIFEST)
         except ObjectNotFound:
             self._first = None  # pruned
             return
         if found is not None and found.data != manifest:
-            log.warning("%s/%s was written over by a trainer that has lost the run: put back", self._store.url, key)
-            self._store.put(key, manifest)
+            log.warning("%s/%s was written over by a trainer that has lost the run: put back", self._run.store.url, key)
+            self._run.store.put(key, manifest)
 
-    def _compare(self, found: Writer | None, etag: str | None) -> None:
-        if found == self._writer:
-            self._etag = etag
-            return
-        who = "" if found is None else f" at {_time(found.at)} (epoch {found.epoch}; ours is {self._writer.epoch})"
-        lost = f"{keys.WRITER} is gone or damaged, so no trainer owns"
-        what = lost if found is None else "another trainer took over"
-        raise WriterConflict(f"{what} {self._store.url}{who}; {_ADVICE}")
+    def _changed(self, key: str, etag: str | None, limit: int) -> Fetched | None:
+        """An object, unless it still has this etag. One that is larger than any of ours counts as empty."""
+        try:
+            return self._run.store.get_if_changed(key, etag, limit=limit)
+        except ObjectTooLarge:
+            return Fetched(b"", None)
 
+    def _read(self) -> _Found:
+        try:
+            return self._parsed(self._run.store.get(keys.WRITER, limit=SMALL))
+        except ObjectTooLarge:
+            return _Found(None)
+        except ObjectNotFound:
+            return _Found(None, there=False)
 
-_ADVICE = "only one trainer may publish to a run: stop this one, or give it a run of its own"
-
-
-def _read(store: Store) -> tuple[Writer | None, str | None]:
-    try:
-        return _parsed(store.get(keys.WRITER, limit=_LIMIT))
-    except (ObjectNotFound, ObjectTooLarge):
-        return None, None
-
-
-def _parsed(found: Fetched) -> tuple[Writer | None, str | None]:
-    try:
-        return parse(found.data, Writer, keys.WRITER), found.etag
-    except ManifestError as error:
-        log.warning("%s; taking it for none", error)
-        return None, found.etag
+    def _parsed(self, found: Fetched) -> _Found:
+        try:
+            writer = parse(found.data, Writer, keys.WRITER)
+        except ManifestError:
+            writer = None
+        return _Found(writer, found.etag)
 
 
-def _time(at: float) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
-    except (ValueError, OverflowError, OSError):
-        return "an invalid timestamp"
+# ── this process ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_here: WeakValueDictionary[str, Claim] = WeakValueDictionary()
+"""Claims that were taken by this process, or by the one that it was forked from, by their marks."""
+
+
+def _of_this_process(mark: str) -> Claim | None:
+    claim = _here.get(mark)
+    return claim if claim is not None and claim._process == os.getpid() else None
+
+
+@atexit.register
+def _end_all() -> None:
+    """A program that ends without closing its publishers has ended all the same."""
+    claims = [claim for claim in list(_here.values()) if claim._process == os.getpid()]
+    for claim in claims:
+        claim.drop()
+    until = time.monotonic() + RELEASE_S
+    for claim in claims:
+        claim.release(max(0.0, until - time.monotonic()))

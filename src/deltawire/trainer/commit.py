@@ -30,7 +30,7 @@ from ..core.errors import (
 from ..core.manifest import Head, Link, Manifest, Summary, dump, most_bytes, now, parse_manifest
 from ..core.signing import MANIFEST, NEXT_KEY, Endorsement, SigningKey, check_public, endorsed
 from ..store.base import check_size
-from .claim import Claim
+from .claim import ADVICE, Claim
 from .companions import Companions
 
 if TYPE_CHECKING:
@@ -65,29 +65,46 @@ class Signing:
 class Committer:
     """Appends versions to a run, of which it has all summaries. One per publisher, used by one thread at a time."""
 
-    def __init__(self, run: Run, files: Companions, signing: Signing | None = None) -> None:
-        self.run, self._files, self._signing = run, files, signing
+    def __init__(
+        self,
+        run: Run,
+        files: Companions,
+        claim: Claim,
+        signing: Signing | None,
+        versions: dict[int, Summary],
+        newest: Manifest | None,
+    ) -> None:
+        """`claim` was taken, and `versions` and `newest` were read after that: use `open`."""
+        self.run, self._files, self._claim, self._signing = run, files, claim, signing
         self.writer = secrets.token_hex(4)
         self._unsure = ""
         """Mark of a commit from before it is sent until it is known to have happened."""
         self._seen: AddedLink | None = None
         """The newest anchor of a keeper that was found in the bucket."""
-        self._claim: Claim | None = None
-        if not self._store_refuses():
-            self._claim = Claim.take(run.store)
-            self._keep_run()
-        try:
-            newest = run.newest()
-        except SignatureError as error:
-            if signing is None:
-                raise
-            raise NotTheSigner(
-                f"{error}. Sign with the run's own key, and after a rotation name the key before (trust=, or "
-                "DELTAWIRE_TRUST); remove versions that are forged; an unsigned run cannot be signed later"
-            ) from error
-        self.versions: dict[int, Summary] = run.timeline(newest) if newest is not None else {}
-        self.newest: Manifest | None = run.manifest(newest) if newest is not None else None
+        self.versions, self.newest = versions, newest
         self._rotations = self._take_over()
+
+    @classmethod
+    def open(cls, run: Run, files: Companions, claim: Claim, signing: Signing | None = None) -> Committer:
+        """Take the run and read its summaries. Raises WriterConflict where another publisher writes to it."""
+        claim.take(run)
+        try:
+            if not claim.excludes:
+                _keep_run(run)
+            try:
+                newest = run.newest()
+            except SignatureError as error:
+                if signing is None:
+                    raise
+                raise NotTheSigner(
+                    f"{error}. Sign with the run's own key, and after a rotation name the key before (trust=, or "
+                    "DELTAWIRE_TRUST); remove versions that are forged; an unsigned run cannot be signed later"
+                ) from error
+            versions = run.timeline(newest) if newest is not None else {}
+            return cls(run, files, claim, signing, versions, None if newest is None else run.manifest(newest))
+        except BaseException:
+            claim.release()
+            raise
 
     def _take_over(self) -> tuple[Endorsement, ...]:
         """Return the rotations to state in the next versions. Raises NotTheSigner if this key may not sign them."""
@@ -173,12 +190,10 @@ class Committer:
         try:
             # created, never overwritten: two trainers must not share a version
             self.run.store.put_if_absent(key, data)
-            if self._claim is not None:
-                self._claim.confirm(key, data)
+            self._claim.confirm(key, data)
         except AlreadyExists:
             raise WriterConflict(
-                f"another writer committed version {version} of {self.run.store.url} first; "
-                "only one trainer may publish to a run: stop this one, or give it a run of its own"
+                f"another writer committed version {version} of {self.run.store.url} first; {ADVICE}"
             ) from None
         self._committed(manifest)
         if self.run.trust is not None:
@@ -229,39 +244,7 @@ class Committer:
 
     def check_run(self) -> None:
         """Raise RunNotFound, RunReplaced or WriterConflict if this publisher may not commit to the run any more."""
-        if self._claim is None:
-            self.run.check_present()
-            return
-        try:
-            self._claim.check()
-        except WriterConflict:
-            self.run.check_present()
-            raise
-
-    def _store_refuses(self) -> bool:
-        """Whether the store keeps two writers from creating one manifest, tried on run.json, which is there already.
-
-        Some servers ignore the condition of a put and answer that all is well. The bytes are those of run.json, so that
-        nothing is lost where that happens.
-        """
-        store = self.run.store
-        if not store.creates_exclusively:
-            return False
-        try:
-            store.put_if_absent(keys.RUN, dump(self.run.info))
-        except AlreadyExists:
-            return True
-        log.warning("%s creates objects that exist already: claiming the run by %s instead", store.url, keys.WRITER)
-        return False
-
-    def _keep_run(self) -> None:
-        """Of two trainers that create a run together, the one that holds the claim says what the run is."""
-        there = Run.open(self.run.store)
-        if there.info.run == self.run.info.run:
-            return
-        if self.run.listed():
-            raise WriterConflict(f"another trainer created {self.run.store.url} meanwhile; start this one again")
-        self.run.store.put(keys.RUN, dump(self.run.info))
+        self._claim.check()
 
     def _committed(self, manifest: Manifest) -> None:
         self.versions[manifest.version] = manifest.summary()
@@ -274,6 +257,15 @@ class Committer:
         # a page may span more numbers than there are versions
         numbers = range(start, end) if end - start <= len(self.versions) else self.versions
         return tuple(self.versions[v] for v in numbers if start <= v < end and v in self.versions)
+
+
+def _keep_run(run: Run) -> None:
+    """Of two trainers that create a run together, the one that holds the claim says what the run is."""
+    if Run.open(run.store).info.run == run.info.run:
+        return
+    if run.listed():
+        raise WriterConflict(f"another trainer created {run.store.url} meanwhile; start this one again")
+    run.store.put(keys.RUN, dump(run.info))
 
 
 def _finite(metrics: Mapping[str, float], version: int) -> dict[str, float]:

@@ -147,6 +147,8 @@ class Pipeline:
         finally:
             if session is not None:
                 session.captures.detector.close()
+            if self.background.closed:
+                self._options.claim.release()
         # a closed publisher holds no copy of the model, perhaps on a GPU
         self._session = None
 
@@ -159,7 +161,7 @@ class Pipeline:
                 self._commit_to(Run.open(self._store, trust=self._trust))
 
     def _commit_to(self, run: Run) -> Committer:
-        self._committer = Committer(run, self._options.files, self._options.signing)
+        self._committer = Committer.open(run, self._options.files, self._options.claim, self._options.signing)
         self.version = self._committer.newest.version if self._committer.newest else None
         return self._committer
 

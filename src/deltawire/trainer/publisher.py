@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -20,6 +21,7 @@ from ..core.signing import SigningKey
 from ..models import AUTO, Model
 from ..store import Store, open_store
 from ..views import check_view
+from .claim import Claim
 from .collective import LAST_WAIT, group_of, may_share
 from .commit import Signing
 from .companions import Companions
@@ -49,7 +51,9 @@ class Publisher:
 
     `run` is a bucket address (s3://, hf://buckets/, gs://, az://), a folder or an open store. The first publish creates
     the run; a later publisher continues it. `close`, or the end of the `with`, waits until everything is in the bucket.
-    One publisher at a time: where two publish to a run, one of them raises WriterConflict.
+    One publisher at a time (docs/trainer.md): where another process publishes to the run, this one raises
+    WriterConflict, and after a crash it waits half a minute to be sure. A later publisher of the same process, as in a
+    notebook, replaces the earlier one.
 
     Thread safety: threads may share a publisher. `publish`, `resume` and `close` take turns, and each publish becomes a
     version of its own or part of a later one, in the order of the calls. Keep other threads from changing a model while
@@ -93,6 +97,8 @@ class Publisher:
                    in the wire dtype on the model's own device (docs/fp8.md). Not with FusedDetector or DeltaAdamW.
     continues      True if other weights than the run's newest version are meant to follow it. By default a warning is
                    logged then: they may be another training's
+    takeover       True to replace the publisher that writes to the run, wherever it runs, instead of waiting for it to
+                   end: it stops with WriterConflict
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class Publisher:
         trust: KeysLike = (),
         view: str | None = None,
         continues: bool = False,
+        takeover: bool = False,
         on_version: Callable[[Published], object] | None = None,
     ) -> None:
         if view is not None:
@@ -140,6 +147,7 @@ class Publisher:
             view=view,
             continues=continues,
             on_version=on_version,
+            claim=Claim(takeover),
             signing=Signing.of(sign, next_key, trust),
         )
         self._store = open_store(address_only(run))
@@ -148,6 +156,8 @@ class Publisher:
         self._busy = False
         """Whether a thread captures or closes right now."""
         self._group = group
+        # not closed but forgotten: the thread that renews the claim must not keep this object
+        weakref.finalize(self, self._options.claim.drop).atexit = False
         self._pipeline = Pipeline(self._store, self._options)
         """Of this process alone, until a model is published that several ranks hold."""
         if not may_share(group):

@@ -30,6 +30,7 @@ from ..core.manifest import Blob, Link, Manifest, Origin
 from ..core.sparse import DataFile, DeltaWriter, EncodedBlock
 from ..metrics import VersionFigures
 from .captures import Capture, Stream
+from .claim import Claim
 from .collective import Group
 from .commit import Committer, Signing
 from .companions import Companions
@@ -93,6 +94,7 @@ class PublishOptions:
     view: str | None
     continues: bool
     on_version: Callable[[Published], object] | None
+    claim: Claim
     signing: Signing | None = None
 
 
