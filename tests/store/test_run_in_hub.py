@@ -19,14 +19,13 @@ from deltawire.bucket.watch import watch
 from deltawire.core import keys
 from deltawire.core.errors import ObjectNotFound, PublishFailed, StoreError, WriterConflict
 from deltawire.store import HubStore, open_store
-from deltawire.trainer import claim
 from support import blank, history, same
 from tests.hub_stand_in import Fault, HubStandIn
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "SETTLE_S", 0.05)
+    monkeypatch.setenv("DELTAWIRE_WRITER_RENEWAL", "0.5")
 
 
 @pytest.fixture
@@ -195,7 +194,7 @@ def test_two_trainers_race_through_a_slow_hub(
     hub: HubStandIn, run: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests take uneven times, but less than a claim takes to settle: one stops, and what is published is whole."""
-    monkeypatch.setattr(claim, "SETTLE_S", 0.5)
+    monkeypatch.setenv("DELTAWIRE_WRITER_RENEWAL", "5")
     models, rng = history(7), random.Random(seed)
     with Publisher(run) as first:
         first.publish(models[0]).result(60)

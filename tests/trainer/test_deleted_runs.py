@@ -12,7 +12,7 @@ from deltawire.bucket.run import Run
 from deltawire.core import keys
 from deltawire.core.errors import ForeignObject, RunNotFound, RunReplaced
 from deltawire.store import LocalStore, ObjectStore, Store
-from deltawire.trainer import Publisher, claim
+from deltawire.trainer import Publisher
 from deltawire_wordle.counting import CountingStore
 from support import history, verified
 
@@ -81,7 +81,7 @@ def test_versions_without_run_json_are_not_mixed_with_a_new_run(store: Store) ->
 
 
 def test_where_a_claim_is_needed_the_run_is_missed_as_well(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "SETTLE_S", 0.01)
+    monkeypatch.setenv("DELTAWIRE_WRITER_RENEWAL", "0.1")
     counting = CountingStore(store)
     counting.creates_exclusively = False
     models = history(2)
