@@ -179,7 +179,13 @@ class Killer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}", "DELTAWIRE_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}",
+                "DELTAWIRE_THREADS": "1",
+                # those that were killed are waited for
+                "DELTAWIRE_WRITER_RENEWAL": "0.02",
+            },
         )
 
     def __enter__(self) -> Killer:

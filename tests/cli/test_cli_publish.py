@@ -19,8 +19,10 @@ from cli_support import (
 )
 
 from deltawire.bucket.run import Run
+from deltawire.core.errors import WriterConflict
+from deltawire.core.full import Checkpoint
 from deltawire.store import Store
-from deltawire.trainer import Publisher
+from deltawire.trainer import Publisher, claim
 from deltawire_wordle.counting import CountingStore
 
 
@@ -46,6 +48,23 @@ def test_publish_for_people(tmp_path: Path, checkpoints: list[Path]) -> None:
     assert "% changed" in text
     assert "smaller" in text
     assert "encode" in text
+
+
+def test_publish_beside_a_trainer(tmp_path: Path, checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused while the trainer runs, and with --take-over it is the trainer that stops."""
+    run = tmp_path / "run"
+    monkeypatch.setenv("DELTAWIRE_WRITER_RENEWAL", "0.2")
+    # as if the command ran in another process
+    monkeypatch.setattr(claim, "_of_this_process", lambda mark: None)
+    trainer = Publisher(run)
+    trainer.publish(Checkpoint(checkpoints[0])).result(60)
+    refused = invoke("publish", checkpoints[1], run, code=6)
+    assert f"(process {os.getpid()}, for 0 min)" in refused.stderr
+    assert "--take-over" in refused.stderr
+    trainer.publish(Checkpoint(checkpoints[1])).result(60)
+    assert invoke_json("publish", checkpoints[2], run, "--take-over")["version"] == 2
+    with pytest.raises(WriterConflict):
+        trainer.publish(Checkpoint(checkpoints[3])).result(60)
 
 
 def test_anchors_and_encodings(tmp_path: Path, checkpoints: list[Path]) -> None:

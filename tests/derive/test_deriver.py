@@ -191,7 +191,7 @@ def test_ended_at_any_request_it_loses_nothing(source: Path, tmp_path: Path) -> 
         def hook(moment: str, verb: str, key: str) -> None:
             nonlocal count
             count += 1
-            if last and count >= last:
+            if last and count >= last and threading.current_thread().name != "deltawire-writer":
                 raise Killed
 
         try:

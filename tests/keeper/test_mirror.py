@@ -56,8 +56,8 @@ def test_a_mirror_is_the_same_run(kept: Kept) -> None:
     assert Mirror(kept.run, store).update(LAST) == LAST + 1
     assert is_a_copy(store, kept)
     missing = {item.key for item in kept.store.list()} - {item.key for item in store.list()}
-    # heartbeats, and pages that were merged into another one
-    assert all(key.startswith((keys.REPLICAS, keys.ADDED_PAGES)) for key in missing)
+    # who publishes to the other one, heartbeats, and pages that were merged into another one
+    assert all(key.startswith((keys.WRITER, keys.REPLICAS, keys.ADDED_PAGES)) for key in missing)
     # and it follows
     kept.weights.append(step(kept.weights[-1], 99))
     publish(kept.store, kept.weights[-1:])

@@ -26,6 +26,7 @@ def command(
     reference: ui.ReferenceOption = None,
     trust: ui.TrustOption = None,
     sign: ui.SignOption = None,
+    take_over: ui.TakeOverOption = False,
     json: ui.JsonOption = False,
 ) -> None:
     """Follow a run and publish a view of it as another run.
@@ -58,7 +59,7 @@ def command(
             wait_for_run(address_only(run), poll, trust=trust)
         source = ui.open_run(run, trust)
         start = OLDEST if first is None else resolve(source, first)
-        options = {"encoding": encoding, "anchor_every": anchor_every, "sign": sign}
+        options = {"encoding": encoding, "anchor_every": anchor_every, "sign": sign, "takeover": take_over}
         with Deriver(source, derived, view, resolve=resolver(reference), **options) as deriver:
             before = deriver.reached
             for published in deriver.follow(start, once=once, poll=poll, stop=stop):

@@ -64,6 +64,7 @@ def command(
     sign: ui.SignOption = None,
     next_key: Annotated[str, Option(metavar="KEY", help="Public key that may sign the versions after this one.")] = "",
     trust: ui.TrustOption = None,
+    take_over: ui.TakeOverOption = False,
     new: Annotated[bool, Option("--new", help="Make a new run; an error if there is one already.")] = False,
     json: ui.JsonOption = False,
 ) -> None:
@@ -119,6 +120,7 @@ def command(
         files=checkpoint,
         base=base or _last_published(url, checkpoint),
         continues=True,
+        takeover=take_over,
         sign=sign,
         next_key=next_key,
         trust=trust or (),

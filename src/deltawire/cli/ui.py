@@ -62,6 +62,15 @@ SignOption = Annotated[
     Option(metavar="PATH", help="File with the private key that signs; else DELTAWIRE_SIGN. See deltawire keygen."),
 ]
 
+TakeOverOption = Annotated[
+    bool,
+    Option(
+        "--take-over",
+        help="Replace the trainer that publishes to the run, wherever it runs: it stops. By default this command is "
+        "refused then, and waits half a minute where the trainer may have crashed.",
+    ),
+]
+
 HostOption = Annotated[str, Option(help="Address to listen on.")]
 TokenFileOption = Annotated[
     Path | None, Option(exists=True, dir_okay=False, help="File with the bearer token; else DELTAWIRE_TOKEN.")

@@ -44,7 +44,6 @@ from ..bucket.run import MANIFEST, SMALL, Run
 from ..core import keys
 from ..core.errors import (
     AlreadyExists,
-    DeltawireError,
     ManifestError,
     ObjectNotFound,
     ObjectTooLarge,
@@ -279,7 +278,8 @@ class Claim:
                 if not failing:
                     log.warning("cannot renew %s/%s, trying again: %s", self._run.store.url, keys.WRITER, error)
                 failing = True
-        with suppress(DeltawireError):
+        # whatever fails here, the next publisher waits
+        with suppress(Exception):
             self._renew(mine, ended=True)
 
     def _renew(self, mine: Writer, ended: bool = False) -> None:
