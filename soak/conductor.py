@@ -86,6 +86,8 @@ class Conductor:
         if client is not None:
             env["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{self._proxy.ports[client]}"
         env |= {"AWS_READ_TIMEOUT": "3s", "AWS_TIMEOUT": "10s", "AWS_CONNECT_TIMEOUT": "2s"}
+        # a trainer that is started after a kill waits for three renewals of the one before
+        env["DELTAWIRE_WRITER_RENEWAL"] = "1"
         env["TMPDIR"] = str(self.folder / "tmp")
         if client is not None and self.uses_cache(client):
             env |= {"DELTAWIRE_CACHE": str(self.folder / "cache"), "DELTAWIRE_CACHE_GB": "0.05"}

@@ -226,7 +226,7 @@ class PublishError(DeltawireError):
 
 
 class WriterConflict(PublishError):
-    """Another writer committed this version first."""
+    """Another publisher writes to the run, has taken it over, or committed this version first."""
 
 
 class RunExists(PublishError):
