@@ -142,6 +142,7 @@ LONGEST = (
     "abuse/test_abuse_limits.py",
     "abuse/test_abuse_files.py",
     "trainer/test_publisher_killed.py",
+    "trainer/test_writers.py",
     "kernels/test_kernels_adamw.py",
     "kernels/test_kernels_classes.py",
     "trainer/test_detectors.py",

@@ -53,7 +53,7 @@ def long() -> Long:
 
 
 def test_publishing_costs_the_same_at_version_5_and_at_version_595(long: Long) -> None:
-    """Data, whether the run is still this publisher's, manifest, head; a page of history every 16 versions, a skip every 32."""
+    """Data, whether the run is still ours, manifest, head; a page of history every 16 versions, a skip every 32."""
     assert {long.cost[v] for v in range(1, COUNT) if v % 16} == {4}
     assert {long.cost[v] for v in range(16, COUNT, 16) if v % SKIP} == {5}
     assert {long.cost[v] for v in range(SKIP, COUNT, SKIP)} == {6}
