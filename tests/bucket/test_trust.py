@@ -515,7 +515,8 @@ def test_a_trainer_does_not_go_on_in_a_bucket_that_was_rolled_back(
     before = copy_of(run)
     with pytest.raises(RolledBack, match=r"ends with version 2, and version 4 was seen.*remove .* in .*seen\.json"):
         Publisher(run, sign=sign).publish(VERSIONS[5], wait=True)
-    assert copy_of(run) == before
+    # only its claim came and went
+    assert copy_of(run) | {keys.WRITER: b""} == before | {keys.WRITER: b""}
     # the way out that the message names
     (folder / Seen.NAME).unlink()
     publish(run, [VERSIONS[5]], sign=sign)

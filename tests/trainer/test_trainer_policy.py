@@ -18,6 +18,7 @@ from deltawire.core.sparse import DataFile
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.store import Store
 from deltawire.trainer import Publisher
+from deltawire.trainer.claim import Claim
 from deltawire.trainer.commit import Committer
 from deltawire.trainer.companions import Companions
 from deltawire.trainer.policy import AnchorPolicy, EncodingChooser
@@ -211,4 +212,4 @@ def test_a_trainer_uploads_deltas_alone_while_a_keeper_makes_the_anchors(monkeyp
     assert verify(kept.run).ok
     # an anchor that is named and not there is not relied on
     kept.store.delete(next(x for x in kept.run.added.between(-1, 99) if x.version == 32).link.objects[0].key)
-    assert Committer(kept.run, Companions()).keeper_index() is None
+    assert Committer.open(kept.run, Companions(), Claim()).keeper_index() is None
