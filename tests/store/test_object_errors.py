@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from obstore.exceptions import GenericError
 
 from deltawire.core.errors import (
     AlreadyExists,
@@ -24,6 +25,7 @@ from deltawire.core.errors import (
     TruncatedFile,
 )
 from deltawire.store import Fetched, ObjectStore
+from deltawire.store.object_errors import translate
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -291,3 +293,26 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, server: Server) -> None
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(StoreUnavailable, match="timed out"):
             ObjectStore.from_url("s3://bucket/run", retries=0).get("key")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "advice"),
+    [
+        ("s3", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"),
+        ("gs", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("az", "AZURE_STORAGE_CONNECTION_STRING"),
+    ],
+)
+def test_advice_for_missing_credentials_is_that_of_the_cloud(scheme: str, advice: str) -> None:
+    asked = GenericError("Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 1s")
+    said = str(translate(asked, f"{scheme}://bucket/run"))
+    assert advice in said
+    for other in {"AWS", "GOOGLE", "AZURE"} - {advice.partition("_")[0]}:
+        assert f"{other}_" not in said
+
+
+def test_a_server_with_a_full_disk_that_does_not_say_so(server: Server) -> None:
+    """SeaweedFS answers an upload with 500 InternalError when no volume has room."""
+    server.answer(500, "InternalError")
+    with pytest.raises(StoreUnavailable, match="look whether the server's disk is full"):
+        ObjectStore.from_url("s3://bucket/run", retries=0).put("key", b"x")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.core.errors import AlreadyExists, ObjectNotFound, StoreUnavailable, TruncatedFile
+from deltawire.core.errors import AlreadyExists, ObjectNotFound, StoreFull, StoreUnavailable, TruncatedFile
 from deltawire.store import LocalStore, ObjectStore, Retrying, Store
 from deltawire_wordle.counting import CountingStore
 from flaky_store import FlakyStore
@@ -76,6 +76,27 @@ def test_attempts_are_bounded(memory: ObjectStore) -> None:
     with pytest.raises(StoreUnavailable, match="try again; gave up after 5 attempts in"):
         patient(failing, attempts=5).get("key")
     assert failing.requests["failed"] == 5
+
+
+def test_the_log_says_how_often_it_is_tried_again(memory: ObjectStore, caplog: pytest.LogCaptureFixture) -> None:
+    failing = Failing(memory, 10**6)
+    with pytest.raises(StoreUnavailable):
+        patient(failing).get("key")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "retrying up to 6 more times, for 60 s at most" in said
+    assert failing.requests["failed"] == 4 + 6
+
+
+def test_a_full_disk_is_not_tried_again(memory: ObjectStore) -> None:
+    class Full(CountingStore):
+        def put(self, key: str, data) -> None:
+            self.requests["put"] += 1
+            raise StoreFull("no room")
+
+    time, full = Time(), Full(memory)
+    with pytest.raises(StoreFull):
+        patient(full, time).put("key", b"x")
+    assert (full.requests["put"], time.slept) == (1, [])
 
 
 def test_time_is_bounded(memory: ObjectStore) -> None:

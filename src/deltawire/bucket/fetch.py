@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 
 from blake3 import blake3
 
-from ..core.errors import HashMismatch, ObjectNotFound, StoreFull, TruncatedFile
+from ..core.errors import HashMismatch, ObjectNotFound, TruncatedFile
 from ..core.manifest import Blob, File
 from ..core.parallel import for_each
+from ..core.temporary import spooling
 from ..store import Store
 from ..store.base import Settling
 from .cache import Cache, hash_of, shared_cache
@@ -129,12 +130,8 @@ def fetch(
         descriptor = _file_in_memory() if blob.size > SMALL else -1
         fetched = FetchedObject(blob.size, descriptor, in_memory=True)
         return _download_or_close(store, blob, fetched, progress, one_of, neighbour)
-    try:
+    with spooling(f"the {blob.size:,} bytes of {blob.key}"):
         return _download_or_close(store, blob, FetchedObject(blob.size, _temporary()), progress, one_of, neighbour)
-    except OSError as error:
-        raise StoreFull(
-            f"no room for the {blob.size:,} bytes of {blob.key} in {tempfile.gettempdir()}: {error}"
-        ) from error
 
 
 def _file_in_memory() -> int:

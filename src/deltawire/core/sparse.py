@@ -38,6 +38,7 @@ from .errors import (
 from .manifest import Blob
 from .parallel import default_threads, ordered_map, threads_for
 from .schema import Schema, TensorSpec
+from .temporary import spooling
 from .typed_json import decode
 
 FORMAT = "deltawire"
@@ -203,7 +204,8 @@ class DeltaWriter:
             name = name or f"block.{len(self._blocks):05d}"
             self._pieces.setdefault(name, []).append((self.size, len(data)))
             self._dtypes[name] = dtype
-            self._spool.write(data)
+            with spooling("a delta"):
+                self._spool.write(data)
             self.size += len(data)
         if block.record is not None:
             numbers = [self._tensors.setdefault(tensor, len(self._tensors)) for tensor in block.tensors]

@@ -24,6 +24,7 @@ from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.parallel import ordered_map, threads_for
 from ..core.sparse import EncodedBlock, encode_block
+from ..core.temporary import spooling
 
 IN_MEMORY = 1 << 20
 """Bytes of an array that stays in memory."""
@@ -48,7 +49,7 @@ class ArrayFile:
             kept = array.copy()
             return lambda: kept
         dtype, shape = array.dtype, array.shape
-        with self._lock:
+        with self._lock, spooling("what skip deltas are made of"):
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="deltawire-")  # noqa: SIM115
             file = self._file

@@ -51,10 +51,15 @@ _DENIED = (PermissionDeniedError, UnauthenticatedError)
 # Where a client without credentials goes to ask for some: the machine it hopes to run on.
 _LOGIN_SERVICE = re.compile(r"Error performing \w+ http://(169\.254\.|metadata\.google\.internal)")
 
-_LOGIN_HINT = (
-    "no credentials found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; on other clouds "
-    "GOOGLE_APPLICATION_CREDENTIALS (for an emulator STORAGE_EMULATOR_HOST), or AZURE_STORAGE_CONNECTION_STRING"
-)
+_LOGIN = {
+    "az": "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "gs": (
+        "name the key file of a service account in GOOGLE_APPLICATION_CREDENTIALS, or run "
+        "`gcloud auth application-default login` (for an emulator set STORAGE_EMULATOR_HOST)"
+    ),
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+}
+"""Where the client of each scheme looks for credentials."""
 
 # How the client itself says that a range begins behind the end; the last is Azurite's answer for an empty object.
 _PAST_THE_END = re.compile(
@@ -67,6 +72,7 @@ _NEXT = {
     "AuthorizationHeaderMalformed": "set AWS_REGION, or ?region= in the URL, to the bucket's region",
     "ExpiredToken": "sign in again and restart with the new session token",
     "IllegalLocationConstraintException": "set AWS_REGION, or ?region= in the URL, to the bucket's region",
+    "InternalError": "if this goes on, look whether the server's disk is full: some servers then answer so",
     "InvalidAccessKeyId": "this server does not know the key: check AWS_ACCESS_KEY_ID or the profile, and the endpoint",
     "InvalidToken": "AWS_SESSION_TOKEN does not belong to this key; unset it for a permanent one",
     "PermanentRedirect": "set AWS_REGION, or ?region= in the URL, to the bucket's region",
@@ -98,7 +104,7 @@ def translate(error: Exception, where: str) -> DeltawireError:
     if code in _NO_BUCKET:
         return BadURL(f"{where}: no such bucket; create it first, or check its name and the endpoint")
     if _LOGIN_SERVICE.search(text) or "Account must be specified" in text:
-        return PermissionDenied(f"{where}: {_LOGIN_HINT}")
+        return PermissionDenied(f"{where}: no credentials found; {_LOGIN[where.partition(':')[0]]}")
     if _ASKED_US in text:
         # our own words come back with the name of their class in front
         return PermissionDenied(f"{where}: {text.partition(_ASKED_US)[2].partition(': ')[2].strip()}")

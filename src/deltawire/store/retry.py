@@ -177,5 +177,6 @@ class _Attempts:
             attempts = "1 attempt" if self.failures == 1 else f"{self.failures} attempts"
             raise StoreUnavailable(f"{error}; gave up after {attempts} in {spent:.1f} s", error.retry_after) from error
         if self.failures == _LOG_AFTER:
-            log.warning("%s; retrying for up to %.0f s", error, policy._total_s)
+            left = policy._attempts - self.failures
+            log.warning("%s; retrying up to %d more times, for %.0f s at most", error, left, policy._total_s)
         policy._sleep(delay)
