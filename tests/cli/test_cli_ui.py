@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 import time
@@ -61,6 +62,30 @@ def test_help_needs_nothing_heavy() -> None:
         "print([m for m in ('numba', 'numpy', 'torch', 'obstore', 'rich.console') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("deltawire pu", {"publish"}), ("deltawire s", {"serve", "show"}), ("deltawire keygen --jso", {"--json"})],
+)
+def test_the_shell_completes_commands(typed: str, offered: set[str]) -> None:
+    """As a shell asks: in a process of its own, which has nothing heavy to load before it answers."""
+    heavy = {"numba", "numpy", "obstore", "torch"}
+    code = f"import sys, deltawire.cli\ntry: deltawire.cli.main()\nfinally: assert not {heavy} & {{*sys.modules}}"
+    asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_DELTAWIRE_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **asked}, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert {*done.stdout.split()} == offered
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_can_be_shown(shell: str) -> None:
+    command = [sys.executable, "-m", "deltawire", "--show-completion", shell]
+    environ = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = subprocess.run(command, env=environ, check=True, capture_output=True, text=True)
+    assert f"_DELTAWIRE_COMPLETE=complete_{shell}" in shown.stdout
 
 
 def test_every_error_has_a_documented_exit_code() -> None:

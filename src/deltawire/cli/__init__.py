@@ -66,7 +66,6 @@ app = typer.Typer(
     name="deltawire",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     epilog=EXIT_CODES,
