@@ -26,7 +26,9 @@ API = {
 
 def on_files(files: Files, config: Any) -> Files:
     for name, source in PAGES.items():
-        files.append(File.generated(config, name, content=(ROOT / source).read_text()))
+        # the front page has wide code, and needs no table of contents beside it
+        head = "---\nhide: [toc]\n---\n" if name == "index.md" else ""
+        files.append(File.generated(config, name, content=head + (ROOT / source).read_text()))
     files.append(File.generated(config, "api.md", content=api()))
     for chart in sorted((ROOT / "benchmarks" / "results").glob("*.svg")):
         files.append(File.generated(config, f"benchmarks/results/{chart.name}", content=chart.read_bytes()))

@@ -23,7 +23,8 @@ def build(name: str) -> str:
     # a string of the data must not end the element that it lies in
     data = (HERE / "data" / f"{name}.json").read_text().strip().replace("</", "<\\/")
     for mark, text in (
-        ("style", f"<style>\n{(parts / 'base.css').read_text()}</style>"),
+        # without an icon of its own a page makes the browser ask the site for /favicon.ico
+        ("style", f'<link rel="icon" href="data:,">\n<style>\n{(parts / "base.css").read_text()}</style>'),
         ("data", f'<script type="application/json" id="data">{data}</script>'),
         ("script", f"<script>\n{(parts / 'base.js').read_text()}</script>"),
     ):

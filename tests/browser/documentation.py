@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,58 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return folder
+
+
+class Served(http.server.ThreadingHTTPServer):
+    """The site on loopback, and what was asked of it that is not there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+        self.missing: list[str] = []
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{name}"
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    server: Served
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        self.server.missing.append(f"{code} {self.path}")
+        super().send_error(code, message, explain)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def served(site: Path) -> Iterator[Served]:
+    server = Served(site)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_no_page_asks_for_something_that_is_not_there(site: Path, served: Served, view: View) -> None:
+    names = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
+    assert {"index.html", "figures/index.html", "figures/timeline.html"} <= {*names}
+    for name in names:
+        page = view(served.url(name), still=True)
+        page.wait_for_load_state("networkidle")
+        # a page without one makes browsers ask for /favicon.ico, unseen by playwright
+        assert page.locator("link[rel~=icon]").count() == 1, name
+        page.context.close()
+    assert served.missing == []
+
+
+def test_code_and_diagrams_of_the_front_page_are_not_cut_off(served: Served, view: View) -> None:
+    page = view(served.url("index.html"), width=1280)
+    assert page.locator("pre > code").count() > 5
+    cut = (
+        "nodes => nodes.filter(code => code.scrollWidth > code.clientWidth).map(code => code.textContent.slice(0, 200))"
+    )
+    assert page.eval_on_selector_all("pre > code", cut) == []
 
 
 @pytest.mark.parametrize("width", WIDTHS)
