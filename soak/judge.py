@@ -135,9 +135,6 @@ class Judge:
             version = keys.data_version(item.key)
             if version is not None and version <= newest and item.key not in named:
                 self.failures.append(f"{item.key} was left behind")
-        assert store._uploads is not None
-        for upload in store._uploads.list(""):
-            self.failures.append(f"an upload of {upload.key} was left behind")
         for place, pattern in (("tmp", "*"), ("cache", "*.part"), ("dumps", "*.new.npz")):
             for path in (self._conductor.folder / place).glob(pattern):
                 self.failures.append(f"{path.relative_to(self._conductor.folder)} was left behind")

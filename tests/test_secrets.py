@@ -145,7 +145,6 @@ def ways_to_fail(store: Store) -> list[Callable[[], object]]:
         lambda: store.put_if_absent("key", b"x"),
         lambda: [*store.list()],
         lambda: store.delete("key"),
-        lambda: store.sweep(0),  # type: ignore[attr-defined]
         lambda: dw.Replica(store).sync(blank(weights)),
         lambda: Run.open(store),
         publishing,

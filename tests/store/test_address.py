@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deltawire.core.errors import BadURL
-from deltawire.store.address import connect, parse, uploads
+from deltawire.store.address import connect, parse
 
 
 def test_the_parts_of_an_address() -> None:
@@ -42,8 +42,3 @@ def test_http_is_for_servers_near_by() -> None:
     with pytest.raises(BadURL, match="AWS_ALLOW_HTTP"):
         connect(far, {}, 0)
     connect(far, {"AWS_ALLOW_HTTP": "true"}, 0)
-
-
-def test_only_s3_has_unfinished_uploads_to_look_at() -> None:
-    assert uploads(parse("gs://bucket/run"), {}) is None
-    assert uploads(parse("s3://bucket/run"), {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}) is not None

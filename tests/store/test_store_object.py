@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import boto3
 import pytest
 
 from deltawire.core.errors import BadURL, DeltawireError, PermissionDenied
@@ -111,19 +112,15 @@ def test_profiles_that_do_not_help(clean: pytest.MonkeyPatch, tmp_path: Path, se
     write_profiles(tmp_path, seaweed)
     with pytest.raises(PermissionDenied, match=r"no AWS profile 'nobody' in .*credentials"):
         open_store("s3://bucket/run?profile=nobody")
-    with pytest.raises(PermissionDenied, match="aws configure export-credentials --profile office"):
-        open_store("s3://bucket/run?profile=office")
+    with pytest.raises(PermissionDenied, match=r"'office' gave no credentials .*aws sts get-caller-identity"):
+        open_store("s3://bucket/run?profile=office").get("key")
     with pytest.raises(PermissionDenied, match="InvalidAccessKeyId"):
         open_store(address(seaweed)).get("key")
-    (tmp_path / "login.py").write_text("print('hunter2'); raise SystemExit(3)")
-    with pytest.raises(
-        PermissionDenied, match="credential_process of the AWS profile 'program' ended with exit code 3"
-    ):
-        open_store(address(seaweed, "&profile=program")).get("key")
-    (tmp_path / "login.py").write_text("print('hunter2')")
-    with pytest.raises(PermissionDenied, match="gave no credentials") as caught:
-        open_store(address(seaweed, "&profile=program")).get("key")
-    assert "hunter2" not in repr(caught.value)
+    for wrong in ("raise SystemExit('hunter2')", "print('hunter2')"):
+        (tmp_path / "login.py").write_text(wrong)
+        with pytest.raises(PermissionDenied, match="'program' gave no credentials") as caught:
+            open_store(address(seaweed, "&profile=program")).get("key")
+        assert "hunter2" not in repr(caught.value)
     (tmp_path / ".aws/credentials").write_text("hunter2 without a section")
     with pytest.raises(PermissionDenied, match="does not parse") as caught:
         open_store("s3://bucket/run")
@@ -222,26 +219,33 @@ open_store(sys.argv[1]).put("anchors/killed", chunks)
 """
 
 
-def test_a_failed_put_leaves_no_upload_and_a_killed_one_is_swept(seaweed: SeaweedFS) -> None:
+def unfinished(seaweed: SeaweedFS, path: str) -> list[str]:
+    client = boto3.client(
+        "s3", endpoint_url=seaweed.endpoint, region_name="us-east-1",
+        aws_access_key_id=seaweed.access_key, aws_secret_access_key=seaweed.secret_key,
+    )  # fmt: skip
+    bucket, _, prefix = path.partition("/")
+    found = client.list_multipart_uploads(Bucket=bucket, Prefix=prefix)
+    return [upload["Key"] for upload in found.get("Uploads", ())]
+
+
+def test_a_failed_put_ends_its_upload_and_a_killed_one_shows_no_object(seaweed: SeaweedFS) -> None:
     path = f"deltawire/{uuid.uuid4()}/run"
-    store, neighbour = seaweed.store(path), seaweed.store(f"{path}-2")
+    store = seaweed.store(path)
 
     def broken() -> Iterator[bytes]:
         for _ in range(4):
             yield bytes(16 << 20)
+        assert len(unfinished(seaweed, path)) == 1
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         store.put("anchors/broken", broken)
-    assert store.sweep(0) == 0, "it ended its own upload"
+    assert unfinished(seaweed, path) == []
     environment = os.environ | seaweed.environment
     command = [sys.executable, "-c", HALF, f"s3://{path}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"half way\n"
         writer.kill()
-    assert neighbour.sweep(0) == 0, "of another run"
-    assert store.sweep(3600) == 0, "it may be alive"
-    assert open_store(store).sweep(0) == 1
-    assert store.sweep(0) == 0
     assert list(store.list()) == []

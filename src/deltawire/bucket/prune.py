@@ -61,7 +61,7 @@ class Retention:
     heartbeats: float = 86400.0
     """Seconds after which the heartbeat of a silent replica is deleted."""
     unfinished: float = 86400.0
-    """Seconds after which an unfinished upload is taken for that of a dead writer."""
+    """Seconds after which an unfinished file in a folder is taken for that of a dead writer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ def command(
     ] = "1h",  # type: ignore[assignment]  # parsed like what is typed
     unfinished: Annotated[
         float,
-        Option(parser=seconds, metavar="TIME", help="Also delete uploads that began longer ago and never finished."),
+        Option(parser=seconds, metavar="TIME", help="In a folder: delete unfinished files older than this."),
     ] = "1d",  # type: ignore[assignment]
     apply: Annotated[bool, Option("--apply", help="Delete. Without it, only list what would be deleted.")] = False,
     json: ui.JsonOption = False,

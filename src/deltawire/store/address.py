@@ -21,7 +21,6 @@ from obstore.store import from_url
 from deltawire.core.errors import BadURL, UnsafeName
 from deltawire.store import aws, clouds
 from deltawire.store.base import check_key
-from deltawire.store.uploads import Uploads
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
@@ -121,14 +120,6 @@ def connect(address: Address, environ: Mapping[str, str], retries: int) -> Clien
         arguments["credential_provider"] = provider
     client: Client = from_url(f"{address.scheme}://{address.bucket}", **arguments)
     return client
-
-
-def uploads(address: Address, environ: Mapping[str, str]) -> Uploads | None:
-    """Return access to the unfinished uploads of a bucket; None where there is none."""
-    if address.scheme != "s3":
-        return None
-    chosen = aws.settings(address.options, environ)
-    return Uploads(address.url, address.bucket, chosen, environ.get("AWS_CA_BUNDLE"))
 
 
 def _client_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import configparser
 import ipaddress
-import json
 import os
-import shlex
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -26,7 +23,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from deltawire.core.errors import BadURL, PermissionDenied
+from deltawire.core.errors import BadURL, MissingExtra, PermissionDenied
+from deltawire.core.extras import install_command
 
 OPTIONS = ("endpoint", "profile", "region")
 """What an s3:// URL may say after `?`. No place for a secret among them."""
@@ -37,6 +35,8 @@ _REREAD = timedelta(minutes=5)
 _GIVEN_ROLES = (
     "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )  # fmt: skip
+_BY_BOTO3 = ("credential_process", "role_arn", "login_session")
+"""What a profile has that signs in by other means than a key; also all that begins with sso_."""
 _NEAR = (".local", ".localhost", ".internal", ".lan", ".home.arpa", ".svc", ".test")
 
 Provider = Callable[[], dict[str, Any]]
@@ -107,15 +107,8 @@ def _provider(
             return None
     if "aws_access_key_id" in profile:
         return lambda: _from_file(name, environ)
-    if "credential_process" in profile:
-        command = profile["credential_process"]
-        return lambda: _from_process(command, name)
-    if "role_arn" in profile or any(entry.startswith("sso_") for entry in profile):
-        raise PermissionDenied(
-            f"the AWS profile {name or 'default'!r} signs in by role or single sign-on, which only the AWS tools can; "
-            f'run eval "$(aws configure export-credentials --profile {name or "default"} --format env)", or make a '
-            "profile whose credential_process is that command with --format process"
-        )
+    if any(entry in _BY_BOTO3 or entry.startswith("sso_") for entry in profile):
+        return _from_boto3(name)
     if name is not None and not profile:
         raise PermissionDenied(f"there is no AWS profile {name!r} in {_files(environ)[0]} or {_files(environ)[1]}")
     return None
@@ -169,24 +162,29 @@ def _from_file(name: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _from_process(command: str, name: str | None) -> dict[str, Any]:
-    """As documented for credential_process. Its output is a secret and is quoted nowhere."""
-    what = f"the credential_process of the AWS profile {name or 'default'!r}"
+def _from_boto3(name: str | None) -> Provider:
+    """By the AWS tools' own library: a program, a role, single sign-on."""
+    who = f"the AWS profile {name or 'default'!r}"
     try:
-        done = subprocess.run(shlex.split(command), capture_output=True, timeout=60, check=False)
-        if done.returncode:
-            raise PermissionDenied(f"{what} ended with exit code {done.returncode}; run it by hand to see why")
-        said = json.loads(done.stdout)
-        expires = said.get("Expiration")
-        return {
-            "access_key_id": said["AccessKeyId"],
-            "secret_access_key": said["SecretAccessKey"],
-            "token": said.get("SessionToken"),
-            "expires_at": datetime.fromisoformat(expires.replace("Z", "+00:00")) if expires else None,
-        }
-    except (OSError, ValueError, KeyError, AttributeError, subprocess.TimeoutExpired) as error:
-        kind = type(error).__name__
-    raise PermissionDenied(f"{what} gave no credentials ({kind}); run it by hand to see why")
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        raise MissingExtra(
+            f"{who} signs in by a program, a role or single sign-on, which needs boto3: {install_command('aws')}; "
+            f'or run eval "$(aws configure export-credentials --profile {name or "default"} --format env)"'
+        ) from None
+
+    def provide() -> dict[str, Any]:
+        try:
+            # a new session each time, so that a profile that was changed on disk is found
+            return dict(Boto3CredentialProvider(boto3.Session(profile_name=name), ttl=_REREAD)())
+        except Exception as error:  # not in its words: they quote what a program printed
+            kind = type(error).__name__
+        raise PermissionDenied(
+            f"{who} gave no credentials ({kind}); run `aws sts get-caller-identity` with it to see why"
+        )
+
+    return provide
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str | None:

@@ -162,10 +162,10 @@ class Announcing(Protocol):
 
 @runtime_checkable
 class Sweeping(Protocol):
-    """A store in which a killed writer leaves unfinished uploads that no listing shows."""
+    """A store in which a killed writer leaves unfinished files that no listing shows, and which can delete them."""
 
     def sweep(self, older_than_s: float = 86_400.0, *, at: float | None = None) -> int:
-        """Delete unfinished uploads that are older than this, and return their number.
+        """Delete unfinished files that are older than this, and return their number.
 
         `at` is the current time by the store's clock; by default this machine's.
         """

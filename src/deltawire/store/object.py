@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import logging
 import os
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +17,8 @@ import obstore
 from obstore.exceptions import BaseError, NotModifiedError
 from obstore.store import MemoryStore
 
-from deltawire.core.errors import ObjectNotFound, PermissionDenied, StoreUnavailable, TruncatedFile, Unsupported
-from deltawire.store.address import SCHEMES, connect, parse, uploads
+from deltawire.core.errors import ObjectNotFound, StoreUnavailable, TruncatedFile
+from deltawire.store.address import SCHEMES, connect, parse
 from deltawire.store.base import (
     Chunks,
     Fetched,
@@ -39,16 +37,12 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore as Client
 
-    from deltawire.store.uploads import Uploads
-
 __all__ = ["SCHEMES", "ObjectStore"]
 
 # S3 takes at most 10,000 parts, so this bounds one object at 160 GB; a put holds at most _PARTS_AT_ONCE + 1 of them.
 _PART_BYTES = 16 << 20
 _PARTS_AT_ONCE = 4
 _MAX_OFFSET = (1 << 63) - 1
-
-log = logging.getLogger("deltawire")
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -68,14 +62,12 @@ class ObjectStore:
         *,
         prefix: str = "",
         creator: Client | None = None,
-        uploads: Uploads | None = None,
     ) -> None:
         self.url = url
         self._place = url.partition("?")[0]
         self.creates_exclusively = True
         self._client = client
         self._creator = creator or client
-        self._uploads = uploads
         self._root = check_key(prefix) + "/" if prefix else ""
 
     @classmethod
@@ -87,7 +79,7 @@ class ObjectStore:
                 return cls(_memory.setdefault(address.bucket, MemoryStore()), address.url, prefix=address.prefix)
         with _translated(address.url):
             client, creator = (connect(address, environ, count) for count in (retries, 0))
-        return cls(client, address.url, prefix=address.prefix, creator=creator, uploads=uploads(address, environ))
+        return cls(client, address.url, prefix=address.prefix, creator=creator)
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
         path = self._path(key)
@@ -169,23 +161,6 @@ class ObjectStore:
         path = self._path(key)
         with contextlib.suppress(ObjectNotFound), _translated(self._where(key)):
             obstore.delete(self._client, path)
-
-    def sweep(self, older_than_s: float = 86_400.0, *, at: float | None = None) -> int:
-        """Abort multipart uploads of killed writers. A put that fails aborts its own.
-
-        `older_than_s` must exceed the longest upload there is: a live one looks the same.
-        """
-        if self._uploads is None:
-            return 0  # Azure drops them after a week, on Google Cloud a lifecycle rule does
-        horizon = (time.time() if at is None else at) - older_than_s
-        try:
-            stale = [upload for upload in self._uploads.list(self._root) if upload.started <= horizon]
-            for upload in stale:
-                self._uploads.abort(upload)
-        except (PermissionDenied, Unsupported) as error:
-            log.warning("%s; or give the bucket a lifecycle rule with AbortIncompleteMultipartUpload", error)
-            return 0
-        return len(stale)
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
