@@ -162,7 +162,7 @@ def test_marks_of_versions_that_cannot_be(store: Store, digits: int) -> None:
     run = ForgedRun(store, count=3)
     store.put(keys.PRUNED, json.dumps({"run": run.manifest()["run"], "versions": [[3, 10**digits]]}).encode())
     counting = CountingStore(store)
-    with pytest.raises(ManifestError, match="range of versions") as caught:
+    with pytest.raises(ManifestError, match="not a range") as caught:
         Run.open(counting).newest()
     assert counting.requests.total() < 10
     assert len(str(caught.value)) < 200
