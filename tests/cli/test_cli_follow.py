@@ -28,9 +28,11 @@ from cli_support import (
     write_checkpoint,
 )
 
+from deltawire.bucket.checkpoint_folder import CurrentFolder
 from deltawire.bucket.run import Run
 from deltawire.bucket.watch import Watcher
 from deltawire.core import keys
+from deltawire.core.errors import FolderError
 from deltawire.core.full import Checkpoint
 from deltawire.core.manifest import Pruned, dump
 from deltawire.trainer import Publisher
@@ -136,6 +138,45 @@ def test_what_is_there_is_not_touched(tmp_path: Path, run: Path, there: str) -> 
     before = sorted(tmp_path.rglob("*"))
     assert "another name" in follow(run, "--dir", model, code=1).stderr
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("there", ["a link", "a file"])
+def test_versions_that_are_no_folder_are_refused(tmp_path: Path, run: Path, there: str) -> None:
+    model, beside, away = tmp_path / "model", tmp_path / ".model.versions", tmp_path / "away"
+    (away / "000001").mkdir(parents=True)
+    (away / "notes.txt").write_text("mine")
+    if there == "a link":
+        beside.symlink_to(away)
+    else:
+        beside.write_text("mine")
+    before = sorted(away.rglob("*"))
+    assert str(beside) in follow(run, "--dir", model, code=1).stderr
+    assert sorted(away.rglob("*")) == before
+    assert not model.exists()
+
+
+def test_only_names_of_its_own_form_are_removed(tmp_path: Path, run: Path) -> None:
+    versions, away = tmp_path / ".model.versions", tmp_path / "away"
+    foreign = ["notes.txt", "1", "000001.bak", "00000x", ".making-", ".making-1234567g", ".link", "model"]
+    for name in foreign:
+        (versions / name).mkdir(parents=True)
+    (away / "deep").mkdir(parents=True)
+    for name in ("000000", ".making-12345678"):
+        (versions / name).symlink_to(away)
+    follow(run, "--dir", tmp_path / "model")
+    assert kept(tmp_path / "model") == sorted([*foreign, "000003"])
+    assert (away / "deep").is_dir()
+
+
+def test_versions_that_are_replaced_by_a_link_meanwhile(tmp_path: Path) -> None:
+    away, versions = tmp_path / "away", tmp_path / ".model.versions"
+    (away / "000001").mkdir(parents=True)
+    with CurrentFolder(tmp_path / "model") as current:
+        versions.rename(tmp_path / "moved")
+        versions.symlink_to(away)
+        with pytest.raises(FolderError, match="was replaced"):
+            current.put(3, lambda made: None)
+    assert os.listdir(away) == ["000001"]
 
 
 def test_an_empty_folder_is_taken_over(tmp_path: Path, run: Path) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +29,9 @@ from .run import Run
 
 _EXCHANGE = 2
 _AT_FDCWD = -100
+
+_OWN = re.compile(r"[0-9]{6,18}(\.[0-9a-f]{4})?|\.making-[0-9a-f]{8}|\.link-[0-9a-f]{8}")
+"""Names in the folder of a `CurrentFolder`. Others are of somebody else, and stay."""
 
 
 def fill(
@@ -106,8 +111,11 @@ def writing(place: Path) -> Iterator[None]:
 def scratch(place: Path) -> Iterator[Path]:
     """Make an empty folder beside `place`, removed on the way out unless it was moved away.
 
-    Its owner holds a lock on it: folders without one were left by killed processes, and are removed.
+    Its owner holds a lock on it: folders without one were left by killed processes, and are removed. Raises FolderError
+    where `place` is a link: the folder it leads to would stay, and be named no more.
     """
+    if place.is_symlink():
+        raise FolderError(f"{place} is a link: name the folder that it leads to, or another one")
     with writing(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         _sweep(place)
@@ -134,8 +142,11 @@ def move_into(folder: Path, place: Path, *, replace: bool) -> None:
 
 
 def lock(folder: Path) -> int | None:
-    """Lock a folder for this process until the descriptor is closed; returns None if another process has it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """Lock a folder for this process until the descriptor is closed; returns None if another process has it.
+
+    Raises NotADirectoryError where it is a link.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     if try_lock(descriptor):
         return descriptor
     os.close(descriptor)
@@ -160,7 +171,8 @@ def _locked_folder(place: Path) -> tuple[Path, int]:
 
 
 def _sweep(place: Path) -> None:
-    for left in [path for path in place.parent.iterdir() if path.name.startswith(_prefix(place))]:
+    own = re.compile(re.escape(_prefix(place)) + "[0-9a-f]{8}")
+    for left in [path for path in place.parent.iterdir() if own.fullmatch(path.name)]:
         with suppress(FileNotFoundError, NotADirectoryError):
             held = lock(left)
             if held is not None:
@@ -194,7 +206,8 @@ class CurrentFolder:
           .DIR.versions/000040       the one before, for readers still in it
           .DIR.versions/.making-…    being written; removed at the next start if it was never finished
 
-    Owns DIR and its versions until closed; no second process can.
+    Owns DIR and its versions until closed; no second process can. Raises FolderError where `.DIR.versions` is a link or
+    no folder. Nothing but names of the forms above is ever removed from it.
     """
 
     def __init__(self, link: Path) -> None:
@@ -202,7 +215,7 @@ class CurrentFolder:
         self._versions = self.link.parent / f".{self.link.name}.versions"
         with writing(self.link):
             self._check_place()
-            self._versions.mkdir(parents=True, exist_ok=True)
+            self._make_versions()
             held = lock(self._versions)
         if held is None:
             raise BlockingIOError(f"another process keeps {link} current; a folder follows one run at a time")
@@ -228,6 +241,7 @@ class CurrentFolder:
         Raises FolderError where that fails: DIR stays what it was.
         """
         with writing(self.link):
+            self._check_versions()
             made = self._versions / f".making-{secrets.token_hex(4)}"
             made.mkdir()
             try:
@@ -268,10 +282,28 @@ class CurrentFolder:
         elif self.link.exists() and not (self.link.is_dir() and not any(self.link.iterdir())):
             raise FileExistsError(f"{self.link} is there already and not empty: remove it or choose another name")
 
+    def _make_versions(self) -> None:
+        self._versions.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            self._versions.mkdir()
+        if not stat.S_ISDIR(self._versions.lstat().st_mode):
+            raise FolderError(
+                f"{self._versions} is a link or a file, and the versions of {self.link} would be written and removed "
+                "there: remove it, or choose another name"
+            )
+
+    def _check_versions(self) -> None:
+        """Raise FolderError if the folder of versions is not the one that was locked."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self._versions.lstat(), os.fstat(self._lock)):
+                return
+        raise FolderError(f"{self._versions} was replaced while {self.link} was kept there: start again")
+
     def _tidy(self) -> None:
-        """Remove everything but the version that DIR is and the one before it."""
+        """Remove all versions but the one that DIR is and the one before it, and what a killed process left."""
+        self._check_versions()
         now = self.folder
-        names = {path.name for path in self._versions.iterdir()}
+        names = {name for name in os.listdir(self._lock) if _OWN.fullmatch(name)}
         if self._previous is None and now is not None:
             # after a restart: the newest of the older ones
             self._previous = max((n for n in names if not n.startswith(".") and n < now.name), default=None)
