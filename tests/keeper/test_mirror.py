@@ -20,7 +20,7 @@ from deltawire.replica import Replica
 from deltawire.store import Store
 from deltawire_wordle.counting import CountingStore
 from keeping import Kept, empty, fresh, publish, settings, step
-from support import same
+from support import history, same
 
 LAST = 39
 
@@ -116,6 +116,33 @@ def test_a_mirror_of_a_pruned_run_is_whole_and_is_pruned_itself(kept: Kept) -> N
     run = Run.open(store)
     assert verify(run).ok
     assert run.listed() == kept.run.listed()
+
+
+def test_pages_of_history_whose_versions_were_pruned_are_copied() -> None:
+    source, versions = empty(), history(42)
+    publish(source, versions[:40], anchor_every=18, anchor_ratio=1e9)
+    run = Run.open(source)
+    store, late = empty(), empty()
+    Mirror(run, late).update(8)
+    prune(run, Retention(last=3, grace=0))
+    assert not {16, 32} & set(run.listed()), "the pages came with versions that are gone"
+    for each in (store, late):
+        Mirror(run, each).update(39)
+        found = verify(Run.open(each))
+        assert found.ok, found.failure
+        assert Run.open(each).timeline(39) == Run.open(source).timeline(39)
+    # one that is lost at the source holds nothing up, is told, and is copied once it is there again
+    page = source.get(keys.history(32)).data
+    source.delete(keys.history(32))
+    held_up = empty()
+    mirror = Mirror(run, held_up)
+    mirror.update(39)
+    assert [*mirror.damaged] == [keys.history(32)]
+    publish(source, versions[40:], anchor_ratio=1e9)
+    source.put(keys.history(32), page)
+    mirror.update(41)
+    assert not mirror.damaged
+    assert verify(Run.open(held_up)).ok
 
 
 def test_a_mirror_that_is_behind_a_pruned_run_is_readable_all_the_time(kept: Kept) -> None:

@@ -6,15 +6,29 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltawire.bucket.checkpoint_folder import CurrentFolder, fill
+from deltawire.bucket.replay import checkout, load_folder
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
+from deltawire.bucket.versions import resolve
+from deltawire.bucket.watch import wait_for_run
 from deltawire.core import keys
-from deltawire.core.errors import ObjectNotFound, RunNotFound, StoreUnavailable, Unsupported
+from deltawire.core.errors import (
+    HashMismatch,
+    ObjectNotFound,
+    RolledBack,
+    RunNotFound,
+    StoreUnavailable,
+    Unsupported,
+)
+from deltawire.core.manifest import Head, dump
+from deltawire.core.signing import SigningKey
 from deltawire.keeper.mirror import Mirror
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, MirroredStore, Retrying, Store, open_store
@@ -23,7 +37,7 @@ from deltawire_wordle.counting import CountingStore
 from deltawire_wordle.seaweed import SeaweedFS
 from flaky_store import FlakyStore
 from soak.proxy import Proxy
-from support import HookedStore, blank, history, publish, same
+from support import HookedStore, blank, copy, held, history, publish, same
 
 VERSIONS = history(5)
 
@@ -159,6 +173,160 @@ def test_addresses_with_commas_are_for_readers(region: tuple[Path, Path]) -> Non
     assert isinstance(plain, Retrying)
     with pytest.raises(RunNotFound):
         Replica(plain, heartbeat=0).sync(blank(VERSIONS[0]))
+
+
+# ── one of them is damaged ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lose(*patterns: str) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        for pattern in patterns:
+            for path in run.glob(pattern):
+                path.unlink()
+
+    return damage
+
+
+def spoil(*patterns: str) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        for pattern in patterns:
+            for path in run.glob(pattern):
+                data = bytearray(path.read_bytes())
+                data[len(data) // 2] ^= 1
+                path.write_bytes(data)
+
+    return damage
+
+
+def replace(run: Path) -> None:
+    """Another run of the same model at the address, as long as this one."""
+    shutil.rmtree(run)
+    publish(LocalStore(run), history(5, seed=8), anchor_ratio=1e9)
+
+
+def roll_back(run: Path) -> None:
+    """The bucket as it was when version 0 was the newest."""
+    lose("versions/00000[1-9].json", "deltas/*", "head.json")(run)
+    LocalStore(run).put(keys.HEAD, dump(Head(Run.open(str(run)).info.run, 0)))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a manifest is damaged": lambda run: max(run.glob("versions/*")).write_bytes(b"{"),
+    "a manifest of other weights": lambda run: other_digest(max(run.glob("versions/*"))),
+    "data is damaged": spoil("anchors/*", "deltas/*"),
+    "objects are lost": lose("anchors/*", "deltas/*"),
+    "pruned.json is damaged": lambda run: (run / keys.PRUNED).write_bytes(b"{"),
+    "run.json is lost": lose("run.json"),
+    "run.json is damaged": lambda run: (run / keys.RUN).write_bytes(b"{"),
+    "the bucket is empty": shutil.rmtree,
+}
+
+
+def other_digest(path: Path) -> None:
+    """A manifest that parses, and tells of weights that its objects do not make."""
+    digest = Run.open(str(path.parents[1])).manifest(int(path.stem)).digest
+    path.write_bytes(path.read_bytes().replace(digest.encode(), digest[::-1].encode()))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_the_first_bucket_cannot_give_comes_from_the_next(
+    region: tuple[Path, Path], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    us, eu = region
+    DAMAGES[damage](us)
+    both, expected = f"file://{us},file://{eu}", VERSIONS[2]
+    replica, weights = Replica(both, heartbeat=0), blank(expected)
+    assert replica.sync(weights) == 2
+    assert same(weights, expected)
+    assert (replica.version, replica.rejected) == (2, [])
+    assert f"file://{us} cannot be used for now" in caplog.text or not (us / keys.RUN).exists()
+    # following, a private copy, a version by its number
+    weights = blank(expected)
+    with Replica(both, heartbeat=0) as follower:
+        assert next(follower.follow(weights, poll=0.02)) == 2
+        assert same(weights, expected)
+    assert same(held(checkout(Run.open(both), 2), expected), expected)
+    assert resolve(Run.open(both), "v2") == 2
+    # a server waits for its run, and a folder is kept with it
+    opened = wait_for_run(both)
+    state = checkout(opened, resolve(opened, None))
+    with CurrentFolder(tmp_path / "model") as current:
+        current.put(2, lambda made: fill(made, opened, opened.manifest(2), state))
+    assert same(held(load_folder(opened, tmp_path / "model"), expected), expected)
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "another run", "rolled back"])
+def test_a_follower_goes_on_with_the_next_bucket(region: tuple[Path, Path], damage: str) -> None:
+    us, eu = region
+    with Replica(f"file://{us},file://{eu}", heartbeat=0) as replica:
+        weights = blank(VERSIONS[0])
+        following = replica.follow(weights, poll=0.02)
+        assert next(following) == 2
+        for version in (3, 4):
+            publish(LocalStore(eu), [VERSIONS[version]], anchor_ratio=1e9)
+            shutil.rmtree(us, ignore_errors=True)
+            shutil.copytree(eu, us)
+            {**DAMAGES, "another run": replace, "rolled back": roll_back}[damage](us)
+            assert next(following) == version
+            assert same(weights, VERSIONS[version])
+
+
+def test_signatures_tell_which_bucket_has_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
+    us, eu, key = tmp_path / "us", tmp_path / "eu", SigningKey.generate()
+    publish(LocalStore(us), VERSIONS[:3], anchor_ratio=1e9, sign=key)
+    shutil.copytree(us, eu)
+    both = f"file://{us},file://{eu}"
+    for damage in (replace, roll_back):
+        shutil.rmtree(us)
+        shutil.copytree(eu, us)
+        weights = blank(VERSIONS[0])
+        assert Replica(both, heartbeat=0, trust=key.public).sync(weights) == 2
+        damage(us)
+        for _ in range(2):
+            weights = blank(VERSIONS[0])
+            assert Replica(both, heartbeat=0, trust=key.public).sync(weights) == 2
+            assert same(weights, VERSIONS[2])
+            # also on a host that has seen nothing, where signatures alone tell
+            if damage is replace:
+                shutil.rmtree(tmp_path / "state")
+    with pytest.raises(RolledBack):
+        Replica(f"file://{us}", heartbeat=0, trust=key.public).sync(weights)
+
+
+def test_an_error_of_all_buckets_names_each(region: tuple[Path, Path]) -> None:
+    us, eu = region
+    both, weights = f"file://{us},file://{eu}", copy(VERSIONS[0])
+    with Replica(both, heartbeat=0) as replica:
+        replica.sync(weights, 1)
+        before = copy(weights)
+        spoil("anchors/*", "deltas/*")(us)
+        lose("anchors/*", "deltas/*")(eu)
+        with pytest.raises(HashMismatch, match=f"none of 2 buckets.*{us}: .*; file://{eu}: .*") as found:
+            replica.sync(weights)
+        assert str(found.value).count("buckets can be used") == 1
+        assert (replica.version, same(weights, before)) == (1, True)
+        # the second one has no answer at all
+        shutil.rmtree(eu)
+        with pytest.raises(HashMismatch, match=f"file://{eu}: no answer, or not the same run"):
+            replica.sync(weights)
+        assert (replica.version, same(weights, before)) == (1, True)
+    with pytest.raises(RunNotFound, match="none of 2 buckets"):
+        shutil.rmtree(us)
+        Run.open(both)
+
+
+def test_sync_does_not_go_back_to_a_mirror_that_is_behind(region: tuple[Path, Path]) -> None:
+    us, eu = region
+    publish(LocalStore(us), [VERSIONS[3]], anchor_ratio=1e9)
+    replica, weights = Replica(f"file://{us},file://{eu}", heartbeat=0), blank(VERSIONS[0])
+    assert replica.sync(weights) == 3
+    (us / keys.manifest(3)).write_bytes(b"{")
+    replica.opened().forget(3)
+    assert replica.sync(weights) == 3
+    assert same(weights, VERSIONS[3])
 
 
 @pytest.mark.slow

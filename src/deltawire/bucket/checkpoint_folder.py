@@ -84,7 +84,7 @@ def content(run: Run, file: File, before: Path | None = None) -> Iterator[bytes]
             while chunk := known.read(PART):
                 yield chunk
         return
-    with fetch(run.store, file) as data:
+    with run.anywhere(lambda: fetch(run.store, file)) as data:
         yield from data.chunks()
 
 

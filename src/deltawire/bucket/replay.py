@@ -121,8 +121,7 @@ def checkout(
     anything is fetched, `progress` with the bytes that arrived and the bytes of the way in all; `changed` as in
     `State.take`.
     """
-    walker, current, total = Walker(run), state or State(run.schema), 0
-    unavailable: list[StoreUnavailable] = []
+    current, total = state or State(run.schema), 0
 
     def have() -> int | None:
         return current.version
@@ -134,27 +133,34 @@ def checkout(
         return True
 
     told = (lambda n: progress(n, total)) if progress else None
-    try:
-        for step, pending in walker.walk(have, version, begin=begin, progress=told):
-            try:
-                fetched = pending.result()
-            except DAMAGE as error:
-                walker.reject(step, error)
-                continue
-            except StoreUnavailable as error:
-                unavailable.append(error)
-                if len(unavailable) > TRIES:
-                    raise
-                walker.reject(step, error)
-                continue
-            try:
-                current.take(fetched, resolve, changed=changed)
-            except DAMAGE as error:
-                current = State(run.schema)
-                walker.reject(step, error)
-    except DAMAGE as error:
-        # there might have been a way with what the store did not give
-        if unavailable and not isinstance(error, ReferenceUnavailable):
-            raise unavailable[-1] from error
-        raise
-    return current
+
+    def walk() -> State:
+        nonlocal current
+        walker = Walker(run)
+        unavailable: list[StoreUnavailable] = []
+        try:
+            for step, pending in walker.walk(have, version, begin=begin, progress=told):
+                try:
+                    fetched = pending.result()
+                except DAMAGE as error:
+                    walker.reject(step, error)
+                    continue
+                except StoreUnavailable as error:
+                    unavailable.append(error)
+                    if len(unavailable) > TRIES:
+                        raise
+                    walker.reject(step, error)
+                    continue
+                try:
+                    current.take(fetched, resolve, changed=changed)
+                except DAMAGE as error:
+                    current = State(run.schema)
+                    walker.reject(step, error)
+        except DAMAGE as error:
+            # there might have been a way with what the store did not give
+            if unavailable and not isinstance(error, ReferenceUnavailable):
+                raise unavailable[-1] from error
+            raise
+        return current
+
+    return run.anywhere(walk)

@@ -7,6 +7,7 @@ import secrets
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -22,6 +23,8 @@ from ..core.errors import (
     ManifestError,
     ObjectNotFound,
     ObjectTooLarge,
+    PermissionDenied,
+    RolledBack,
     RunNotFound,
     RunReplaced,
     SchemaError,
@@ -147,11 +150,21 @@ class Run:
         trusted = Trust.of(trust)
         store = open_store(where)
         limit = gigabytes("DELTAWIRE_MAX_MODEL_GB", MAX_MODEL_GB) if max_model_gb is None else int(max_model_gb * 1e9)
-        try:
-            found = store.get(keys.RUN, limit=RUN)
-            return cls(store, parse_run(found.data, limit), found.etag, trusted)
-        except ObjectNotFound:
-            raise RunNotFound(f"there is no run at {store.url}: publish to it first, or check the address") from None
+
+        def read() -> Run:
+            try:
+                found = store.get(keys.RUN, limit=RUN)
+            except ObjectNotFound:
+                raise RunNotFound(
+                    f"there is no run at {store.url}: publish to it first, or check the address"
+                ) from None
+            run = cls(store, parse_run(found.data, limit), found.etag, trusted)
+            if trusted is not None and isinstance(store, MirroredStore):
+                # which bucket has the run that is meant, only its signatures tell
+                run._find_newest()
+            return run
+
+        return anywhere(store, read, lambda mirrors: mirrors.leave(another_run=True))
 
     @classmethod
     def create(
@@ -206,6 +219,19 @@ class Run:
 
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def anywhere(self, work: Callable[[], T]) -> T:
+        """Do what reads the run; once more with the next of several buckets where the one in use is damaged."""
+
+        def leave(mirrors: MirroredStore) -> None:
+            mirrors.leave()
+            # the next bucket may have other manifests
+            with self._lock:
+                self._manifests.clear()
+                self._newest = -1
+            self.added = AddedLinks(self)
+
+        return anywhere(self.store, work, leave)
+
     def newest(self) -> int | None:
         """Find the newest committed version, in O(log n) requests whatever head says; three or four where it is right.
 
@@ -218,6 +244,9 @@ class Run:
 
         Raises RolledBack where a signed run ends before a version that was seen here.
         """
+        return self.anywhere(self._find_newest)
+
+    def _find_newest(self) -> int | None:
         found = self.head_hint()
         if found is None or not self.exists(found):
             found = max(self.listed(), default=None)
@@ -319,11 +348,24 @@ class Run:
             return True
 
     def check_kept(self, version: int) -> None:
-        """Raise RolledBack if a signed version is gone, with all that came after it. Unsigned runs cost no request."""
-        # one of several buckets may be behind: that is no rollback, and nobody goes below `version`
-        if self.trust is not None and not isinstance(self.store, MirroredStore):
+        """Raise RolledBack if a signed version is gone, with all that came after it. Unsigned runs cost no request.
+
+        Of several buckets the first that has the version is read from then on. None may have it while mirrors are
+        behind: that is no rollback, and nobody goes below `version`.
+        """
+        if not isinstance(self.store, MirroredStore):
+            if self.trust is not None:
+                self.forget(version)
+                self.newest()
+            return
+
+        def look() -> None:
             self.forget(version)
-            self.newest()
+            if not self.exists(version) and ((newest := self._find_newest()) is None or newest < version):
+                raise RolledBack(f"{self.store.url} ends before version {version}, which was seen before")
+
+        with suppress(RolledBack):
+            self.anywhere(look)
 
     def manifests(self, versions: Iterable[int]) -> Iterator[tuple[int, Manifest | DeltawireError]]:
         """Read many manifests, several at a time; where one is damaged, its error comes in its place.
@@ -418,6 +460,31 @@ class Run:
         except (ObjectNotFound, ManifestError, ObjectTooLarge) as error:
             log.warning("ignoring %s: %s", key, error)
             return None
+
+
+def anywhere(store: Store, work: Callable[[], T], leave: Callable[[MirroredStore], object]) -> T:
+    """Do what reads a run. Where it fails because of what is in a bucket, do it once more with each other bucket.
+
+    Raises the first error, which then says what was wrong in each. `leave` makes the next bucket the one in use.
+    """
+    if not isinstance(store, MirroredStore):
+        return work()
+    failures: dict[str, DeltawireError] = {}
+    for _ in store.urls:
+        try:
+            done = work()
+            for url, error in failures.items():
+                log.warning("%s cannot be used for now: %s", url, error)
+            return done
+        except (*DAMAGE, PermissionDenied) as error:
+            if error.everywhere:
+                raise
+            failures.setdefault(store.current.url, error)
+            leave(store)
+    said = [f"{url}: {failures.get(url, 'no answer, or not the same run')}" for url in store.urls]
+    error = next(iter(failures.values()))
+    error.args, error.everywhere = (f"none of {len(said)} buckets can be used: {'; '.join(said)}",), True
+    raise error
 
 
 def read_each(read: Callable[[int], T], numbers: Iterable[int]) -> Iterator[tuple[int, T | DeltawireError]]:

@@ -79,6 +79,10 @@ def resolve(run: Run, version: int | str | None) -> int:
     anything else is a tag. Text may begin with the @ that it has behind an address. Raises VersionNotFound, with the
     versions there are, where the run has no such version.
     """
+    return run.anywhere(lambda: _resolve(run, version))
+
+
+def _resolve(run: Run, version: int | str | None) -> int:
     if isinstance(version, bool) or not isinstance(version, (int, str, NoneType)):
         raise TypeError(f"a version is a number, or text such as 'v41', 'latest' or a tag; not {version!r:.80}")
     text = version.removeprefix("@") if isinstance(version, str) else None

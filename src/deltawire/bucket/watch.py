@@ -156,7 +156,7 @@ class Watcher:
             newest = run.newest()
         else:
             before = -1 if known is None else known
-            newest = self._look(run, before)
+            newest = run.anywhere(lambda: self._look(run, before))
             if newest > before:
                 self._rhythm.saw(newest - before, time.monotonic())
         self._looked = True

@@ -142,8 +142,7 @@ class Mirror:
     def _version(self, version: int, first: int) -> None:
         """Copy a version; those from `first` to it are pruned at the source."""
         self._objects(version)
-        if history.needs_page(version):
-            self._small(keys.history(version), PAGE)
+        self._pages(version)
         if first < version:
             # marked before the next one is committed: a version is there or is marked, up to the newest
             self._mark([(first, version - 1)])
@@ -154,6 +153,7 @@ class Mirror:
         key = keys.manifest(version)
         try:
             self._objects(version)
+            self._pages(version)
             self.damaged.pop(key, None)
         except DAMAGE as error:
             if version not in self._run.pruned():
@@ -174,6 +174,17 @@ class Mirror:
                 if version in self._run.pruned():
                     raise
                 self._note(blob.key, version, error)
+
+    def _pages(self, version: int) -> None:
+        """Copy the pages of history that readers of a version use. Versions that came with them may have been pruned
+        before they were copied."""
+        for end in history.pages(version):
+            key = keys.history(end)
+            try:
+                self._small(key, PAGE)
+                self.damaged.pop(key, None)
+            except DAMAGE as error:
+                self._note(key, version, error)
 
     def _note(self, key: str, version: int, error: Exception) -> None:
         versions = self.damaged[key].versions if key in self.damaged else set()

@@ -47,7 +47,7 @@ from ..core.errors import (
 from ..core.full import Source
 from ..core.manifest import Heartbeat, Manifest, SyncRecord, dump, now, spans
 from ..metrics import VersionFigures
-from ..store import Store, open_store
+from ..store import MirroredStore, Store, open_store
 from .model import Model, ModelTarget
 from .target import AnyTarget, Delta, Target, Update
 
@@ -294,37 +294,43 @@ class Replica:
         """
         with self._lock:
             run = self.opened()
-            want = run.newest() if version is None else resolve(run, version)
-            if want is None:
-                raise RunNotFound(f"the run at {self._store.url} has no version yet")
-            self._newest = want if version is None else max(want, self._newest or 0)
-            clock, self._timings, self._fetched = time.perf_counter(), {}, 0
+            return run.anywhere(lambda: self._sync(run, model, version, progress))
+
+    def _sync(self, run: Run, model: Model | AnyTarget, version: int | str | None, progress: Progress | None) -> int:
+        want = run.newest() if version is None else resolve(run, version)
+        if want is None:
+            raise RunNotFound(f"the run at {self._store.url} has no version yet")
+        if version is None and isinstance(self._store, MirroredStore):
+            # the bucket in use may be behind the one before
+            want = max(want, -1 if self._version is None else self._version)
+        self._newest = want if version is None else max(want, self._newest or 0)
+        clock, self._timings, self._fetched = time.perf_counter(), {}, 0
+        previous = self._version
+        try:
+            target = self._bind(model, run, want)
+            if self._version == want != self._served():
+                # passed through on the way to another version: no delta leads to where the weights are
+                self._version = None
             previous = self._version
-            try:
-                target = self._bind(model, run, want)
-                if self._version == want != self._served():
-                    # passed through on the way to another version: no delta leads to where the weights are
-                    self._version = None
-                previous = self._version
-                self._reach(run, target, want, progress)
-            except Exception as error:
-                self._failures += 1
-                self._trouble = str(error)
-                self._record(want, previous, time.perf_counter() - clock, self._trouble)
-                self._reading = ()
-                self._beat(error=self._trouble, force=True)
-                raise
-            finally:
-                self._on_name(self._version)
-            self._trouble, self._reading = "", ()
-            self._refused = {version: refused for version, refused in self._refused.items() if version > want}
-            seconds = time.perf_counter() - clock
-            if want != previous:
-                self._record(want, previous, seconds)
-            self._beat(force=True)
-            if want != previous:
-                self._tell(run, want, previous, seconds)
-            return want
+            self._reach(run, target, want, progress)
+        except Exception as error:
+            self._failures += 1
+            self._trouble = str(error)
+            self._record(want, previous, time.perf_counter() - clock, self._trouble)
+            self._reading = ()
+            self._beat(error=self._trouble, force=True)
+            raise
+        finally:
+            self._on_name(self._version)
+        self._trouble, self._reading = "", ()
+        self._refused = {version: refused for version, refused in self._refused.items() if version > want}
+        seconds = time.perf_counter() - clock
+        if want != previous:
+            self._record(want, previous, seconds)
+        self._beat(force=True)
+        if want != previous:
+            self._tell(run, want, previous, seconds)
+        return want
 
     def _record(self, version: int, previous: int | None, seconds: float, error: str = "") -> None:
         """Keep a sync for the heartbeats. A failure that repeats is one record."""

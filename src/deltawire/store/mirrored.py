@@ -22,7 +22,7 @@ BACK_S = 60.0
 
 
 class MirroredStore:
-    """Reads from one of several buckets, and from the next one when that is unavailable.
+    """Reads from one of several buckets, and from the next one when that is unavailable or `leave` is called.
 
     It does not matter which bucket an object comes from: its hash is in a manifest, and a manifest names its run.
     Another bucket is used only if its run.json is the same, byte for byte, as a keeper copies it. Only for readers:
@@ -37,8 +37,10 @@ class MirroredStore:
         self.creates_exclusively = stores[0].creates_exclusively
         self.settles_s = max(store.settles_s if isinstance(store, Settling) else 0.0 for store in stores)
         self._lock = threading.Lock()
-        self._current, self._since = 0, 0.0
-        """Number of the store in use, and since when."""
+        self._first, self._since = 0, 0.0
+        """Number of the store that is asked first, and since when."""
+        self._answered = 0
+        """Number of the store that answered last."""
         self._run: bytes | None = None
         """Content of run.json."""
         self._same: set[int] = set()
@@ -47,7 +49,24 @@ class MirroredStore:
     @property
     def current(self) -> Store:
         """The store that answered last."""
-        return self._stores[self._current]
+        return self._stores[self._answered]
+
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of all stores."""
+        return [store.url for store in self._stores]
+
+    def leave(self, *, another_run: bool = False) -> None:
+        """Ask the next bucket first, for a while: the one in use is damaged or lacks something.
+
+        another_run    its run.json is not to be believed either: that of the next bucket decides which run this is
+        """
+        with self._lock:
+            self._same.discard(self._answered)
+            if another_run:
+                self._run = None
+                self._same.clear()
+            self._first, self._since = (self._answered + 1) % len(self._stores), time.monotonic()
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
         return self._read(lambda number, store: _marked(number, store.get(key, limit=limit)), key)
@@ -104,19 +123,21 @@ class MirroredStore:
     def _order(self) -> Sequence[int]:
         """The store in use, then the others; the first one again after a while."""
         with self._lock:
-            first = self._current
+            first, count = self._first, len(self._stores)
             if first and time.monotonic() - self._since > self._back_s:
                 first, self._since = 0, time.monotonic()
-        return sorted(range(len(self._stores)), key=lambda number: (number != first, number))
+        return [(first + number) % count for number in range(count)]
 
     def _use(self, number: int, run: object) -> None:
         with self._lock:
             if isinstance(run, Fetched) and self._run in (None, run.data):
                 self._run = run.data
                 self._same.add(number)
-            if number != self._current:
+            if number != self._answered:
                 log.warning("reading %s from %s", self.url, self._stores[number].url)
-                self._current, self._since = number, time.monotonic()
+                self._answered = number
+            if number != self._first:
+                self._first, self._since = number, time.monotonic()
 
     def _has_run(self, number: int, store: Store) -> bool:
         """Whether a store has the run that was read first."""

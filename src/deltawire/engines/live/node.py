@@ -29,7 +29,7 @@ import numpy as np
 from ...bucket.references import as_run, resolver
 from ...bucket.replay import checkout
 from ...bucket.run import Run
-from ...bucket.walk import fetch_link
+from ...bucket.walk import FetchedLink, fetch_link
 from ...core import full
 from ...core.change import Region
 from ...core.digest import StateDigest
@@ -165,8 +165,13 @@ class Node:
         if claim is None:
             weights = checkout(opened, version, resolve=resolver(os.environ.get("DELTAWIRE_REFERENCE")))
             return self.stage(Update(version, to, base, weights), reloads)
-        expected, manifest = msgspec.convert(claim, DeltaClaim), opened.manifest(version)
-        fetched = fetch_link(opened, manifest, opened.link(manifest, "delta", expected.base))
+        expected = msgspec.convert(claim, DeltaClaim)
+
+        def fetch() -> FetchedLink:
+            manifest = opened.manifest(version)
+            return fetch_link(opened, manifest, opened.link(manifest, "delta", expected.base))
+
+        fetched = opened.anywhere(fetch)
         try:
             return self.stage(Update(version, to, base, Delta(expected, fetched.objects)), reloads)
         finally:
