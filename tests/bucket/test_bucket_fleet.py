@@ -7,12 +7,12 @@ import time
 import pytest
 
 from deltawire.bucket.fleet import Allowed, addresses, checked_address, members, split_address
-from deltawire.bucket.run import Run
+from deltawire.bucket.run import Run, latest_heartbeats
 from deltawire.core import keys
 from deltawire.core.errors import Misconfigured
 from deltawire.core.manifest import Heartbeat, SyncRecord, dump
 from deltawire.replica import Replica
-from deltawire.store import Store
+from deltawire.store import ObjectInfo, Store
 from support import blank, history, publish
 
 HOSTILE = [
@@ -25,6 +25,13 @@ HOSTILE = [
     "a" * 64 + ".b:80", "[::1]", "::1:80", "[::1%eth0]:80", "[::1:80", "::1]:80", "[1.2.3.4]:80", "[host]:80",
     "0x7f.0.0.1:80", "0x7f000001:80", "2130706433:80", "1.2.3.4.5:80", "256.1.1.1:80", "01.2.3.4:80", "1.2.3:80",
     "٣:80", "\u212a:80", "a:٣", "a:８０",
+]  # fmt: skip
+
+
+METADATA = [
+    "169.254.169.254:80", "169.254.170.2:80", "100.100.100.200:80", "168.63.129.16:80", "192.0.0.192:80",
+    "[fd00:ec2::254]:80", "[fd00:ec2::23]:80", "[fd20:ce::254]:80", "[fd00:42::42]:80", "[::ffff:169.254.169.254]:80",
+    "[::ffff:100.100.100.200]:80", "[2002:6464:64c8::]:80", "[64:ff9b::100.100.100.200]:80",
 ]  # fmt: skip
 
 
@@ -65,9 +72,27 @@ def test_places_where_servers_may_be() -> None:
         "[fe80::1]:80",
         "224.0.0.1:80",
         "0.0.0.0:80",
+        "0.1.2.3:80",
         "a.b:80",
+        # by an IPv4 address inside: mapped, 6to4, Teredo (its server and its client), NAT64
+        "[2002:7f00:1::]:80",
+        "[2002:a9fe:a9fe::1]:80",
+        "[2001:0:7f00:1::1]:80",
+        "[2001:0:cb00:7101:0:0:5601:5601]:80",
+        "[64:ff9b::a9fe:a9fe]:80",
+        "[64:ff9b:1::7f00:1]:80",
+        "[fec0::1]:80",
+        *METADATA,
     ):
         assert address not in anywhere, address
+    for address in ("100.64.0.1:80", "[fd12:3456::1]:80", "[2002:c000:204::1]:80", "192.168.0.1:80"):
+        assert address in anywhere, address
+    # a network is no reason to send a token to where a cloud keeps credentials; to name the address is one
+    networks = Allowed(["0.0.0.0/0", "::/0"])
+    for address in METADATA:
+        assert address not in networks, address
+        assert address in Allowed([address.rpartition(":")[0].strip("[]")]), address
+    assert "[2002:7f00:1::]:80" in networks
     some = Allowed(["10.0.0.0/8", ".example.internal", "127.0.0.1"])
     for address in ("10.9.9.9:1", "a.example.internal:80", "127.0.0.1:80"):
         assert address in some
@@ -116,6 +141,49 @@ def test_members_of_a_fleet(store: Store) -> None:
     serving = [member.replica for member in found if member.serves(max_lag=1)]
     assert serving == ["endless", "inside", "paused", "real"]
     assert addresses((m for m in found if m.serves()), Allowed()) == ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.9:8000"]
+
+
+def listed(name: str, seconds_ago: float) -> ObjectInfo:
+    return ObjectInfo(keys.replica(name), 100, time.time() - seconds_ago, None)
+
+
+def test_many_heartbeats_do_not_hide_those_that_are_known() -> None:
+    forged = [listed(f"forged-{n}", 0.001 * n) for n in range(20_000)]
+    future = [listed(f"future-{n}", -1e6) for n in range(20_000)]
+    real = [listed(f"real-{n}", 20 + n) for n in range(10)]
+    silent = [listed("real-silent", 1e4)]
+    names = {item.key for item in (*real, *silent)}
+    every = [*forged, *future, *real, *silent]
+    # a time in the future is worth nothing
+    assert {item.key for item in latest_heartbeats([*future, *real, *silent], 11)} == names
+    # those from before come first while they are written; new ones have half of the places, whatever is known
+    found = latest_heartbeats(every, 1000, names)
+    assert [item.key for item in found[:10]] == [item.key for item in real]
+    assert found[10:] == forged[:990]
+    found = latest_heartbeats([*real, *forged], 1000, {item.key for item in forged})
+    assert len({item.key for item in found}) == 1000
+    newest = [listed(f"newest-{n}", -1) for n in range(500)]
+    assert set(newest) < set(latest_heartbeats([*forged, *newest], 1000, {item.key for item in forged}))
+
+
+def test_members_that_are_named_or_known_are_found_among_forged_ones(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(store, history(3))
+    run = Run.open(store)
+    beat(store, "gpu-1")
+    beat(store, "gpu-2")
+    for number in range(40):
+        beat(store, f"forged-{number}")
+    monkeypatch.setattr("deltawire.bucket.run.HEARTBEATS", 10)
+    hidden = [member.replica for member in members(run)[1]]
+    assert not {"gpu-1", "gpu-2"} & set(hidden)
+    assert "42 heartbeats: 32 are left out" in caplog.text
+    caplog.clear()
+    for only in (["gpu-*"], ["gpu-1", "gpu-2"]):
+        assert [member.replica for member in members(run, only=only)[1]] == ["gpu-1", "gpu-2"]
+    assert not caplog.text
+    assert {"gpu-1", "gpu-2"} < {member.replica for member in members(run, known=["gpu-1", "gpu-2"])[1]}
 
 
 def test_silence_is_told_by_the_stores_clock(store: Store) -> None:

@@ -31,6 +31,20 @@ _NAME = re.compile(
 )
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 
+_METADATA = [
+    ipaddress.ip_network(place)
+    for place in (
+        "169.254.169.0/24", "169.254.170.0/24", "100.100.100.200", "168.63.129.16", "192.0.0.192",
+        "fd00:ec2::/32", "fd20:ce::254", "fd00:42::42", "fe80::a9fe:a9fe",
+    )
+]  # fmt: skip
+"""Where clouds keep credentials of their machines: all clouds, Alibaba, Azure, Oracle; AWS, Google, Scaleway, all."""
+
+_NOWHERE = [ipaddress.ip_network(place) for place in ("0.0.0.0/8", "64:ff9b:1::/48")]
+"""Networks that reach this machine, or wherever a translator leads, and that `ipaddress` does not call reserved."""
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -64,11 +78,32 @@ def checked_address(text: str) -> str:
     return f"[{host}]:{port}" if isinstance(host, ipaddress.IPv6Address) else f"{host}:{port}"
 
 
+def _reached(host: IpAddress) -> list[IpAddress]:
+    """An address, and the IPv4 addresses in it, where packets to it may end: mapped, 6to4, Teredo, NAT64."""
+    if isinstance(host, ipaddress.IPv4Address):
+        return [host]
+    inner = [host.ipv4_mapped, host.sixtofour, *(host.teredo or ())]
+    if host in _NAT64:
+        inner.append(ipaddress.IPv4Address(host.packed[-4:]))
+    return [host, *(address for address in inner if address is not None)]
+
+
+def _is_within(host: IpAddress, networks: Iterable[ipaddress.IPv4Network | ipaddress.IPv6Network]) -> bool:
+    return any(host in network for network in networks)
+
+
+def _is_usable(host: IpAddress) -> bool:
+    """Whether other machines can have this address, each its own."""
+    unusable = host.is_loopback or host.is_link_local or host.is_multicast or host.is_unspecified or host.is_reserved
+    return not (unusable or _is_within(host, _NOWHERE) or getattr(host, "is_site_local", False))
+
+
 class Allowed:
     """Places where servers may be: networks (`10.0.0.0/8`) and domains (`.example.internal`).
 
-    Without any, all IP addresses that are not reserved, of one machine, one link or a group; names need to be listed,
-    since a proxy resolves them, and may refuse its whole configuration if it cannot.
+    Without any, all IP addresses that are not reserved, of one machine, one link or a group, also not by an IPv4
+    address inside; names need to be listed, since a proxy resolves them, and may refuse its whole configuration if it
+    cannot. Where clouds keep credentials, only an address that is listed by itself is used.
     """
 
     def __init__(self, places: Sequence[str] = ()) -> None:
@@ -91,11 +126,12 @@ class Allowed:
         host, _ = found
         if isinstance(host, str):
             return any(host == domain or (domain[0] == "." and host.endswith(domain)) for domain in self._domains)
+        reached = _reached(host)
+        if any(_is_within(each, _METADATA) for each in reached):
+            return _is_within(host, [network for network in self._networks if network.num_addresses == 1])
         if self._networks or self._domains:
-            return any(host in network for network in self._networks)
-        # reserved ones include IPv4 addresses in IPv6 notation, such as ::ffff:127.0.0.1
-        unusable = host.is_loopback or host.is_link_local or host.is_multicast or host.is_unspecified
-        return not (unusable or host.is_reserved)
+            return _is_within(host, self._networks)
+        return all(_is_usable(each) for each in reached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +165,16 @@ class Member:
         return max_lag is None or self.lag <= max_lag
 
 
-def members(run: Run, *, fresh: float = FRESH_S, keepers: bool = False) -> tuple[int | None, list[Member]]:
-    """Return the newest version and the replicas with a heartbeat, by name. Keepers serve nobody, and are left out
-    unless `keepers`."""
-    newest, beats, clock = run.newest(), run.heartbeats(), time.time()
+def members(
+    run: Run, *, fresh: float = FRESH_S, keepers: bool = False, only: Sequence[str] = (), known: Iterable[str] = ()
+) -> tuple[int | None, list[Member]]:
+    """Return the newest version and the replicas with a heartbeat, by name.
+
+    keepers    also those, which serve nobody
+    only       patterns of names, such as `gpu-*`: no others are read
+    known      names that were found before, which many new ones must not hide
+    """
+    newest, beats, clock = run.newest(), run.heartbeats(only, known), time.time()
     found = [
         _member(beat, newest, clock - item.modified, fresh)
         for item, beat in beats

@@ -34,6 +34,10 @@ def command(
         list[str] | None,
         Option(metavar="NETWORK|DOMAIN", help="Only use addresses in there: 10.0.0.0/8, .example.internal."),
     ] = None,
+    replica: Annotated[
+        list[str] | None,
+        Option(metavar="PATTERN", help="Only read heartbeats with these names (serve --id): gpu-7, 'gpu-*'."),
+    ] = None,
     nginx: Annotated[Path | None, Option(metavar="FILE|-", help="Write an upstream block for nginx.")] = None,
     haproxy: Annotated[Path | None, Option(metavar="FILE|-", help="Write a backend for HAProxy.")] = None,
     prometheus_sd: Annotated[
@@ -56,8 +60,10 @@ def command(
 
     Whoever can write the bucket can write a heartbeat. Addresses must be
     host:port in a strict form. Those of one machine (127.0.0.1), of one link,
-    and names are used only if --allow covers them. Use --allow where the proxy
-    adds a token.
+    and names are used only if --allow covers them, and those where clouds keep
+    credentials only if it names them. Use --allow where the proxy adds a token.
+    The latest 1,000 heartbeats are read; where somebody writes more, --replica
+    reads yours.
 
     \b
     Examples
@@ -84,9 +90,9 @@ def command(
     for output in wanted:
         if output.path is not None and not output.path.absolute().parent.is_dir():
             raise BadParameter(f"there is no folder {output.path.absolute().parent}: make it first")
-    allowed, opened = Allowed(allow or ()), ui.open_run(run)
+    allowed, opened, only, known = Allowed(allow or ()), ui.open_run(run), replica or (), list[str]()
     if not watch:
-        newest, found = members(opened, fresh=fresh)
+        newest, found = members(opened, fresh=fresh, only=only)
         if not wanted:
             value = {"run": opened.store.url, "newest": newest, "replicas": [asdict(member) for member in found]}
 
@@ -105,7 +111,8 @@ def command(
     with ui.ended_by_sigterm() as stop:
         while not stop.is_set():
             try:
-                _, found = members(opened, fresh=fresh)
+                _, found = members(opened, fresh=fresh, only=only, known=known)
+                known = [member.replica for member in found]
                 before = [output.text for output in wanted]
                 for output in wanted:
                     if not output.write(found, allowed, max_lag):

@@ -20,7 +20,7 @@ from statistics import median
 from ..bucket import contents
 from ..bucket.references import resolver
 from ..bucket.replay import checkout
-from ..bucket.run import DAMAGE, REQUESTS, SMALL, Run
+from ..bucket.run import DAMAGE, REQUESTS, SMALL, Run, latest_heartbeats
 from ..bucket.versions import address_only
 from ..bucket.walk import Walker, fetch_link
 from ..bucket.watch import Watcher
@@ -242,8 +242,9 @@ class Collector:
                 self._tags[name] = tag.version
 
     def _read_heartbeats(self, run: Run, first: bool) -> None:
-        items = sorted(self._store.list(keys.REPLICAS), key=lambda item: item.modified, reverse=True)
-        self._others, items = max(len(items) - MAX_REPLICAS, 0), items[:MAX_REPLICAS]
+        found = [*self._store.list(keys.REPLICAS)]
+        items = latest_heartbeats(found, MAX_REPLICAS, {key for key, known in self._known.items() if known.beat})
+        self._others = len(found) - len(items)
         before, self._known = self._known, {}
         for item in items:
             self._known[item.key] = known = before.get(item.key) or _Known(item.modified)
@@ -414,7 +415,7 @@ class Collector:
             many = f"{len(broken)} heartbeats" if len(broken) > 1 else "1 heartbeat"
             notes.append(f"{many} cannot be read: {', '.join(names)}{more}.")
         if self._others:
-            notes.append(f"{self._others:,} more replicas, whose heartbeats are older, are left out.")
+            notes.append(f"{self._others:,} more heartbeats are left out: the latest {MAX_REPLICAS} are read.")
         if document.versions and max(document.versions.count, default=1) > 1:
             most = max(document.versions.count)
             notes.append(f"{len(self._summaries):,} versions: in most charts a point is the mean of {most}.")
