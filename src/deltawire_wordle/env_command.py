@@ -52,7 +52,8 @@ def command(
     try:
         from .env_server import create_app, make_server, sessions_allowed
     except ModuleNotFoundError as error:
-        raise MissingExtra(f"an environment needs {error.name}: {install_command('rl')}") from None
+        missing = (error.name or "another package").partition(".")[0]
+        raise MissingExtra(f"an environment needs {missing}: {install_command('rl')}") from None
     from .wordle import Rules
     from .wordlists import load
 

@@ -18,6 +18,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response, WebSocket
 from starlette.requests import ClientDisconnect
 from starlette.websockets import WebSocketDisconnect
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from deltawire import __version__
 from deltawire.engines.http import Connections, Server
@@ -165,7 +166,8 @@ def make_server(app: FastAPI, max_sessions: int) -> Server:
         app,
         Connections(most=max_sessions + SPARE),
         grace=SHUTDOWN_SECONDS,
-        ws="websockets-sansio",
+        # the class, not its name: where `websockets` is missing, importing this module fails, before anything is served
+        ws=WebSocketsSansIOProtocol,
         ws_max_size=LARGEST_FRAME,
         ws_per_message_deflate=False,  # messages are small, and each connection would hold a compressor
     )

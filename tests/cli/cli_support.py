@@ -167,12 +167,9 @@ def run_until_sigterm(client: Callable[[IO[str], IO[str]], object], *args: objec
 
 def spawn(*args: object, **options: Any) -> subprocess.Popen[str]:
     """A command as a process of its own."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return forks.Popen(
-        [sys.executable, "-X", "faulthandler", "-m", "deltawire.cli", *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
+        [sys.executable, "-X", "faulthandler", "-m", "deltawire.cli", *map(str, args)], text=True, **options
     )
 
 

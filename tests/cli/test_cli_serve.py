@@ -154,7 +154,10 @@ def test_it_can_be_ended_while_it_waits_for_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["builtin", "vllm", "sglang"])
-def test_a_port_that_is_taken(engine: str, tmp_path: Path) -> None:
+def test_a_port_that_is_taken(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # found before anything that takes long is imported
+    monkeypatch.setitem(sys.modules, "deltawire.engines.server", None)
+    monkeypatch.setitem(sys.modules, "deltawire.engines.live.launch", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = refused(str(tmp_path / "none"), "--engine", engine, "--port", str(port))

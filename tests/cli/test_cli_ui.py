@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from cli_support import invoke
+from cli_support import invoke, spawn
 
 import deltawire as dw
 from deltawire.bucket.versions import address_only, split
 from deltawire.cli import app, ui
 from deltawire.core import errors
+from servers import end
 
 COMMANDS = (
     "demo", "publish", "checkout", "follow", "serve", "env", "log", "show", "tag", "runs", "verify", "prune",
@@ -29,6 +31,25 @@ def test_help_lists_commands_and_exit_codes() -> None:
         assert f" {command} " in text
     for code in (0, 1, 2, 3, 4, 5, 6, 130):
         assert f" {code} " in text
+
+
+@pytest.mark.parametrize("how, code", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_commands_that_go_on_end_at_a_signal(run: Path, tmp_path: Path, how: signal.Signals, code: int) -> None:
+    missing = tmp_path / "missing"
+    commands: list[tuple[object, ...]] = [
+        ("follow", missing, "--exec", "true"),
+        ("keep", missing),
+        ("derive", missing, tmp_path / "derived"),
+        ("dash", run, "--port", 0),
+        ("cache", run, "--port", 0, "--folder", tmp_path / "cache"),
+        ("fleet", run, "--watch", "--nginx", tmp_path / "servers"),
+    ]
+    for command in commands:
+        with spawn(*command, stderr=subprocess.STDOUT) as process:
+            said = process.stdout.readline()
+            assert said, command
+            assert end(process, how) == code, command
+            assert "Traceback" not in process.stdout.read()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

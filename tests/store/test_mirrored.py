@@ -271,9 +271,7 @@ def test_a_follower_goes_on_with_the_next_bucket(region: tuple[Path, Path], dama
             assert same(weights, VERSIONS[version])
 
 
-def test_signatures_tell_which_bucket_has_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signatures_tell_which_bucket_has_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTAWIRE_STATE", str(tmp_path / "state"))
     us, eu, key = tmp_path / "us", tmp_path / "eu", SigningKey.generate()
     publish(LocalStore(us), VERSIONS[:3], anchor_ratio=1e9, sign=key)

@@ -68,10 +68,12 @@ if len(sys.argv) > 1:
 import deltawire_wordle.env_server, deltawire_wordle.env_client
 print({"torch", "transformers", "numba"} & {*sys.modules})
 """
-    missing = subprocess.run([sys.executable, "-c", code, "uvicorn"], capture_output=True, text=True, timeout=60)
-    assert missing.returncode == 2
-    assert "uvicorn" in missing.stderr
-    assert "[rl]'" in missing.stderr
+    # fastapi and uvicorn come with the extra `serve` too, websockets do not
+    for name in ("uvicorn", "websockets"):
+        missing = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True, timeout=60)
+        assert missing.returncode == 2
+        assert missing.stderr.startswith(f"deltawire: an environment needs {name}: pip install ")
+        assert "[rl]'" in missing.stderr
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert there.stdout == "set()\n"
 

@@ -513,7 +513,7 @@ def latest_heartbeats(items: Iterable[ObjectInfo], limit: int, known: Collection
     """Choose which heartbeats to read, by the store's time of each: anybody may write any number of them.
 
     The latest come first. Up to half are ones that are `known` (keys) and were written within RENEWED_S, so that they
-    are found however many new ones there are. A time in the future counts as the oldest: in a folder anybody can set it.
+    are found however many new ones there are. A time in the future counts as the oldest: files can be given one.
     """
     clock = time.time()
 

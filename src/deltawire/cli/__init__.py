@@ -22,14 +22,14 @@ __all__ = ["app", "main"]
 
 EXIT_CODES = """\b
 Exit codes
-  0    done
+  0    done; also what SIGTERM ended in order
   1    failed
   2    used wrongly: an option, an address, a missing extra
   3    bad data, or a verification that failed
   4    not found: a run, a version, an object, a reference
   5    trouble with the store
   6    another writer was first, or the run is not what this writer published
-  130  interrupted
+  130  interrupted by Ctrl-C (SIGINT)
 """
 
 

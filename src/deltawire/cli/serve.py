@@ -69,7 +69,7 @@ def command(
         Option(
             file_okay=False,
             help="With --engine vllm or sglang: where the version to start from is written, and used again while it is "
-            "the one wanted; else a temporary folder, which stays.",
+            "the one wanted; else a temporary folder, removed at the end.",
         ),
     ] = None,
     logprobs_mode: Annotated[
@@ -191,6 +191,8 @@ def command(
     Trust.of(None)
     token = read_token(token_file)
     check_guarded(host, token)
+    # before anything is imported or fetched; an engine says so only after minutes
+    listen(host, port).close()
     where, pin = _pin(run) if run else ("", None)
     following: dict[str, Any] = {
         "run": where,
@@ -211,11 +213,11 @@ def command(
         from ..engines.sglang import launch as sglang
         from ..engines.vllm import launch as vllm
 
-        # the engine says so only after minutes
-        listen(host, port).close()
         runs = ", ".join(f"{name}={place}" for name, place in adapters.items())
         chosen = live.Options(**following, kv=kv, adapters=runs, extra=ctx.args)
-        live.launch(vllm if engine == "vllm" else sglang, chosen, model, folder)
+        # until it is another program, which has its own way to end
+        with ui.ended_by_sigterm():
+            live.launch(vllm if engine == "vllm" else sglang, chosen, model, folder)
     from ..engines.server import Connections, Limits, RolloutServer, ServerOptions
 
     options = ServerOptions(

@@ -77,7 +77,9 @@ def _is_ours(record: logging.LogRecord) -> bool:
 class Server(uvicorn.Server):
     """uvicorn's server with the limits above. `on_listening` is called once it takes requests."""
 
-    def __init__(self, app: Any, limits: Connections, *, grace: float, ws: str = "none", **options: Any) -> None:
+    def __init__(
+        self, app: Any, limits: Connections, *, grace: float, ws: str | type[asyncio.Protocol] = "none", **options: Any
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=partial(_Connection, limits),  # type: ignore[arg-type]

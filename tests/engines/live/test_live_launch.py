@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -64,8 +65,29 @@ def test_a_run_that_is_not_there_yet_is_waited_for(
     with Publisher(tmp_path / "run", files={"config.json": b"{}"}) as publisher:
         publisher.publish(model(0))
     thread.join(60)
-    assert started == ["echo", str(place)]
+    assert started[-3:] == ["", "echo", str(place)]
     assert (place / "model.safetensors").exists()
+
+
+def test_a_temporary_folder_is_the_servers_or_is_removed(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+
+    def execve(program: str, command: list[str], environment: Mapping[str, str]) -> None:
+        assert (Path(command[3]) / "m" / "model.safetensors").exists()
+        assert command[4:] == ["echo", str(Path(command[3]) / "m")]
+        raise SystemExit(0)  # SIGTERM
+
+    monkeypatch.setattr(launch.os, "execve", execve)
+    with pytest.raises(SystemExit):
+        launch.launch(Echo(), launch.Options(run=run))
+    with Publisher(tmp_path / "bare") as publisher:
+        publisher.publish(model(0)).result(60)
+    with pytest.raises(SchemaMismatch):
+        launch.launch(Echo(), launch.Options(run=str(tmp_path / "bare")))
+    assert not [*(tmp_path / "temporary").iterdir()]
 
 
 def test_what_cannot_be_written_says_why(run: str, tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Start an engine's server from nothing but a run: write its newest version to a folder, then become that server."""
+"""Start an engine's server from nothing but a run: write its newest version to a folder, then run that server."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from ...bucket.watch import wait_for_run
 from ...core import full
 from ...core.errors import SchemaMismatch
 from ..names import model_name
+from .supervise import become
 
 log = logging.getLogger("deltawire")
 
@@ -93,22 +95,27 @@ class Launcher(Protocol):
 def launch(
     engine: Launcher, options: Options, model: str | Path | None = None, folder_for_weights: str | Path | None = None
 ) -> NoReturn:
-    """Replace this process by a server that follows a run, once the run has a version.
+    """Replace this process by one that runs a server which follows a run, once the run has a version (supervise.py).
 
     model                 a hub id or folder to start from, instead of the run's newest version
-    folder_for_weights    where that version is written; kept, and used again where it still is the version wanted
+    folder_for_weights    where that version is written; kept, and used again where it still is the version wanted.
+                          Without it, they lie in a temporary folder while the server runs
     """
-    command = engine.find()
-    if model is None:
-        place = (
-            Path(folder_for_weights) if folder_for_weights else Path(tempfile.mkdtemp(prefix="deltawire-model-")) / "m"
-        )
-        wait_for_run(options.run, options.poll)
-        write_version(options.run, options.pin, place, reference=options.reference)
-        model = place
-    line, environment = engine.prepare(options, model, command, os.environ)
-    sys.stdout.flush()
-    os.execve(line[0], line, environment)
+    command, made = engine.find(), ""
+    try:
+        if model is None:
+            wait_for_run(options.run, options.poll)
+            if not folder_for_weights:
+                made = tempfile.mkdtemp(prefix="deltawire-model-")
+            model = Path(folder_for_weights or f"{made}/m")
+            write_version(options.run, options.pin, model, reference=options.reference)
+        line, environment = engine.prepare(options, model, command, os.environ)
+        sys.stdout.flush()
+        become(line, environment, made)
+    except BaseException:
+        if made:
+            shutil.rmtree(made, ignore_errors=True)
+        raise
 
 
 def tokenizer_flags(
