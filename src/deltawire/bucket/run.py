@@ -504,9 +504,9 @@ def anywhere(store: Store, work: Callable[[], T], leave: Callable[[MirroredStore
             failures.setdefault(store.current.url, error)
             leave(store)
     said = [f"{url}: {failures.get(url, 'no answer, or not the same run')}" for url in store.urls]
-    error = next(iter(failures.values()))
-    error.args, error.everywhere = (f"none of {len(said)} buckets can be used: {'; '.join(said)}",), True
-    raise error
+    first = next(iter(failures.values()))
+    first.args, first.everywhere = (f"none of {len(said)} buckets can be used: {'; '.join(said)}",), True
+    raise first
 
 
 def latest_heartbeats(items: Iterable[ObjectInfo], limit: int, known: Collection[str] = ()) -> list[ObjectInfo]:
