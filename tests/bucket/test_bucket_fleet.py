@@ -143,11 +143,12 @@ def test_members_of_a_fleet(store: Store) -> None:
     assert addresses((m for m in found if m.serves()), Allowed()) == ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.9:8000"]
 
 
-def listed(name: str, seconds_ago: float) -> ObjectInfo:
-    return ObjectInfo(keys.replica(name), 100, time.time() - seconds_ago, None)
-
-
 def test_many_heartbeats_do_not_hide_those_that_are_known() -> None:
+    clock = time.time()
+
+    def listed(name: str, seconds_ago: float) -> ObjectInfo:
+        return ObjectInfo(keys.replica(name), 100, clock - seconds_ago, None)
+
     forged = [listed(f"forged-{n}", 0.001 * n) for n in range(20_000)]
     future = [listed(f"future-{n}", -1e6) for n in range(20_000)]
     real = [listed(f"real-{n}", 20 + n) for n in range(10)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 import threading
 import time
@@ -88,6 +89,7 @@ def test_a_temporary_folder_is_the_servers_or_is_removed(
     with pytest.raises(SchemaMismatch):
         launch.launch(Echo(), launch.Options(run=str(tmp_path / "bare")))
     assert not [*(tmp_path / "temporary").iterdir()]
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_what_cannot_be_written_says_why(run: str, tmp_path: Path) -> None:

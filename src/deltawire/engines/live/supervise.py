@@ -25,9 +25,13 @@ _PR_SET_PDEATHSIG = 1
 def become(line: Sequence[str], environment: Mapping[str, str], folder: str = "") -> NoReturn:
     """Replace this process by one that runs an engine's server, and then removes `folder`, if one is given."""
     # blocked from here on: none must come between the two programs
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    # -I: no module of this folder in place of one of the standard library
-    os.execve(sys.executable, [sys.executable, "-I", os.path.abspath(__file__), folder, *line], environment)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        # -I: no module of this folder in place of one of the standard library
+        os.execve(sys.executable, [sys.executable, "-I", os.path.abspath(__file__), folder, *line], environment)
+    finally:
+        # where that failed
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run(line: Sequence[str]) -> int:
