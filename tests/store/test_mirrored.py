@@ -20,6 +20,7 @@ from deltawire.bucket.versions import resolve
 from deltawire.bucket.watch import wait_for_run
 from deltawire.core import keys
 from deltawire.core.errors import (
+    DigestMismatch,
     HashMismatch,
     ObjectNotFound,
     RolledBack,
@@ -292,6 +293,61 @@ def test_signatures_tell_which_bucket_has_the_run(tmp_path: Path, monkeypatch: p
                 shutil.rmtree(tmp_path / "state")
     with pytest.raises(RolledBack):
         Replica(f"file://{us}", heartbeat=0, trust=key.public).sync(weights)
+
+
+def test_what_was_asked_before_a_bucket_was_left_decides_nothing(region: tuple[Path, Path]) -> None:
+    us, eu = (LocalStore(place) for place in region)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def slow(moment: str, verb: str, key: str) -> None:
+        if (moment, key) == ("after", keys.HEAD):
+            asked.set()
+            assert go_on.wait(60)
+
+    store = MirroredStore([HookedStore(us, slow), eu], back_s=0.0)
+    store.get(keys.RUN)
+    late = threading.Thread(target=store.get, args=(keys.HEAD,))
+    late.start()
+    assert asked.wait(60)
+    store.leave()
+    store.get(keys.manifest(0))
+    go_on.set()
+    late.join()
+    assert store.current.url == eu.url
+    # nor does time, while what was begun goes on
+    store.get(keys.manifest(1))
+    assert store.current.url == eu.url
+    store.may_return()
+    store.get(keys.manifest(1))
+    assert store.current.url == us.url
+
+
+def test_manifests_of_a_bucket_that_was_left_are_not_kept(region: tuple[Path, Path]) -> None:
+    us, eu = (LocalStore(place) for place in region)
+    run = Run.open(MirroredStore([us, eu]))
+    truth = run.manifest(2)
+    other_digest(region[0] / keys.manifest(2))
+    run.forget(2)
+    asked, go_on, late = threading.Event(), threading.Event(), threading.Thread(target=lambda: run.manifest(2))
+
+    def slow(moment: str, verb: str, key: str) -> None:
+        if threading.current_thread() is late and moment == "after":
+            asked.set()
+            assert go_on.wait(60)
+
+    run.store._stores = HookedStore(us, slow), eu  # type: ignore[attr-defined]
+    failed = [DigestMismatch(2, "", "")]
+
+    def work() -> None:
+        if failed:
+            late.start()
+            assert asked.wait(60)
+            raise failed.pop()
+        go_on.set()
+        late.join()
+
+    run.anywhere(work)
+    assert run.manifest(2) == truth
 
 
 def test_an_error_of_all_buckets_names_each(region: tuple[Path, Path]) -> None:

@@ -236,7 +236,8 @@ class Run:
             mirrors.leave()
             # the next bucket may have other manifests
             with self._lock:
-                self._manifests.clear()
+                # not cleared: threads that still read the bucket before put what they find there into the old one
+                self._manifests = {}
                 self._newest = -1
             self.added = AddedLinks(self)
 
@@ -314,7 +315,8 @@ class Run:
         return True
 
     def manifest(self, version: int) -> Manifest:
-        if (kept := self._manifests.get(version)) is not None:
+        manifests = self._manifests
+        if (kept := manifests.get(version)) is not None:
             return kept[0]
         if not 0 <= version <= keys.MAX_VERSION:
             raise VersionNotFound(f"versions count from 0 and have at most 18 digits; {version} cannot be one")
@@ -326,10 +328,10 @@ class Run:
         if self.trust is not None:
             self.trust.check_manifest(manifest, data)
         with self._lock:
-            self._manifests[version] = manifest, len(data)
-            while sum(size for _, size in self._manifests.values()) > KEPT_MANIFESTS:
+            manifests[version] = manifest, len(data)
+            while sum(size for _, size in manifests.values()) > KEPT_MANIFESTS:
                 # a follower lives for as long as the training: what it read first goes first
-                del self._manifests[next(iter(self._manifests))]
+                del manifests[next(iter(manifests))]
         return manifest
 
     def link(self, manifest: Manifest, kind: str, base: int | None) -> Link:
@@ -492,17 +494,21 @@ def anywhere(store: Store, work: Callable[[], T], leave: Callable[[MirroredStore
     if not isinstance(store, MirroredStore):
         return work()
     failures: dict[str, DeltawireError] = {}
-    for _ in store.urls:
-        try:
-            done = work()
-            for url, error in failures.items():
-                log.warning("%s cannot be used for now: %s", url, error)
-            return done
-        except (*DAMAGE, PermissionDenied) as error:
-            if error.everywhere:
-                raise
-            failures.setdefault(store.current.url, error)
-            leave(store)
+    try:
+        for _ in store.urls:
+            try:
+                done = work()
+                for url, error in failures.items():
+                    log.warning("%s cannot be used for now: %s", url, error)
+                return done
+            except (*DAMAGE, PermissionDenied) as error:
+                if error.everywhere:
+                    raise
+                failures.setdefault(store.current.url, error)
+                leave(store)
+    finally:
+        if failures:
+            store.may_return()
     said = [f"{url}: {failures.get(url, 'no answer, or not the same run')}" for url in store.urls]
     first = next(iter(failures.values()))
     first.args, first.everywhere = (f"none of {len(said)} buckets can be used: {'; '.join(said)}",), True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,8 @@ class MirroredStore:
         """Number of the store that is asked first, and since when."""
         self._answered = 0
         """Number of the store that answered last."""
+        self._left = 0
+        """How often a store was left: what was asked of it before decides nothing afterwards."""
         self._run: bytes | None = None
         """Content of run.json."""
         self._same: set[int] = set()
@@ -57,7 +60,7 @@ class MirroredStore:
         return [store.url for store in self._stores]
 
     def leave(self, *, another_run: bool = False) -> None:
-        """Ask the next bucket first, for a while: the one in use is damaged or lacks something.
+        """Ask the next bucket first, until `may_return`: the one in use is damaged or lacks something.
 
         another_run    its run.json is not to be believed either: that of the next bucket decides which run this is
         """
@@ -66,7 +69,13 @@ class MirroredStore:
             if another_run:
                 self._run = None
                 self._same.clear()
-            self._first, self._since = (self._answered + 1) % len(self._stores), time.monotonic()
+            self._first, self._since = (self._answered + 1) % len(self._stores), math.inf
+            self._left += 1
+
+    def may_return(self) -> None:
+        """Let the first bucket be asked again after `back_s`: what was done without it has ended."""
+        with self._lock:
+            self._since = time.monotonic()
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
         return self._read(lambda number, store: _marked(number, store.get(key, limit=limit)), key)
@@ -105,7 +114,8 @@ class MirroredStore:
 
     def _read(self, read: Callable[[int, Store], T], key: str) -> T:
         failure: StoreUnavailable | None = None
-        for number in self._order():
+        left, order = self._order()
+        for number in order:
             store = self._stores[number]
             try:
                 if key != keys.RUN and not self._has_run(number, store):
@@ -114,22 +124,25 @@ class MirroredStore:
             except StoreUnavailable as error:
                 failure = failure or error
                 continue
-            self._use(number, found if key == keys.RUN else None)
+            self._use(number, found if key == keys.RUN else None, left)
             return found
         raise StoreUnavailable(
             f"none of the {len(self._stores)} buckets of {self.url} can be used: {failure}"
         ) from failure
 
-    def _order(self) -> Sequence[int]:
-        """The store in use, then the others; the first one again after a while."""
+    def _order(self) -> tuple[int, Sequence[int]]:
+        """How often a store was left, and the order to ask: the store in use, then the others; the first one again
+        after a while."""
         with self._lock:
             first, count = self._first, len(self._stores)
             if first and time.monotonic() - self._since > self._back_s:
                 first, self._since = 0, time.monotonic()
-        return [(first + number) % count for number in range(count)]
+            return self._left, [(first + number) % count for number in range(count)]
 
-    def _use(self, number: int, run: object) -> None:
+    def _use(self, number: int, run: object, left: int) -> None:
         with self._lock:
+            if left != self._left:
+                return
             if isinstance(run, Fetched) and self._run in (None, run.data):
                 self._run = run.data
                 self._same.add(number)
