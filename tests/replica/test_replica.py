@@ -26,10 +26,10 @@ from deltawire.core.change import Change
 from deltawire.core.errors import (
     DeltawireError,
     DigestMismatch,
+    FolderError,
     HashMismatch,
     RunNotFound,
     SchemaMismatch,
-    StoreFull,
     StoreUnavailable,
     VersionNotFound,
     VersionRefused,
@@ -258,7 +258,7 @@ def test_no_room_for_a_large_object(store: Store, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fetching.os, "pwrite", full_disk)
     live = copy(versions[0])
     replica = Replica(store, heartbeat=0)
-    with pytest.raises(StoreFull):
+    with pytest.raises(FolderError, match="TMPDIR"):
         replica.sync(live)
     assert same(live, versions[0])
     assert replica.version == 0
