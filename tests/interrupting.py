@@ -46,7 +46,7 @@ def raising_at_each_line(
     where: Iterable[Any],
     operation: Callable[[Interrupted], object],
     *,
-    error: type[BaseException] = Interrupt,
+    handler: Callable[[], object] | None = None,
     most: int = 2000,
 ) -> list[Place]:
     """Run `operation` again and again, each time with an exception at another line of the functions, classes and
@@ -55,6 +55,8 @@ def raising_at_each_line(
     A line gets the exception when it is reached for the first time. So does every end of a function, whose result is
     lost then. Lines that undo something are reached if the operation fails by itself: errors inside `interrupted` are
     swallowed, those outside end the test with the place as their cause.
+
+    With a `handler`, that is called at each line instead, as one that returns.
     """
     modules = {each.__file__ for each in where if isinstance(each, ModuleType)}
     codes = {code for each in where if not isinstance(each, ModuleType) for code in _codes(each)}
@@ -67,14 +69,16 @@ def raising_at_each_line(
 
         def trace(frame: FrameType, event: str, _: object, raised: list[Place] = raised) -> Any:
             code = frame.f_code
-            if code.co_filename not in modules and code not in codes:
+            if raised or (code.co_filename not in modules and code not in codes):
                 return None
             place = Place(code, event, frame.f_lineno)
             if event in ("line", "return") and place not in tried:
                 tried.add(place)
                 raised.append(place)
-                # tracing ends with this exception
-                raise error(str(place))
+                if handler is None:
+                    # tracing ends with this exception
+                    raise Interrupt(str(place))
+                handler()
             return trace
 
         def interrupted(call: Callable[[], object], trace: Any = trace, raised: list[Place] = raised) -> bool:

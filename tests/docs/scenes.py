@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,20 @@ def training(stage: Stage) -> Mapping[str, Any]:
     from tests.engines.server.serving import nudge, tiny_model, tokenizer
 
     return {"dw": dw, "model": tiny_model(), "tokenizer": tokenizer(), "batches": range(3), "train_step": nudge}
+
+
+@scene
+def preempted(stage: Stage) -> Mapping[str, Any]:
+    """As `training`, for longer than this job may run: SIGTERM comes in the second step."""
+    names = training(stage)
+
+    def step(model: Any, batch: int) -> None:
+        assert batch < 2, "the last version was that of step 1"
+        names["train_step"](model, batch)
+        if batch == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    return {**names, "batches": range(10), "train_step": step}
 
 
 @scene

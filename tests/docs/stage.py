@@ -178,7 +178,7 @@ class Stage:
             threads, self._threads = self._threads, []
             for thread in threads:
                 thread.start()
-            with suppress(_Told):
+            with suppress(_Told), _handlers_as_before():
                 waiting = eval(program, self.names)
                 if inspect.iscoroutine(waiting):
                     asyncio.run(waiting)
@@ -230,6 +230,15 @@ class Stage:
 
 class _Told(Exception):
     """A block has printed what its tag waits for."""
+
+
+@contextmanager
+def _handlers_as_before() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

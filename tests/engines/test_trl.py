@@ -253,9 +253,9 @@ def test_another_model_stops_the_training(store: Store) -> None:
 def handle(version: int | None) -> PublishHandle:
     made = PublishHandle()
     if version is None:
-        made._future.set_exception(StoreUnavailable("away"))
+        made._version.fail(StoreUnavailable("away"))
     else:
-        made._future.set_result(Published(version, "", 1, 2, ("delta",), {"held": 0.001}))
+        made._version.succeed(Published(version, "", 1, 2, ("delta",), {"held": 0.001}))
     return made
 
 
@@ -271,7 +271,7 @@ def test_which_sync_a_version_was() -> None:
     syncs.add(waiting)
     assert syncs.sync_of(3) == 5, "not in the bucket yet, so no server has it"
     assert syncs.metrics()["deltawire/waiting"] == 1
-    waiting._future.set_result(Published(3, "", 1, 2, ("delta",), {}))
+    waiting._version.succeed(Published(3, "", 1, 2, ("delta",), {}))
     assert syncs.sync_of(3) == 6
 
 

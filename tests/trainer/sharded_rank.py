@@ -13,8 +13,9 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,12 +30,29 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Partial
 
 from deltawire import Publisher
-from deltawire.core.errors import DeltawireError, StoreError
+from deltawire.bucket.run import Run
+from deltawire.core.errors import DeltawireError, RunNotFound, StoreError
 from deltawire.core.full import digest_of
 from deltawire.models import ModelView
 from deltawire.store import open_store
-from deltawire.trainer import DeltaAdamW, FusedDetector, SnapshotDetector, adapter, merged
+from deltawire.trainer import (
+    DeltaAdamW,
+    FusedDetector,
+    SnapshotDetector,
+    adapter,
+    background,
+    captures,
+    collective,
+    detectors,
+    merged,
+    pipeline,
+)
+from deltawire.trainer import publisher as publishing
+from deltawire.trainer.writer import VersionWriter
+from deltawire.views.blocks import Blocks
+from deltawire.views.host import BlockView
 from deltawire_wordle.counting import CountingStore
+from interrupting import Interrupted, raising_at_each_line
 
 STEPS = 5
 PACE = 0.03
@@ -140,6 +158,11 @@ class Rank:
     def __init__(self, rank: int, size: int, folder: Path) -> None:
         self.rank, self.size, self.folder = rank, size, folder
         self.report: dict[str, Any] = {}
+
+    def meet(self, place: str) -> None:
+        # not by torchrun's own store: after a restart it still has the addresses at which gloo was before
+        meeting = f"file://{self.folder}/rendezvous-{place}"
+        dist.init_process_group("gloo", init_method=meeting, rank=self.rank, world_size=self.size)
 
     def run(self, name: str) -> str:
         return str(self.folder / name)
@@ -442,6 +465,111 @@ class Rank:
         other = fully_shard(seeded(Wide))
         self.error("other model", lambda: Publisher(self.run("resume")).publish(other))
 
+    def contradicted(self) -> None:
+        """What the last rank puts as its part of an anchor is not what it captured."""
+        training, put = Training(sharded()), VersionWriter._put
+
+        def spoiled(writer: Any, terms: Any, pending: Any, *rest: Any) -> Any:
+            if terms.version == 2 and self.rank == self.size - 1:
+                state = pending.changes.owner.detector.state
+                state.bits(max(state.schema.tensors, key=lambda tensor: tensor.units).name)[5] ^= 1
+            VersionWriter._put = put
+            return put(writer, terms, pending, *rest)
+
+        publisher = Publisher(self.run("contradicted"), anchor_every=2)
+        with self.twin("contradicted-alone") as alone:
+            for version in range(5):
+                training.step()
+                if version == 2:
+                    VersionWriter._put = spoiled
+                handle = publisher.publish(training.model, step=training.steps)
+                if version == 2:
+                    self.error("contradicted", handle.result)
+                    continue
+                self.report[f"kinds {version}"] = handle.result().kinds
+                alone(2 if version == 3 else 1)
+            publisher.close()
+
+    def interrupted(self) -> None:
+        """The last rank is interrupted where a publish moves what it captured, and all go on."""
+        self.interrupt([captures.Captures.capture, captures.Captures.fold], first=False)
+
+    def interrupted_everywhere(self) -> None:
+        """The same at every line, also of the first publish, which opens the run."""
+        where = [captures, background, pipeline, publishing, collective, detectors]
+        self.interrupt(where, first=True)
+        self.interrupt(where, first=False)
+        self.interrupt(where, first=False, view="fp8-block")
+
+    def interrupt(self, where: list[Any], *, first: bool, **options: Any) -> None:
+        """A training for each line: of all ranks the last one is interrupted there."""
+        interrupts, last = self.rank == self.size - 1, self.size - 1
+        weights = [torch.arange(16 * 8, dtype=torch.bfloat16).reshape(16, 8) / 7]
+        for step in range(5):
+            weights.append(weights[-1].clone())
+            weights[-1].view(-1)[step::11] += 1
+        if options:
+            expected = [
+                str(digest_of(BlockView(view := ModelView({"w.weight": w}), Blocks(view.schema)))) for w in weights
+            ]
+        else:
+            expected = [str(digest_of(ModelView({"w.weight": w}))) for w in weights]
+        outcomes: Counter[str] = Counter()
+        at = 0 if first else 2
+
+        def train(interrupted: Interrupted) -> None:
+            name, failed = f"interrupted-{first}-{len(options)}-{sum(outcomes.values())}", []
+            trainer = Publisher(self.run(name), anchor_every=3, continues=True, **options)
+            mesh = init_device_mesh("cpu", (self.size,))
+
+            def attempt(work: Callable[[], object]) -> None:
+                try:
+                    work()
+                except DeltawireError as error:
+                    failed.append(type(error).__name__)
+
+            was_raised = False
+            for step, whole in enumerate(weights):
+                local = whole.tensor_split(self.size)[self.rank].contiguous()
+                shards = {
+                    "w.weight": DTensor.from_local(local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
+                }
+                publish = partial(trainer.publish, shards, step=step)
+                if step == at:
+                    was_raised = interrupted(publish)
+                else:
+                    attempt(publish)
+            attempt(trainer.close)
+            dist.all_gather_object(heard := [None] * self.size, failed)
+            dist.broadcast_object_list(going := [was_raised], src=last)
+            self.goes_on = bool(going[0])
+            with suppress(RunNotFound):
+                run = Run.open(self.run(name))
+                found = [run.manifest(version).digest for version in run.listed()]
+                assert set(found) <= {*expected}, (name, found)
+                if any(heard):
+                    # nobody goes on in the belief that all is well
+                    assert all({*each} & {"RankLost", "OutOfStep"} for each in heard), (name, heard)
+                else:
+                    assert found[-1] == expected[-1], (name, found)
+            outcomes["lost" if any(heard) else "went on"] += 1
+            # as after a restart: a rank may have closed a group that others have
+            dist.destroy_process_group()
+            self.meet(name)
+
+        def not_interrupted(call: Callable[[], object]) -> bool:
+            with suppress(DeltawireError):
+                call()
+            return False
+
+        if interrupts:
+            raising_at_each_line(where, train)
+        else:
+            self.goes_on = True
+            while self.goes_on:
+                train(not_interrupted)
+        self.report[f"interrupted-{first}-{len(options)}"] = outcomes
+
     def killed(self) -> None:
         """The last rank dies while it puts its part of version 2; torchrun may start all of them again."""
         if int(os.environ["TORCHELASTIC_RESTART_COUNT"]):
@@ -523,10 +651,8 @@ def launch(size: int, scenarios: str, folder: Path) -> int:
 
 def play(names: str, folder: Path) -> NoReturn:
     rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-    # not by torchrun's own store: after a restart it still has the addresses at which gloo was before
-    meeting = f"file://{folder}/rendezvous-{names}-{attempt}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     me = Rank(rank, size, folder)
+    me.meet(f"{names}-{attempt}")
     try:
         for scenario in names.split(","):
             began = time.perf_counter()

@@ -6,6 +6,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,19 +14,25 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from detector_support import Trainer, raw, replica_model  # noqa: E402
+from detector_support import Decoder, Trainer, raw, replica_model  # noqa: E402
+from test_claim import Unconditional  # noqa: E402
 
 from deltawire import Publisher, Replica  # noqa: E402
 from deltawire.bucket.run import Run  # noqa: E402
 from deltawire.bucket.verify import verify  # noqa: E402
 from deltawire.core import full, keys  # noqa: E402
 from deltawire.core.errors import DigestMismatch, PublishFailed  # noqa: E402
+from deltawire.core.parallel import Later  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
 from deltawire.store import ObjectStore, Store  # noqa: E402
-from deltawire.trainer import adamw, background, captures, commit, detectors, device, pipeline, publisher  # noqa: E402
+from deltawire.trainer import adamw, background, captures, claim, commit, detectors, device, pipeline, publisher  # noqa: E402
 from deltawire.trainer import writer as version_writer  # noqa: E402
+from deltawire.trainer.writer import PublishHandle  # noqa: E402
+from deltawire.views.blocks import Blocks  # noqa: E402
+from deltawire.views.host import BlockView  # noqa: E402
 from interrupting import Interrupted, raising_at_each_line  # noqa: E402
-from support import HookedStore, Model, blank, history, model, same, trained, verified  # noqa: E402
+from support import HookedStore, Model, blank, history, model, moved_bag, same, trained, verified  # noqa: E402
+from view_models import weights as view_weights  # noqa: E402
 
 WAIT = 60
 KINDS = ["host", "snapshot", "streamed", "fused", "adamw"]
@@ -95,8 +102,8 @@ def test_publish_at_every_line_where_threads_write_the_copy(monkeypatch: pytest.
     raising_at_each_line([captures.Captures.capture, detectors.HostDetector], interrupted_publishes())
 
 
-def test_a_publish_that_waits_at_every_line() -> None:
-    """It compares, encodes, uploads and commits in the caller's thread."""
+def streamed_publishes() -> Callable[[Interrupted], None]:
+    """They compare, encode, upload and commit in the caller's thread."""
 
     def operation(interrupted: Interrupted) -> None:
         store, weights = memory(), history(4, changes=9)
@@ -107,7 +114,16 @@ def test_a_publish_that_waits_at_every_line() -> None:
         publisher.close(WAIT)
         assert_published(store, weights)
 
-    assert len(raising_at_each_line([*TRAINER, version_writer, commit], operation)) > 200
+    return operation
+
+
+def test_a_streamed_publish_at_every_line() -> None:
+    raising_at_each_line([captures.Stream, pipeline.Pipeline._stream], streamed_publishes())
+
+
+@pytest.mark.slow
+def test_a_publish_that_waits_at_every_line() -> None:
+    assert len(raising_at_each_line([*TRAINER, version_writer, commit], streamed_publishes())) > 200
 
 
 def test_flush_and_close_at_every_line() -> None:
@@ -124,11 +140,16 @@ def test_flush_and_close_at_every_line() -> None:
     raising_at_each_line([publisher, pipeline, background], operation)
 
 
+class Small(Trainer):
+    def make_model(self) -> torch.nn.Module:
+        return Decoder(8, layers=1)
+
+
 class Training:
     """A trainer whose steps and publishes are interrupted, and what it held at each publish."""
 
     def __init__(self, kind: str, store: Store, **options: Any) -> None:
-        self.trainer = Trainer(kind, store, anchor_every=2, **options)
+        self.trainer = Small(kind, store, anchor_every=2, **options)
         self.seen: list[str] = []
 
     def publish(self, **options: Any) -> Any:
@@ -170,7 +191,17 @@ def test_training_with_each_detector_at_every_line(kind: str) -> None:
     raising_at_each_line([*TRAINER, device, adamw], operation)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+MOVING: dict[str, list[Any]] = {
+    "host": [detectors.HostDetector],
+    "snapshot": [device.DeviceDetector._detect, device.DeviceCopy.take],
+    "streamed": [device.PinnedCopy.take, device.PinnedCopy.changes],
+    "fused": [device.FusedDetector.cast, device.FusedDetector.detect],
+    "adamw": [adamw.LoggedParameters.take, adamw.DeltaAdamW._follow, adamw.DeltaAdamW._remember, adamw.DeltaAdamW.step],
+}
+"""Where the weights captured last move."""
+
+
+@pytest.mark.parametrize("kind", MOVING)
 def test_each_detector_where_a_capture_is_taken(kind: str) -> None:
     """The everyday part of the test above: the lines between the detector's weights and the list of captures."""
 
@@ -184,8 +215,7 @@ def test_each_detector_where_a_capture_is_taken(kind: str) -> None:
         training.trainer.publisher.close(WAIT)
         training.assert_published(store)
 
-    places = [captures.Captures.capture, device.DeviceDetector._detect, device.DeviceCopy, device.PinnedCopy]
-    raising_at_each_line([*places, device.FusedDetector, adamw.LoggedParameters, adamw.DeltaAdamW._follow], operation)
+    raising_at_each_line([captures.Captures.capture, *MOVING[kind]], operation)
 
 
 def test_a_handler_that_publishes_within_a_publish_is_refused() -> None:
@@ -217,6 +247,35 @@ def test_a_handler_that_publishes_within_a_publish_is_refused() -> None:
     assert_published(store, weights)
 
 
+def test_a_handler_that_publishes_at_any_line_of_a_publish_loses_nothing() -> None:
+    """It is refused, or comes before or after."""
+    publisher, weights, refused = Publisher(memory()), history(4), [0, 0]
+
+    def publish() -> None:
+        refused[0] += 1
+        try:
+            publisher.publish(weights[2])
+        except PublishFailed as error:
+            refused[1] += "Set a flag" in str(error)
+
+    def operation(interrupted: Interrupted) -> None:
+        nonlocal publisher
+        store = memory()
+        publisher = Publisher(store)
+        interrupted(lambda: publisher.publish(weights[0]))
+        interrupted(lambda: publisher.publish(weights[1]))
+        publisher.publish(weights[3]).result(WAIT)
+        publisher.close(WAIT)
+        digests = [str(full.digest_of(ModelView(each))) for each in weights]
+        run = Run.open(store)
+        found = [run.manifest(version).digest for version in run.listed()]
+        assert set(found) <= {*digests}
+        assert found[-1] == digests[-1]
+
+    raising_at_each_line(TRAINER, operation, handler=publish)
+    assert refused[0] > refused[1] > 50
+
+
 def test_a_handler_may_publish_while_its_thread_waits() -> None:
     """In `flush` nothing is half done."""
     store, weights, gate = memory(), history(3), Gate(1)
@@ -238,6 +297,83 @@ def test_a_handler_may_publish_while_its_thread_waits() -> None:
         signal.signal(signal.SIGUSR1, before)
     publisher.close(WAIT)
     assert_published(store, weights)
+
+
+@pytest.mark.parametrize(
+    ("kind", "within"),
+    [("adamw", (adamw.DeltaAdamW, "_remember")), ("fused", (device.FusedDetector, "_joined"))],
+    ids=["adamw", "fused"],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
+def test_a_handler_that_publishes_within_a_step_is_refused(
+    kind: str, within: tuple[type, str], first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an optimizer or a cast keeps account itself, half of a step cannot be told from what was published."""
+    store, refused = memory(), []
+    training = Training(kind, store)
+    if not first:
+        training.publish().result(WAIT)
+        training.trainer.step()
+
+    def handler(*_: Any) -> None:
+        with pytest.raises(PublishFailed, match="Set a flag"):
+            training.trainer.publish()
+        refused.append(True)
+
+    place, name = within
+    inner = getattr(place, name)
+
+    def signalling(*given: Any) -> Any:
+        if not refused:
+            signal.raise_signal(signal.SIGUSR1)
+        return inner(*given)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, signalling)
+            training.trainer.step()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    # nothing keeps account before the first publish, which may come at any moment
+    assert bool(refused) is not first
+    training.publish()
+    training.trainer.publisher.close(WAIT)
+    training.assert_published(store)
+
+
+def test_a_handler_may_publish_and_wait_wherever_its_thread_waits() -> None:
+    """The thread of a version needs nothing of those who wait for it, at whatever line a signal finds them."""
+    publisher, weights = Publisher(memory()), history(4)
+
+    def publish_and_wait() -> None:
+        published.append(publisher.publish(weights[2]).result(WAIT).version)
+
+    published: list[int] = []
+
+    def operation(interrupted: Interrupted) -> None:
+        nonlocal publisher
+        store, gate = memory(), Gate(1)
+        publisher = Publisher(HookedStore(store, gate))
+        publisher.publish(weights[0]).result(WAIT)
+        handle = publisher.publish(weights[1])
+        assert gate.reached.wait(WAIT)
+        threading.Timer(0.01, gate.open.set).start()
+
+        def wait() -> None:
+            assert publisher.queue
+            assert repr(publisher)
+            handle.result(WAIT)
+            publisher.flush(WAIT)
+
+        interrupted(wait)
+        publisher.publish(weights[3])
+        publisher.close(WAIT)
+        assert_published(store, weights)
+
+    where = [Later, PublishHandle, background, Publisher.flush, Publisher.version, Publisher.queue, Publisher.__repr__]
+    done = raising_at_each_line(where, operation, handler=publish_and_wait)
+    assert len(published) == len(done) > 20
 
 
 def test_an_anchor_of_other_weights_than_the_chain_is_not_committed() -> None:
@@ -262,6 +398,76 @@ def test_an_anchor_of_other_weights_than_the_chain_is_not_committed() -> None:
     assert_published(store, [*weights[:2], weights[3], weights[4]])
 
 
+@pytest.mark.parametrize("wait", [False, True], ids=["captured", "streamed"])
+@pytest.mark.parametrize("kind", ["plain", "view", "adapter", "reference"])
+def test_two_answers_are_compared_for_every_anchor(
+    kind: str, wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 2 has an anchor of weights that the chain does not lead to. The cure is an anchor of the trainer's."""
+    store, options = memory(), {"anchor_every": 2, "anchor_ratio": 1e9}
+    weights: list[Any] = history(6)
+    if kind == "view":
+        options["view"] = "fp8-block"
+        weights = [view_weights(0)]
+        for seed in range(5):
+            weights.append(moved_bag(weights[-1], seed, 0.01))
+    elif kind == "reference":
+        (tmp_path / "base").mkdir()
+        full.write_checkpoint(tmp_path / "base", ModelView(weights[0]))
+        options["reference"] = tmp_path / "base"
+    elif kind == "adapter":
+        pytest.importorskip("peft")
+        from test_adapters import adapter, optimizer_of, peft_model, train
+
+        trained_model = peft_model()
+        optimizer = optimizer_of(trained_model)
+
+    publisher, seen = Publisher(store, **options), []
+    put = version_writer.VersionWriter._put
+
+    def spoiled(writer: Any, terms: Any, pending: Any, kinds: Any, *rest: Any) -> Any:
+        if kinds[1] and terms.version == 2:
+            monkeypatch.undo()
+            changes = pending.changes
+            state = (changes.owner if isinstance(changes, captures.Capture) else changes._captures).detector.state
+            state.bits(max(state.schema.tensors, key=lambda tensor: tensor.units).name)[5] ^= 1
+        return put(writer, terms, pending, kinds, *rest)
+
+    monkeypatch.setattr(version_writer.VersionWriter, "_put", spoiled)
+
+    def publish(number: int) -> Any:
+        model = weights[number]
+        if kind == "adapter":
+            train(trained_model, optimizer)
+            model = adapter(trained_model)
+        if kind == "view":
+            seen.append(str(full.digest_of(BlockView(model, Blocks(model.schema)))))
+        else:
+            tensors = model.state_dict() if kind == "adapter" else model
+            seen.append(str(full.digest_of(ModelView(tensors, "bf16" if kind == "adapter" else None))))
+        return publisher.publish(model, wait=wait).result(WAIT)
+
+    for number in range(2 - (kind == "reference")):
+        # a reference is version 0 itself
+        publish(number)
+    with pytest.raises(DigestMismatch, match="contradicts what it published"):
+        publish(2)
+        publish(3)
+    assert Run.open(store).newest() == 1
+    if not wait:
+        with pytest.raises(PublishFailed, match="the next version will be an anchor"):
+            publish(3)
+    cured = publish(4)
+    assert (cured.version, cured.kinds) == (2, ("anchor",))
+    assert publish(5).kinds == ("delta",)
+    publisher.close(WAIT)
+    run = Run.open(store)
+    found = [run.manifest(version).digest for version in run.listed()]
+    assert set(found) <= {*seen}
+    assert found[-1] == seen[-1]
+    assert verify(run).ok
+
+
 def test_a_capture_that_does_not_start_from_the_newest_version_is_not_committed() -> None:
     store, weights = memory(), history(4)
     publisher = Publisher(store)
@@ -276,6 +482,32 @@ def test_a_capture_that_does_not_start_from_the_newest_version_is_not_committed(
     publisher.publish(weights[3])
     publisher.close(WAIT)
     assert_published(store, [*weights[:2], weights[3]])
+
+
+@pytest.mark.parametrize("refuses", [True, False], ids=["put-if-absent", "claim"])
+def test_a_commit_at_every_line(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest that is there was committed by this trainer, whatever it has heard; head is only a hint."""
+    monkeypatch.setattr(claim, "SETTLE_S", 0.0)
+
+    def operation(interrupted: Interrupted) -> None:
+        store, versions = memory(), [model(0)]
+        publisher = Publisher(store if refuses else Unconditional(store), anchor_every=2)
+        publisher.publish(versions[0], wait=True)
+        for seed in range(3):
+            versions.append(trained(versions[-1], seed))
+            interrupted(lambda: publisher.publish(versions[-1], wait=True))
+        versions.append(trained(versions[-1], 9))
+        publisher.publish(versions[-1], wait=True)
+        publisher.close()
+        run = Run.open(store)
+        assert verify(run).ok
+        assert run.head_hint() == run.newest()
+        digests = [str(full.digest_of(ModelView(each))) for each in versions]
+        places = [digests.index(run.manifest(version).digest) for version in run.listed()]
+        assert places == sorted(set(places))
+        assert places[-1] == len(versions) - 1
+
+    raising_at_each_line([commit.Committer, claim.Claim.check, claim.Claim.confirm], operation)
 
 
 def test_interrupted_commits_are_found_again() -> None:

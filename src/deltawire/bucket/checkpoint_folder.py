@@ -181,7 +181,7 @@ def _sweep(place: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swap two folders in one step where the system can, else in two, undone when the second fails."""
+    """Swap two folders in one step where the system can, else in two, undone unless both are done."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
         if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE) == 0:
@@ -190,11 +190,12 @@ def _exchange(one: Path, other: Path) -> None:
         if code not in (errno.ENOSYS, errno.EINVAL):
             raise OSError(code, os.strerror(code), str(other))
     aside = one.with_name(one.name + ".old")
-    os.rename(other, aside)
     try:
+        os.rename(other, aside)
         os.rename(one, other)
-    except OSError:
-        os.rename(aside, other)
+    except BaseException:
+        if aside.exists() and not other.exists():
+            os.rename(aside, other)
         raise
     os.rename(aside, one)
 

@@ -70,8 +70,8 @@ class Deriver:
         )
         self._state: State | None = None
         self._view: FollowedView | None = None
-        self.reached = self._last()
-        """The version of the source that was derived last; None before the first."""
+        # raises where the run is not derived from this source
+        _ = self.reached
 
     def follow(
         self, first: int = OLDEST, *, once: bool = False, poll: float = 1.0, stop: threading.Event | None = None
@@ -112,12 +112,10 @@ class Deriver:
         assert self._view is not None
         try:
             handle = self._publisher.publish(self._view, step=manifest.step, metrics=manifest.metrics, origin=origin)
-            published = handle.result()
+            return handle.result()
         except BaseException:
             self._view.compare_all()
             raise
-        self.reached = version
-        return published
 
     def close(self) -> None:
         self._publisher.close()
@@ -128,8 +126,9 @@ class Deriver:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._publisher.__exit__(kind)
 
-    def _last(self) -> int | None:
-        """The version that the newest one of the derived run was computed from."""
+    @property
+    def reached(self) -> int | None:
+        """The version of the source that was derived last, as the derived run says; None before the first."""
         newest = self._publisher.newest
         if newest is None:
             return None
@@ -159,22 +158,20 @@ class Deriver:
             self._state = self._view = None
 
     def _go_to(self, version: int) -> None:
-        note = self._view.note if self._view is not None else None
-        try:
-            state = checkout(self._source, version, self._state, resolve=self._resolve, changed=note)
-        except BaseException:
-            # what is half written is no version
-            self._state = self._view = None
-            raise
-        if self._view is None or state is not self._state:
-            self._view = FollowedView(state, self._blocks)
+        before, view = self._state, self._view
+        # until both are at the version: what is half written is none
+        self._state = self._view = None
+        state = checkout(self._source, version, before, resolve=self._resolve, changed=view.note if view else None)
+        if view is None or state is not before:
+            view = FollowedView(state, self._blocks)
         else:
-            self._view.advance()
-        self._state = state
+            view.advance()
+        self._state, self._view = state, view
 
     def _take_files(self, manifest: Manifest) -> None:
         if manifest.files != self._named:
             found = {file.name: b"".join(content(self._source, file)) for file in manifest.files}
+            self._named = None
             self._files.clear()
             self._files.update(found)
             self._named = manifest.files

@@ -611,8 +611,9 @@ class Replica:
         if self._strayed or not isinstance(error, DigestMismatch) or (found := target.digest()) == self._digest:
             return False
         log.warning("%s: the weights were changed by something other than this replica", self._id)
-        self._strayed, self._digest = True, found
+        # first: no weights have a digest and the name of another one
         self._lose_version()
+        self._strayed, self._digest = True, found
         return True
 
     def _was_replaced(self, run: Run, step: Step) -> bool:
@@ -639,6 +640,8 @@ class Replica:
         with self._pause():
             try:
                 target.swap(staged)
+                # within: where this is interrupted, the weights say which version they are
+                self._digest, self._version = update.digest, update.version
             except BaseException as error:
                 named, self._version = self._version, self._version if staged.undoable else None
                 if not isinstance(error, NotRestored) and target.digest() == self._digest:
@@ -646,7 +649,6 @@ class Replica:
                 else:
                     self._lose_version()
                 raise
-            self._digest, self._version = update.digest, update.version
         self._note(staged.timings)
         seconds = time.perf_counter() - clock
         log.info("%s: v%d  %s  %.1f MB  %.0f ms", self._id, update.version, kind, self._fetched / 1e6, 1e3 * seconds)

@@ -18,13 +18,13 @@ from torch import Tensor
 from .. import kernels
 from ..core.change import Change, Region
 from ..core.dtypes import Bits
-from ..core.errors import SchemaMismatch
+from ..core.errors import PublishFailed, SchemaMismatch
 from ..kernels import adamw as ops
 from ..kernels import torch_ops
 from ..kernels.host import on
 from ..kernels.plan import TILE, units
 from ..models import ModelView
-from .detectors import Detector, SnapshotLost
+from .detectors import WITHIN_A_STEP, Detector, SnapshotLost
 from .device import DeviceDetector, TensorGroup, regions_of, snapshot_parts
 
 _REFUSED = ("foreach", "capturable", "differentiable")
@@ -76,6 +76,8 @@ class DeltaAdamW(torch.optim.AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
         self._steps = threading.RLock()
         """Held by a step, and by a reader that needs parameters and log to belong together."""
+        self._within = threading.Lock()
+        """Held by a step alone."""
         self._log: ops.ChangeLog | None = None
         self._elements: ops.Elements | None = None
         self._kept: _Kept | None = None
@@ -92,7 +94,7 @@ class DeltaAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._steps:
+        with self._steps, self._within:
             strayed = self._log is not None and self._strayed()
             if kernels.operations(self._cut().device).__name__.endswith("triton_ops"):
                 self._step_by_kernel(self._cut())
@@ -182,9 +184,15 @@ class DeltaAdamW(torch.optim.AdamW):
         """What `Publisher(detector=optimizer)` uses."""
         return AdamWDetector(self)
 
+    def _require_rest(self) -> None:
+        """PublishFailed in a signal handler that has interrupted a step. Called with `_steps` held."""
+        if self._within.locked():
+            raise PublishFailed(WITHIN_A_STEP)
+
     def _follow(self) -> None:
         """From now on, note what changes; whatever changed so far does not count."""
         with self._steps:
+            self._require_rest()
             if self._log is None:
                 elements = self._cut()
                 self._log = ops.ChangeLog(elements, kernels.operations(elements.device))
@@ -276,6 +284,7 @@ class LoggedParameters:
         self._require_same(live)
         optimizer = self._optimizer
         with optimizer._steps:
+            optimizer._require_rest()
             log, elements = optimizer._require_log(), optimizer._cut()
             found = ops.noted(elements, optimizer._held(), log, kernels.operations(elements.device))
         if found.entries.numel() > most:

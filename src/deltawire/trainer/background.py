@@ -6,7 +6,10 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from ..core.errors import (
     DeltawireError,
@@ -38,7 +41,8 @@ class Background:
     """A thread that writes captured versions, one after the other. Any thread may call its methods.
 
     The caller's thread may be interrupted at any line (docs/design.md, points of no return): a version waits or it does
-    not, and whatever waits is written.
+    not, and whatever waits is written. Nor does a thread hold a lock while it waits for a version, or asks for one: its
+    signal handler may publish and wait as well.
 
     Where several ranks publish together, `leave` is called by the thread when no further publish will come, unless a
     lasting failure came before. Then a failure is not raised by the next publish, nor at all once a later version has
@@ -49,25 +53,26 @@ class Background:
         self, write: Callable[[Captured], Published], where: str, leave: Callable[[], None] | None = None
     ) -> None:
         self._write, self._where, self._leave = write, where, leave
-        self._lock = threading.RLock()
-        """Reentrant: a signal handler may publish while its thread waits in `flush`. `with` takes this one and not the
-        condition, whose own `__enter__` can be interrupted when the lock is taken already."""
+        self._lock = threading.Lock()
+        """`with` takes this one and not the condition, whose own `__enter__` can be interrupted when the lock is taken
+        already."""
         self._work = threading.Condition(self._lock)
         self._waiting: Captured | None = None
         self._in_flight: list[Captured] = []
         """What the thread is writing as one version."""
-        self._failure: BaseException | None = None
+        self._failures: deque[BaseException] = deque(maxlen=1)
+        """The last failure, until it is raised."""
         self._ending = False
         """No further publish will come."""
-        self._closed = False
+        self.closed = False
+        """Whether all that was published is in the bucket, or has failed for good."""
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
     @property
     def depth(self) -> int:
         """Number of versions that are in flight or waiting: 0 to 2."""
-        with self._lock:
-            return bool(self._in_flight) + (self._waiting is not None)
+        return bool(self._in_flight) + (self._waiting is not None)
 
     @property
     def closed(self) -> bool:
@@ -85,14 +90,15 @@ class Background:
         `fold` makes one capture of theirs, to save memory: what is not folded here is folded when it is written.
         """
         with self._lock:
+            # first: if this is interrupted, the thread finds whatever waits by then
+            self._start()
             waiting = self._waiting
             self._waiting = pending if waiting is None else waiting.merged(pending)
-            self._start()
             if waiting is not None:
                 fold(waiting.changes, pending.changes)
 
     def _start(self) -> None:
-        """Start the thread where something waits for it, unless it runs."""
+        """Start the thread, or wake it up."""
         # one that was interrupted before it began is replaced: should it begin after all, it finds that and ends
         if self._thread is None or self._thread.ident is None:
             self._thread = threading.Thread(target=self._loop, name="deltawire-publisher", daemon=True)
@@ -105,16 +111,19 @@ class Background:
             self._work.wait_for(lambda: self._waiting is not None or self._ending or not self._is_own_thread())
             if not self._is_own_thread():
                 return None
-            pending, self._waiting = self._waiting, None
+            pending = self._waiting
             if pending is not None:
+                # in this order: whoever asks without the lock finds it in one of the two
                 self._in_flight.append(pending)
+                self._waiting = None
             return pending
 
     def _is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
     def _unfinished(self) -> set[PublishHandle]:
-        versions = self._in_flight if self._waiting is None else [*self._in_flight, self._waiting]
+        waiting = self._waiting
+        versions = self._in_flight if waiting is None else [*self._in_flight, waiting]
         return {handle for version in versions for handle in version.handles}
 
     def wait_for(self, handle: PublishHandle) -> None:
@@ -122,25 +131,21 @@ class Background:
         try:
             handle.result()
         except BaseException as error:
-            with self._lock:
-                if self._failure is error and not isinstance(error, _LASTING):
-                    self._failure = None
+            if not isinstance(error, _LASTING):
+                with suppress(ValueError):
+                    self._failures.remove(error)
             raise
 
     def flush(self, timeout: float | None = None, overdue: Callable[[], None] | None = None) -> None:
         """Wait until all that was submitted before is committed. Raises a failure, or what `overdue` raises."""
         self.refuse_own_thread()
         deadline = time.monotonic() + timeout if timeout is not None else None
-        with self._lock:
-            todo = self._unfinished()
-            if todo:
-                self._start()
-            while not todo.isdisjoint(self._unfinished()):
+        for handle in self._unfinished():
+            while not handle.wait(_LOOK if deadline is None else min(_LOOK, deadline - time.monotonic())):
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"{self._where} has not taken everything within {timeout} s")
                 if overdue is not None:
                     overdue()
-                self._work.wait(_LOOK if deadline is None else min(_LOOK, max(deadline - time.monotonic(), 0)))
         self._raise_failure()
 
     def close(self, timeout: float | None = None, overdue: Callable[[], None] | None = None) -> bool:
@@ -148,7 +153,7 @@ class Background:
 
         Returns False if it was closed before.
         """
-        if self._closed:
+        if self.closed:
             return False
         with self._lock:
             self._ending = True
@@ -161,9 +166,9 @@ class Background:
                 self._thread.join(_LAST_MESSAGE)
             self._raise_failure()
         except DeltawireError:
-            self._closed = True
+            self.closed = True
             raise
-        self._closed = True
+        self.closed = True
         return True
 
     def refuse_own_thread(self) -> None:
@@ -181,50 +186,58 @@ class Background:
 
     def check(self) -> None:
         """Before a publish: raise an earlier failure, unless it is forgiven."""
-        if self._ending and not self._closed:
+        if self._ending and not self.closed:
             raise PublisherClosed(f"this publisher of {self._where} is being closed")
-        if isinstance(self._failure, SnapshotLost):
+        failure = self._failure()
+        if isinstance(failure, SnapshotLost):
             # this publish compares with the bucket, and so carries what that one should have
-            self._failure = None
-        if self._closed or self._leave is None or isinstance(self._failure, _LASTING):
+            self._failures.clear()
+        if self.closed or self._leave is None or isinstance(failure, _LASTING):
             self._raise_failure()
 
+    def give_up(self, error: OutOfStep) -> None:
+        """Let all later publishes fail like one that did not get as far as this thread, on all ranks."""
+        self._failures.append(error)
+
+    def _failure(self) -> BaseException | None:
+        return next(iter([*self._failures]), None)
+
     def _raise_failure(self) -> None:
-        if self._closed:
+        if self.closed:
             raise PublisherClosed(f"this publisher of {self._where} is closed; make a new one to go on")
-        with self._lock:
-            failure = self._failure
-            if not isinstance(failure, _LASTING):
-                self._failure = None
-        if isinstance(failure, _LASTING):
-            raise failure
-        if failure is not None:
-            raise PublishFailed(
-                f"publishing to {self._where} failed in the background: {failure}. "
-                "Nothing is lost: the next publish carries what this one should have"
-            ) from failure
+        if isinstance(lasting := self._failure(), _LASTING):
+            raise lasting
+        try:
+            failure = self._failures.pop()
+        except IndexError:
+            return
+        raise PublishFailed(
+            f"publishing to {self._where} failed in the background: {failure}. "
+            "Nothing is lost: the next publish carries what this one should have"
+        ) from failure
 
     def _loop(self) -> None:
         while (pending := self.next()) is not None:
             try:
+                if isinstance(failure := self._failure(), _LASTING):
+                    # other ranks may have ended for the same reason: none would answer
+                    raise failure
                 published = self._write(pending)
             except BaseException as error:
                 log.error("publish failed: %s", error)
-                with self._lock:
-                    self._failure = error
-                pending.fail(error)
+                self._failures.append(error)
+                finish = partial(pending.fail, error)
             else:
                 if self._leave is not None:
-                    with self._lock:
-                        self._failure = None
-                pending.succeed(published)
-            with self._lock:
-                self._in_flight = []
-                self._work.notify_all()
+                    self._failures.clear()
+                finish = partial(pending.succeed, published)
+            # first: nothing that is done counts as unfinished
+            self._in_flight = []
+            finish()
             # its changes are not needed while this waits for the next
-            del pending
-        if self._leave is not None and self._is_own_thread() and not isinstance(self._failure, _LASTING):
+            del pending, finish
+        if self._leave is not None and self._is_own_thread() and not isinstance(self._failure(), _LASTING):
             try:
                 self._leave()
             except BaseException as error:
-                self._failure = error
+                self._failures.append(error)

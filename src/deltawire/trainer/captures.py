@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import PublishFailed
 from ..core.full import Source
-from ..core.parallel import default_threads, ordered_map, threads_for
+from ..core.parallel import Later, default_threads, ordered_map, threads_for
 from ..core.sparse import EncodedBlock, encode_block, encode_counted
 from .detectors import Detector, Found, HostDetector, SnapshotLost, done, merge
 
@@ -60,8 +59,8 @@ class Capture:
     Captures are compared by identity.
     """
 
-    def __init__(self, owner: Captures, future: Future[Found]) -> None:
-        self._owner, self._future = owner, future
+    def __init__(self, owner: Captures, future: Later[Found]) -> None:
+        self.owner, self._future = owner, future
 
     def result(self) -> Found:
         return self._future.result()
@@ -69,16 +68,16 @@ class Capture:
     def encode(self, encoding: str, since: Capture | None = None) -> Iterator[EncodedBlock]:
         """The coded blocks of this capture, or of `since`, which spans several captures and ends with this one."""
         changes = since or self
-        before = Weights(self._owner, self, changes)
-        units = sum(region.units for block in self._owner.plan for region in block)
+        before = Weights(self.owner, self, changes)
+        units = sum(region.units for block in self.owner.plan for region in block)
         threads = threads_for(codecs.work(encoding, units, changes.result().count))
-        if encoding == codecs.context.name and self._owner.detector.counts:
+        if encoding == codecs.context.name and self.owner.detector.counts:
             return encode_counted(changes.result().blocks, before, threads)
         return ordered_map(lambda block: encode_block(block, encoding, before), changes.result().blocks, threads)
 
     def base(self) -> StateDigest | None:
         """State digest of the version that it follows, or the share of this rank in it; None if there is none."""
-        owner = self._owner
+        owner = self.owner
         with owner._lock:
             owner._require_known()
             before = owner.pending[: owner.pending.index(self)]
@@ -86,7 +85,7 @@ class Capture:
 
     def digest(self) -> StateDigest:
         """State digest of the new version, or the share of this rank in it."""
-        owner = self._owner
+        owner = self.owner
         with owner._lock:
             owner._require_known()
             upto = owner.pending[: owner.pending.index(self) + 1]
@@ -94,11 +93,11 @@ class Capture:
 
     def weights(self, region: Region) -> Bits:
         """Full weights of the new version, a region at a time."""
-        return Weights(self._owner, self)(region)
+        return Weights(self.owner, self)(region)
 
     def merge(self, later: Capture) -> Capture:
         """Return one capture with the effect of this one followed by `later`."""
-        return Capture(self._owner, done(merge(self.result(), later.result())))
+        return Capture(self.owner, done(merge(self.result(), later.result())))
 
 
 class Captures:
@@ -153,11 +152,16 @@ class Captures:
             self.lost = False
         return capture
 
+    def abandon(self) -> None:
+        """Let nothing be read of these captures any more."""
+        with self._lock:
+            self.lost = True
+
     def _require_known(self) -> None:
         if self.lost:
             raise SnapshotLost("a publish was interrupted while it captured what changed")
 
-    def _translated(self, found: Future[Found]) -> Future[Found]:
+    def _translated(self, found: Later[Found]) -> Later[Found]:
         """What a detector found, in the coordinates of the checkpoint."""
 
         def translate() -> Found:
@@ -219,7 +223,9 @@ class Captures:
             return self.pending[: self.pending.index(capture)]
 
     def fold(self, first: Capture, second: Capture) -> None:
-        """Make `second` include the pending captures before it, from `first` on."""
+        """Make `second` include the pending captures before it, from `first` on, unless that was given up before."""
+        if first.owner is not self:
+            return  # these captures began anew, with full weights
         with self._lock:
             self._require_known()
             start, end = self.pending.index(first), self.pending.index(second)

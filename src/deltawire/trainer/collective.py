@@ -40,6 +40,8 @@ LAST_WAIT = 600.0
 _PATIENCE = timedelta(days=1)
 """No limit on the time of a training step. A rank that died is noticed by its closed connection."""
 
+RESTART = "Restart the training from its checkpoint, and the run goes on from there"
+
 _REMIND = 30.0
 _MISSING = "waiting for all of %d ranks to call `publish`; where only one does, it needs Publisher(…, group=None)"
 
@@ -135,16 +137,14 @@ class Ranks(Group):
     def _all_answer(self) -> Iterator[None]:
         if self._group is None:
             raise RankLost(
-                "this rank was interrupted while all ranks opened the run together, so no version can be published; "
-                "restart the training from its checkpoint, and the run goes on from there"
+                f"this rank was interrupted while ranks opened the run together, so no version is possible. {RESTART}"
             )
         self._exchanged = True
         try:
             yield
         except RuntimeError as error:
             raise RankLost(
-                "another rank of this trainer does not answer any more, so no version can be finished; "
-                "restart the training from its checkpoint, and the run goes on from there"
+                f"another rank of this trainer does not answer any more, so no version can be finished. {RESTART}"
             ) from error
 
     def together(self, work: Callable[[], T]) -> list[T]:
@@ -198,6 +198,8 @@ class RankReport:
     """Whether no further publish will come from it."""
     alone: bool
     """Whether what changed here since the version before is unknown."""
+    step: int | None
+    """Training step of its newest publish, where the trainer says it."""
 
 
 class Lockstep:
@@ -211,12 +213,17 @@ class Lockstep:
         self._waits_since: float | None = None
 
     def report(
-        self, publishes: int, changed: int = 0, *, closed: bool = False, alone: bool = False
+        self, publishes: int, changed: int = 0, *, closed: bool = False, alone: bool = False, step: int | None = None
     ) -> list[RankReport]:
-        """Exchange reports with all ranks. Raises OutOfStep on all of them if some are closed and others are not."""
+        """Exchange reports with all ranks. Raises OutOfStep on all of them if some are closed and others are not, or if
+        the same publish is of different steps."""
         self._waits_since = time.monotonic()
-        reports = self._group.exchange(RankReport(publishes, changed, closed, alone))
+        reports = self._group.exchange(RankReport(publishes, changed, closed, alone, step))
         self._waits_since = None
+        steps = {(rank.publishes, rank.step) for rank in reports if not rank.closed}
+        if len(steps) > len({number for number, _ in steps}):
+            found = ", ".join(f"rank {n}: publish {rank.publishes}, step={rank.step}" for n, rank in enumerate(reports))
+            raise OutOfStep(f"ranks publish different steps together ({found}): was one interrupted? {RESTART}")
         if len({rank.closed for rank in reports}) > 1:
             counts = (f"rank {n} {rank.publishes}{' and closed' * rank.closed}" for n, rank in enumerate(reports))
             raise OutOfStep(

@@ -11,7 +11,6 @@ A detector covers the tensors of the schema it is bound to. A sharded writer bin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,19 +19,26 @@ from ..core import full
 from ..core.change import Block, Change, Region, blocks, compare, compose, moved
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
+from ..core.errors import PublishFailed
 from ..core.full import Source
-from ..core.parallel import for_each, ordered_map, threads_for
+from ..core.parallel import Later, for_each, ordered_map, threads_for
 from ..models import ModelView
 
 if TYPE_CHECKING:
     from ..kernels.block import DeviceBlock
 
 
+WITHIN_A_STEP = (
+    "`publish` was called by a signal handler within the optimizer's step, where weights are half written: nothing was "
+    "done. Set a flag there instead, and publish in the training loop when it is set"
+)
+
+
 class TooLarge(Exception):
     """A capture would need more memory than allowed; nothing was changed."""
 
 
-class SnapshotLost(Exception):
+class SnapshotLost(PublishFailed):
     """The detector no longer has the weights captured last: the next change must be computed from the bucket."""
 
 
@@ -60,7 +66,7 @@ class Found:
         return cls(list(found), sum(ordered_map(moved, found), StateDigest()))
 
 
-Take = Callable[[], Future[Found]]
+Take = Callable[[], Later[Found]]
 """Makes what `detect` found the weights captured last. The answer may still be in transit from a device. Where it is
 interrupted, the detector's weights are unknown until the next `load`."""
 
@@ -111,7 +117,7 @@ class Detector(Protocol):
         """A copy of regions of one dtype on the device they are on, for an encoder; None: use `region`."""
         return None
 
-    def later(self, work: Callable[[], Found]) -> Future[Found]:
+    def later(self, work: Callable[[], Found]) -> Later[Found]:
         """Merge captures: at once, or in a thread of its own where that would block the trainer. Keeps the order."""
         return done(work())
 
@@ -120,11 +126,11 @@ class Detector(Protocol):
         return
 
 
-def done(found: Found) -> Future[Found]:
-    """A future that is done."""
-    future: Future[Found] = Future()
-    future.set_result(found)
-    return future
+def done(found: Found) -> Later[Found]:
+    """A result that is there."""
+    later = Later[Found]()
+    later.succeed(found)
+    return later
 
 
 def merge(first: Found, second: Found) -> Found:
@@ -182,7 +188,7 @@ class HostDetector(Detector):
                 raise TooLarge
         found = Found(changed, total)
 
-        def take() -> Future[Found]:
+        def take() -> Later[Found]:
             for_each(self.write, changed, threads_for(found.count))
             return done(found)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,13 +24,14 @@ from .. import kernels
 from ..core.change import Block, Change, Region, blocks, no_change
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
-from ..core.errors import SchemaMismatch
+from ..core.errors import PublishFailed, SchemaMismatch
 from ..core.full import Source
+from ..core.parallel import Later, Workers
 from ..core.schema import Schema
 from ..kernels.block import DeviceBlock
 from ..kernels.plan import Plan, flat, units
 from ..models import Known, ModelView, tensors_of, torch_bits
-from .detectors import Found, SnapshotLost, Take, TooLarge, merge
+from .detectors import WITHIN_A_STEP, Found, SnapshotLost, Take, TooLarge, merge
 
 _CHANGE_BYTES = 8
 """What a changed unit of 16 bits takes on the host: position, old and new bits."""
@@ -300,7 +301,7 @@ class DeviceDetector:
             self._counter = torch.cuda.Stream(self.device)
             self._taken = torch.cuda.Event()
             self._copied = torch.cuda.Event()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltawire-capture")
+        self._pool = Workers(1, "deltawire-capture")
         self._parts = self._make_parts(view)
         self._part_of = {name: part for part in self._parts for name in part.names}
 
@@ -350,13 +351,13 @@ class DeviceDetector:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
 
-        def take() -> Future[Found]:
+        def take() -> Later[Found]:
             self._after_copies()
             for part, what in found:
                 part.take(what)
             self._mark()
             # last: the thread that fetches would take turns with this one
-            return self._pool.submit(self._fetch, found, ready)
+            return self._pool.submit(partial(self._fetch, found, ready))
 
         return take
 
@@ -383,12 +384,14 @@ class DeviceDetector:
         # in host memory the codec's own kernels are faster
         return self.device.type != "cpu"
 
-    def later(self, work: Callable[[], Found]) -> Future[Found]:
+    def later(self, work: Callable[[], Found]) -> Later[Found]:
         # one thread, in order: what is merged was fetched by the time its turn comes
         return self._pool.submit(work)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True)
+        if not self._pool.closed:
+            self._pool.submit(lambda: None).result()
+            self._pool.close()
 
     # ── inside ──
 
@@ -489,11 +492,14 @@ class FusedDetector(DeviceDetector):
     def __init__(self, copies: Any) -> None:
         super().__init__()
         self._copies = copies
-        self._since: Future[Found] | None = None
+        self._since: Later[Found] | None = None
         """What was cast since the last capture, and is in the copies already."""
         self._torn = False
         """Whether a cast was interrupted: what it changed in the copies is perhaps not in `_since`."""
         self._casting = threading.Lock()
+        self._within = threading.Lock()
+        """Held by a cast, of this thread:"""
+        self._caster = 0
 
     def _make_parts(self, view: ModelView) -> list[TensorGroup]:
         copies = {name: tensor.detach() for name, tensor in tensors_of(self._copies).items()}
@@ -519,31 +525,40 @@ class FusedDetector(DeviceDetector):
             for name, copy in tensors_of(self._copies).items():
                 copy.detach().copy_(tensors[name].detach())
             return
-        take = self._detect(tensors, 1 << 62)
-        with self._casting:
-            torn, self._torn = self._torn, True
-            self._since = self._joined(self._since, take())
-            self._torn = torn
+        with self._within:
+            self._caster = threading.get_ident()
+            take = self._detect(tensors, 1 << 62)
+            with self._casting:
+                torn, self._torn = self._torn, True
+                self._since = self._joined(self._since, take())
+                self._torn = torn
+
+    def _require_rest(self) -> None:
+        """PublishFailed in a signal handler that has interrupted a cast."""
+        if self._within.locked() and self._caster == threading.get_ident():
+            raise PublishFailed(WITHIN_A_STEP)
 
     def load(self, source: Source) -> StateDigest:
+        self._require_rest()
         digest = super().load(source)
         with self._casting:
             self._since, self._torn = None, False
         return digest
 
     def detect(self, source: Source, budget: int) -> Take:
+        self._require_rest()
         detected = super().detect(source, budget)
         with self._casting:
             since = self._cast_since()
 
-        def take() -> Future[Found]:
+        def take() -> Later[Found]:
             found = self._joined(since, detected())
             self._since = None
             return found
 
         return take
 
-    def _cast_since(self) -> Future[Found] | None:
+    def _cast_since(self) -> Later[Found] | None:
         if self._torn:
             raise SnapshotLost("a cast was interrupted")
         return self._since
@@ -565,5 +580,5 @@ class FusedDetector(DeviceDetector):
             found.undo([cast[region] for region in regions])
         return found
 
-    def _joined(self, first: Future[Found] | None, found: Future[Found]) -> Future[Found]:
+    def _joined(self, first: Later[Found] | None, found: Later[Found]) -> Later[Found]:
         return found if first is None else self.later(lambda: merge(first.result(), found.result()))

@@ -35,6 +35,7 @@ from ..core.errors import (
     DivergedRun,
     FormatError,
     ObjectNotFound,
+    OutOfStep,
     PublishFailed,
     ReferenceUnavailable,
     RunNotFound,
@@ -50,7 +51,7 @@ from ..store import Store
 from .adapters import Adapter
 from .background import Background, Captured
 from .captures import Captures, Stream, Watched
-from .collective import LAST_WAIT, Group, Lockstep, Ranks
+from .collective import LAST_WAIT, RESTART, Group, Lockstep, Ranks
 from .commit import Committer
 from .detectors import Detector, HostDetector, SnapshotLost, TooLarge, default_detector
 from .local import OTHER_MODEL, LocalModel
@@ -114,16 +115,18 @@ class Pipeline:
 
     def publish(self, model: Model, pending: PendingVersion[Any], wait: bool) -> None:
         """Capture what changed and submit it to the background, or publish it here where it must be streamed."""
+        # first: a publish that is interrupted counts on the other ranks
+        self._publishes += 1
         began = time.perf_counter()
         self.background.check()
-        self._publishes += 1
         pending.last_publish = self._publishes
-        source = self._open(model, pending.progress)
+        source = self._open(model, pending.progress, step=pending.step)
         try:
             if not self._must_stream(source, wait) and self._capture(source, pending, began):
                 return
         except SnapshotLost as lost:
-            log.warning("%s; comparing with the newest version in %s", lost, self._store.url)
+            cure = "the next version has full weights" if self.together else "comparing with the newest version"
+            log.warning("%s: %s; %s", self._store.url, lost, cure)
             source = self._reopen(source, pending.progress)
             if self.together and self._capture(source, pending, began):
                 return
@@ -145,7 +148,8 @@ class Pipeline:
             if closed and session is not None and session.captures.pending:
                 raise PublishFailed(f"the last changes were never published to {self._store.url}: that failed")
         finally:
-            if session is not None:
+            # else uploads go on, and another `close` waits for them
+            if session is not None and self.background.closed:
                 session.captures.detector.close()
             if self.background.closed:
                 self._options.claim.release()
@@ -165,10 +169,23 @@ class Pipeline:
         self.version = self._committer.newest.version if self._committer.newest else None
         return self._committer
 
-    def _open(self, model: Model, progress: Progress | None = None, *, must_match: bool = False) -> Source:
+    def _open(
+        self, model: Model, progress: Progress | None = None, *, step: int | None = None, must_match: bool = False
+    ) -> Source:
         """The weights to compare. At the first call also: open or create the run, and find what to compare with."""
         with self._group.all_or_none():
+            if self._session is None or self._options.view is not None:
+                self._require_same_publish(step)
             return self._open_by_all(model, progress, must_match)
+
+    def _require_same_publish(self, step: int | None) -> None:
+        """Before ranks read each other's weights: raise OutOfStep on all of them if these are of different steps."""
+        heard = self._group.exchange((self._publishes, step))
+        if len({*heard}) > 1:
+            calls = ", ".join(f"rank {n}: publish {count}, step={at}" for n, (count, at) in enumerate(heard))
+            error = OutOfStep(f"ranks publish different steps together ({calls}): was one interrupted? {RESTART}")
+            self.background.give_up(error)
+            raise self._group.agreed(error)
 
     def _open_by_all(self, model: Model, progress: Progress | None, must_match: bool) -> Source:
         if self._session is not None:
@@ -212,14 +229,11 @@ class Pipeline:
         if not self.together:
             self._drop()
             return self._open(source, progress)
-        # by this rank alone: others do not know of it, and no version is committed without this one
-        with suppress(PublishFailed):
-            self.background.flush()
-        session, version = self._opened(), self.version
-        state = None
-        if version is not None and not self._distrusted:
-            state = self._rebuild(session.writer.run, version, progress)
-        captures = self._captures(source, session.captures.detector, state, alone=state is None)
+        # by this rank alone and without waiting: others may be waiting for its publish. They hear of it with the next
+        # version, which has full weights; what is in flight fails on all ranks
+        session = self._opened()
+        session.captures.abandon()
+        captures = self._captures(source, session.captures.detector, None, alone=True)
         self._session, self._distrusted = _Session(captures, session.writer), False
         return source
 
@@ -389,7 +403,7 @@ class Pipeline:
         detected = (lambda n: progress("detect", n, nbytes)) if progress else None
         pending.changes = Stream(session.captures, source, detected)
         terms = session.writer.begin(None, None, session.captures.alone)
-        with self._two_answers():
+        with self._two_answers(session.captures):
             published = session.writer.write(terms, pending)
         self.version, session.captures.alone = published.version, False
         # from here on a detector of the model's own kind can be used: the bucket has what the model has
@@ -403,20 +417,25 @@ class Pipeline:
 
     def _write(self, pending: Captured) -> Published:
         """Write one version, by all ranks. If it fails, the next one carries what this one should have."""
-        session = self._opened()
-        captures, writer = session.captures, session.writer
-        changed, alone = self._agree(pending, captures)
-        terms = writer.begin(changed, captures.skip_base, alone)
-        if terms.committed is not None and captures.pending[0] is not pending.changes:
-            # an earlier version was committed after all, and only the answer was lost
-            captures.settle(captures.pending[0], terms.committed)
+        writer = self._opened().writer
+        changed, alone = self._agree(pending)
         capture = pending.changes
-        if older := captures.older(capture):
-            captures.fold(older[0], capture)
-        since = captures.skip(capture, terms.version)
-        if since is not None:
-            pending.skip = since[0], lambda encoding: capture.encode(encoding, since[1])
-        with self._two_answers():
+        captures = capture.owner
+        terms = writer.begin(changed, captures.skip_base, alone)
+
+        def carry_older() -> None:
+            if terms.committed is not None and captures.pending[0] is not capture:
+                # an earlier version was committed after all, and only the answer was lost
+                captures.settle(captures.pending[0], terms.committed)
+            if older := captures.older(capture):
+                captures.fold(older[0], capture)
+            since = captures.skip(capture, terms.version)
+            if since is not None:
+                pending.skip = since[0], lambda encoding: capture.encode(encoding, since[1])
+
+        with self._two_answers(captures):
+            # on all ranks or on none: a rank may find that its captures were given up meanwhile
+            self._writing_group.each(carry_older)
             published = writer.write(terms, pending)
         self.version = terms.version
         captures.settle(capture, terms.version)
@@ -424,17 +443,16 @@ class Pipeline:
         return published
 
     @contextmanager
-    def _two_answers(self) -> Iterator[None]:
+    def _two_answers(self, captures: Captures) -> Iterator[None]:
         """Where the chain and the weights give a version two digests, what was captured is not to be trusted."""
         try:
             yield
         except DigestMismatch:
             self._distrusted = True
-            if self._session is not None:
-                self._session.captures.lost = True
+            captures.abandon()
             raise
 
-    def _agree(self, pending: Captured, captures: Captures) -> tuple[int, bool]:
+    def _agree(self, pending: Captured) -> tuple[int, bool]:
         """Make the version end with the same publish on all ranks. Returns how many weights changed on all of them, and
         whether one of them does not know since which version.
 
@@ -442,8 +460,9 @@ class Pipeline:
         are behind merge further publishes until they are equal to the one farthest ahead.
         """
         while True:
-            changed = pending.changes.result().count
-            reports = self._lockstep.report(pending.last_publish, changed, alone=captures.alone)
+            changes = pending.changes
+            changed, alone = changes.result().count, changes.owner.alone
+            reports = self._lockstep.report(pending.last_publish, changed, alone=alone, step=pending.step)
             latest = max(rank.publishes for rank in reports)
             if all(rank.publishes == latest for rank in reports):
                 return sum(rank.changed for rank in reports), any(rank.alone for rank in reports)
@@ -453,8 +472,9 @@ class Pipeline:
                     # raises OutOfStep on all ranks: this one is closed
                     self._lockstep.report(pending.last_publish, closed=True)
                     raise RuntimeError("ranks that are closed and behind were not noticed")
-                captures.fold(pending.changes, more.changes)
+                first = pending.changes
                 pending.merge(more)
+                more.changes.owner.fold(first, more.changes)
 
     def _tell(self, published: Published) -> None:
         """Call the user's `on_version`. What it raises is logged; on the background thread that includes sys.exit()."""

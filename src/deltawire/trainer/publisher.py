@@ -10,6 +10,7 @@ import multiprocessing
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,6 +18,7 @@ from ..bucket.trust import KeysLike
 from ..bucket.versions import address_only
 from ..core.errors import DeltawireError, Misconfigured, OutOfStep, PublishFailed
 from ..core.manifest import Manifest, Origin
+from ..core.parallel import Later
 from ..core.signing import SigningKey
 from ..models import AUTO, Model
 from ..store import Store, open_store
@@ -158,6 +160,8 @@ class Publisher:
         self._group = group
         # not closed but forgotten: the thread that renews the claim must not keep this object
         weakref.finalize(self, self._options.claim.drop).atexit = False
+        self._shared = Later[Pipeline]()
+        """That of all ranks. Made in a thread, which goes on where this one is interrupted: others wait for it."""
         self._pipeline = Pipeline(self._store, self._options)
         """Of this process alone, until a model is published that several ranks hold."""
         if not may_share(group):
@@ -316,7 +320,8 @@ class Publisher:
             group = group_of(model, self._group)
             if group is not None:
                 self._pipeline.background.check()
-                self._pipeline = Pipeline(self._store, self._options, group)
+                self._shared.begin(partial(Pipeline, self._store, self._options, group), "deltawire-ranks")
+                self._pipeline = self._shared.result()
         return self._pipeline
 
 

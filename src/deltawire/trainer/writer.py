@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -27,6 +26,7 @@ from ..core.digest import StateDigest, of_rows
 from ..core.dtypes import Bits, lookup
 from ..core.errors import DigestMismatch
 from ..core.manifest import Blob, Link, Manifest, Origin
+from ..core.parallel import Later
 from ..core.sparse import DataFile, DeltaWriter, EncodedBlock
 from ..metrics import VersionFigures
 from .captures import Capture, Stream
@@ -105,15 +105,19 @@ class PublishHandle:
     """
 
     def __init__(self) -> None:
-        self._future: Future[Published] = Future()
+        self._version = Later[Published]()
 
     def result(self, timeout: float | None = None) -> Published:
         """Wait for the version and return it. Raises what made it fail, or TimeoutError after `timeout` seconds."""
-        return self._future.result(timeout)
+        return self._version.result(timeout)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the version is committed or has failed, or so many seconds. Returns whether it is."""
+        return self._version.wait(timeout)
 
     def done(self) -> bool:
         """Whether the version is committed or has failed."""
-        return self._future.done()
+        return self._version.done()
 
 
 C = TypeVar("C", bound=Capture | Stream)
@@ -156,12 +160,12 @@ class PendingVersion(Generic[C]):
     def succeed(self, published: Published) -> None:
         """Hand the committed version to all who wait for it."""
         for handle in self.handles:
-            handle._future.set_result(published)
+            handle._version.succeed(published)
 
     def fail(self, error: BaseException) -> None:
         """Raise an error for all who wait for the version."""
         for handle in self.handles:
-            handle._future.set_exception(error)
+            handle._version.fail(error)
 
 
 @dataclass(frozen=True, slots=True)
