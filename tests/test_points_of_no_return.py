@@ -140,9 +140,9 @@ def test_what_was_seen_at_every_line(tmp_path: Path) -> None:
             interrupted(lambda: follower.sync(live, 2))
             seen = Seen.read(folder).runs
             if follower.version:
-                assert seen[Run.open(store).info.run][0] >= follower.version
+                assert seen[Run.open(store).info.run].version >= follower.version
             follower.sync(live)
-        assert Seen.read(folder).runs[Run.open(store).info.run] == (2, key.public)
+        assert Seen.read(folder).runs[Run.open(store).info.run].version == 2
         assert same(live, WEIGHTS[2])
 
     assert len(raising_at_each_line([trust.RunTrust, trust.Seen], operation)) > 30

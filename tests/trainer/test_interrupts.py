@@ -487,7 +487,7 @@ def test_a_capture_that_does_not_start_from_the_newest_version_is_not_committed(
 @pytest.mark.parametrize("refuses", [True, False], ids=["put-if-absent", "claim"])
 def test_a_commit_at_every_line(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A manifest that is there was committed by this trainer, whatever it has heard; head is only a hint."""
-    monkeypatch.setattr(claim, "SETTLE_S", 0.0)
+    monkeypatch.setenv("DELTAWIRE_WRITER_RENEWAL", "0.1")
 
     def operation(interrupted: Interrupted) -> None:
         store, versions = memory(), [model(0)]

@@ -75,11 +75,6 @@ class Background:
         return bool(self._in_flight) + (self._waiting is not None)
 
     @property
-    def closed(self) -> bool:
-        """Whether nothing more will be written."""
-        return self._closed
-
-    @property
     def waiting(self) -> Captured | None:
         """The version that the next publish will be part of."""
         return self._waiting

@@ -149,9 +149,9 @@ class Pipeline:
                 raise PublishFailed(f"the last changes were never published to {self._store.url}: that failed")
         finally:
             # else uploads go on, and another `close` waits for them
-            if session is not None and self.background.closed:
-                session.captures.detector.close()
             if self.background.closed:
+                if session is not None:
+                    session.captures.detector.close()
                 self._options.claim.release()
         # a closed publisher holds no copy of the model, perhaps on a GPU
         self._session = None
