@@ -16,6 +16,7 @@ from deltawire.core.manifest import (
     Base,
     Blob,
     File,
+    Heartbeat,
     Link,
     Manifest,
     Pruned,
@@ -23,7 +24,6 @@ from deltawire.core.manifest import (
     Tag,
     dump,
     parse,
-    parse_heartbeat,
     parse_manifest,
     parse_run,
     spans,
@@ -101,7 +101,7 @@ def test_versions_that_cannot_be_one_are_refused() -> None:
     with pytest.raises(ManifestError):
         parse(b'{"run":"r","version":-1,"at":0}', Tag, keys.tag("best"))
     beat = {"run": "r", "replica": "a", "version": 1, "newest": 1, "healthy": True, "at": 0}
-    assert parse_heartbeat(msgspec.json.encode(beat), "it").version == 1
+    assert parse(msgspec.json.encode(beat), Heartbeat, "it").version == 1
     for wrong in ({"version": -1}, {"reading": [[3, 2]]}, {"reading": [[0, 1 << 70]]}, {"at": "x"}):
         with pytest.raises(ManifestError):
-            parse_heartbeat(msgspec.json.encode(beat | wrong), "it")
+            parse(msgspec.json.encode(beat | wrong), Heartbeat, "it")

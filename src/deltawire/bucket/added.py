@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from ..core import keys
-from ..core.added import INDEX_BYTES, PAGE_BYTES, AddedIndex, AddedLink, AddedPage, parse_index, parse_page
+from ..core.added import AddedIndex, AddedLink, AddedPage, parse_index, parse_page
 from ..core.errors import DeltawireError, ObjectNotFound, ObjectTooLarge, StoreUnavailable
 from ..core.manifest import Link
 from ..core.parallel import ordered_map
@@ -62,7 +62,7 @@ class AddedLinks:
         """Read the index, by a conditional request; None where there is none that can be used."""
         etag, index = self._index
         try:
-            got = self._run.store.get_if_changed(keys.ADDED, etag, limit=INDEX_BYTES)
+            got = self._run.store.get_if_changed(keys.ADDED, etag, limit=keys.limit(keys.ADDED))
             if got is not None:
                 etag, index = got.etag, None
                 index = self._checked(parse_index(got.data, self._run.info), got.data, keys.ADDED)
@@ -115,7 +115,7 @@ class AddedLinks:
     def page(self, key: str) -> AddedPage:
         if (kept := self._pages.get(key)) is not None:
             return kept
-        data = self._run.store.get(key, limit=PAGE_BYTES).data
+        data = self._run.get(key)
         self._bytes += len(data)
         page = self._checked(parse_page(data, key, self._run.info), data, key)
         self._pages[key] = page

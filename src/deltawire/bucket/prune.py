@@ -33,7 +33,7 @@ import msgspec
 from ..core import chain, keys
 from ..core.added import AddedIndex, AddedLink
 from ..core.errors import ManifestError, ObjectNotFound, VersionNotFound
-from ..core.manifest import Blob, Head, Link, Manifest, Pruned, dump, now
+from ..core.manifest import Blob, Head, Heartbeat, Link, Manifest, Pruned, dump, now
 from ..core.parallel import for_each, ordered_map
 from ..store import ObjectInfo
 from ..store.base import Sweeping
@@ -335,7 +335,7 @@ def _reading(run: Run, listing: Iterable[ObjectInfo], since: float, versions: Co
             f"of replicas that do not exist ({fresh[0].key}, …)"
         )
     reading: set[int] = set()
-    for beat in ordered_map(lambda item: run.heartbeat(item.key), fresh, REQUESTS):
+    for beat in ordered_map(lambda item: run.hint(item.key, Heartbeat), fresh, REQUESTS):
         if beat is not None and beat.reading:
             lease = Pruned(run.info.run, beat.reading)
             reading |= {v for v in versions if v in lease}

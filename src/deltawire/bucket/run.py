@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ from ..core.errors import (
     RunReplaced,
     SchemaError,
     SchemaMismatch,
+    StoreError,
     VersionNotFound,
 )
 from ..core.manifest import (
@@ -49,7 +50,6 @@ from ..core.manifest import (
     dump,
     now,
     parse,
-    parse_heartbeat,
     parse_manifest,
     parse_pruned,
     parse_run,
@@ -66,23 +66,15 @@ log = logging.getLogger("deltawire")
 
 T = TypeVar("T")
 
-# Bytes that JSON objects may have. Decoded they take up to 14 times as much, and a writer to the bucket must not be
-# able to fill a reader's memory.
 
-SMALL = 16 << 10
-"""A head or a heartbeat."""
+class OfRun(Protocol):
+    """A JSON object that says which run it is of."""
 
-MANIFEST = 4 << 20
-"""A manifest; one that names 10,000 objects of a sharded trainer takes two thirds of it."""
+    @property
+    def run(self) -> str: ...
 
-RUN = 32 << 20
-"""run.json; the schema of a model of 100,000 tensors takes a third of it."""
 
-PRUNED = 4 << 20
-"""pruned.json; that is 200,000 ranges of versions."""
-
-HISTORY = 32 << 20
-"""All pages of history that one answer is made from, the newest first; that is 100,000 versions and more."""
+R = TypeVar("R", bound=OfRun)
 
 MAX_MODEL_GB = 4000.0
 """Default limit on the size of a run's model: 10¹² weights of four bytes."""
@@ -163,7 +155,7 @@ class Run:
 
         def read() -> Run:
             try:
-                found = store.get(keys.RUN, limit=RUN)
+                found = store.get(keys.RUN, limit=keys.limit(keys.RUN))
             except ObjectNotFound:
                 raise RunNotFound(
                     f"there is no run at {store.url}: publish to it first, or check the address"
@@ -212,7 +204,7 @@ class Run:
     def check_present(self) -> None:
         """Raise RunNotFound or RunReplaced if this run has been deleted meanwhile. One conditional request."""
         try:
-            found = self.store.get_if_changed(keys.RUN, self._etag, limit=RUN)
+            found = self.store.get_if_changed(keys.RUN, self._etag, limit=keys.limit(keys.RUN))
         except ObjectNotFound:
             raise RunNotFound(
                 f"the run at {self.store.url} is gone: it was deleted while it was in use; "
@@ -226,6 +218,31 @@ class Run:
                 "open it again, or use an address of its own"
             )
         self._etag = found.etag
+
+    # ── small objects ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def get(self, key: str) -> bytes:
+        """Read a JSON object. Raises ObjectTooLarge where it is larger than anything it could be."""
+        return self.store.get(key, limit=keys.limit(key)).data
+
+    def find(self, key: str, kind: type[R]) -> R | None:
+        """Read an object of this run; None where there is none, or one of a run that was at this address before.
+
+        Raises ManifestError or ObjectTooLarge where it is damaged.
+        """
+        try:
+            found = parse(self.get(key), kind, key)
+        except ObjectNotFound:
+            return None
+        return found if found.run == self.info.run else None
+
+    def hint(self, key: str, kind: type[R]) -> R | None:
+        """Read an object of this run that nothing depends on: one that is damaged is logged, and is none."""
+        try:
+            return self.find(key, kind)
+        except (ManifestError, ObjectTooLarge) as error:
+            log.warning("ignoring %s: %s", key, error)
+            return None
 
     # ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -280,15 +297,11 @@ class Run:
     def head_hint(self) -> int | None:
         """Return the version that head.json names; None where it is missing, unreadable or invalid."""
         try:
-            version = self.parse_head(self.store.get(keys.HEAD, limit=SMALL).data)
-        except ObjectNotFound:
-            return None
-        except DeltawireError as error:
+            head = self.hint(keys.HEAD, Head)
+        except StoreError as error:
             log.warning("ignoring %s: %s", keys.HEAD, error)
             return None
-        if version is None:
-            log.warning("ignoring %s: it names no version of this run", keys.HEAD)
-        return version
+        return None if head is None else head.version
 
     def parse_head(self, data: bytes) -> int | None:
         """Parse a head; None if it is invalid. Never an error: a head is a hint."""
@@ -321,7 +334,7 @@ class Run:
         if not 0 <= version <= keys.MAX_VERSION:
             raise VersionNotFound(f"versions count from 0 and have at most 18 digits; {version} cannot be one")
         try:
-            data = self.store.get(keys.manifest(version), limit=MANIFEST).data
+            data = self.get(keys.manifest(version))
         except ObjectNotFound:
             raise VersionNotFound(f"{self.store.url} has no version {version}, or it was pruned") from None
         manifest = parse_manifest(data, version, self.info)
@@ -418,7 +431,7 @@ class Run:
         return None
 
     def page(self, end: int) -> history.Page:
-        return self.parse_page(end, self.store.get(keys.history(end), limit=HISTORY).data)
+        return self.parse_page(end, self.get(keys.history(end)))
 
     def parse_page(self, end: int, data: bytes) -> history.Page:
         page = parse(data, history.Page, keys.history(end))
@@ -428,7 +441,7 @@ class Run:
 
     def pruned(self) -> Pruned:
         try:
-            return parse_pruned(self.store.get(keys.PRUNED, limit=PRUNED).data, self.info)
+            return parse_pruned(self.get(keys.PRUNED), self.info)
         except ObjectNotFound:
             return Pruned(self.info.run, ())
 
@@ -473,17 +486,8 @@ class Run:
                 len(found) - len(items),
                 len(items),
             )
-        beats = ordered_map(lambda item: self.heartbeat(item.key), items, REQUESTS)
-        read = zip(items, beats, strict=True)
-        return [(item, beat) for item, beat in read if beat is not None and beat.run == self.info.run]
-
-    def heartbeat(self, key: str) -> Heartbeat | None:
-        """Read a heartbeat; None where it is gone or invalid: it is untrusted."""
-        try:
-            return parse_heartbeat(self.store.get(key, limit=SMALL).data, key)
-        except (ObjectNotFound, ManifestError, ObjectTooLarge) as error:
-            log.warning("ignoring %s: %s", key, error)
-            return None
+        beats = ordered_map(lambda item: self.hint(item.key, Heartbeat), items, REQUESTS)
+        return [(item, beat) for item, beat in zip(items, beats, strict=True) if beat is not None]
 
 
 def anywhere(store: Store, work: Callable[[], T], leave: Callable[[MirroredStore], object]) -> T:
@@ -580,7 +584,7 @@ class _Past:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._room = HISTORY
+        self._room = keys.LIMITS[keys.HISTORY]
         self._reads = LOST_MANIFESTS
         self._listing: tuple[list[int], set[str]] | None = None
 

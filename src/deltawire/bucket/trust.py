@@ -24,18 +24,15 @@ import msgspec
 from ..core.added import AddedIndex, AddedPage
 from ..core.errors import (
     DeltawireError,
-    ManifestError,
     Misconfigured,
     NotTheSigner,
-    ObjectNotFound,
-    ObjectTooLarge,
     RolledBack,
     RunReplaced,
     SignatureError,
     StoreError,
 )
 from ..core.keys import DELEGATED
-from ..core.manifest import Delegated, Manifest, dump, parse
+from ..core.manifest import Delegated, Manifest, dump
 from ..core.settings import switch
 from ..core.signing import (
     KEEPER,
@@ -61,9 +58,6 @@ log = logging.getLogger("deltawire")
 
 LOCK_S = 30.0
 """Seconds to wait for another process that writes what it has seen; that takes milliseconds."""
-
-MAX_DELEGATED = 16 << 10
-"""Bytes of delegated.json: some fifty keepers."""
 
 REFUSE_DELEGATED = "DELTAWIRE_REFUSE_DELEGATED"
 
@@ -297,11 +291,8 @@ def delegation(run: Run, keeper: str) -> Endorsement | None:
 
 
 def _delegated(run: Run) -> tuple[Endorsement, ...]:
-    try:
-        found = parse(run.store.get(DELEGATED, limit=MAX_DELEGATED).data, Delegated, DELEGATED)
-    except (ObjectNotFound, ManifestError, ObjectTooLarge):
-        return ()
-    return found.keepers if found.run == run.info.run else ()
+    found = run.hint(DELEGATED, Delegated)
+    return found.keepers if found else ()
 
 
 class SeenVersion(msgspec.Struct, frozen=True, array_like=True):

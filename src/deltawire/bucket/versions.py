@@ -13,10 +13,10 @@ from types import NoneType
 
 from ..core import keys
 from ..core.errors import BadURL, ManifestError, ObjectNotFound, ObjectTooLarge, VersionNotFound
-from ..core.manifest import Tag, dump, now, parse
+from ..core.manifest import Tag, dump, now
 from ..core.parallel import ordered_map
 from ..store import Store
-from .run import REQUESTS, SMALL, Run
+from .run import REQUESTS, Run
 
 log = logging.getLogger("deltawire")
 
@@ -145,40 +145,33 @@ def existing(run: Run) -> str:
 
 def tagged(run: Run, name: str) -> Tag:
     """Read a tag. Raises VersionNotFound where the run has none of this name."""
-    try:
-        tag = parse(run.store.get(keys.tag(name), limit=SMALL).data, Tag, keys.tag(name))
-    except ObjectNotFound:
-        tag = None
-    if tag is None or tag.run != run.info.run:
+    if (tag := run.find(keys.tag(name), Tag)) is None:
         raise VersionNotFound(f"{run.store.url} has no tag {name!r}; {existing(run)}")
     return tag
 
 
-def tags(run: Run, *, strict: bool = False) -> dict[str, Tag]:
-    """Read every tag of the run, by name.
+def tags(run: Run, *, strict: bool = False, latest: int | None = None) -> dict[str, Tag]:
+    """Read every tag of the run, by name, or the `latest` so many of them.
 
     One that does not parse is left out with a warning, or is an error with `strict`. Tags of a run that was at this
     address before are left out.
     """
-    names = [name for item in run.store.list(keys.TAGS) if (name := keys.tag_name(item.key)) is not None]
+    items = sorted(run.store.list(keys.TAGS), key=lambda item: -item.modified)
+    names = [name for item in items if (name := keys.tag_name(item.key)) is not None][:latest]
+    names.sort()
     if len(names) > _MAX_TAGS:
         raise ManifestError(f"{run.store.url} has {len(names):,} tags, and at most {_MAX_TAGS:,} are read: delete some")
 
     def read(name: str) -> Tag | None:
+        if not strict:
+            return run.hint(keys.tag(name), Tag)
         try:
-            return parse(run.store.get(keys.tag(name), limit=SMALL).data, Tag, keys.tag(name))
-        except ObjectNotFound:
-            return None
+            return run.find(keys.tag(name), Tag)
         except (ManifestError, ObjectTooLarge) as error:
-            if strict:
-                raise ManifestError(
-                    f"{error}; delete it with `deltawire tag {run.store.url} --delete {name}`"
-                ) from None
-            log.warning("ignoring the tag %s: %s", name, error)
-            return None
+            raise ManifestError(f"{error}; delete it with `deltawire tag {run.store.url} --delete {name}`") from None
 
     found = zip(names, ordered_map(read, names, REQUESTS), strict=True)
-    return {name: tag for name, tag in found if tag is not None and tag.run == run.info.run}
+    return {name: tag for name, tag in found if tag is not None}
 
 
 def set_tag(run: Run, version: int, name: str) -> Tag | None:

@@ -31,7 +31,7 @@ from ..core.errors import (
 )
 from ..store import Store, open_store
 from ..store.base import Announcing
-from .run import SMALL, Run
+from .run import Run
 from .trust import KeysLike, Trust
 from .versions import address_only
 
@@ -181,7 +181,7 @@ class Watcher:
 
     def _ask(self, run: Run, known: int) -> int:
         try:
-            got = self._store.get_if_changed(keys.HEAD, self._etag, limit=SMALL)
+            got = self._store.get_if_changed(keys.HEAD, self._etag, limit=keys.limit(keys.HEAD))
             if got is None:
                 return known
             version = run.parse_head(got.data)

@@ -50,7 +50,7 @@ def command(
     code 3.
 
     It writes anchors and skip deltas, so a trainer uploads nothing but deltas,
-    and a replica 1,000 versions behind fetches at most 12 objects. A trainer that
+    and a replica 1,000 versions behind fetches at most 10 objects. A trainer that
     sees no keeper, or no new anchor for too long, writes anchors itself again.
 
     Any number of keepers may run: one works, the others take its place when it

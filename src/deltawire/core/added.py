@@ -39,9 +39,6 @@ MAX_PAGES = 256
 MAX_DAMAGED = 256
 """Damaged objects that an index names, those of the newest versions."""
 
-INDEX_BYTES, PAGE_BYTES = 256 << 10, 4 << 20
-"""Bytes that an index and a page may have."""
-
 
 class AddedLink(msgspec.Struct, frozen=True, array_like=True):
     """A link, and the version that it leads to."""

@@ -33,6 +33,25 @@ _REPLICA = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG = re.compile(r"(?!(?:v[0-9]+|latest|newest)$)[A-Za-z][A-Za-z0-9._-]{0,63}")
 
 
+LIMITS = {
+    HEAD: 16 << 10,
+    WRITER: 16 << 10,
+    KEEPER: 16 << 10,
+    DELEGATED: 16 << 10,  # some fifty keepers
+    ADDED: 256 << 10,
+    PRUNED: 4 << 20,  # 200,000 ranges of versions
+    RUN: 32 << 20,  # the schema of a model of 100,000 tensors takes a third of it
+    REPLICAS: 16 << 10,
+    TAGS: 16 << 10,
+    VERSIONS: 4 << 20,  # a manifest that names 10,000 objects of a sharded trainer takes two thirds of it
+    ADDED_PAGES: 4 << 20,
+    HISTORY: 32 << 20,  # all pages that one answer is made from: 100,000 versions and more
+}
+"""Bytes that a JSON object may have, by its key or folder.
+
+Decoded it takes up to 14 times as much, and a writer to the bucket must not be able to fill a reader's memory.
+"""
+
 MAX_VERSION = 10**18 - 1
 """Versions have at most 18 digits in a key."""
 
@@ -55,6 +74,12 @@ def delta(base: int, version: int, writer: str, shard: Shard = ALONE) -> str:
 def _shard(shard: Shard) -> str:
     which, of = shard
     return f"-{which + 1:05d}-of-{of:05d}" if of > 1 else ""
+
+
+def limit(key: str) -> int:
+    """Return how many bytes the JSON object with this key may have."""
+    folder, slash, _ = key.partition("/")
+    return LIMITS[folder + slash]
 
 
 def file(hash: str) -> str:

@@ -246,6 +246,9 @@ class Pruned(msgspec.Struct, frozen=True):
     versions: tuple[tuple[int, int], ...]
     """First and last version of each range, ascending. Runs are pruned from below, so there are few."""
 
+    def __post_init__(self) -> None:
+        _check_spans(self.versions)
+
     @classmethod
     def of(cls, run: str, versions: Iterable[int]) -> Pruned:
         return cls(run, spans(versions))
@@ -372,6 +375,9 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str = ""
     """KEEPER of a keeper, which serves nobody; empty of all others."""
 
+    def __post_init__(self) -> None:
+        _check_spans(self.reading)
+
 
 @overload
 def main_link(version: Manifest) -> Link: ...
@@ -488,22 +494,16 @@ def parse_pruned(data: bytes, run: RunInfo) -> Pruned:
     pruned = parse(data, Pruned, keys.PRUNED)
     if pruned.run != run.run:
         raise ManifestError(f"{keys.PRUNED} belongs to another run")
-    _check_spans(pruned.versions, keys.PRUNED)
     return pruned
 
 
-def parse_heartbeat(data: bytes, what: str) -> Heartbeat:
-    beat = parse(data, Heartbeat, what)
-    _check_spans(beat.reading, what)
-    return beat
-
-
-def _check_spans(found: tuple[tuple[int, int], ...], what: str) -> None:
+def _check_spans(found: tuple[tuple[int, int], ...]) -> None:
+    """Raise ValueError, which makes a JSON object not parse, unless these are ascending ranges of versions."""
     end = -1
     for first, last in found:
         if not end < first <= last <= keys.MAX_VERSION:
             said = f"{first} to {last}"[:40]
-            raise ManifestError(f"{what} names the versions {said}: not a range, or not after the range before it")
+            raise ValueError(f"it names the versions {said}: not a range of versions, or not after the one before")
         end = last
 
 

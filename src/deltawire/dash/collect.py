@@ -20,14 +20,14 @@ from statistics import median
 from ..bucket import contents
 from ..bucket.references import resolver
 from ..bucket.replay import checkout
-from ..bucket.run import DAMAGE, REQUESTS, SMALL, Run, latest_heartbeats
-from ..bucket.versions import address_only
+from ..bucket.run import DAMAGE, REQUESTS, Run, latest_heartbeats
+from ..bucket.versions import address_only, tags
 from ..bucket.walk import Walker, fetch_link
 from ..bucket.watch import Watcher
 from ..core import history, keys
 from ..core.dtypes import lookup
-from ..core.errors import DeltawireError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
-from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, Tag, main_link, parse
+from ..core.errors import DeltawireError, ManifestError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
+from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, main_link
 from ..core.parallel import ordered_map
 from ..core.ulps import Histogram, in_ulps
 from ..store import Store, open_store
@@ -216,7 +216,8 @@ class Collector:
             known = [self._summaries[v] for v in sorted(self._summaries)]
             self._columns, self._totals = doc.columns(known, self._elements), _totals(known, self._elements)
             self._learn(run.manifest(newest))
-            self._read_tags(run)
+            self._spent += 1 + MAX_TAGS
+            self._tags = {name: tag.version for name, tag in tags(run, latest=MAX_TAGS).items()}
         self._read_heartbeats(run, first)
         if first:
             self._first_steps(run)
@@ -226,20 +227,6 @@ class Collector:
             # its manifest is there already: one request per new version
             self._read_heat(2, [newest])
         return problem
-
-    def _read_tags(self, run: Run) -> None:
-        items = sorted(self._store.list(keys.TAGS), key=lambda item: item.modified, reverse=True)
-        names = [name for item in items if (name := keys.tag_name(item.key)) is not None][:MAX_TAGS]
-        self._spent += 1 + len(names)
-        self._tags = {}
-        for name in names:
-            try:
-                tag = parse(self._store.get(keys.tag(name), limit=SMALL).data, Tag, keys.tag(name))
-            except DeltawireError as error:
-                log.debug("ignoring the tag %s: %s", name, error)
-                continue
-            if tag.run == run.info.run:
-                self._tags[name] = tag.version
 
     def _read_heartbeats(self, run: Run, first: bool) -> None:
         found = [*self._store.list(keys.REPLICAS)]
@@ -255,10 +242,17 @@ class Collector:
             due.sort(key=lambda key: self._known[key].read)
         due = due[: max(self._requests // 2, 1)]
         self._spent += 1 + len(due)
-        for key, beat in zip(due, ordered_map(run.heartbeat, due, REQUESTS), strict=True):
+
+        def read(key: str) -> tuple[Heartbeat | None, bool]:
+            try:
+                return run.find(key, Heartbeat), False
+            except (ManifestError, ObjectTooLarge) as error:
+                log.warning("ignoring %s: %s", key, error)
+                return None, True
+
+        for key, (beat, broken) in zip(due, ordered_map(read, due, REQUESTS), strict=True):
             known = self._known[key]
-            known.read, known.broken = known.listed, beat is None
-            known.beat = beat if beat is not None and beat.run == run.info.run else None
+            known.read, known.beat, known.broken = known.listed, beat, broken
             if known.beat is not None:
                 self._keep_syncs(known.syncs, known.beat, self._skew(known.beat, known.read))
 

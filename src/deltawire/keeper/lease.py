@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..bucket.run import SMALL, Run
+from ..bucket.run import Run
 from ..core import keys
-from ..core.errors import AlreadyExists, ManifestError, ObjectNotFound, ObjectTooLarge
-from ..core.manifest import dump, now, parse
+from ..core.errors import AlreadyExists, ObjectNotFound
+from ..core.manifest import dump, now
 
 log = logging.getLogger("deltawire")
 
@@ -87,11 +87,7 @@ class Lease:
         return dump(KeeperLease(self._run.info.run, self._keeper, now()))
 
     def _read(self) -> KeeperLease | None:
-        try:
-            found = parse(self._run.store.get(keys.KEEPER, limit=SMALL).data, KeeperLease, keys.KEEPER)
-        except (ObjectNotFound, ObjectTooLarge, ManifestError):
-            return None
-        return found if found.run == self._run.info.run else None
+        return self._run.hint(keys.KEEPER, KeeperLease)
 
     def _expired(self) -> bool:
         age = self._run.age(keys.KEEPER)

@@ -12,16 +12,14 @@ import msgspec
 
 from ..bucket.fetch import fetch
 from ..bucket.prune import Retention, prune
-from ..bucket.run import DAMAGE, MANIFEST, RUN, SMALL, Run, blobs, with_added
+from ..bucket.run import DAMAGE, Run, blobs, with_added
 from ..core import chain, history, keys
-from ..core.added import INDEX_BYTES, PAGE_BYTES, AddedIndex
+from ..core.added import AddedIndex
 from ..core.errors import AlreadyExists, ObjectNotFound, RunNotFound, RunReplaced
 from ..core.manifest import Blob, File, Head, Link, Manifest, Pruned, Summary, dump
 from ..store import Store
 
 log = logging.getLogger("deltawire")
-
-PAGE = 32 << 20
 
 AT_ONCE = 1000
 """Manifests that are read in one go: a run may have more of them than may be kept in memory."""
@@ -56,7 +54,7 @@ class Mirror:
             there = Run.open(store).info.run
         except RunNotFound:
             # byte for byte: a run is known by its run.json
-            store.put_if_absent(keys.RUN, run.store.get(keys.RUN, limit=RUN).data)
+            store.put_if_absent(keys.RUN, run.get(keys.RUN))
             there = Run.open(store).info.run
         if there != run.info.run:
             raise RunReplaced(f"{store.url} holds another run ({there[:32]}): a mirror needs an address of its own")
@@ -105,7 +103,7 @@ class Mirror:
             self.store.put(keys.HEAD, dump(Head(self._run.info.run, newest)))
         for item in self._run.store.list(keys.TAGS):
             if keys.tag_name(item.key) is not None:
-                self._small(item.key, SMALL, again=True)
+                self._small(item.key, again=True)
         if rule is not None:
             plan = prune(self.copy, rule)
             for item in (*plan.data, *plan.files):
@@ -146,7 +144,7 @@ class Mirror:
         if first < version:
             # marked before the next one is committed: a version is there or is marked, up to the newest
             self._mark([(first, version - 1)])
-        self._small(keys.manifest(version), MANIFEST, once=True)
+        self._small(keys.manifest(version), once=True)
 
     def _again(self, version: int) -> None:
         """Copy what the mirror lacks of a version that it has."""
@@ -181,7 +179,7 @@ class Mirror:
         for end in history.pages(version):
             key = keys.history(end)
             try:
-                self._small(key, PAGE)
+                self._small(key)
                 self.damaged.pop(key, None)
             except DAMAGE as error:
                 self._note(key, version, error)
@@ -211,10 +209,10 @@ class Mirror:
                             self._note(blob.key, added.version, error)
             try:
                 for key in index.pages:
-                    self._small(key, PAGE_BYTES)
+                    self._small(key)
             except ObjectNotFound:
                 continue  # merged meanwhile: the next index names another one
-            data = self._run.store.get(keys.ADDED, limit=INDEX_BYTES).data
+            data = self._run.get(keys.ADDED)
             if self._run.added.index() == index:
                 self.store.put(keys.ADDED, data)
                 self._index = index
@@ -234,12 +232,12 @@ class Mirror:
         self._sizes[blob.key] = blob.size
         self.bytes += blob.size
 
-    def _small(self, key: str, limit: int, *, once: bool = False, again: bool = False) -> None:
+    def _small(self, key: str, *, once: bool = False, again: bool = False) -> None:
         """Copy a small object. `once`: it commits a version and is created, never overwritten."""
         if key in self._sizes and not again:
             return
         self._go_on()
-        data = self._run.store.get(key, limit=limit).data
+        data = self._run.get(key)
         if not once:
             self.store.put(key, data)
         else:

@@ -22,7 +22,7 @@ from ..bucket.fetch import Progress
 from ..bucket.fleet import checked_address
 from ..bucket.references import resolver
 from ..bucket.replay import State
-from ..bucket.run import DAMAGE, SMALL, Run
+from ..bucket.run import DAMAGE, Run
 from ..bucket.trust import KeysLike, Trust
 from ..bucket.versions import address_only, resolve
 from ..bucket.walk import TRIES, Walker
@@ -674,7 +674,7 @@ class Replica:
                 _as_text(error)[:500], timings, self._reading, tuple(self._syncs), self._address,
                 self.role,
             )  # fmt: skip
-            while len(data := dump(beat)) > SMALL and beat.syncs:
+            while len(data := dump(beat)) > keys.limit(keys.REPLICAS) and beat.syncs:
                 beat = msgspec.structs.replace(beat, syncs=beat.syncs[len(beat.syncs) // 2 + 1 :])
             self._store.put(keys.replica(self._id), data)
         except PermissionDenied as trouble:

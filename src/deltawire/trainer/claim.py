@@ -40,7 +40,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from ..bucket.run import MANIFEST, SMALL, Run
+from ..bucket.run import Run
 from ..core import keys
 from ..core.errors import (
     AlreadyExists,
@@ -157,7 +157,7 @@ class Claim:
             return
         self._look()
         try:
-            found = self._changed(key, None, MANIFEST)
+            found = self._changed(key, None)
         except ObjectNotFound:
             return  # not visible yet, and not overwritten
         if found is None or found.data != manifest:
@@ -301,7 +301,7 @@ class Claim:
         if self._lost:
             raise WriterConflict(self._lost)
         try:
-            found = self._changed(keys.WRITER, self._etag, SMALL)
+            found = self._changed(keys.WRITER, self._etag)
         except ObjectNotFound:
             found = Fetched(b"", None)
         if found is not None:
@@ -326,7 +326,7 @@ class Claim:
             return
         key, manifest, etag = self._first
         try:
-            found = self._changed(key, etag, MANIFEST)
+            found = self._changed(key, etag)
         except ObjectNotFound:
             self._first = None  # pruned
             return
@@ -334,16 +334,16 @@ class Claim:
             log.warning("%s/%s was written over by a trainer that has lost the run: put back", self._run.store.url, key)
             self._run.store.put(key, manifest)
 
-    def _changed(self, key: str, etag: str | None, limit: int) -> Fetched | None:
+    def _changed(self, key: str, etag: str | None) -> Fetched | None:
         """An object, unless it still has this etag. One that is larger than any of ours counts as empty."""
         try:
-            return self._run.store.get_if_changed(key, etag, limit=limit)
+            return self._run.store.get_if_changed(key, etag, limit=keys.limit(key))
         except ObjectTooLarge:
             return Fetched(b"", None)
 
     def _read(self) -> _Found:
         try:
-            return self._parsed(self._run.store.get(keys.WRITER, limit=SMALL))
+            return self._parsed(self._run.store.get(keys.WRITER, limit=keys.limit(keys.WRITER)))
         except ObjectTooLarge:
             return _Found(None)
         except ObjectNotFound:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bucket.run import MANIFEST as MANIFEST_SIZE
 from ..bucket.run import Run
 from ..bucket.trust import KeysLike, Trust
 from ..core import history, keys
@@ -183,7 +182,7 @@ class Committer:
         if self._signing is not None:
             data = self._signing.key.seal(MANIFEST, data)
         # a publisher commits nothing that a reader would refuse
-        check_size(key, len(data), MANIFEST_SIZE)
+        check_size(key, len(data), keys.limit(key))
         manifest = parse_manifest(data, version, self.run.info)
         self.check_run()
         self._unsure = self.writer
