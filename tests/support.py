@@ -16,7 +16,7 @@ from deltawire.core import full, keys
 from deltawire.core.change import BLOCK_UNITS, Block, Change, Region, blocks, compare
 from deltawire.core.digest import StateDigest
 from deltawire.core.dtypes import DTYPES, Bits, lookup
-from deltawire.core.manifest import Blob
+from deltawire.core.manifest import Blob, Heartbeat
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.core.sparse import DeltaFile, write_delta
 from deltawire.store import Store
@@ -307,3 +307,9 @@ def stored(store: Store, data: bytes, version: int = 1) -> Blob:
 def content(store: Store, blob: Blob) -> bytes:
     with fetch(store, blob) as data:
         return data.read(0, blob.size)
+
+
+def heartbeats(run: Run) -> list[Heartbeat]:
+    """The heartbeats of a run, as they are."""
+    found = (run.hint(item.key, Heartbeat) for item in run.store.list(keys.REPLICAS))
+    return [beat for beat in found if beat is not None]

@@ -32,7 +32,7 @@ from deltawire.core.errors import (
 )
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
-from support import blank, copy, history, model, publish, same
+from support import blank, copy, heartbeats, history, model, publish, same
 
 Json = dict[str, Any]
 
@@ -651,4 +651,4 @@ def test_a_heartbeat_that_does_not_parse_is_not_shown(store: Store) -> None:
     Replica(store, id="good").sync(model())
     store.put("replicas/bad.json", b"{")
     store.put("replicas/worse.json", nested(1_000_000))
-    assert [beat.replica for _, beat in Run.open(store).heartbeats()] == ["good"]
+    assert [beat.replica for beat in heartbeats(Run.open(store))] == ["good"]

@@ -13,6 +13,7 @@ import pytest
 from blake3 import blake3
 from forge import ForgedRun, with_metadata
 
+from deltawire.bucket.fleet import Fleet
 from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
@@ -34,7 +35,7 @@ from deltawire.replica import Replica
 from deltawire.store import LocalStore, Store, open_store
 from deltawire.trainer import Publisher
 from deltawire_wordle.counting import CountingStore
-from support import blank, copy, history, publish, same, trained
+from support import blank, copy, heartbeats, history, publish, same, trained
 
 FAR = 1 << 40
 
@@ -128,7 +129,7 @@ def test_a_heartbeat_of_a_version_that_cannot_be(store: Store, version: int) -> 
     run = ForgedRun(store)
     beat = {"run": run.manifest()["run"], "replica": "one", "version": version, "newest": 2, "healthy": True, "at": 0.0}
     store.put(keys.replica("one"), json.dumps(beat).encode())
-    assert Run.open(store).heartbeats() == []
+    assert heartbeats(Run.open(store)) == []
 
 
 def test_a_run_that_lost_all_its_history(store: Store) -> None:
@@ -179,13 +180,15 @@ def test_a_listing_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytes
 
 def test_heartbeats_without_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """`log` shows the latest ones; prune, which must believe all of them, refuses."""
-    monkeypatch.setattr("deltawire.bucket.run.HEARTBEATS", 5)
+    monkeypatch.setattr("deltawire.bucket.fleet.HEARTBEATS", 5)
     monkeypatch.setattr("deltawire.bucket.prune._READERS", 5)
     run = Run.open(ForgedRun(store).store)
     beat = {"run": run.info.run, "version": 1, "newest": 2, "healthy": True, "at": 0}
     for number in range(8):
-        store.put(keys.replica(f"r{number}"), json.dumps({**beat, "replica": str(number)}).encode())
-    assert len(run.heartbeats()) == 5
+        store.put(keys.replica(f"r{number}"), json.dumps({**beat, "replica": f"r{number}"}).encode())
+    fleet = Fleet(run)
+    fleet.read()
+    assert len(fleet.members(2)) == 5
     with pytest.raises(ManifestError, match="8 heartbeats"):
         prune(run, Retention(last=1))
     assert run.listed() == [0, 1, 2]

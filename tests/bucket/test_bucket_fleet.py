@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
-from deltawire.bucket.fleet import Allowed, addresses, checked_address, members, split_address
-from deltawire.bucket.run import Run, latest_heartbeats
+from deltawire.bucket.addresses import Allowed, checked_address, split_address
+from deltawire.bucket.fleet import Fleet, Member, addresses, latest_heartbeats
+from deltawire.bucket.run import Run
 from deltawire.core import keys
 from deltawire.core.errors import Misconfigured
 from deltawire.core.manifest import Heartbeat, SyncRecord, dump
 from deltawire.replica import Replica
 from deltawire.store import ObjectInfo, Store
+from deltawire_wordle.counting import CountingStore
 from support import blank, history, publish
 
 HOSTILE = [
@@ -108,8 +111,15 @@ def beat(store: Store, name: str, run: str = "", key: str = "", **fields: object
     store.put(keys.replica(key or name), dump(heartbeat))
 
 
+def members(run: Run, **options: Any) -> list[Member]:
+    fleet = Fleet(run, **options)
+    newest = run.newest()
+    fleet.read()
+    return fleet.members(newest)
+
+
 def test_members_of_a_fleet(store: Store) -> None:
-    versions = history(3)
+    versions, now = history(3), time.time()
     publish(store, versions)
     Replica(store, id="real", address="10.0.0.9:8000").sync(blank(versions[0]))
     beat(store, "behind", version=0, address="10.0.0.2:80")
@@ -119,14 +129,13 @@ def test_members_of_a_fleet(store: Store) -> None:
     beat(store, "hostile", address="10.0.0.1:80; } evil {")
     beat(store, "inside", address="127.0.0.1:80")
     beat(
-        store, "paused", syncs=(SyncRecord(2, 1, 0.0, 1.0, 1, {"pause": 0.25}), SyncRecord(3, 2, 0.0, 1.0, 1, {}, "x"))
+        store, "paused", syncs=(SyncRecord(2, 1, now, 1.0, 1, {"pause": 0.25}), SyncRecord(3, 2, now, 1.0, 1, {}, "x"))
     )
-    beat(store, "endless", syncs=(SyncRecord(2, 1, 0.0, 1.0, 1, {"pause": 1e300}),))
+    beat(store, "endless", syncs=(SyncRecord(2, 1, now, 1.0, 1, {"pause": 1e300}),))
     beat(store, "foreign", run="another")
     beat(store, "somebody", key="somebody-else")
     beat(store, "keeper-1", role="keeper")
-    newest, found = members(Run.open(store))
-    assert newest == 2
+    found = members(Run.open(store))
     by_name = {member.replica: member for member in found}
     assert sorted(by_name) == [
         "behind", "endless", "failing", "hostile", "impossible", "inside", "paused", "real", "starting",
@@ -153,18 +162,18 @@ def test_many_heartbeats_do_not_hide_those_that_are_known() -> None:
     future = [listed(f"future-{n}", -1e6) for n in range(20_000)]
     real = [listed(f"real-{n}", 20 + n) for n in range(10)]
     silent = [listed("real-silent", 1e4)]
-    names = {item.key for item in (*real, *silent)}
+    names = [item.key for item in (*real, *silent)]
     every = [*forged, *future, *real, *silent]
     # a time in the future is worth nothing
-    assert {item.key for item in latest_heartbeats([*future, *real, *silent], 11)} == names
+    assert {item.key for item in latest_heartbeats([*future, *real, *silent], 11)} == {*names}
     # those from before come first while they are written; new ones have half of the places, whatever is known
     found = latest_heartbeats(every, 1000, names)
     assert [item.key for item in found[:10]] == [item.key for item in real]
     assert found[10:] == forged[:990]
-    found = latest_heartbeats([*real, *forged], 1000, {item.key for item in forged})
+    found = latest_heartbeats([*real, *forged], 1000, [item.key for item in forged])
     assert len({item.key for item in found}) == 1000
     newest = [listed(f"newest-{n}", -1) for n in range(500)]
-    assert set(newest) < set(latest_heartbeats([*forged, *newest], 1000, {item.key for item in forged}))
+    assert set(newest) < set(latest_heartbeats([*forged, *newest], 1000, [item.key for item in forged]))
 
 
 def test_members_that_are_named_or_known_are_found_among_forged_ones(
@@ -176,15 +185,54 @@ def test_members_that_are_named_or_known_are_found_among_forged_ones(
     beat(store, "gpu-2")
     for number in range(40):
         beat(store, f"forged-{number}")
-    monkeypatch.setattr("deltawire.bucket.run.HEARTBEATS", 10)
-    hidden = [member.replica for member in members(run)[1]]
+    monkeypatch.setattr("deltawire.bucket.fleet.HEARTBEATS", 10)
+    hidden = [member.replica for member in members(run)]
     assert not {"gpu-1", "gpu-2"} & set(hidden)
     assert "42 heartbeats: 32 are left out" in caplog.text
     caplog.clear()
     for only in (["gpu-*"], ["gpu-1", "gpu-2"]):
-        assert [member.replica for member in members(run, only=only)[1]] == ["gpu-1", "gpu-2"]
+        assert [member.replica for member in members(run, only=only)] == ["gpu-1", "gpu-2"]
     assert not caplog.text
-    assert {"gpu-1", "gpu-2"} < {member.replica for member in members(run, known=["gpu-1", "gpu-2"])[1]}
+    for item in [*store.list(keys.REPLICAS)]:
+        if "forged" in item.key:
+            store.delete(item.key)
+    fleet = Fleet(run)
+    for _ in range(3):
+        fleet.read()
+        assert {"gpu-1", "gpu-2"} <= {member.replica for member in fleet.members(2)}
+        for number in range(40):
+            beat(store, f"forged-{number}")
+    assert fleet.left_out == 32
+
+
+def test_a_fleet_reads_what_is_new(store: Store) -> None:
+    publish(store, history(3))
+    beat(store, "a")
+    beat(store, "b", version=1)
+    counting = CountingStore(store)
+    fleet = Fleet(Run(counting, Run.open(store).info))
+    fleet.read(1)
+    assert sorted(member.health for member in fleet.members(2)) == ["ok", "unread"]
+    fleet.read()
+    assert [(member.replica, member.lag, member.behind_s) for member in fleet.members(2)] == [
+        ("a", 0, 0.0),
+        ("b", 1, None),
+    ]
+    # without a request, as of now: the versions tell since when it is behind
+    counting.reset()
+    summaries = Run.open(store).timeline(2)
+    behind = fleet.members(2, summaries)[1].behind_s
+    assert behind is not None
+    assert behind >= 0
+    assert counting.requests.total() == 0
+    fleet.read()
+    assert (counting.requests.total(), fleet.requests) == (1, 1)
+    beat(store, "b", version=2, healthy=False)
+    store.put(keys.replica("c"), b"{")
+    store.delete(keys.replica("a"))
+    fleet.read()
+    assert [(member.replica, member.version, member.health) for member in fleet.members(2)] == [("b", 2, "failing")]
+    assert fleet.broken == ["c"]
 
 
 def test_silence_is_told_by_the_stores_clock(store: Store) -> None:
@@ -192,8 +240,8 @@ def test_silence_is_told_by_the_stores_clock(store: Store) -> None:
     beat(store, "from-the-future", at=time.time() + 1e9)
     beat(store, "from-the-past", at=0.0)
     run = Run.open(store)
-    assert [member.health for member in members(run)[1]] == ["ok", "ok"]
-    assert [member.health for member in members(run, fresh=-1.0)[1]] == ["silent", "silent"]
+    assert [member.health for member in members(run)] == ["ok", "ok"]
+    assert [member.health for member in members(run, fresh=-1.0)] == ["silent", "silent"]
 
 
 def test_a_server_that_ends_takes_its_address_back(store: Store) -> None:
@@ -202,7 +250,7 @@ def test_a_server_that_ends_takes_its_address_back(store: Store) -> None:
     replica = Replica(store, id="a", address="10.0.0.9:8000")
     replica.sync(blank(versions[0]))
     replica.leave()
-    (member,) = members(Run.open(store))[1]
+    (member,) = members(Run.open(store))
     assert (member.address, member.serves()) == ("", False)
 
 

@@ -24,7 +24,7 @@ from deltawire.core.manifest import Heartbeat, Pruned, dump
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, ObjectStore, Retrying, Store
 from deltawire_wordle.counting import CountingStore
-from support import HookedStore, Model, copy, history, publish, same
+from support import HookedStore, Model, copy, heartbeats, history, publish, same
 
 COUNT = 24
 HOUR = 3600.0
@@ -83,7 +83,7 @@ def test_what_a_replica_reads_stays(
     assert 5 in plans[0].going
     assert verify(Run.open(run)).ok
     # it has what it wanted, and says so
-    assert Run.open(run).heartbeats()[0][1].reading == ()
+    assert heartbeats(Run.open(run))[0].reading == ()
     assert prune(Run.open(run), NOW).kept[20] == "on the way to one that stays"
 
 
@@ -150,7 +150,7 @@ def test_an_invalid_heartbeat_is_no_lease(run: Store, reading: Any) -> None:
     info = Run.open(run).info.run
     liar = msgspec.to_builtins(Heartbeat(info, "liar", 2, 23, True, 0.0)) | {"reading": reading}
     run.put(keys.replica("liar"), msgspec.json.encode(liar))
-    assert Run.open(run).heartbeats() == []
+    assert heartbeats(Run.open(run)) == []
     assert 7 not in survey(Run.open(run), NOW).kept
 
 

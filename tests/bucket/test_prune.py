@@ -26,7 +26,7 @@ from deltawire.replica import Replica
 from deltawire.store import LocalStore, ObjectInfo, ObjectStore, Store
 from deltawire.trainer import Publisher
 from deltawire_wordle.counting import CountingStore
-from support import Model, blank, copy, held, history, publish, same, trained
+from support import Model, blank, copy, heartbeats, held, history, publish, same, trained
 
 COUNT = 40
 HOUR = 3600.0
@@ -315,7 +315,7 @@ def test_silent_replicas_are_forgotten(run: Store) -> None:
     plan = survey(Run.open(run), RULE, time.time() + 25 * HOUR)
     assert [item.key for item in plan.heartbeats] == [keys.replica("a"), keys.replica("b")]
     apply_prune(Run.open(run), plan)
-    assert Run.open(run).heartbeats() == []
+    assert heartbeats(Run.open(run)) == []
 
 
 @pytest.mark.parametrize("version", [0, COUNT - 1, 10**15, None])

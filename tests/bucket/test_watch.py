@@ -25,7 +25,7 @@ from deltawire.store import LocalStore, Retrying, Store
 from deltawire.store.base import Fetched
 from deltawire.trainer import Publisher
 from deltawire_wordle.counting import CountingStore
-from support import blank, copy, history, publish, same
+from support import blank, copy, heartbeats, history, publish, same
 
 FOREVER = 10_000.0
 
@@ -361,7 +361,7 @@ def test_a_terabyte_in_place_of_a_hint(tmp_path: Path, key: str) -> None:
     live = blank(versions[0])
     assert Replica(str(tmp_path), heartbeat=0).sync(live) == 20
     assert same(live, versions[20])
-    assert Run.open(str(tmp_path)).heartbeats() == []
+    assert heartbeats(Run.open(str(tmp_path))) == []
 
 
 def test_waiting_for_a_run(store: Store, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deltawire.bucket.fleet import members
+from deltawire.bucket.fleet import Fleet, Member
 from deltawire.bucket.run import Run
 from deltawire_wordle.processes import free_port
 from servers import Server
@@ -80,13 +80,19 @@ def answers(client: httpx.Client, count: int = 8) -> list[httpx.Response]:
     return [client.post("/v1/completions", json=BODY) for _ in range(count)]
 
 
+def members(run: Path) -> list[Member]:
+    fleet = Fleet(Run.open(str(run)))
+    fleet.read()
+    return fleet.members(None)
+
+
 def test_two_servers_behind_one_address(nginx: str, run: Path, two: list[Server], tmp_path: Path) -> None:
     port, upstream = free_port(), tmp_path / "upstream.conf"
     conf = configured(tmp_path, port)
     reload = f"{nginx} -c {conf} -e {tmp_path / 'error.log'} -s reload"
     fleet = [sys.executable, "-m", "deltawire.cli", "fleet", str(run), "--nginx", str(upstream), "--fresh", "25"]
     fleet += ["--allow", "127.0.0.0/8"]
-    while len([member for member in members(Run.open(str(run)))[1] if member.serves()]) < 2:
+    while len([member for member in members(run) if member.serves()]) < 2:
         time.sleep(0.1)
     subprocess.run(fleet, check=True)
     assert upstream.read_text().count("server 127.0.0.1:") == 2
@@ -125,7 +131,7 @@ def test_two_servers_behind_one_address(nginx: str, run: Path, two: list[Server]
 
         # the other ends in order: it takes its address back, and the last configuration stays
         two[1].end()
-        assert address not in {member.address for member in members(Run.open(str(run)))[1]}
+        assert address not in {member.address for member in members(run)}
         while "none is healthy" not in watching.said:
             time.sleep(0.2)
         assert f"server {address} " in upstream.read_text()

@@ -40,7 +40,7 @@ from deltawire.store import LocalStore, Store
 from deltawire_wordle.counting import CountingStore
 from flaky_store import FlakyStore
 from keeping import Kept, copied, empty, fresh, publish, settings, step
-from support import HookedStore, same
+from support import HookedStore, heartbeats, same
 
 LAST = 69
 OPTIONS = KeeperOptions(since=0, anchor_every=32)
@@ -75,7 +75,7 @@ def test_it_adds_anchors_and_skip_deltas_that_verify(kept: Kept) -> None:
     assert not found.warnings
     # manifests stay what they were, and a second visit finds nothing to do
     assert kept.keep(OPTIONS) == []
-    beats = [beat for _, beat in kept.run.heartbeats() if beat.replica == "keeper"]
+    beats = [beat for beat in heartbeats(kept.run) if beat.replica == "keeper"]
     assert [beat.healthy for beat in beats] == [True]
 
 
@@ -215,7 +215,7 @@ def test_a_bad_delta_is_reported(kept: Kept) -> None:
     told = {x.version: x for x in keeper.once()}
     assert "30" in told[30].bad[0]
     assert bad in keeper.bad[0]
-    beat = next(beat for _, beat in kept.run.heartbeats() if beat.replica == "keeper")
+    beat = next(beat for beat in heartbeats(kept.run) if beat.replica == "keeper")
     assert not beat.healthy
     assert "30" in beat.error
     keeper.close()

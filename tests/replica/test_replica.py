@@ -45,7 +45,7 @@ from deltawire.replica.target import Update
 from deltawire.store import Retrying, Store, open_store
 from deltawire.trainer import Publisher
 from flaky_store import FlakyStore
-from support import HookedStore, Model, blank, copy, history, model, publish, same, trained
+from support import HookedStore, Model, blank, copy, heartbeats, history, model, publish, same, trained
 
 WAIT = 120
 
@@ -872,7 +872,7 @@ def test_the_heartbeat_says_how_it_is(store: Store) -> None:
     live = blank(versions[0])
     replica.sync(live, 1)
     replica.sync(live)
-    ((_, beat),) = Run.open(store).heartbeats()
+    (beat,) = heartbeats(Run.open(store))
     assert (beat.replica, beat.version, beat.newest, beat.healthy, beat.error) == ("box-1.gpu_0", 2, 2, True, "")
     assert beat.run == Run.open(store).info.run
     assert began - 1 <= beat.at <= time.time() + 1
@@ -888,7 +888,7 @@ def test_the_heartbeat_says_what_is_wrong(store: Store) -> None:
     spoil(store, delta_key(store, 1))
     with pytest.raises(HashMismatch):
         replica.sync(live)
-    ((_, beat),) = Run.open(store).heartbeats()
+    (beat,) = heartbeats(Run.open(store))
     assert (beat.version, beat.newest, beat.healthy) == (0, 1, False)
     assert "hash" in beat.error
 
@@ -1005,7 +1005,7 @@ def test_a_heartbeat_tells_of_the_latest_syncs(store: Store) -> None:
     replica, live = Replica(store, id="r"), blank(versions[0])
     for version in (0, 1, 1, 3):
         replica.sync(live, version)
-    ((_, beat),) = Run.open(store).heartbeats()
+    (beat,) = heartbeats(Run.open(store))
     # a sync that had nothing to do is none
     assert [(sync.version, sync.previous, sync.error) for sync in beat.syncs] == [(0, None, ""), (1, 0, ""), (3, 1, "")]
     last = beat.syncs[-1]
@@ -1023,7 +1023,7 @@ def test_a_failure_that_repeats_is_one_record(store: Store) -> None:
     for _ in range(3):
         with pytest.raises(HashMismatch):
             replica.sync(live)
-    ((_, beat),) = Run.open(store).heartbeats()
+    (beat,) = heartbeats(Run.open(store))
     assert [(sync.version, sync.times) for sync in beat.syncs] == [(1, 1), (2, 3)]
     assert delta_key(store, 2) in beat.syncs[-1].error
 
@@ -1036,7 +1036,7 @@ def test_a_heartbeat_with_long_errors_stays_readable(store: Store) -> None:
     for version in range(100):
         replica._record(version, 0, 1.0, "\x01" * 1000)
     replica.sync(live)
-    ((_, beat),) = Run.open(store).heartbeats()
+    (beat,) = heartbeats(Run.open(store))
     assert 0 < len(beat.syncs) <= SYNCS
     assert beat.syncs[-1].version == 1
 
@@ -1048,6 +1048,6 @@ def test_an_error_that_is_no_text_ends_no_heartbeat(store: Store) -> None:
     replica.sync(live, 0)
     replica._record(1, 0, 1.0, "cannot read /models/\udcff")
     replica._beat(error="cannot read /models/\udcff", force=True)
-    ((_, beat),) = Run.open(store).heartbeats()
+    (beat,) = heartbeats(Run.open(store))
     assert beat.error == "cannot read /models/?"
     assert replica.sync(live) == 1

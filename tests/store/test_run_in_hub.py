@@ -19,7 +19,7 @@ from deltawire.bucket.watch import watch
 from deltawire.core import keys
 from deltawire.core.errors import ObjectNotFound, PublishFailed, StoreError, WriterConflict
 from deltawire.store import HubStore, open_store
-from support import blank, history, same
+from support import blank, heartbeats, history, same
 from tests.hub_stand_in import Fault, HubStandIn
 
 
@@ -44,7 +44,7 @@ def test_a_replica_follows_a_publisher(run: str) -> None:
             assert same(live, weights)
     result = verify(Run.open(run))
     assert (result.failure, result.versions, result.warnings) == (None, 8, [])
-    assert [beat.version for _, beat in Run.open(run).heartbeats()] == [7]
+    assert [beat.version for beat in heartbeats(Run.open(run))] == [7]
 
 
 def test_a_trainer_that_crashed_is_followed_by_another(run: str) -> None:

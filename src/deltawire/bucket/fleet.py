@@ -1,137 +1,80 @@
-"""The servers that follow a run, by their heartbeats: who may get requests, and who is only shown.
+"""The replicas that follow a run, by their heartbeats: for `log`, `fleet` and the page of `dash`.
 
-Whoever can write the bucket can write a heartbeat, and a proxy may send a token to every address it is given. So an
-address is used only if it is host:port in a strict form and, by `Allowed`, a place where servers of this fleet can be.
-Whether a heartbeat is fresh is told by the store's time of the object, against the clock of the machine that asks, not
-by what it says.
+Whoever can write the bucket can write a heartbeat, so nothing that one says is believed unless it is possible: `Member`
+has numbers, times and text that can be shown, and an address in a strict form (`addresses.py`). Whether a heartbeat is
+fresh is told by the store's time of the object, against the clock of the machine that asks, not by what it says.
 """
 
 from __future__ import annotations
 
-import ipaddress
+import fnmatch
+import logging
+import math
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..core import keys
-from ..core.errors import Misconfigured
-from ..core.manifest import KEEPER, Heartbeat
-from .run import Run
+from ..core.errors import ManifestError, ObjectTooLarge
+from ..core.manifest import KEEPER, Heartbeat, Summary, SyncRecord
+from ..core.parallel import ordered_map
+from ..store import ObjectInfo
+from .addresses import Allowed, checked_address, split_address
+from .run import REQUESTS, Run
+
+log = logging.getLogger("deltawire")
+
+HEARTBEATS = 1000
+"""Number of heartbeats that are read."""
 
 FRESH_S = 60.0
 """Seconds after which a replica without a new heartbeat is silent; one is due every ten."""
 
-_JUST_PUBLISHED = 1000
+RENEWED_S = 60.0
+"""Age up to which a heartbeat that is known is read before others."""
+
+JUST_PUBLISHED = 1000
 """Number of versions by which a heartbeat may be ahead of the newest known one, which was read before it."""
 
-_LONGEST_PAUSE = 86400.0
-_NAME = re.compile(
-    r"(?=.{1,253}\Z)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*", re.I | re.A
-)
-_PORT = re.compile(r"[1-9][0-9]{0,4}")
+STORE_SKEW_S = 300.0
+"""Seconds by which a store's clock may be ahead of this machine's."""
 
-_METADATA = [
-    ipaddress.ip_network(place)
-    for place in (
-        "169.254.169.0/24", "169.254.170.0/24", "100.100.100.200", "168.63.129.16", "192.0.0.192",
-        "fd00:ec2::/32", "fd20:ce::254", "fd00:42::42", "fe80::a9fe:a9fe",
-    )
-]  # fmt: skip
-"""Where clouds keep credentials of their machines: all clouds, Alibaba, Azure, Oracle; AWS, Google, Scaleway, all."""
+SKEW_S = 5.0
+"""Seconds by which a replica's clock may be ahead without being corrected: a put takes time, and listings have whole
+seconds."""
 
-_NOWHERE = [ipaddress.ip_network(place) for place in ("0.0.0.0/8", "64:ff9b:1::/48")]
-"""Networks that reach this machine, or wherever a translator leads, and that `ipaddress` does not call reserved."""
+WRONG_S = 1e7
+"""Seconds above which a clock is wrong rather than ahead."""
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+LONGEST_SYNC_S = 86400.0
+"""Seconds of a sync above which its record is not believed."""
 
-IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+KEPT_SYNCS = 200
+"""Syncs of a replica that are kept; a heartbeat has the latest 24."""
+
+LARGEST = 1 << 53
+"""Integers up to here are exact in JavaScript."""
 
 
-def split_address(text: str) -> tuple[str | IpAddress, int] | None:
-    """Return host and port of `host:port`, `1.2.3.4:port` or `[::1]:port`; None if it is anything else."""
-    host, colon, port = text.rpartition(":")
-    if not colon or not _PORT.fullmatch(port) or int(port) > 65535:
-        return None
-    bracketed = host.startswith("[") and host.endswith("]")
-    try:
-        found = ipaddress.ip_address(host[1:-1] if bracketed else host)
-    except ValueError:
-        # a name must not look like an address that other programs read differently, such as 0x7f.1
-        named = not bracketed and _NAME.fullmatch(host) and not _is_number(host.rpartition(".")[2])
-        return (host.lower(), int(port)) if named else None
-    if bracketed != (found.version == 6) or getattr(found, "scope_id", None):
-        return None
-    return found, int(port)
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """A sync of a replica. Its time is corrected where the replica's clock is ahead of the store's."""
 
-
-def _is_number(label: str) -> bool:
-    return bool(re.fullmatch(r"[0-9]+|0x[0-9a-f]*", label, re.I))
-
-
-def checked_address(text: str) -> str:
-    """Return an address in its usual form; raises Misconfigured for anything but host:port."""
-    found = split_address(text)
-    if found is None:
-        raise Misconfigured(f"{text[:80]!r} is no address for clients: write host:port, such as 10.0.0.5:8000")
-    host, port = found
-    return f"[{host}]:{port}" if isinstance(host, ipaddress.IPv6Address) else f"{host}:{port}"
-
-
-def _reached(host: IpAddress) -> list[IpAddress]:
-    """An address, and the IPv4 addresses in it, where packets to it may end: mapped, 6to4, Teredo, NAT64."""
-    if isinstance(host, ipaddress.IPv4Address):
-        return [host]
-    inner = [host.ipv4_mapped, host.sixtofour, *(host.teredo or ())]
-    if host in _NAT64:
-        inner.append(ipaddress.IPv4Address(host.packed[-4:]))
-    return [host, *(address for address in inner if address is not None)]
-
-
-def _is_within(host: IpAddress, networks: Iterable[ipaddress.IPv4Network | ipaddress.IPv6Network]) -> bool:
-    return any(host in network for network in networks)
-
-
-def _is_usable(host: IpAddress) -> bool:
-    """Whether other machines can have this address, each its own."""
-    unusable = host.is_loopback or host.is_link_local or host.is_multicast or host.is_unspecified or host.is_reserved
-    return not (unusable or _is_within(host, _NOWHERE) or getattr(host, "is_site_local", False))
-
-
-class Allowed:
-    """Places where servers may be: networks (`10.0.0.0/8`) and domains (`.example.internal`).
-
-    Without any, all IP addresses that are not reserved, of one machine, one link or a group, also not by an IPv4
-    address inside; names need to be listed, since a proxy resolves them, and may refuse its whole configuration if it
-    cannot. Where clouds keep credentials, only an address that is listed by itself is used.
-    """
-
-    def __init__(self, places: Sequence[str] = ()) -> None:
-        self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
-        self._domains: list[str] = []
-        for place in places:
-            try:
-                self._networks.append(ipaddress.ip_network(place, strict=False))
-            except ValueError:
-                if not _NAME.fullmatch(place.removeprefix(".")):
-                    raise Misconfigured(
-                        f"{place[:80]!r} is neither a network such as 10.0.0.0/8 nor a domain such as .example.internal"
-                    ) from None
-                self._domains.append(place.lower())
-
-    def __contains__(self, address: str) -> bool:
-        found = split_address(address)
-        if found is None:
-            return False
-        host, _ = found
-        if isinstance(host, str):
-            return any(host == domain or (domain[0] == "." and host.endswith(domain)) for domain in self._domains)
-        reached = _reached(host)
-        if any(_is_within(each, _METADATA) for each in reached):
-            return _is_within(host, [network for network in self._networks if network.num_addresses == 1])
-        if self._networks or self._domains:
-            return _is_within(host, self._networks)
-        return all(_is_usable(each) for each in reached)
+    version: int
+    previous: int | None
+    at: float
+    """When it ended."""
+    seconds: float
+    bytes: int
+    phases: dict[str, float]
+    """Seconds by phase."""
+    pause: float
+    """Seconds in which nothing was computed with the weights; without an engine, those of writing and verifying."""
+    proven: bool
+    """Whether the digest of all live weights was recomputed."""
+    error: str
+    times: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +86,14 @@ class Member:
     lag: int | None
     """Number of versions behind the newest one."""
     health: str
-    """ok, failing, or silent where its heartbeat is old."""
+    """ok, failing, silent where its heartbeat is old, or unread where it was not read."""
     pause_s: float | None
     """Seconds without tokens at its last sync; None where it tells of none."""
     address: str
     """host:port for clients, in a strict form; empty where it has none."""
     seen_s: float
-    """Seconds since its heartbeat was written: the store's time of it, against the clock of this machine."""
+    """Seconds since its heartbeat was written: the store's time of it, against the clock of this machine; in a copied
+    run the replica's time."""
     error: str = ""
     role: str = ""
     """KEEPER of a keeper; empty of all others."""
@@ -157,6 +101,12 @@ class Member:
     """When it wrote its heartbeat, by its own clock."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of its last sync, by phase."""
+    behind_s: float | None = None
+    """Seconds since a version was published that it does not have, where that is known; 0 if it has the newest."""
+    clock_s: float = 0.0
+    """Seconds that its clock is ahead of the store's; 0 below five seconds, and 1e7 for a clock that is wrong."""
+    syncs: tuple[Sync, ...] = ()
+    """Its latest syncs, oldest first."""
 
     def serves(self, max_lag: int | None = None) -> bool:
         """Whether clients may be sent there."""
@@ -165,53 +115,224 @@ class Member:
         return max_lag is None or self.lag <= max_lag
 
 
-def members(
-    run: Run, *, fresh: float = FRESH_S, keepers: bool = False, only: Sequence[str] = (), known: Iterable[str] = ()
-) -> tuple[int | None, list[Member]]:
-    """Return the newest version and the replicas with a heartbeat, by name.
+@dataclass(slots=True)
+class _Known:
+    """What is known of a heartbeat."""
 
-    keepers    also those, which serve nobody
-    only       patterns of names, such as `gpu-*`: no others are read
-    known      names that were found before, which many new ones must not hide
+    item: ObjectInfo
+    """As listed."""
+    read: ObjectInfo | None = None
+    """As it was when it was read; None if it never was."""
+    beat: Heartbeat | None = None
+    """None where it is damaged, or is no heartbeat of this run."""
+    broken: bool = False
+    syncs: dict[tuple[float, int], Sync] = field(default_factory=dict)
+
+
+class Fleet:
+    """The replicas of a run. `read` reads the heartbeats that were written since it was called before."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        fresh: float = FRESH_S,
+        only: Sequence[str] = (),
+        keepers: bool = False,
+        copied: bool = False,
+    ) -> None:
+        """
+        fresh      seconds after which a replica without a new heartbeat is silent
+        only       patterns of names, such as `gpu-*`: no others are read
+        keepers    also those, which serve nobody
+        copied     the objects are copies: their times say nothing of clocks
+        """
+        self._run, self._fresh, self._keepers, self._copied = run, fresh, keepers, copied
+        self._wanted = re.compile("|".join(fnmatch.translate(f"{keys.REPLICAS}{pattern}.json") for pattern in only))
+        self._known: dict[str, _Known] = {}
+        self.broken: list[str] = []
+        """Names of those whose heartbeat cannot be read."""
+        self.left_out = 0
+        """Number of heartbeats beyond those that are read."""
+        self.requests = 0
+        """Number of requests of the last `read`."""
+
+    def read(self, most: int = HEARTBEATS) -> None:
+        """Read the heartbeats that were written since the last time, at most so many: the others come later."""
+        self._list()
+        # those that were never read first, and then those whose news are oldest
+        due = [known for known in self._known.values() if known.read != known.item]
+        due = sorted(due, key=lambda known: known.read.modified if known.read else 0.0)[:most]
+        self.requests = 1 + len(due)
+        for known in ordered_map(self._read, due, REQUESTS):
+            if known.beat is not None:
+                self._keep_syncs(known.syncs, known.beat, self._skew(known))
+        self.broken = sorted(_name(key) for key, known in self._known.items() if known.broken)
+
+    def members(self, newest: int | None, summaries: Mapping[int, Summary] | None = None) -> list[Member]:
+        """Return the replicas as of now, by name.
+
+        newest       the newest version of the run
+        summaries    its versions, where they are known: they tell since when a replica is behind
+        """
+        clock = time.time()
+        found = (self._member(known, newest, summaries or {}, clock) for known in self._known.values())
+        return sorted((member for member in found if member is not None), key=lambda member: member.replica)
+
+    def _list(self) -> None:
+        store, before = self._run.store, self._known
+        found = [item for item in store.list(keys.REPLICAS) if self._wanted.match(item.key)]
+        items = latest_heartbeats(found, HEARTBEATS, [key for key, known in before.items() if known.beat])
+        left_out = len(found) - len(items)
+        if left_out and not self.left_out:
+            log.warning(
+                "%s has %d heartbeats: %d are left out, and only the latest %d are read; name those that count "
+                "(deltawire fleet --replica), or delete the others",
+                store.url,
+                len(found),
+                left_out,
+                len(items),
+            )
+        self.left_out, there = left_out, {item.key: item for item in items}
+        # those that have been there for longest stay first
+        self._known = {key: before[key] for key in before if key in there}
+        for key, item in there.items():
+            self._known.setdefault(key, _Known(item)).item = item
+
+    def _read(self, known: _Known) -> _Known:
+        item, beat, broken = known.item, None, False
+        try:
+            beat = self._run.find(item.key, Heartbeat)
+        except (ManifestError, ObjectTooLarge) as error:
+            log.warning("ignoring %s: %s", item.key, error)
+            broken = True
+        if beat is not None and item.key != f"{keys.REPLICAS}{beat.replica}.json":
+            beat = None
+        known.read, known.beat, known.broken = item, beat, broken
+        return known
+
+    def _keep_syncs(self, kept: dict[tuple[float, int], Sync], beat: Heartbeat, skew: float) -> None:
+        now = time.time()
+        for record in beat.syncs:
+            sync = _sync(record, skew)
+            if sync is not None and sync.at < now + 60:
+                # a failure that repeats is one record that is written again
+                same = [
+                    k for k, old in kept.items() if old.error and (old.version, old.error) == (sync.version, sync.error)
+                ]
+                for old in same[-1:] if sync.error else ():
+                    del kept[old]
+                kept[record.at, record.version] = sync
+        for old in sorted(kept)[:-KEPT_SYNCS]:
+            del kept[old]
+
+    def _skew(self, known: _Known) -> float:
+        """Seconds that a replica's clock is ahead of the store's; 0 where it is not, or nobody can tell.
+
+        A heartbeat that is older than its object says nothing of clocks: objects are copied.
+        """
+        if known.beat is None or known.read is None or self._copied:
+            return 0.0
+        ahead = known.beat.at - known.read.modified
+        return round(min(ahead, WRONG_S), 1) if ahead > SKEW_S else 0.0
+
+    def _member(
+        self, known: _Known, newest: int | None, summaries: Mapping[int, Summary], clock: float
+    ) -> Member | None:
+        seen, beat, top = known.item.modified, known.beat, -1 if newest is None else newest
+        if known.read is None:
+            return Member(_name(known.item.key), None, None, "unread", None, "", max(clock - seen, 0.0))
+        if beat is None or (beat.role == KEEPER and not self._keepers):
+            return None
+
+        def is_possible(version: int | None) -> bool:
+            return version is None or version <= top + JUST_PUBLISHED
+
+        if self._copied and (at := moment(beat.at)) is not None:
+            seen = min(seen, at)
+        version = beat.version if is_possible(beat.version) else None
+        silent, failing = clock - seen > self._fresh, not beat.healthy or version is None
+        possible = (s for s in known.syncs.values() if is_possible(s.version) and is_possible(s.previous))
+        syncs = sorted(possible, key=lambda sync: sync.at)
+        return Member(
+            beat.replica,
+            version,
+            None if version is None else max(top - version, 0),
+            "silent" if silent else "failing" if failing else "ok",
+            next((sync.pause for sync in reversed(syncs) if not sync.error), None),
+            checked_address(beat.address) if split_address(beat.address) is not None else "",
+            max(clock - seen, 0.0),
+            beat.error[:500],
+            beat.role,
+            beat.at,
+            beat.timings,
+            _behind_s(version, newest, summaries, clock),
+            self._skew(known),
+            tuple(syncs),
+        )
+
+
+def latest_heartbeats(items: Iterable[ObjectInfo], limit: int, known: Sequence[str] = ()) -> list[ObjectInfo]:
+    """Choose which heartbeats to read, by the store's time of each: anybody may write any number of them.
+
+    The latest come first. Up to half are ones that are `known` (keys, the first of them first) and were written within
+    RENEWED_S, so that they are found however many new ones there are. A time in the future counts as the oldest: files
+    can be given one.
     """
-    newest, beats, clock = run.newest(), run.heartbeats(only, known), time.time()
-    found = [
-        _member(beat, newest, clock - item.modified, fresh)
-        for item, beat in beats
-        if item.key == keys.REPLICAS + beat.replica + ".json" and (keepers or beat.role != KEEPER)
-    ]
-    return newest, sorted(found, key=lambda member: member.replica)
+    clock = time.time()
 
+    def age(item: ObjectInfo) -> tuple[float, float]:
+        seconds = clock - item.modified
+        return (seconds if seconds > -STORE_SKEW_S else math.inf), -item.modified
 
-def _member(beat: Heartbeat, newest: int | None, seen: float, fresh: float) -> Member:
-    top = -1 if newest is None else newest
-    version = beat.version if beat.version is not None and beat.version <= top + _JUST_PUBLISHED else None
-    silent, failing = seen > fresh, not beat.healthy or version is None
-    address = split_address(beat.address) is not None
-    return Member(
-        beat.replica,
-        version,
-        None if version is None else max(top - version, 0),
-        "silent" if silent else "failing" if failing else "ok",
-        _last_pause(beat),
-        checked_address(beat.address) if address else "",
-        max(seen, 0.0),
-        beat.error,
-        beat.role,
-        beat.at,
-        beat.timings,
-    )
-
-
-def _last_pause(beat: Heartbeat) -> float | None:
-    """The pause of the last sync that changed the weights; without an engine, the time of writing and verifying."""
-    for sync in reversed(beat.syncs):
-        if not sync.error:
-            parts = sync.timings.get("pause", sync.timings.get("apply", 0.0) + sync.timings.get("prove", 0.0))
-            return parts if 0 <= parts <= _LONGEST_PAUSE else None
-    return None
+    ordered = sorted(items, key=age)
+    renewed = {item.key: item for item in ordered if age(item)[0] < RENEWED_S}
+    first = [renewed[key] for key in known if key in renewed][: limit // 2]
+    kept = {item.key for item in first}
+    return [*first, *(item for item in ordered if item.key not in kept)][:limit]
 
 
 def addresses(found: Iterable[Member], allowed: Allowed) -> list[str]:
     """The addresses of these that may be used, each once."""
     return sorted({member.address for member in found if member.address in allowed})
+
+
+def moment(at: float) -> float | None:
+    """A time that can be shown; None for anything else that may stand in a bucket."""
+    return round(at, 3) if math.isfinite(at) and 1e9 < at < time.time() + 86400 else None
+
+
+def is_duration(seconds: float) -> bool:
+    """Whether this can be the length of a phase."""
+    return math.isfinite(seconds) and 0 <= seconds < 1e9
+
+
+def _sync(record: SyncRecord, skew: float) -> Sync | None:
+    at = moment(record.at - skew)
+    versions = (record.version,) if record.previous is None else (record.version, record.previous)
+    if at is None or not 0 <= record.seconds <= LONGEST_SYNC_S or not all(0 <= v <= keys.MAX_VERSION for v in versions):
+        return None
+    if not all(map(is_duration, record.timings.values())):
+        return None
+    # no part is longer than the whole
+    phases = {name[:40]: min(seconds, record.seconds) for name, seconds in list(record.timings.items())[:16]}
+    paused = min(phases.get("pause", phases.get("apply", 0.0) + phases.get("prove", 0.0)), record.seconds)
+    return Sync(
+        record.version, record.previous, at, record.seconds, min(max(record.bytes, 0), LARGEST), phases, paused,
+        not record.error and ("prove" in phases or "audit" in phases), record.error[:200],
+        min(max(record.times, 1), 1 << 31),
+    )  # fmt: skip
+
+
+def _behind_s(version: int | None, newest: int | None, summaries: Mapping[int, Summary], clock: float) -> float | None:
+    """Seconds since the version after this one was published."""
+    if version is None or newest is None:
+        return None
+    if version >= newest:
+        return 0.0
+    at = moment(summaries[version + 1].created) if version + 1 in summaries else None
+    return None if at is None else round(max(clock - at, 0.0), 3)
+
+
+def _name(key: str) -> str:
+    return key.removeprefix(keys.REPLICAS).removesuffix(".json")[:128]

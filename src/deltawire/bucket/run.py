@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
-import math
-import re
 import secrets
 import threading
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -41,7 +37,6 @@ from ..core.manifest import (
     Blob,
     File,
     Head,
-    Heartbeat,
     Link,
     Manifest,
     Pruned,
@@ -58,7 +53,7 @@ from ..core.manifest import (
 from ..core.parallel import ordered_map
 from ..core.schema import Schema
 from ..core.settings import gigabytes
-from ..store import MirroredStore, ObjectInfo, Store, open_store
+from ..store import MirroredStore, Store, open_store
 from .added import AddedLinks
 from .trust import KeysLike, RunTrust, Trust
 
@@ -93,15 +88,6 @@ REQUESTS = 16
 
 DAMAGE = (ChainError, FormatError, SchemaError, ObjectNotFound)
 """Errors caused by what is in the bucket, not by the way to it."""
-
-HEARTBEATS = 1000
-"""Number of heartbeats that are read."""
-
-RENEWED_S = 60.0
-"""Age up to which a heartbeat that is known is read before others; replicas write theirs every ten seconds."""
-
-SKEW_S = 300.0
-"""Seconds by which a store's clock may be ahead of this machine's."""
 
 
 class Run:
@@ -466,29 +452,6 @@ class Run:
         finally:
             self.store.delete(keys.CLOCK)
 
-    # ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def heartbeats(self, only: Iterable[str] = (), known: Iterable[str] = ()) -> list[tuple[ObjectInfo, Heartbeat]]:
-        """Read the latest heartbeats of replicas, each with its object. At most HEARTBEATS: they are untrusted.
-
-        only     patterns of names: no others are read
-        known    names that were found before: `latest_heartbeats`
-        """
-        wanted = re.compile("|".join(fnmatch.translate(keys.REPLICAS + pattern + ".json") for pattern in only) or "")
-        found = [item for item in self.store.list(keys.REPLICAS) if wanted.match(item.key)]
-        items = latest_heartbeats(found, HEARTBEATS, {f"{keys.REPLICAS}{name}.json" for name in known})
-        if len(found) > len(items):
-            log.warning(
-                "%s has %d heartbeats: %d are left out, and only the latest %d are read; name those that count "
-                "(deltawire fleet --replica), or delete the others",
-                self.store.url,
-                len(found),
-                len(found) - len(items),
-                len(items),
-            )
-        beats = ordered_map(lambda item: self.hint(item.key, Heartbeat), items, REQUESTS)
-        return [(item, beat) for item, beat in zip(items, beats, strict=True) if beat is not None]
-
 
 def anywhere(store: Store, work: Callable[[], T], leave: Callable[[MirroredStore], object]) -> T:
     """Do what reads a run. Where it fails because of what is in a bucket, do it once more with each other bucket.
@@ -517,24 +480,6 @@ def anywhere(store: Store, work: Callable[[], T], leave: Callable[[MirroredStore
     first = next(iter(failures.values()))
     first.args, first.everywhere = (f"none of {len(said)} buckets can be used: {'; '.join(said)}",), True
     raise first
-
-
-def latest_heartbeats(items: Iterable[ObjectInfo], limit: int, known: Collection[str] = ()) -> list[ObjectInfo]:
-    """Choose which heartbeats to read, by the store's time of each: anybody may write any number of them.
-
-    The latest come first. Up to half are ones that are `known` (keys) and were written within RENEWED_S, so that they
-    are found however many new ones there are. A time in the future counts as the oldest: files can be given one.
-    """
-    clock = time.time()
-
-    def age(item: ObjectInfo) -> tuple[float, float]:
-        seconds = clock - item.modified
-        return (seconds if seconds > -SKEW_S else math.inf), -item.modified
-
-    ordered = sorted(items, key=age)
-    first = [item for item in ordered if item.key in known and age(item)[0] < RENEWED_S][: limit // 2]
-    kept = {item.key for item in first}
-    return [*first, *(item for item in ordered if item.key not in kept)][:limit]
 
 
 def read_each(read: Callable[[int], T], numbers: Iterable[int]) -> Iterator[tuple[int, T | DeltawireError]]:

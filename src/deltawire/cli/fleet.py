@@ -17,7 +17,8 @@ from . import ui
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..bucket.fleet import Allowed, Member
+    from ..bucket.addresses import Allowed
+    from ..bucket.fleet import Member
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
@@ -72,7 +73,8 @@ def command(
       deltawire fleet s3://runs/chat --nginx up.conf --watch
       deltawire fleet s3://runs/chat --prometheus-sd targets.json --watch
     """
-    from ..bucket.fleet import Allowed, members
+    from ..bucket.addresses import Allowed
+    from ..bucket.fleet import Fleet
     from ..core.errors import DeltawireError, ObjectNotFound
 
     outputs = (
@@ -90,9 +92,12 @@ def command(
     for output in wanted:
         if output.path is not None and not output.path.absolute().parent.is_dir():
             raise BadParameter(f"there is no folder {output.path.absolute().parent}: make it first")
-    allowed, opened, only, known = Allowed(allow or ()), ui.open_run(run), replica or (), list[str]()
+    allowed, opened = Allowed(allow or ()), ui.open_run(run)
+    fleet = Fleet(opened, fresh=fresh, only=replica or ())
     if not watch:
-        newest, found = members(opened, fresh=fresh, only=only)
+        newest = opened.newest()
+        fleet.read()
+        found = fleet.members(newest)
         if not wanted:
             value = {"run": opened.store.url, "newest": newest, "replicas": [asdict(member) for member in found]}
 
@@ -111,8 +116,9 @@ def command(
     with ui.ended_by_sigterm() as stop:
         while not stop.is_set():
             try:
-                _, found = members(opened, fresh=fresh, only=only, known=known)
-                known = [member.replica for member in found]
+                newest = opened.newest()
+                fleet.read()
+                found = fleet.members(newest)
                 before = [output.text for output in wanted]
                 for output in wanted:
                     if not output.write(found, allowed, max_lag):

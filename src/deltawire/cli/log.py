@@ -43,14 +43,16 @@ def command(
       deltawire log s3://runs/chat@best         that version and those before it
       deltawire log s3://runs/chat --all --json | jq '.versions[].bytes'
     """
-    from ..bucket.fleet import members
+    from ..bucket.fleet import Fleet
     from ..bucket.versions import tags
 
     opened, newest = ui.open_version(run, trust)
     named = tags(opened)
     since = 0 if all else max(newest - number + 1, 0)
-    versions = list(reversed(opened.timeline(newest, since).values()))
-    replicas = _without_ended_keepers(members(opened, keepers=True)[1])
+    summaries, fleet = opened.timeline(newest, since), Fleet(opened, keepers=True)
+    versions = list(reversed(summaries.values()))
+    fleet.read()
+    replicas = _without_ended_keepers(fleet.members(opened.newest(), summaries))
     value = {
         "run": opened.store.url,
         "model": opened.info.model,

@@ -371,7 +371,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True):
     syncs: tuple[SyncRecord, ...] = ()
     """The latest syncs, oldest first."""
     address: str = ""
-    """Where clients reach its server, host:port; empty where there is none. Untrusted: see `bucket/fleet.py`."""
+    """Where clients reach its server, host:port; empty where there is none. Untrusted: see `bucket/addresses.py`."""
     role: str = ""
     """KEEPER of a keeper, which serves nobody; empty of all others."""
 

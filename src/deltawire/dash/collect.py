@@ -13,21 +13,21 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 from ..bucket import contents
+from ..bucket.fleet import FRESH_S, HEARTBEATS, LARGEST, Fleet, Member, is_duration, moment
 from ..bucket.references import resolver
 from ..bucket.replay import checkout
-from ..bucket.run import DAMAGE, REQUESTS, Run, latest_heartbeats
+from ..bucket.run import DAMAGE, REQUESTS, Run
 from ..bucket.versions import address_only, tags
 from ..bucket.walk import Walker, fetch_link
 from ..bucket.watch import Watcher
 from ..core import history, keys
 from ..core.dtypes import lookup
-from ..core.errors import DeltawireError, ManifestError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
-from ..core.manifest import Heartbeat, Manifest, Summary, SyncRecord, main_link
+from ..core.errors import DeltawireError, ObjectTooLarge, RunNotFound, RunReplaced, VersionNotFound
+from ..core.manifest import Manifest, Summary, main_link
 from ..core.parallel import ordered_map
 from ..core.ulps import Histogram, in_ulps
 from ..store import Store, open_store
@@ -44,16 +44,9 @@ MANY_REQUESTS = 400
 RECENT = 256
 """Versions that are shown in detail."""
 
-SILENT = 60.0
-"""Seconds without a heartbeat after which a replica counts as silent."""
-
-MAX_REPLICAS = 512
 MAX_TAGS = 4
 HEAT_ROWS = 400
 HEAT_COLUMNS = 64
-KEPT_SYNCS = 200
-"""Syncs of a replica that are kept while the page is served; a heartbeat has the latest 24."""
-
 STEP_BYTES = 64 << 20
 """Bytes that are read in a folder for a histogram of steps without being asked."""
 
@@ -63,35 +56,8 @@ FEW_BYTES = 8 << 20
 ASKED_BYTES = 1 << 30
 """Bytes that are read for a histogram if a viewer asks for it."""
 
-_SKEW = 5.0
-"""Seconds by which clocks may differ without being corrected: a put takes time, and listings have whole seconds."""
-
-_LARGEST_SKEW = 1e7
-"""Seconds above which a clock is wrong rather than ahead."""
-
-_LONGEST_SYNC = 86400.0
-"""Seconds of a sync above which its record is not believed."""
-
-_JUST_PUBLISHED = 1
-"""Number of versions by which a heartbeat may be ahead of the newest known one: it is read later."""
-
 _EARLIER = 8
 """Number of manifests that are tried for one that can be read, from the newest on."""
-
-
-@dataclass(slots=True)
-class _Known:
-    """What is known of a replica."""
-
-    listed: float
-    """When its heartbeat was written, by the store's clock."""
-    read: float = 0.0
-    """When the heartbeat that was read was written; 0 if none was read."""
-    beat: Heartbeat | None = None
-    """None where it cannot be read, or is of another run."""
-    broken: bool = False
-    """Whether it cannot be read."""
-    syncs: dict[tuple[float, int], doc.Sync] = field(default_factory=dict)
 
 
 class Collector:
@@ -116,10 +82,7 @@ class Collector:
         """The newest version that can be read."""
         self._summaries: dict[int, Summary] = {}
         self._tags: dict[str, int] = {}
-        self._known: dict[str, _Known] = {}
-        """Replicas, by the key of their heartbeats."""
-        self._others = 0
-        """Number of heartbeats beyond MAX_REPLICAS."""
+        self._members: list[Member] = []
         self._heat: dict[int, list[float]] = {}
         self._unreadable: set[int] = set()
         self._trainer: dict[int, doc.Trainer] = {}
@@ -164,7 +127,8 @@ class Collector:
             self._columns, self._totals = doc.columns([], 0), doc.Totals()
             # of a copy, the times of objects say when it was made
             written = [item.modified for item in self._store.list(keys.RUN) if item.key == keys.RUN]
-            self._copied = any(modified - run.info.created > SILENT for modified in written)
+            copied = any(modified - run.info.created > FRESH_S for modified in written)
+            self._fleet = Fleet(run, keepers=True, copied=copied)
             self._run, self._spent = run, 2
         return self._run
 
@@ -218,7 +182,8 @@ class Collector:
             self._learn(run.manifest(newest))
             self._spent += 1 + MAX_TAGS
             self._tags = {name: tag.version for name, tag in tags(run, latest=MAX_TAGS).items()}
-        self._read_heartbeats(run, first)
+        self._fleet.read(max(self._requests // 2, 1))
+        self._spent += self._fleet.requests
         if first:
             self._first_steps(run)
             self._read_heat(self._requests - self._spent)
@@ -228,69 +193,11 @@ class Collector:
             self._read_heat(2, [newest])
         return problem
 
-    def _read_heartbeats(self, run: Run, first: bool) -> None:
-        found = [*self._store.list(keys.REPLICAS)]
-        items = latest_heartbeats(found, MAX_REPLICAS, {key for key, known in self._known.items() if known.beat})
-        self._others = len(found) - len(items)
-        before, self._known = self._known, {}
-        for item in items:
-            self._known[item.key] = known = before.get(item.key) or _Known(item.modified)
-            known.listed = item.modified
-        due = [key for key, known in self._known.items() if known.read != known.listed]
-        if not first:
-            # those that were never read first, and then those whose news are oldest
-            due.sort(key=lambda key: self._known[key].read)
-        due = due[: max(self._requests // 2, 1)]
-        self._spent += 1 + len(due)
-
-        def read(key: str) -> tuple[Heartbeat | None, bool]:
-            try:
-                return run.find(key, Heartbeat), False
-            except (ManifestError, ObjectTooLarge) as error:
-                log.warning("ignoring %s: %s", key, error)
-                return None, True
-
-        for key, (beat, broken) in zip(due, ordered_map(read, due, REQUESTS), strict=True):
-            known = self._known[key]
-            known.read, known.beat, known.broken = known.listed, beat, broken
-            if known.beat is not None:
-                self._keep_syncs(known.syncs, known.beat, self._skew(known.beat, known.read))
-
-    def _keep_syncs(self, kept: dict[tuple[float, int], doc.Sync], beat: Heartbeat, skew: float) -> None:
-        now = time.time()
-        for record in beat.syncs:
-            sync = _sync(record, skew)
-            if sync is not None and sync.at < now + 60:
-                # a failure that repeats is one record that is written again
-                same = [
-                    k for k, old in kept.items() if old.error and (old.version, old.error) == (sync.version, sync.error)
-                ]
-                for old in same[-1:] if sync.error else ():
-                    del kept[old]
-                kept[record.at, record.version] = sync
-        for old in sorted(kept)[:-KEPT_SYNCS]:
-            del kept[old]
-
-    def _skew(self, beat: Heartbeat, modified: float) -> float:
-        """Seconds that a replica's clock is ahead of the store's; 0 where it is not, or nobody can tell.
-
-        A heartbeat that is older than its object says nothing of clocks: objects are copied.
-        """
-        ahead = beat.at - modified
-        return round(min(ahead, _LARGEST_SKEW), 1) if ahead > _SKEW and not self._copied else 0.0
-
-    def _is_possible(self, version: int | None) -> bool:
-        """Whether a replica can have a version: what a heartbeat says is untrusted."""
-        return version is None or (self._head is not None and version <= self._head + _JUST_PUBLISHED)
-
-    def _possible_syncs(self, known: _Known) -> list[doc.Sync]:
-        found = [s for s in known.syncs.values() if self._is_possible(s.version) and self._is_possible(s.previous)]
-        return sorted(found, key=lambda sync: sync.at)
-
     def _learn(self, manifest: Manifest) -> None:
         """Keep the trainer's timings of a manifest that was read."""
-        phases = {name[:40]: seconds for name, seconds in list(manifest.timings.items())[:12] if _sane(seconds)}
-        self._trainer[manifest.version] = doc.Trainer(manifest.version, _moment(manifest.created), phases)
+        first = list(manifest.timings.items())[:12]
+        phases = {name[:40]: seconds for name, seconds in first if is_duration(seconds)}
+        self._trainer[manifest.version] = doc.Trainer(manifest.version, moment(manifest.created), phases)
         for version in sorted(self._trainer)[:-RECENT]:
             del self._trainer[version]
 
@@ -384,13 +291,12 @@ class Collector:
         if run is None:
             return document
         document.run, document.model = run.info.run[:64], run.info.model[:200]
-        document.created = _moment(run.info.created)
+        document.created = moment(run.info.created)
         document.tensors, document.elements, document.full_bytes = len(self._sizes), self._elements, self._full_bytes
         document.newest = self._newest
         document.tags = {name: v for name, v in self._tags.items() if v in self._summaries}
         document.totals, document.versions = self._totals, self._columns
-        found = (self._replica(_replica_id(key), known) for key, known in self._known.items())
-        document.replicas = sorted((r for r in found if r is not None), key=lambda replica: replica.id)
+        document.replicas = self._members = self._fleet.members(self._head, self._summaries)
         document.recent = self._versions(sorted(self._summaries)[-RECENT:])
         document.trainer = [self._trainer[v] for v in sorted(self._trainer)]
         document.heat, document.steps = self._heat_map(), self._shown_steps
@@ -403,13 +309,13 @@ class Collector:
         unread = sum(replica.health == "unread" for replica in document.replicas)
         if unread:
             notes.append(f"The heartbeats of {unread} of {len(document.replicas)} replicas were not read.")
-        if broken := sorted(key for key, known in self._known.items() if known.broken):
-            names = [_replica_id(key)[:24] for key in broken[:4]]
+        if broken := self._fleet.broken:
+            names = [name[:24] for name in broken[:4]]
             more = ", …" if len(broken) > len(names) else ""
             many = f"{len(broken)} heartbeats" if len(broken) > 1 else "1 heartbeat"
             notes.append(f"{many} cannot be read: {', '.join(names)}{more}.")
-        if self._others:
-            notes.append(f"{self._others:,} more heartbeats are left out: the latest {MAX_REPLICAS} are read.")
+        if self._fleet.left_out:
+            notes.append(f"{self._fleet.left_out:,} more heartbeats are left out: the latest {HEARTBEATS:,} are read.")
         if document.versions and max(document.versions.count, default=1) > 1:
             most = max(document.versions.count)
             notes.append(f"{len(self._summaries):,} versions: in most charts a point is the mean of {most}.")
@@ -419,42 +325,14 @@ class Collector:
 
     def _versions(self, wanted: list[int]) -> list[doc.Version]:
         proven: dict[int, set[str]] = {}
-        for key, known in self._known.items():
-            if known.beat is not None and known.beat.version is not None:
-                proven.setdefault(known.beat.version, set()).add(key)
-            for sync in self._possible_syncs(known):
-                if sync.proven and not sync.error:
-                    proven.setdefault(sync.version, set()).add(key)
+        for member in self._members:
+            for version in (member.version, *(sync.version for sync in member.syncs if sync.proven)):
+                if version is not None:
+                    proven.setdefault(version, set()).add(member.replica)
         tags: dict[int, list[str]] = {}
         for name, version in self._tags.items():
             tags.setdefault(version, []).append(name)
         return [_version(self._summaries[v], self._elements, tags.get(v, []), len(proven.get(v, ()))) for v in wanted]
-
-    def _replica(self, id: str, known: _Known) -> doc.PageReplica | None:
-        seen, beat = known.listed, known.beat
-        if not known.read:
-            return doc.PageReplica(id, "unread", None, None, None, seen, 0.0, "", [])
-        if beat is None:
-            return None
-        version = beat.version if self._is_possible(beat.version) else None
-        lag = behind = None
-        if self._head is not None and version is not None:
-            lag = max(self._head - version, 0)
-            behind = self._behind(version)
-        if self._copied and (at := _moment(beat.at)) is not None:
-            seen = min(seen, at)
-        silent = time.time() - (seen if self._copied else known.read) > SILENT
-        health = "silent" if silent else "ok" if beat.healthy else "failing"
-        skew, syncs = self._skew(beat, known.read), self._possible_syncs(known)
-        return doc.PageReplica(id, health, version, lag, behind, seen, skew, beat.error[:500], syncs)
-
-    def _behind(self, version: int) -> float | None:
-        """Seconds since the version after this one was published."""
-        if self._head is None or version >= self._head:
-            return 0.0
-        after = self._summaries.get(version + 1)
-        at = _moment(after.created) if after else None
-        return None if at is None else round(max(time.time() - at, 0.0), 3)
 
     def _heat_map(self) -> doc.Heat | None:
         if self._run is None or not self._heat:
@@ -467,47 +345,17 @@ class Collector:
 # ── from records to the document ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _sane(value: float) -> bool:
-    return math.isfinite(value) and 0 <= value < 1e9
-
-
 def _size(value: int) -> int:
     """Bytes that a program in JavaScript can count."""
-    return min(max(value, 0), doc.LARGEST)
-
-
-def _moment(at: float) -> float | None:
-    """A time that a chart can show; None for anything else that may stand in a bucket."""
-    return round(at, 3) if math.isfinite(at) and 1e9 < at < time.time() + 86400 else None
-
-
-def _replica_id(key: str) -> str:
-    return key.removeprefix(keys.REPLICAS).removesuffix(".json")[:128]
-
-
-def _sync(record: SyncRecord, skew: float) -> doc.Sync | None:
-    at = _moment(record.at - skew)
-    versions = (record.version,) if record.previous is None else (record.version, record.previous)
-    if at is None or not 0 <= record.seconds <= _LONGEST_SYNC or not all(0 <= v <= keys.MAX_VERSION for v in versions):
-        return None
-    # no part is longer than the whole
-    spent = ((name[:40], seconds) for name, seconds in list(record.timings.items())[:16])
-    phases = {name: min(seconds, record.seconds) for name, seconds in spent if _sane(seconds)}
-    paused = min(phases.get("pause", phases.get("apply", 0.0) + phases.get("prove", 0.0)), record.seconds)
-    proven = not record.error and ("prove" in phases or "audit" in phases)
-    times = min(max(record.times, 1), 1 << 31)
-    return doc.Sync(
-        record.version, record.previous, at, record.seconds, _size(record.bytes), phases, paused, proven,
-        record.error[:200], times,
-    )  # fmt: skip
+    return min(max(value, 0), LARGEST)
 
 
 def _version(summary: Summary, elements: int, tags: list[str], proven: int) -> doc.Version:
     links = [doc.PageLink(x.kind, x.base, _size(x.bytes), x.encoding[:40], x.why[:300]) for x in summary.links[:16]]
-    step = summary.step if summary.step is not None and abs(summary.step) < doc.LARGEST else None
+    step = summary.step if summary.step is not None and abs(summary.step) < LARGEST else None
     metrics = {k[:40]: v for k, v in list(summary.metrics.items())[:16] if math.isfinite(v) and abs(v) < 1e300}
     return doc.Version(
-        summary.version, summary.parent, _moment(summary.created), step, doc.share(summary, elements), links, metrics,
+        summary.version, summary.parent, moment(summary.created), step, doc.share(summary, elements), links, metrics,
         sorted(tags), proven,
     )  # fmt: skip
 
@@ -540,8 +388,8 @@ def _headline(document: doc.Document, summaries: dict[int, Summary]) -> doc.Head
             if sync.error or sync.previous is None:
                 continue
             if found.pause_s is None or sync.pause > found.pause_s:
-                found.pause_s, found.pause_replica, found.pause_version = sync.pause, replica.id, sync.version
-            published = _moment(summaries[sync.version].created) if sync.version in summaries else None
+                found.pause_s, found.pause_replica, found.pause_version = sync.pause, replica.replica, sync.version
+            published = moment(summaries[sync.version].created) if sync.version in summaries else None
             if published is not None and sync.at >= published:
                 arrivals.append(sync.at - published)
     found.arrival_s = round(median(arrivals), 3) if arrivals else None
@@ -550,12 +398,12 @@ def _headline(document: doc.Document, summaries: dict[int, Summary]) -> doc.Head
     alive = [replica for replica in read if replica.health != "silent"] or read
     found.following, found.current = len(alive), sum(replica.lag == 0 for replica in alive)
     if alive:
-        took = {r.id: median([s.seconds for s in r.syncs if s.previous is not None] or [0.0]) for r in alive}
+        took = {r.replica: median([s.seconds for s in r.syncs if s.previous is not None] or [0.0]) for r in alive}
         slowest = max(
-            alive, key=lambda replica: (replica.lag if replica.lag is not None else doc.LARGEST, took[replica.id])
+            alive, key=lambda replica: (replica.lag if replica.lag is not None else LARGEST, took[replica.replica])
         )
-        found.slowest, found.slowest_lag = slowest.id, slowest.lag or 0
-        found.slowest_sync_s = round(took[slowest.id], 6) or None
+        found.slowest, found.slowest_lag = slowest.replica, slowest.lag or 0
+        found.slowest_sync_s = round(took[slowest.replica], 6) or None
     return found
 
 

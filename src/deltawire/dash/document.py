@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from ..bucket.fleet import LARGEST, Member
 from ..core.manifest import Summary, main_link
 
 POINTS = 1200
@@ -20,9 +21,6 @@ POINTS = 1200
 
 METRICS = 12
 """Metrics with a chart: those that most versions have."""
-
-LARGEST = 1 << 53
-"""Integers up to here are exact in JavaScript."""
 
 
 class Totals(msgspec.Struct):
@@ -83,42 +81,6 @@ class Version(msgspec.Struct):
     tags: list[str]
     proven: int
     """Number of replicas known to have recomputed its digest from their live weights."""
-
-
-class Sync(msgspec.Struct):
-    """A sync of a replica. Its time is corrected where the replica's clock is ahead of the store's."""
-
-    version: int
-    previous: int | None
-    at: float
-    """When it ended."""
-    seconds: float
-    bytes: int
-    phases: dict[str, float]
-    """Seconds by phase."""
-    pause: float
-    """Seconds in which nothing was computed with the weights."""
-    proven: bool
-    """Whether the digest of all live weights was recomputed."""
-    error: str
-    times: int
-
-
-class PageReplica(msgspec.Struct):
-    id: str
-    health: str
-    """ok, failing, silent, or unread where its heartbeat was not read."""
-    version: int | None
-    lag: int | None
-    """Number of versions behind the newest."""
-    behind_s: float | None
-    """Seconds since a version was published that it does not have; 0 if it has the newest."""
-    seen: float
-    """When its heartbeat was written, by the store's clock; in a copied run by the replica's."""
-    clock_s: float
-    """Seconds that its clock is ahead of the store's; 0 below five seconds, and 1e7 for a clock that is wrong."""
-    error: str
-    syncs: list[Sync]
 
 
 class Heat(msgspec.Struct):
@@ -198,7 +160,7 @@ class Document(msgspec.Struct):
     recent: list[Version] = []
     """The newest versions in detail, oldest first."""
     tags: dict[str, int] = {}
-    replicas: list[PageReplica] = []
+    replicas: list[Member] = []
     trainer: list[Trainer] = []
     heat: Heat | None = None
     steps: Steps | None = None

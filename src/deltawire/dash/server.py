@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class Live:
 
 def _without_clock(document: Document) -> Document:
     """A document without what time alone changes: the page counts seconds by itself."""
-    replicas = [msgspec.structs.replace(replica, behind_s=None) for replica in document.replicas]
+    replicas = [replace(replica, behind_s=None, seen_s=0.0) for replica in document.replicas]
     return msgspec.structs.replace(document, looked=0.0, replicas=replicas)
 
 

@@ -35,7 +35,7 @@ def _trainer(document: Document) -> Iterator[dict[str, Any]]:
 def _replicas(document: Document) -> Iterator[dict[str, Any]]:
     yield _name("process_name", REPLICAS, 0, "replicas")
     for track, replica in enumerate(document.replicas, 1):
-        yield _name("thread_name", REPLICAS, track, replica.id)
+        yield _name("thread_name", REPLICAS, track, replica.replica)
         for sync in replica.syncs:
             spent = [(name, sync.phases[name]) for name in PHASES if name in sync.phases]
             name = f"v{sync.version} failed" if sync.error else f"v{sync.version}"

@@ -35,9 +35,9 @@ def is_loopback(host: str | None) -> bool:
 def public_address(host: str | None, port: int) -> str:
     """Return host:port for clients of a server that listens there, as far as this machine can know it.
 
-    Empty, with a warning, where that is not an address that a heartbeat may have (bucket/fleet.py).
+    Empty, with a warning, where that is not an address that a heartbeat may have (bucket/addresses.py).
     """
-    from ..bucket.fleet import split_address
+    from ..bucket.addresses import split_address
 
     if host in (None, "", "0.0.0.0", "::"):
         # all addresses of this machine: the one that packets to other networks leave from; nothing is sent

@@ -14,7 +14,7 @@ import msgspec
 
 from ..bucket.run import Run
 from ..core import keys
-from ..core.errors import AlreadyExists, ObjectNotFound
+from ..core.errors import AlreadyExists
 from ..core.manifest import dump, now
 
 log = logging.getLogger("deltawire")

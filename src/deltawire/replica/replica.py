@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..bucket.addresses import checked_address
 from ..bucket.cache import shared_cache
 from ..bucket.fetch import Progress
-from ..bucket.fleet import checked_address
 from ..bucket.references import resolver
 from ..bucket.replay import State
 from ..bucket.run import DAMAGE, Run

@@ -37,6 +37,7 @@ from deltawire.engines.live.follower import EngineFollower
 from deltawire.engines.vllm.endpoint import Plugin
 from deltawire.engines.vllm.guard import problems_of, require_host
 from deltawire.store import open_store
+from support import heartbeats
 
 __all__ = ["loop"]
 
@@ -187,7 +188,7 @@ def test_requests_get_the_versions_they_accept(world: World, make: Any, tmp_path
         assert waiting.result(60).headers["deltawire-version"] == "1"
     past = ask(exact="0")
     assert (past.status_code, past.json()["error"]["version"]) == (409, 1)
-    until(lambda: Run.open(str(tmp_path / "run")).heartbeats()[0][1].address == "10.0.0.5:8000")
+    until(lambda: heartbeats(Run.open(str(tmp_path / "run")))[0].address == "10.0.0.5:8000")
 
 
 def test_a_server_without_a_run_has_no_version(make: Any) -> None:

@@ -21,6 +21,7 @@ from deltawire.core.errors import Misconfigured
 from deltawire.engines.server import Limits, RolloutServer, ServerOptions, app
 from deltawire.engines.server.requests import CompletionRequest
 from deltawire.metrics import Prometheus
+from support import heartbeats
 
 TOKEN = "correct horse"
 HELLO = tokenizer().encode("hello")
@@ -342,7 +343,7 @@ def test_dashboards_get_what_they_ask_for(tmp_path: Path) -> None:
                 time.sleep(0.05)
             text = client.get("/metrics").text + generate_latest(gauges).decode()
     # the page of `deltawire dash` reads it from the bucket
-    ((_, beat),) = Run.open(str(tmp_path / "run")).heartbeats()
+    (beat,) = heartbeats(Run.open(str(tmp_path / "run")))
     assert [(sync.version, sync.error) for sync in beat.syncs] == [(1, "")]
     assert {"fetch", "decode", "apply", "prove", "pause"} <= beat.syncs[0].timings.keys()
     # Grafana from Prometheus

@@ -24,6 +24,7 @@ from deltawire.core.signing import SigningKey
 from deltawire.engines.follower import Follower
 from deltawire.engines.server import RolloutServer, ServerOptions
 from deltawire.store import LocalStore
+from support import heartbeats
 
 VERSIONS, STREAMS = 20, 8
 HELLO = tokenizer().encode("hello")
@@ -417,5 +418,5 @@ def test_a_follower_signs_off_even_if_what_ends_its_server_fails(tmp_path: Path)
     with pytest.raises(ProcessLookupError):
         follower.loop()
     assert isinstance(follower.failure, SchemaMismatch)
-    ((_, beat),) = Run.open(LocalStore(run)).heartbeats()
+    (beat,) = heartbeats(Run.open(LocalStore(run)))
     assert (beat.replica, beat.address) == ("gone", "")

@@ -88,6 +88,7 @@ const moment = (at) => (at == null ? "–" : new Date(at * 1e3).toLocaleString("
 const now = () => (live ? Date.now() / 1e3 : doc.looked);
 const ago = (at) => (at == null ? "–" : at > now() - 1 ? "now" : `${duration(now() - at)} ago`);
 const replicaColour = (index) => `c${index % 8}`;
+const seenAt = (replica) => doc.looked - replica.seen_s;
 
 // ── tooltip ────────────────────────────────────────────────────────────────────────────────────────────────────
 

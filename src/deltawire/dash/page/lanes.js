@@ -13,7 +13,7 @@ function phases(sync) {
 
 function describeSync(item) {
   const { sync, replica } = item, spent = phases(sync);
-  return [`${replica.id}: v${count(sync.version)}${sync.error ? " failed" : ""}`, [
+  return [`${replica.replica}: v${count(sync.version)}${sync.error ? " failed" : ""}`, [
     ["ended", moment(sync.at)], ["from", sync.previous == null ? "nothing" : `v${count(sync.previous)}`], ["fetched", size(sync.bytes)],
     ...PHASES.map(([name, text]) => [text, spent[name] ? duration(spent[name]) : null, name]),
     ["paused in all", duration(sync.pause)], ["sync in all", duration(sync.seconds)],
@@ -46,7 +46,7 @@ function drawLanes(target) {
     pen.fillRect(0, lane(row) + tall - 1, width, 1);
     pen.fillStyle = narrow ? colours.soft : colours.ink;
     pen.textAlign = "left";
-    pen.fillText(cut(pen, replica.id, narrow ? width - 8 : left - 14), 2, narrow ? lane(row) + 8 : lane(row) + tall / 2);
+    pen.fillText(cut(pen, replica.replica, narrow ? width - 8 : left - 14), 2, narrow ? lane(row) + 8 : lane(row) + tall / 2);
   });
   if (byTime) laneTimes(pen, shown, items, { left, right, tall, width, axis, colours, narrow });
   else laneDurations(pen, shown, items, { left, right, tall, width, axis, colours, narrow });

@@ -19,7 +19,7 @@ function drawTiles() {
   if (!doc.replicas.length) made.push(tile("Replicas", "0", "none has sent a heartbeat"));
   else if (!head.following) made.push(tile("Slowest replica", "–", "no heartbeat was read"));
   else {
-    const behind = doc.replicas.find((replica) => replica.id === head.slowest);
+    const behind = doc.replicas.find((replica) => replica.replica === head.slowest);
     const all = head.current === head.following;
     const lag = all ? "all current" : behind && behind.lag == null ? "no version known" : `${head.slowest_lag} behind`;
     const note = `${head.slowest}${head.slowest_sync_s ? `, syncs in ${duration(head.slowest_sync_s)}` : ""}`;
@@ -50,7 +50,7 @@ function timeline() {
   const tables = [[order.map((pair) => pair[0]), order.map((pair) => pair[1])]];
   for (const replica of doc.replicas) {
     const points = replica.syncs.filter((sync) => !sync.error).map((sync) => [sync.at, sync.version]);
-    if (replica.version != null) points.push([Math.max(replica.seen, points.length ? points[points.length - 1][0] : 0), replica.version]);
+    if (replica.version != null) points.push([Math.max(seenAt(replica), points.length ? points[points.length - 1][0] : 0), replica.version]);
     points.sort((a, b) => a[0] - b[0]);
     tables.push([points.map((pair) => pair[0]), points.map((pair) => pair[1])]);
   }
@@ -98,7 +98,7 @@ function drawTime(target) {
 }
 
 function rowsAt(lines, index, text) {
-  const rows = lines.map((values, line) => [line ? doc.replicas[line - 1].id : "trainer", text(values[index]), line ? replicaColour(line - 1) : "trainer"]);
+  const rows = lines.map((values, line) => [line ? doc.replicas[line - 1].replica : "trainer", text(values[index]), line ? replicaColour(line - 1) : "trainer"]);
   const shown = rows.filter((row) => row[1] != null);
   return shown.length > 14 ? [...shown.slice(0, 14), [`and ${shown.length - 14} more`, " "]] : shown;
 }
@@ -153,13 +153,13 @@ function drawReplicas(target) {
     const drift = replica.clock_s >= 1e7 ? "its clock is wrong" : replica.clock_s ? `its clock is ${duration(replica.clock_s)} fast` : "";
     const since = replica.behind_s ? ` (${duration(replica.behind_s + (live ? Date.now() / 1e3 - lookedAt : 0))})` : "";
     return el("tr", {},
-      el("td", { class: "name", title: replica.id }, dot, replica.id, drift ? el("small", { text: drift }) : null),
+      el("td", { class: "name", title: replica.replica }, dot, replica.replica, drift ? el("small", { text: drift }) : null),
       el("td", { text: replica.version == null ? "–" : `v${count(replica.version)}` }),
       el("td", { text: replica.lag == null ? "–" : `${count(replica.lag)}${since}` }),
       el("td", { class: `name ${replica.health}`, text: HEALTH[replica.health] || "unknown", title: replica.error }),
       el("td", { text: last ? duration(last.seconds) : "–" }),
       el("td", { text: last ? duration(last.pause) : "–" }),
-      el("td", { text: ago(replica.seen).replace(" ago", ""), title: moment(replica.seen) }));
+      el("td", { text: ago(seenAt(replica)).replace(" ago", ""), title: moment(seenAt(replica)) }));
   });
   table(target, "Replicas", [["Replica", "name"], ["Version"], ["Behind"], ["Health", "name"], ["Last sync"], ["Paused"], ["Seen"]], rows);
 }
@@ -242,8 +242,8 @@ function drawMetrics(target) {
 
 function drawFailures(target) {
   const found = doc.replicas.flatMap((replica) => [
-    ...replica.syncs.filter((sync) => sync.error).map((sync) => ({ at: sync.at, replica: replica.id, version: sync.version, reason: sync.error, times: sync.times })),
-    ...(replica.error && !replica.syncs.some((sync) => sync.error && replica.error.startsWith(sync.error)) ? [{ at: replica.seen, replica: replica.id, version: null, reason: replica.error, times: 1 }] : []),
+    ...replica.syncs.filter((sync) => sync.error).map((sync) => ({ at: sync.at, replica: replica.replica, version: sync.version, reason: sync.error, times: sync.times })),
+    ...(replica.error && !replica.syncs.some((sync) => sync.error && replica.error.startsWith(sync.error)) ? [{ at: seenAt(replica), replica: replica.replica, version: null, reason: replica.error, times: 1 }] : []),
   ]).sort((a, b) => b.at - a.at).slice(0, 100);
   target.sub.textContent = found.length ? "Failed syncs and polls. After each of them a replica still serves the version that it had." : "No replica tells of a failure.";
   const title = (one) => [clock(one.at), one.replica, one.version == null ? "" : `to v${count(one.version)}`, one.times > 1 ? plural(one.times, "time") : ""].filter(Boolean).join(" · ");
