@@ -38,13 +38,13 @@ from _report import about
 from deltawire import Published, Publisher
 from deltawire.bucket import prune
 from deltawire.bucket.browse import below
-from deltawire.bucket.doctor import examine
 from deltawire.bucket.references import as_run
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.bucket.versions import resolve, set_tag
 from deltawire.core.errors import DeltawireError, PublishError
 from deltawire.core.full import Checkpoint, digest_of
+from deltawire.doctor import examine_store as examine
 from deltawire.store import open_store
 
 FOLLOWERS = 2

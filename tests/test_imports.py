@@ -35,7 +35,8 @@ ROOMS: dict[str, set[str]] = {
     "engines": {*BASE, "kernels", "trainer", "replica", "api"},
     # of engines only what checks tokens and addresses
     "dash": {"bucket", "core", "store", "engines"},
-    "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines", "dash", "derive", "views", "keeper"},
+    "doctor": {"bucket", "core", "store"},
+    "cli": {*BASE, "kernels", "trainer", "replica", "api", "engines", "dash", "doctor", "derive", "views", "keeper"},
     "errors": {"core"},
     "__init__": {"api", "bucket", "core", "errors", "replica", "trainer"},
     "trl": {"engines"},

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 import deltawire as dw
-from deltawire.bucket.doctor import examine
 from deltawire.bucket.prune import Retention, prune
 from deltawire.bucket.run import Run
 from deltawire.core.errors import DeltawireError, PublishFailed
+from deltawire.doctor import examine_store as examine
 from deltawire.store import ObjectStore, Store, open_store
 from deltawire_wordle.seaweed import SeaweedFS
 from support import blank, history, publish

@@ -112,7 +112,7 @@ def _slowest(document: Document) -> str:
         return "–"
     if head.current == head.following:
         return "all current"
-    known = any(replica.id == head.slowest and replica.lag is not None for replica in document.replicas)
+    known = any(replica.replica == head.slowest and replica.lag is not None for replica in document.replicas)
     return f"{head.slowest}, {f'{head.slowest_lag} behind' if known else 'no version known'}"
 
 

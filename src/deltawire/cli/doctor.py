@@ -9,7 +9,7 @@ from typer import Argument, BadParameter, Exit, Option, echo
 from . import ui
 
 if TYPE_CHECKING:
-    from ..bucket.doctor import Finding
+    from ..doctor import Finding
 
 _MARKS = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "–"}
 
@@ -45,26 +45,26 @@ def command(
       deltawire doctor s3://runs/chat --server http://localhost:8000
       deltawire doctor s3://runs/chat@best --server http://localhost:8000
     """
+    from .. import doctor
+
     said = None if json else _say
     if server is not None:
-        from ..engines import doctor as servers
         from ..engines.access import read_token
 
-        report = servers.examine(server, read_token(token_file), run, said)
+        report = doctor.examine_server(server, read_token(token_file), run, said)
         value = {"server": server, "healthy": report.healthy, "checks": report.findings}
         failed, code = f"{server} does not follow a run as it should; failed", 1
     elif run is not None:
-        from ..bucket import doctor as stores
         from ..bucket.versions import split
         from ..store import open_store
 
         # no patience on top of the client's own: what is wrong is to be seen now
         store = open_store(split(run)[0], retry=False)
         with ui.ended_by_sigterm():
-            report = stores.examine(store, said)
+            report = doctor.examine_store(store, said)
         figures = {name: round(value, 6) for name, value in report.figures.items()}
-        value = {"run": report.run, "healthy": report.healthy, "checks": report.findings, "figures": figures}
-        failed, code = f"{report.run} does not do what a run needs", 5
+        value = {"run": report.address, "healthy": report.healthy, "checks": report.findings, "figures": figures}
+        failed, code = f"{report.address} does not do what a run needs", 5
     else:
         raise BadParameter("name a run: deltawire doctor RUN, or a server: deltawire doctor --server URL")
     # for people each finding is printed when it is made

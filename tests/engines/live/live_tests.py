@@ -21,7 +21,7 @@ import pytest
 
 import deltawire as dw
 from deltawire.bucket.run import Run
-from deltawire.engines.doctor import examine
+from deltawire.doctor import examine_server as examine
 from deltawire.engines.live.launch import write_version
 from tests.engines.live.live_server import Server, Streams, Trainer, make_model, serving
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.bucket import doctor
-from deltawire.bucket.doctor import Report, examine
+from deltawire import doctor
 from deltawire.core.errors import PermissionDenied, StoreUnavailable
+from deltawire.doctor import Report
+from deltawire.doctor import examine_store as examine
 from deltawire.store import Store
 from deltawire.store.base import Chunks, Fetched, ObjectInfo
 from deltawire_wordle.counting import CountingStore

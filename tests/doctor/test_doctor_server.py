@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from deltawire import doctor
 from deltawire.cli import app
 from deltawire.core.errors import BadURL
-from deltawire.engines import doctor
-from deltawire.engines.doctor import examine
+from deltawire.doctor import examine_server as examine
 from deltawire.trainer import Publisher
 
 GOOD = {
