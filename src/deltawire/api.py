@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from .core import full
-from .core.change import Block, Change, Region, blocks, compare, moved
+from .core.change import Block, Change, blocks, compare, moved
 from .core.digest import StateDigest
-from .core.dtypes import Bits
 from .core.errors import DigestMismatch, UnknownFormat
 from .core.parallel import ordered_map, threads_for
-from .core.schema import Schema
 from .core.sparse import BASE_DIGEST, DIGEST, DeltaFile, write_delta
 from .models import ModelView, Module, like, tensors_of
 
@@ -84,22 +82,13 @@ def decode(
     for _ in file.patches(result.__getitem__, threads):
         pass
     if check:
-        found = full.digest_of(_Result(base.schema, result), threads)
+        patched = full.ReadBy(base.schema, lambda region: region.cut(result[region.tensor.name]))
+        found = full.digest_of(patched, threads)
         hint = "the delta is damaged, or one of several objects of its version: check that out from its run"
         _require(file, DIGEST, "model_version", found, hint)
     templates = tensors_of(old)
     shaped = {name: like(templates[name], bits) for name, bits in result.items()}
     return {name: shaped[base.schema.ties.get(name, name)] for name in templates}
-
-
-class _Result:
-    """The patched weights, as `full.digest_of` reads them."""
-
-    def __init__(self, schema: Schema, tensors: Mapping[str, Bits]) -> None:
-        self.schema, self._tensors = schema, tensors
-
-    def region(self, region: Region) -> Bits:
-        return region.cut(self._tensors[region.tensor.name])
 
 
 def _require(file: DeltaFile, key: str, version: str, found: StateDigest, hint: str) -> None:

@@ -16,7 +16,6 @@ import torch
 import zstandard
 from safetensors import safe_open
 
-from deltawire.bucket.references import CheckpointWeights
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.core import full, keys
@@ -100,7 +99,7 @@ def test_this_build_still_reads_the_anchor() -> None:
     blob = read("anchor.safetensors")
     file = full.FullFile(lambda start, length: blob[start : start + length], len(blob))
     full.Anchor([file], make.SCHEMA)
-    assert full.digest_of(CheckpointWeights(file, make.SCHEMA)) == full.digest_of(make.old())
+    assert full.digest_of(full.ReadBy(make.SCHEMA, file.region)) == full.digest_of(make.old())
 
 
 def test_this_build_still_reads_the_manifests() -> None:

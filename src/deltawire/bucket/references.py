@@ -17,13 +17,6 @@ Resolve = Callable[[str, int], Path]
 """(name, most) → where the checkpoint folder is that a reference names; at most so many bytes are fetched for it."""
 
 
-class CheckpointWeights:
-    """Full weights from an opened checkpoint, seen by the run's schema (which knows about ties)."""
-
-    def __init__(self, source: full.Source, schema: Schema) -> None:
-        self.schema, self.region = schema, source.region
-
-
 def resolver(reference: str | Path | None) -> Resolve:
     """How to find the checkpoint that a run starts from: where the user says it is, else by the run's name for it."""
     return find_reference if reference is None else lambda *_: Path(reference)
@@ -75,7 +68,7 @@ def hub_folder(source: str, most: int) -> Path:
         ) from error
 
 
-def reference_source(run: Run, link: Link, resolve: Resolve) -> CheckpointWeights:
+def reference_source(run: Run, link: Link, resolve: Resolve) -> full.Source:
     """The checkpoint a run starts from."""
     folder = resolve(link.source, 2 * run.schema.nbytes + MAX_ALL_FILES)
     try:
@@ -88,8 +81,8 @@ def reference_source(run: Run, link: Link, resolve: Resolve) -> CheckpointWeight
     return as_run(checkpoint, run.schema, f"the reference {link.source!r}")
 
 
-def as_run(checkpoint: full.Checkpoint, schema: Schema, what: str, advice: str = "") -> CheckpointWeights:
+def as_run(checkpoint: full.Checkpoint, schema: Schema, what: str, advice: str = "") -> full.Source:
     """A checkpoint folder as weights of a run. Folders know nothing of ties and may spell a tied tensor out."""
     stored = [t for t in checkpoint.schema.tensors if t.name not in schema.ties]
     Schema.build(stored, schema.ties).require_equal(schema, ours=what, theirs="the run", advice=advice)
-    return CheckpointWeights(checkpoint, schema)
+    return full.ReadBy(schema, checkpoint.region)

@@ -51,6 +51,16 @@ class Source(Protocol):
         ...
 
 
+class ReadBy:
+    """A source whose regions are read by a function."""
+
+    def __init__(self, schema: Schema, read: Callable[[Region], Bits]) -> None:
+        self.schema, self._read = schema, read
+
+    def region(self, region: Region) -> Bits:
+        return self._read(region)
+
+
 def _file_order(region: Region) -> tuple[int, str, int, int]:
     """Widest dtype first, then by name: every tensor then starts at a multiple of its own width."""
     return -lookup(region.tensor.dtype).size, region.tensor.name, region.row, region.column

@@ -22,7 +22,7 @@ from ..core.change import Block, Change, Region, compare, moved, no_change, piec
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import PublishFailed
-from ..core.full import Source
+from ..core.full import ReadBy, Source
 from ..core.parallel import Later, default_threads, ordered_map, threads_for
 from ..core.sparse import EncodedBlock, encode_block, encode_counted
 from .detectors import Detector, Found, HostDetector, SnapshotLost, done, merge
@@ -361,18 +361,17 @@ class Stream:
         return digest, coded
 
 
-class Watched:
-    """A source that reports how many bytes were read from it."""
+def counted(source: Source, compared: Compared) -> Source:
+    """Return a source that reports how many bytes are read from it."""
+    lock = threading.Lock()
 
-    def __init__(self, source: Source, compared: Compared) -> None:
-        self.schema, self._source, self._compared = source.schema, source, compared
-        self._lock = threading.Lock()
-
-    def region(self, region: Region) -> Bits:
-        bits = self._source.region(region)
-        with self._lock:
-            self._compared(bits.nbytes)
+    def read(region: Region) -> Bits:
+        bits = source.region(region)
+        with lock:
+            compared(bits.nbytes)
         return bits
+
+    return ReadBy(source.schema, read)
 
 
 def _is_dense(old: Bits, new: Bits) -> bool:

@@ -50,7 +50,7 @@ from ..models import Model
 from ..store import Store
 from .adapters import Adapter
 from .background import Background, Captured
-from .captures import Captures, Stream, Watched
+from .captures import Captures, Stream, counted
 from .collective import LAST_WAIT, RESTART, Group, Lockstep, Ranks
 from .commit import Committer
 from .detectors import Detector, HostDetector, SnapshotLost, TooLarge, default_detector
@@ -207,7 +207,7 @@ class Pipeline:
         if newest is None:
             # shards are read twice, so their bytes would count twice
             if progress is not None and not self.together and isinstance(detector, HostDetector):
-                watched = Watched(source, lambda n: progress("detect", n, schema.nbytes))
+                watched = counted(source, lambda n: progress("detect", n, schema.nbytes))
         elif self._differs(newest, source, detector, must_match):
             state = group.each(lambda: None if self._distrusted else self._rebuild(run, newest.version, progress))
             # on all ranks if one of them cannot read it
