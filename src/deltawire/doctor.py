@@ -122,13 +122,11 @@ def _findings(subject: object, table: Table) -> Iterator[Finding]:
                 yield Finding(name, "skipped" if needs in failed else verdict, detail, seconds)
 
 
-def _report(address: str, findings: Iterable[Finding], tell: Tell | None, figures: dict[str, float]) -> Report:
-    done = []
-    for finding in findings:
-        done.append(finding)
+def _collect(findings: list[Finding], more: Iterable[Finding], tell: Tell | None) -> None:
+    for finding in more:
+        findings.append(finding)
         if tell:
             tell(finding)
-    return Report(address, tuple(done), figures)
 
 
 # ── the store of a run ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -139,17 +137,15 @@ def examine_store(store: Store, tell: Tell | None = None) -> Report:
 
     What was put there is removed, also on an interrupt.
     """
-    trial = _Trial(store)
-
-    def findings() -> Iterator[Finding]:
-        try:
-            yield from _findings(trial, STORE)
-        finally:
-            left = trial.clean()
-        if left:
-            yield Finding("clean up", "failed", f"delete {left[0]} and {len(left) - 1} more by hand")
-
-    return _report(store.url, findings(), tell, trial.figures)
+    trial, findings = _Trial(store), list[Finding]()
+    try:
+        _collect(findings, _findings(trial, STORE), tell)
+    finally:
+        left = trial.clean()
+    if left:
+        by_hand = f"delete {left[0]} and {len(left) - 1} more by hand"
+        _collect(findings, [Finding("clean up", "failed", by_hand)], tell)
+    return Report(store.url, tuple(findings), trial.figures)
 
 
 class _Trial:
@@ -433,9 +429,10 @@ def examine_server(url: str, token: str | None = None, run: str | None = None, t
         is_server = False
     if not is_server:
         raise BadURL(f"{url!r} is not the address of a server: write http://host:port")
-    server = _Server(url.rstrip("/"), token)
-    findings = (found for found in _server_findings(server, run) if found.verdict != "skipped" or found.detail)
-    return _report(url, findings, tell, {})
+    findings: list[Finding] = []
+    done = _server_findings(_Server(url.rstrip("/"), token), run)
+    _collect(findings, (found for found in done if found.verdict != "skipped" or found.detail), tell)
+    return Report(url, tuple(findings))
 
 
 def _server_findings(server: _Server, wanted: str | None) -> Iterator[Finding]:

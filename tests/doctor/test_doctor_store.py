@@ -12,7 +12,7 @@ import pytest
 
 from deltawire import doctor
 from deltawire.core.errors import PermissionDenied, StoreUnavailable
-from deltawire.doctor import Report
+from deltawire.doctor import Finding, Report
 from deltawire.doctor import examine_store as examine
 from deltawire.store import Store
 from deltawire.store.base import Chunks, Fetched, ObjectInfo
@@ -107,8 +107,15 @@ def test_interrupted(store: Store) -> None:
             if callable(data):
                 raise KeyboardInterrupt
 
+    def tell(finding: Finding) -> None:
+        if finding.check == "create":
+            raise BrokenPipeError
+
     with pytest.raises(KeyboardInterrupt):
         examine(Interrupted(store))
+    assert [*store.list()] == []
+    with pytest.raises(BrokenPipeError):
+        examine(store, tell)
     assert [*store.list()] == []
 
 
