@@ -26,6 +26,8 @@ import torch
 
 from deltawire import Publisher
 from deltawire.cli import app, main
+from deltawire.engines.live import launch
+from deltawire.engines.options import ANSWERS, BUILTIN, FLOW, WHAT, WHERE, ServerOptions, settings
 from tests import forks
 from tests.engines.server.serving import checkpoint, nudge, publisher, tiny_model
 
@@ -171,8 +173,15 @@ def test_what_it_refuses() -> None:
     assert "name a run" in refused()
     assert "DELTAWIRE_TOKEN" in refused("run", "--host", "0.0.0.0", DELTAWIRE_TOKEN="")
     assert "--engine vllm or sglang" in refused("run", "--", "--max-model-len", "9")
-    assert "--engine vllm" in refused("run", "--folder", "weights")
-    assert "this server follows none" in refused("run", DELTAWIRE_ADAPTERS="policy=run")
+    assert "--folder is for --engine vllm or sglang" in refused("run", "--folder", "weights")
+    assert "--folder is for --engine vllm RUN" in refused("--engine", "vllm", "m", "--run", "r", "--folder", "weights")
+    assert "--adapter is for --engine vllm or sglang" in refused("base", "--adapter", "policy=run")
+    assert "--kv version is for" in refused("run", DELTAWIRE_KV="version")
+    for variable, text in (("DELTAWIRE_ADAPTERS", "policy=run"), ("DELTAWIRE_PAUSE", "abort")):
+        assert f"{variable} is set, which is for --engine vllm or sglang" in refused("run", **{variable: text})
+    # also where a flag takes its place
+    assert "DELTAWIRE_POLL is 'soon'; it can be a number" in refused("run", "--poll", "1", DELTAWIRE_POLL="soon")
+    assert "--threads is for the built-in server" in refused("run", "--engine", "vllm", "--threads", "1")
     assert "[-- FLAGS OF THE ENGINE]" in refused("run", "--engine", "sglang", "--tp-size", "2")
 
 
@@ -184,6 +193,48 @@ def test_adapters_that_are_named_wrongly() -> None:
         assert "A-Z a-z 0-9" in said
     assert "--adapter names 'p' twice" in refused("--engine", "vllm", "base", "--adapter", "p=a", "--adapter", "p=b")
     assert "name the base model" in refused("--engine", "vllm", "--adapter", "policy=run")
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> ServerOptions:
+    """What an engine would be started with."""
+    found: list[ServerOptions] = []
+    monkeypatch.setattr(launch, "launch", lambda engine, options: found.append(options) or sys.exit())
+    answer = CliRunner().invoke(app, ["serve", "--engine", "vllm", "--port", "0", *arguments], env=environment)
+    assert answer.exit_code == 0, answer.output
+    return found[0]
+
+
+def test_flags_come_before_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    variables = {
+        "DELTAWIRE_RUN": "s3://runs/one@7", "DELTAWIRE_PIN": "v3", "DELTAWIRE_POLL": "5", "DELTAWIRE_KV": "keep",
+        "DELTAWIRE_FOLLOW": "0", "DELTAWIRE_TOKEN": "secret", "DELTAWIRE_ADAPTERS": "policy=s3://runs/lora",
+    }  # fmt: skip
+    alone = chosen(monkeypatch, **variables)
+    assert alone == ServerOptions(
+        run="s3://runs/one", pin=7, poll=5, kv="keep", follow=False, token="secret",
+        adapters={"policy": "s3://runs/lora"}, port=0, extra=[],
+    )  # fmt: skip
+    (tmp_path / "token").write_text("other\n")
+    flags = ["--poll", "0.5", "--kv", "clear", "--token-file", str(tmp_path / "token"), "--version-wait", "0"]
+    other = chosen(monkeypatch, "s3://runs/two", *flags, "--", "--max-num-seqs", "4", **variables)
+    assert (other.run, other.pin, other.poll, other.kv) == ("s3://runs/two", "v3", 0.5, "clear")
+    assert (other.token, other.version_wait, other.extra) == ("other", 0, ["--max-num-seqs", "4"])
+    assert chosen(monkeypatch, "s3://runs/two@latest", **variables).pin is None
+    both = chosen(monkeypatch, "base", "--adapter", "judge=s3://runs/judge", **variables)
+    assert (both.model, both.run, both.adapters) == ("base", "s3://runs/one", {"judge": "s3://runs/judge"})
+
+
+def test_help_has_every_option_under_what_it_is_for() -> None:
+    text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    panels = {part.partition(" ─")[0]: part for part in text.split("╭─ ")[1:]}
+    assert [*panels] == ["Arguments", "Options", WHAT, WHERE, FLOW, ANSWERS, BUILTIN]
+    for setting in settings():
+        if setting.panel:
+            (line,) = [line for line in panels[setting.panel].splitlines() if f" {setting.flag} " in line]
+            assert len(line.split()) > 3, f"{setting.name} has no help"
+            assert setting.variable in panels[setting.panel]
+        elif setting.name not in ("run", "pin", "adapters", "token"):
+            assert setting.variable in text.partition("╭─")[0]
 
 
 @pytest.mark.parametrize("engine", ["builtin", "vllm", "sglang"])

@@ -101,15 +101,14 @@ class Rollouts:
     def __init__(self) -> None:
         from serving import checkpoint, publisher, serving, tiny_model
 
-        from deltawire.engines.server import Limits
-
         self._stack = ExitStack()
         home = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="deltawire-fuzz-")))
         model = tiny_model()
         with publisher(home / "run", checkpoint(home / "model", model)) as made:
             made.publish(model).result(60)
-        limits = Limits(max_batch=4, max_queue=32)
-        options: dict[str, Any] = {"token": self._TOKEN, "limits": limits, "name": "letters", "max_model_len": 64}
+        options: dict[str, Any] = {
+            "token": self._TOKEN, "max_batch": 4, "max_queue": 32, "name": "letters", "max_model_len": 64,
+        }  # fmt: skip
         server, _ = self._stack.enter_context(serving(home / "run", poll=1.0, **options))
         self._port = server.port
         self._guarded = {"authorization": f"Bearer {self._TOKEN}"}

@@ -2,31 +2,94 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from typer import Argument, BadParameter, Context, Option
 
+from ..engines.options import BUILTIN, FLOW, WHAT, WHERE, ServerOptions, Setting, named_adapters, read, settings
 from . import ui
 
 if TYPE_CHECKING:
     from ..engines.server import RolloutServer
 
-
 Engine = Literal["builtin", "vllm", "sglang"]
 
-_FLOW, _SIZE, _ACCESS = "Following the run", "Size", "Access"
+_TITLES = {"token_file": WHERE, "trust": FLOW, "refuse_delegated": FLOW}
+"""Where the flags that other commands have too stand in --help."""
 
 
+def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace `**flags` of a command by one parameter for each option of a server that has a flag."""
+    texts = _docstrings(ServerOptions)
+    *own, _ = inspect.signature(command, eval_str=True).parameters.values()
+    own = [it.replace(annotation=_titled(it.annotation, _TITLES.get(it.name))) for it in own]
+    at = next(at for at, it in enumerate(own) if it.name in _TITLES)
+    own[at:at] = [_parameter(setting, texts[setting.name]) for setting in settings() if setting.panel]
+    command.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    command.__annotations__ = {it.name: it.annotation for it in own}
+    return command
+
+
+def _titled(annotation: Any, title: str | None) -> Any:
+    if title is None:
+        return annotation
+    kind, option = get_args(annotation)
+    option = copy(option)
+    option.rich_help_panel = title
+    return Annotated[kind, option]
+
+
+def _parameter(setting: Setting, text: str) -> inspect.Parameter:
+    option = Option(
+        setting.flag,
+        metavar=setting.value or None,
+        min=setting.least,
+        max=setting.most,
+        exists=setting.exists,
+        file_okay=False,
+        help=f"{text.removesuffix('.')} ({setting.variable})." if setting.variable else text,
+        rich_help_panel=setting.panel,
+    )
+    return inspect.Parameter(
+        setting.name,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=setting.default,
+        annotation=Annotated[setting.type if setting.default is not None else setting.type | None, option],
+    )
+
+
+def _docstrings(record: type) -> dict[str, str]:
+    """Return the docstring after each field of a class, as one line."""
+    (node,) = ast.parse(inspect.getsource(record)).body
+    found, name = {}, ""
+    for part in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(part, ast.AnnAssign):
+            name = ast.unparse(part.target)
+        elif name and isinstance(part, ast.Expr):
+            found[name] = " ".join(ast.literal_eval(part.value).split())
+    return found
+
+
+@_with_flags
 def command(
     ctx: Context,
     model: Annotated[
         str | None, Argument(metavar="MODEL", help="Checkpoint folder or hub id. Without --run: the run.")
     ] = None,
     run: Annotated[
-        str | None, Option("--run", metavar="RUN[@VERSION]", help="The run to follow, or a version to stay at.")
+        str | None,
+        Option(
+            "--run",
+            metavar="RUN[@VERSION]",
+            help="The run to follow, or a version to stay at (DELTAWIRE_RUN, DELTAWIRE_PIN).",
+            rich_help_panel=WHAT,
+        ),
     ] = None,
     adapter: Annotated[
         list[str] | None,
@@ -34,103 +97,16 @@ def command(
             "--adapter",
             metavar="NAME=RUN",
             help="With --engine vllm or sglang: follow a run of adapters too, or without --run them alone. "
-            "May be repeated.",
+            "May be repeated (DELTAWIRE_ADAPTERS).",
+            rich_help_panel=WHAT,
         ),
     ] = None,
-    engine: Annotated[Engine, Option(help="Inference engine.")] = "builtin",
-    host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    name: Annotated[
-        str | None, Option("--served-model-name", metavar="NAME", help="What clients call the model.")
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Option(help="To compute in; auto is float32 on a CPU, elsewhere what most weights of the run are."),
-    ] = "auto",
-    device: Annotated[str, Option(help="cpu, cuda, cuda:1 …")] = "cpu",
-    threads: Annotated[int | None, Option(metavar="N", min=1, help="CPU threads.")] = None,
-    kv: Annotated[
-        Literal["clear", "keep", "version"] | None,
-        Option(
-            "--kv",
-            help="Keys and values of the old weights: clear by default, with vLLM and SGLang version.",
-            rich_help_panel=_FLOW,
-        ),
-    ] = None,
-    poll: Annotated[float, Option(metavar="SECONDS", min=0.01, help="How often to look.", rich_help_panel=_FLOW)] = 1.0,
-    id: Annotated[
-        str | None, Option(metavar="NAME", help="Name in `log`; host and process by default.", rich_help_panel=_FLOW)
-    ] = None,
-    reference: ui.ReferenceOption = None,
+    engine: Annotated[Engine, Option(help="Inference engine.", rich_help_panel=WHAT)] = "builtin",
+    token_file: ui.TokenFileOption = None,
     trust: ui.TrustOption = None,
     refuse_delegated: ui.RefuseDelegatedOption = False,
-    folder: Annotated[
-        Path | None,
-        Option(
-            file_okay=False,
-            help="With --engine vllm or sglang: where the version to start from is written, and used again while it is "
-            "the one wanted; else a temporary folder, removed at the end.",
-        ),
-    ] = None,
-    logprobs_mode: Annotated[
-        Literal["raw_logprobs", "processed_logprobs"], Option(help="Before or after temperature and top_p.")
-    ] = "raw_logprobs",
-    max_model_len: Annotated[
-        int | None, Option(metavar="N", min=2, help="Prompt and answer together.", rich_help_panel=_SIZE)
-    ] = None,
-    max_batch: Annotated[int, Option(min=1, help="Sequences that run at once.", rich_help_panel=_SIZE)] = 64,
-    max_queue: Annotated[
-        int, Option(min=1, help="Sequences that may wait; more get a 503.", rich_help_panel=_SIZE)
-    ] = 1024,
-    kv_memory: Annotated[
-        float, Option(metavar="GB", min=0.001, help="Memory for keys and values.", rich_help_panel=_SIZE)
-    ] = 2.0,
-    max_body: Annotated[
-        float, Option(metavar="MB", min=0.001, help="Size of one request.", rich_help_panel=_SIZE)
-    ] = 8.0,
-    max_connections: Annotated[
-        int, Option(min=8, help="Connections at once; fewer under a low ulimit -n.", rich_help_panel=_SIZE)
-    ] = 1024,
-    request_timeout: Annotated[
-        float, Option(metavar="SECONDS", min=0.001, help="For one answer, then a 504.", rich_help_panel=_SIZE)
-    ] = 600.0,
-    version_wait: Annotated[
-        float,
-        Option(
-            metavar="SECONDS",
-            min=0,
-            envvar="DELTAWIRE_VERSION_WAIT",
-            show_envvar=False,
-            help="For a version that a request asks for, then a 409.",
-            rich_help_panel=_SIZE,
-        ),
-    ] = 30.0,
-    address: Annotated[
-        str,
-        Option(
-            metavar="HOST:PORT",
-            envvar="DELTAWIRE_ADDRESS",
-            show_envvar=False,
-            help="For clients, as `deltawire fleet` shows it; by default where it listens.",
-            rich_help_panel=_FLOW,
-        ),
-    ] = "",
-    token_file: Annotated[
-        Path | None,
-        Option(
-            exists=True,
-            dir_okay=False,
-            help="File with the bearer token; else DELTAWIRE_TOKEN.",
-            rich_help_panel=_ACCESS,
-        ),
-    ] = None,
-    guard_all: Annotated[
-        bool, Option("--guard-all", help="Ask for the token on /v1 and /metrics too.", rich_help_panel=_ACCESS)
-    ] = False,
-    grace: Annotated[
-        float, Option(metavar="SECONDS", min=0, help="For running requests at the end.", rich_help_panel=_ACCESS)
-    ] = 5.0,
     json: ui.JsonOption = False,
+    **flags: Any,
 ) -> None:
     """Serve a model whose weights follow a run, in place, while it answers.
 
@@ -141,6 +117,10 @@ def command(
 
     A bearer token in DELTAWIRE_TOKEN (or --token-file) guards the control routes,
     and is required to listen on anything but this machine.
+
+    Without a flag, its environment variable holds, which stands in parentheses.
+    The others: DELTAWIRE_FOLLOW, DELTAWIRE_HEARTBEAT, DELTAWIRE_PAUSE,
+    DELTAWIRE_ADAPTERS_KEEP.
 
     With --json there is one JSON object per line: the address, then each version.
 
@@ -154,13 +134,14 @@ def command(
       deltawire serve --engine sglang s3://runs/chat -- --tp-size 2
     """
     builtin = engine == "builtin"
+    options = replace(read(), **_typed(ctx, flags, builtin))
+    if builtin:
+        _refuse_variables_of_plugins(options)
     if adapter and builtin:
         raise BadParameter("--adapter is for --engine vllm or sglang")
-    if builtin and os.environ.get("DELTAWIRE_ADAPTERS"):
-        raise BadParameter("DELTAWIRE_ADAPTERS is set, and this server follows none: unset it, or use --engine")
     if run is None and not adapter:
         model, run = None, model
-    if run is None and not model:
+    if run is None and not options.run and not model:
         raise BadParameter(
             "name the base model: deltawire serve --engine vllm MODEL --adapter NAME=RUN"
             if adapter
@@ -170,18 +151,18 @@ def command(
         raise BadParameter(
             f"with --adapter the argument is a model, and {model} is a run: give it as --run, with or without a model"
         )
-    if folder and (builtin or model):
+    if options.folder and model:
         raise BadParameter("--folder is for --engine vllm RUN and --engine sglang RUN")
-    if kv == "version" and builtin:
+    if options.kv == "version" and builtin:
         raise BadParameter("--kv version is for --engine vllm or sglang; this server keeps no prefixes: clear or keep")
     if ctx.args and builtin:
         raise BadParameter(f"{ctx.args[0]!r} is a flag of another server, and needs --engine vllm or sglang")
 
     from ..bucket.trust import REFUSE_DELEGATED, Trust
     from ..engines.access import check_guarded, listen, read_token
-    from ..engines.live.settings import named_adapters
 
-    adapters = named_adapters("--adapter", adapter or ())
+    if adapter:
+        options = replace(options, adapters=named_adapters("--adapter", adapter))
     if trust:
         # read wherever the run is opened, also in the processes of an engine
         os.environ["DELTAWIRE_TRUST"] = trust
@@ -189,63 +170,55 @@ def command(
         os.environ[REFUSE_DELEGATED] = "1"
     # an engine would say what is wrong with them only after minutes
     Trust.of(None)
-    token = read_token(token_file)
-    check_guarded(host, token)
+    if token_file:
+        options = replace(options, token=read_token(token_file))
+    check_guarded(options.host, options.token)
     # before anything is imported or fetched; an engine says so only after minutes
-    listen(host, port).close()
-    where, pin = _pin(run) if run else ("", None)
-    following: dict[str, Any] = {
-        "run": where,
-        "pin": pin,
-        "host": host,
-        "port": port,
-        "name": name,
-        "reference": reference,
-        "poll": poll,
-        "token": token,
-        "address": address,
-        "version_wait": version_wait,
-        "max_model_len": max_model_len,
-        "logprobs_mode": logprobs_mode,
-    }
-    if not builtin:
-        from ..engines.live import launch as live
-        from ..engines.sglang import launch as sglang
-        from ..engines.vllm import launch as vllm
-
-        runs = ", ".join(f"{name}={place}" for name, place in adapters.items())
-        chosen = live.Options(**following, kv=kv, adapters=runs, extra=ctx.args)
-        # until it is another program, which has its own way to end
-        with ui.ended_by_sigterm():
-            live.launch(vllm if engine == "vllm" else sglang, chosen, model, folder)
-    from ..engines.server import Connections, Limits, RolloutServer, ServerOptions
-
-    options = ServerOptions(
-        **following,
-        model=model,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        limits=Limits(max_batch, max_queue, int(kv_memory * 1e9)),
-        kv_policy="keep" if kv == "keep" else "clear",
-        id=id,
-        guard_all=guard_all,
-        max_body=int(max_body * 1e6),
-        request_timeout=request_timeout,
-        connections=Connections(max_connections),
-        grace=grace,
-    )
-    # while it waits or loads; the server has its own way to end once it is up
+    listen(options.host, options.port).close()
+    options = replace(options, model=model, extra=ctx.args, **_followed(run or options.run))
+    # while it waits or loads; a server has its own way to end once it is up
     with ui.ended_by_sigterm():
+        if not builtin:
+            from ..engines.live import launch as live
+            from ..engines.sglang import launch as sglang
+            from ..engines.vllm import launch as vllm
+
+            live.launch(vllm if engine == "vllm" else sglang, options)
+        from ..engines.server import RolloutServer
+
         try:
             server = RolloutServer(options, on_version=lambda version, timings: _say(version, timings, json))
         except ValueError as error:
             raise BadParameter(str(error)) from None
-        server.run(on_listening=lambda: _listening(server, host, json))
+        server.run(on_listening=lambda: _listening(server, options.host, json))
 
 
-def _pin(text: str) -> tuple[str, int | None]:
-    """The run to follow, and the version to stay at."""
+def _typed(ctx: Context, flags: Mapping[str, Any], builtin: bool) -> dict[str, Any]:
+    """Return the options of the command line. Raises BadParameter for one that the engine does not have."""
+    found = {}
+    for setting in settings():
+        source = ctx.get_parameter_source(setting.name)
+        if setting.name not in flags or source is None or source.name != "COMMANDLINE":
+            continue
+        if setting.only_plugins and builtin:
+            raise BadParameter(f"{setting.flag} is for --engine vllm or sglang")
+        if setting.panel == BUILTIN and not builtin:
+            raise BadParameter(f"{setting.flag} is for the built-in server; flags of the engine itself come after --")
+        found[setting.name] = flags[setting.name]
+    return found
+
+
+def _refuse_variables_of_plugins(options: ServerOptions) -> None:
+    """Raise BadParameter where the environment asks for what the built-in server does not have."""
+    for setting in settings():
+        if setting.only_plugins and setting.variable and getattr(options, setting.name) != setting.default:
+            raise BadParameter(f"{setting.variable} is set, which is for --engine vllm or sglang: unset it")
+
+
+def _followed(text: str) -> dict[str, Any]:
+    """Return the run to follow, and the version to stay at where one is written behind it."""
+    if not text:
+        return {}
     from ..bucket.versions import NEWEST, resolve_early, split
 
     where, version = split(text)
@@ -253,7 +226,9 @@ def _pin(text: str) -> tuple[str, int | None]:
         raise BadParameter(
             f"{where} is a checkpoint, not a run: add --run RUN (or --adapter NAME=RUN with --engine vllm or sglang)"
         )
-    return where, None if version is None or version in NEWEST else resolve_early(where, version)
+    if version is None:
+        return {"run": where}
+    return {"run": where, "pin": None if version in NEWEST else resolve_early(where, version)}
 
 
 def _is_checkpoint(folder: str) -> bool:

@@ -7,8 +7,10 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from ..bucket.run import Run
+from ..bucket.versions import resolve_early
 from ..core.digest import StateDigest
-from ..core.errors import DeltawireError, RunReplaced, SchemaError
+from ..core.errors import DeltawireError, Misconfigured, RunReplaced, SchemaError
 from ..replica import Replica, Synced
 from ..replica.target import AnyTarget
 from ..store import Store
@@ -168,3 +170,13 @@ class Follower:
 
     def _arrived(self, version: int) -> None:
         """Called after every sync that succeeded, also where the weights were that version already."""
+
+
+def pinned(run: str | Store, version: int | str | None, setting: str = "DELTAWIRE_PIN") -> int | None:
+    """Return the version to stay at that a setting names, if it names one."""
+    if not isinstance(version, str):
+        return version
+    try:
+        return resolve_early(run if isinstance(run, str) else Run.open(run), version)
+    except DeltawireError as error:
+        raise Misconfigured(f"{setting} is {version[:80]!r}: {error}") from error

@@ -29,8 +29,8 @@ from ..core.extras import install_command
 from ..models import is_peft, unwrapped
 from ..trainer import Published, Publisher, PublishHandle, adapter, merged
 from ..trainer.adapters import Adapter
-from .live.settings import ADAPTER_NAME
 from .names import versions_of
+from .options import ADAPTER_NAME
 
 if TYPE_CHECKING:
     import torch

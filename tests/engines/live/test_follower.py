@@ -28,8 +28,8 @@ from deltawire.engines.live.engine import Engine  # noqa: E402
 from deltawire.engines.live.follower import EngineFollower  # noqa: E402
 from deltawire.engines.live.node import WorkerError  # noqa: E402
 from deltawire.engines.live.rank import Rank  # noqa: E402
-from deltawire.engines.live.settings import Policy  # noqa: E402
 from deltawire.engines.live.target import EngineTarget  # noqa: E402
+from deltawire.engines.options import ServerOptions  # noqa: E402
 from deltawire.engines.vllm.core import swap, undo  # noqa: E402
 from deltawire.engines.vllm.engine import VllmEngine  # noqa: E402
 from deltawire.replica import host  # noqa: E402
@@ -142,7 +142,7 @@ class Client:
         self.engine_core.core_engines = self.engines  # type: ignore[attr-defined]
 
     def engine(self) -> Engine:
-        return VllmEngine(self, Policy(kv="clear"))
+        return VllmEngine(self, ServerOptions(kv="clear"))
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None) -> list[Any]:
         return self.everywhere(method, args, kwargs)

@@ -15,6 +15,7 @@ from deltawire.core.errors import RunNotFound, SchemaMismatch
 from deltawire.core.full import Checkpoint, digest_of
 from deltawire.engines.live import launch
 from deltawire.engines.live.launch import write_version
+from deltawire.engines.options import ServerOptions
 from deltawire.trainer import Publisher
 from support import model
 
@@ -26,7 +27,7 @@ class Echo:
         return ["echo"]
 
     def prepare(
-        self, options: launch.Options, model: str | Path, command: Sequence[str], environment: Mapping[str, str]
+        self, options: ServerOptions, model: str | Path, command: Sequence[str], environment: Mapping[str, str]
     ) -> tuple[list[str], dict[str, str]]:
         return [*command, str(model)], {**environment, **options.variables()}
 
@@ -57,8 +58,9 @@ def test_a_run_that_is_not_there_yet_is_waited_for(
     """TRL waits for its server before it trains, so the server is often the first of the two."""
     started: list[str] = []
     monkeypatch.setattr(launch.os, "execve", lambda program, command, environment: started.extend(command))
-    place, options = tmp_path / "place", launch.Options(run=str(tmp_path / "run"), poll=0.01)
-    thread = threading.Thread(target=launch.launch, args=(Echo(), options, None, place), daemon=True)
+    place = tmp_path / "place"
+    options = ServerOptions(run=str(tmp_path / "run"), folder=place, poll=0.01)
+    thread = threading.Thread(target=launch.launch, args=(Echo(), options), daemon=True)
     thread.start()
     while "waiting for it" not in caplog.text:
         assert thread.is_alive()
@@ -83,11 +85,11 @@ def test_a_temporary_folder_is_the_servers_or_is_removed(
 
     monkeypatch.setattr(launch.os, "execve", execve)
     with pytest.raises(SystemExit):
-        launch.launch(Echo(), launch.Options(run=run))
+        launch.launch(Echo(), ServerOptions(run=run))
     with Publisher(tmp_path / "bare") as publisher:
         publisher.publish(model(0)).result(60)
     with pytest.raises(SchemaMismatch):
-        launch.launch(Echo(), launch.Options(run=str(tmp_path / "bare")))
+        launch.launch(Echo(), ServerOptions(run=str(tmp_path / "bare")))
     assert not [*(tmp_path / "temporary").iterdir()]
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 

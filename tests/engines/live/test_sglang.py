@@ -39,7 +39,7 @@ from deltawire.engines.live.endpoint import Endpoint
 from deltawire.engines.live.engine import Engine
 from deltawire.engines.live.learn import copy_of
 from deltawire.engines.live.node import WorkerError
-from deltawire.engines.live.settings import Policy
+from deltawire.engines.options import ServerOptions
 from deltawire.engines.sglang import SECRET, core, following, guard, hooks, register
 from deltawire.store import ObjectStore, open_store
 
@@ -111,7 +111,7 @@ class Manager(Client):
         super().__init__(folder, world, *options)
         self.server_args = SimpleNamespace(resolved_dict=dict)
         self.model_path = folder
-        self.policy = Policy()
+        self.options = ServerOptions()
         self.schedulers = [Scheduler(self, number) for number in range(world)]
         self._threads, self._barrier = ThreadPoolExecutor(world), threading.Barrier(world)
         self._gathered: dict[int, Any] = {}
@@ -119,7 +119,7 @@ class Manager(Client):
     def engine(self) -> Engine:
         from deltawire.engines.sglang.engine import SglangEngine
 
-        return SglangEngine(self, self.policy)
+        return SglangEngine(self, self.options)
 
     @property
     def paused(self) -> bool:  # type: ignore[override]
@@ -218,7 +218,7 @@ def test_a_server_follows_and_what_was_in_flight_keeps_its_version(world: World)
 
 def test_a_server_that_cannot_drop_its_caches_stays_where_it_is(world: World) -> None:
     manager: Any = world.client
-    manager.policy = world.target.engine._policy = Policy(kv="clear")  # type: ignore[attr-defined]
+    manager.options = world.target.engine._options = ServerOptions(kv="clear")  # type: ignore[attr-defined]
     world.sync()
     version = world.publish()
     manager.drops_caches = False

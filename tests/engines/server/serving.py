@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from deltawire.engines.server import Limits, RolloutServer, ServerOptions
+from deltawire.engines.server import Connections, RolloutServer, ServerOptions
 from deltawire.engines.server.scheduler import Scheduler
 from deltawire.store import Store
 from deltawire.trainer import Publisher
@@ -93,10 +93,15 @@ def published_run(home: Path) -> Path:
 
 
 @contextmanager
-def serving(run: Path | Store, wait: bool = True, **options: Any) -> Iterator[tuple[RolloutServer, httpx.Client]]:
+def serving(
+    run: Path | Store, wait: bool = True, connections: Connections | None = None, **options: Any
+) -> Iterator[tuple[RolloutServer, httpx.Client]]:
     """A server that follows the run, and a client of it. Afterwards no thread of it is left."""
-    options = {"port": 0, "poll": 0.02, "limits": Limits(max_batch=16), **options}
-    server = RolloutServer(ServerOptions(run=str(run) if isinstance(run, Path) else run, **options))
+    options = {"port": 0, "poll": 0.02, "max_batch": 16, **options}
+    if isinstance(run, Path):
+        server = RolloutServer(ServerOptions(run=str(run), **options), connections=connections)
+    else:
+        server = RolloutServer(ServerOptions(**options), store=run, connections=connections)
     up = threading.Event()
     thread = threading.Thread(target=server.run, args=(up.set,))
     thread.start()

@@ -18,7 +18,7 @@ from serving import checkpoint, generate, nudge, published_run, publisher, servi
 
 from deltawire.bucket.run import Run
 from deltawire.core.errors import Misconfigured
-from deltawire.engines.server import Limits, RolloutServer, ServerOptions, app
+from deltawire.engines.server import RolloutServer, ServerOptions, app
 from deltawire.engines.server.requests import CompletionRequest
 from deltawire.metrics import Prometheus
 from support import heartbeats
@@ -34,8 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(run: Path) -> Iterator[tuple[RolloutServer, httpx.Client]]:
-    limits = Limits(max_batch=4, max_queue=40)
-    with serving(run, token=TOKEN, max_body=20_000, limits=limits, name="letters") as it:
+    with serving(run, token=TOKEN, max_body=0.02, max_batch=4, max_queue=40, name="letters") as it:
         yield it
 
 

@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
 
 from deltawire.core.errors import SchemaMismatch
 from deltawire.engines.server.batch import require_batchable
-from deltawire.engines.server.scheduler import Limits
 from deltawire.engines.server.sequence import Sampling
 
 
@@ -50,7 +49,7 @@ def test_little_memory_only_makes_it_slower() -> None:
     with bench(model) as roomy:
         expected = [s.tokens for s in roomy.run(prompts_of(12), Sampling(20, temperature=0))]
         position = roomy.scheduler.batch.position_bytes
-    with bench(model, limits=Limits(max_batch=8, max_model_len=256, kv_memory=position * 64)) as tight:
+    with bench(model, kv_memory=position * 64 / 1e9) as tight:
         assert not tight.scheduler.fits(65)
         assert [s.tokens for s in tight.run(prompts_of(12), Sampling(20, temperature=0))] == expected
 

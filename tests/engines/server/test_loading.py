@@ -26,22 +26,22 @@ def test_a_run_that_began_with_a_wider_checkpoint(tmp_path: Path, device: str, d
     with publisher(tmp_path / "run", folder) as publish:
         publish.publish(trainer).result(60)
     run = str(tmp_path / "run")
-    assert compute_dtype(ServerOptions(run, device=device), lambda: Run.open(run)) == dtype
-    assert compute_dtype(ServerOptions(run, device=device, dtype="float16"), lambda: Run.open(run)) == torch.float16
+    assert compute_dtype(ServerOptions(device=device), lambda: Run.open(run)) == dtype
+    assert compute_dtype(ServerOptions(device=device, dtype="float16"), lambda: Run.open(run)) == torch.float16
 
 
 def test_a_run_without_a_config_is_refused_and_the_next_step_named(tmp_path: Path) -> None:
     with Publisher(tmp_path / "run", files={}) as publish:
         publish.publish({"w": np.zeros(4, np.uint16)}).result(60)
     with pytest.raises(SchemaMismatch, match=r"carries no config\.json.*serve MODEL --run RUN"):
-        load_options(ServerOptions(str(tmp_path / "run"), poll=0.01))
+        load_options(ServerOptions(poll=0.01), str(tmp_path / "run"))
 
 
 def test_quantized_weights_are_refused_and_the_next_step_named(tmp_path: Path) -> None:
     with Publisher(tmp_path / "run", view="fp8-block") as publish:
         publish.publish(tiny_model()).result(60)
     with pytest.raises(SchemaMismatch, match="serve the run that these weights are derived from, or use --engine vllm"):
-        load_options(ServerOptions(str(tmp_path / "run"), poll=0.01))
+        load_options(ServerOptions(poll=0.01), str(tmp_path / "run"))
 
 
 def test_most_weights_decide() -> None:

@@ -13,7 +13,8 @@ import torch
 from serving import Brake, nudge, tiny_model
 from transformers import Qwen3ForCausalLM
 
-from deltawire.engines.server.scheduler import Limits, QueueFull, Scheduler
+from deltawire.engines.options import ServerOptions
+from deltawire.engines.server.scheduler import QueueFull, Scheduler
 from deltawire.engines.server.sequence import Sampling, Sequence
 
 EOS = frozenset({2})
@@ -25,8 +26,7 @@ class Bench:
     def __init__(self, model: Any, **options: Any) -> None:
         self.version: int | None = 0
         self.done: dict[Sequence, threading.Event] = {}
-        options = {"limits": Limits(max_batch=8, max_model_len=256), **options}
-        self.scheduler = Scheduler(model, lambda: self.version, **options)
+        self.scheduler = Scheduler(model, lambda: self.version, ServerOptions(**{"max_batch": 8, **options}), 256)
         self.scheduler.start()
 
     def add(self, prompts: list[list[int]], sampling: Sampling, **more: Any) -> list[Sequence]:
@@ -74,7 +74,7 @@ def test_every_token_is_counted_to_the_weights_that_made_it(policy: str) -> None
 
     remember(0)
     prompts = prompts_of(6)
-    with bench(model, kv_policy=policy) as it:
+    with bench(model, kv=policy) as it:
         brake = Brake(it.scheduler, 15 * len(prompts))
         sequences = it.add(prompts, Sampling(120, temperature=0, ignore_eos=True))
         for version in range(1, 6):
@@ -187,7 +187,7 @@ def test_cancelled_sequences_leave_and_others_stay() -> None:
 
 
 def test_the_queue_is_bounded_and_takes_all_or_none() -> None:
-    with bench(limits=Limits(max_batch=2, max_queue=5, max_model_len=64)) as it:
+    with bench(max_batch=2, max_queue=5) as it:
         it.scheduler.pause("keep")
         it.add([[5]] * 4, Sampling(2))
         with pytest.raises(QueueFull):

@@ -22,7 +22,7 @@ from serving import checkpoint, published_run, serving, tiny_model, tokenizer
 from starlette.datastructures import URL
 from starlette.requests import HTTPConnection
 
-from deltawire.engines.server import Connections, Limits, RolloutServer, app
+from deltawire.engines.server import Connections, RolloutServer, app
 from deltawire.engines.server.loading import UntrustedCode, load
 from deltawire.engines.server.requests import ChatRequest
 
@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(run: Path) -> Iterator[tuple[RolloutServer, httpx.Client]]:
     """Waits for its clients for longer than any test takes."""
     limits = Connections(MOST, *[600.0] * 4)
-    with serving(run, token=TOKEN, max_body=200_000, limits=Limits(4, 40), connections=limits) as it:
+    with serving(run, token=TOKEN, max_body=0.2, max_batch=4, max_queue=40, connections=limits) as it:
         yield it
 
 
@@ -206,11 +206,11 @@ def test_what_is_wrong_thousands_of_times_is_counted_a_few_times(wrong: dict[str
 
 def test_large_requests_are_not_all_held_at_once(served: tuple[RolloutServer, httpx.Client], wire: Any) -> None:
     server, client = served
-    server.held += app.BODIES_AT_ONCE * server.options.max_body
+    server.held += app.BODIES_AT_ONCE * server.max_body
     try:
         answer = client.post("/v1/completions", json={"prompt": "a"})
     finally:
-        server.held -= app.BODIES_AT_ONCE * server.options.max_body
+        server.held -= app.BODIES_AT_ONCE * server.max_body
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
     assert server.held == 0

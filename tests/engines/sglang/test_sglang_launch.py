@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.engines.live import settings
-from deltawire.engines.live.launch import Options
+from deltawire.engines.options import ServerOptions, read
 from deltawire.engines.sglang.launch import prepare
 
 SGLANG = ["python", "-m", "sglang.launch_server"]
 
 
 def test_the_server_is_told_what_to_follow() -> None:
-    options = Options(
+    options = ServerOptions(
         run="s3://runs/chat", port=9, pin=41, token="t", max_model_len=64, logprobs_mode="raw_logprobs",
         extra=["--tp-size", "2"],
     )  # fmt: skip
@@ -26,12 +25,12 @@ def test_the_server_is_told_what_to_follow() -> None:
     assert environment["HOME"] == "/root"
     assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "true"
     assert not {"SGLANG_PLUGINS", "SGLANG_USE_CPU_ENGINE"} & environment.keys()
-    read = settings.read(environment)
-    assert (read.run, read.pin, read.follow, read.token) == ("s3://runs/chat", "41", True, "t")
+    found = read(environment)
+    assert (found.run, found.pin, found.follow, found.token) == ("s3://runs/chat", "41", True, "t")
 
 
 def test_a_list_of_plugins_gets_ours() -> None:
-    options = Options(run="run")
+    options = ServerOptions(run="run")
     for given, expected in (("mine", "mine,deltawire"), ("deltawire,mine", "deltawire,mine")):
         assert (
             prepare(options, "m", SGLANG, {"SGLANG_PLUGINS": given}, accelerated=True)[1]["SGLANG_PLUGINS"] == expected
@@ -39,7 +38,7 @@ def test_a_list_of_plugins_gets_ours() -> None:
 
 
 def test_without_an_accelerator_it_computes_on_the_cpu() -> None:
-    options = Options(run="run", extra=["--attention-backend=intel_amx"])
+    options = ServerOptions(run="run", extra=["--attention-backend=intel_amx"])
     command, environment = prepare(options, "m", SGLANG, {}, accelerated=False)
     assert command[command.index("--device") + 1] == "cpu"
     assert "torch_native" not in command
@@ -48,14 +47,15 @@ def test_without_an_accelerator_it_computes_on_the_cpu() -> None:
 
 
 def test_room_for_adapters() -> None:
-    options = Options(adapters="policy=s3://runs/lora, judge=s3://runs/judge", extra=["--max-lora-rank", "64"])
+    adapters = {"policy": "s3://runs/lora", "judge": "s3://runs/judge"}
+    options = ServerOptions(adapters=adapters, extra=["--max-lora-rank", "64"])
     command, environment = prepare(options, "m", SGLANG, {}, accelerated=True)
     room = ["--enable-lora", "--max-loras-per-batch", "4", "--max-lora-rank", "16", "--lora-target-modules", "all"]
     at = command.index("--enable-lora")
     assert command[at : at + 7] == room
     # SGLang takes the last of a flag
     assert command[-2:] == ["--max-lora-rank", "64"]
-    assert set(settings.read(environment).adapters) == {"policy", "judge"}
+    assert read(environment).adapters == adapters
 
 
 def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -63,7 +63,7 @@ def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path, caplo
 
     def chosen(*extra: str) -> list[str]:
         caplog.clear()
-        return prepare(Options(run="run", extra=extra), tmp_path, SGLANG, {}, accelerated=True)[0]
+        return prepare(ServerOptions(run="run", extra=extra), tmp_path, SGLANG, {}, accelerated=True)[0]
 
     assert "--skip-tokenizer-init" in chosen()
     assert "only /generate answers" in caplog.text

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.engines.live import settings
-from deltawire.engines.live.launch import Options
+from deltawire.engines.options import ServerOptions, read
 from deltawire.engines.vllm.launch import CPU_KV, kv_gib, prepare
 
 VLLM = ["vllm", "serve"]
 
 
 def test_the_server_is_told_what_to_follow() -> None:
-    options = Options(run="s3://runs/chat", port=9, pin=41, kv="keep", token="t", extra=["--max-model-len", "64"])
+    options = ServerOptions(run="s3://runs/chat", port=9, pin=41, kv="keep", token="t", extra=["--max-model-len", "64"])
     command, environment = prepare(options, "/models/chat", VLLM, {"VLLM_PLUGINS": "mine,deltawire", "HOME": "/root"})
     assert command[:3] == ["vllm", "serve", "/models/chat"]
     assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "deltawire"}
@@ -27,26 +26,28 @@ def test_the_server_is_told_what_to_follow() -> None:
     assert "t" not in command
     assert environment["VLLM_PLUGINS"] == "mine,deltawire"
     assert environment["HOME"] == "/root"
-    read = settings.read(environment)
-    assert (read.run, read.pin, read.follow, read.token) == ("s3://runs/chat", "41", True, "t")
-    assert (read.policy.mode, read.policy.kv) == ("keep", "keep")
+    found = read(environment)
+    assert (found.run, found.pin, found.follow, found.token) == ("s3://runs/chat", "41", True, "t")
+    assert (found.pause, found.plugin_kv) == ("keep", "keep")
 
 
 def test_without_a_choice_keys_and_values_are_kept_apart_by_version() -> None:
-    options = Options(run="s3://runs/chat")
-    assert settings.read(prepare(options, "m", VLLM, {})[1]).policy.kv == "version"
-    assert settings.read(prepare(options, "m", VLLM, {"DELTAWIRE_KV": "clear"})[1]).policy.kv == "clear"
+    given = {"DELTAWIRE_KV": "clear"}
+    # what the environment says is in the options already
+    assert read(prepare(ServerOptions(run="s3://runs/chat"), "m", VLLM, given)[1]).plugin_kv == "version"
+    assert read(prepare(read(given), "m", VLLM, given)[1]).plugin_kv == "clear"
 
 
 def test_a_server_of_adapters_alone_has_room_for_them() -> None:
-    options = Options(adapters="policy=/runs/a, judge=/runs/b")
+    options = ServerOptions(adapters={"policy": "/runs/a", "judge": "/runs/b"})
     command, environment = prepare(options, "a/base", VLLM, {})
     assert command[:3] == ["vllm", "serve", "a/base"]
     assert command[-5:] == ["--enable-lora", "--max-loras", "5", "--max-cpu-loras", "5"]
     assert not {"--weight-transfer-config", "--served-model-name"} & {*command}
-    assert settings.read(environment).adapters == {"policy": "/runs/a", "judge": "/runs/b"}
-    options = Options(run="s3://runs/chat", adapters="policy=/runs/a")
-    both, _ = prepare(options, "m", VLLM, {"DELTAWIRE_ADAPTERS_KEEP": "0"})
+    assert read(environment).adapters == options.adapters
+    both, _ = prepare(
+        ServerOptions(run="s3://runs/chat", adapters={"policy": "/runs/a"}, adapters_keep=0), "m", VLLM, {}
+    )
     assert both[-5:] == ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2"]
     assert "--weight-transfer-config" in both
 
@@ -56,7 +57,7 @@ def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path, caplo
     (tmp_path / "config.json").write_text("{}")
 
     def chosen(*extra: str, model: str | Path = tmp_path) -> bool:
-        command = prepare(Options(run="s3://runs/chat", extra=extra), model, VLLM, {})[0]
+        command = prepare(ServerOptions(run="s3://runs/chat", extra=extra), model, VLLM, {})[0]
         assert ("--return-tokens-as-token-ids" in command) == ("s3://runs/chat has no tokenizer" in caplog.text)
         caplog.clear()
         return "--skip-tokenizer-init" in command
@@ -71,7 +72,7 @@ def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path, caplo
 
 
 def test_a_choice_of_no_tokenizer_is_left_as_it_is(tmp_path: Path) -> None:
-    command, _ = prepare(Options(run="run", extra=["--skip_tokenizer_init"]), tmp_path, VLLM, {})
+    command, _ = prepare(ServerOptions(run="run", extra=["--skip_tokenizer_init"]), tmp_path, VLLM, {})
     assert not {"--skip-tokenizer-init", "--return-tokens-as-token-ids"} & {*command}
 
 
@@ -79,7 +80,7 @@ def test_on_a_cpu_it_leaves_memory_to_others(tmp_path: Path) -> None:
     """vLLM by itself wants 92 % of all memory, and does not start without."""
 
     def chosen(*extra: str, **given: str) -> str | None:
-        return prepare(Options(run="run", extra=extra), "m", VLLM, given)[1].get(CPU_KV)
+        return prepare(ServerOptions(run="run", extra=extra), "m", VLLM, given)[1].get(CPU_KV)
 
     assert chosen() is not None
     assert chosen(VLLM_CPU_KVCACHE_SPACE="7") == "7"
@@ -100,5 +101,5 @@ def test_on_a_cpu_it_leaves_memory_to_others(tmp_path: Path) -> None:
 
 def test_what_every_process_of_a_server_imports_is_light() -> None:
     """vLLM looks through all modules when a worker starts, and fails at some of what numba brings."""
-    code = "import sys, deltawire.engines.live.settings; print([m for m in ('numba', 'torch') if m in sys.modules])"
+    code = "import sys, deltawire.engines.options; print([m for m in ('numba', 'torch') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -15,7 +15,7 @@ swap        what the schedulers of all engines do in a swap; salts of the prefix
 channel     calls between these processes; arrays: files in memory that they share; turns: threads that yield to a loop
 follower    a replica and that target, in the HTTP server: pin, state, naming the version
 adapters    versions of adapters beside the base weights: followed, loaded, lent to requests, dropped
-endpoint    routes, metrics and the follower's thread; samples: versions on completions; settings: the environment;
-            tested: versions of engines that were run
+endpoint    routes, metrics and the follower's thread; samples: versions on completions; tested: versions of engines
+            that were run
 launch      `deltawire serve --engine …`: write a version to a folder, then become the engine's server
 """

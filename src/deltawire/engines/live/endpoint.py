@@ -15,12 +15,12 @@ from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from ...bucket.versions import resolve_early, split
-from ...core.errors import DeltawireError, Misconfigured
-from .. import control, names
+from ...bucket.versions import split
+from ...core.errors import DeltawireError
+from .. import control, names, options
 from ..access import is_bearer, is_loopback, public_address
 from ..bounds import Following
-from . import settings
+from ..follower import pinned
 from .adapters import Adapters
 from .engine import Engine
 from .follower import EngineFollower
@@ -43,7 +43,7 @@ class Endpoint:
     """Routes whose answers are labelled with versions."""
 
     def __init__(self) -> None:
-        self._settings = settings.read()
+        self._options = options.read()
         self._follower: EngineFollower | None = None
         self._target: EngineTarget | None = None
         self._run = ""
@@ -67,7 +67,7 @@ class Endpoint:
             VersionMiddleware,
             present=self._version,
             follower=self._leader,
-            wait_s=self._settings.version_wait,
+            wait_s=self._options.version_wait,
             paths=self.paths,
             adapters=lambda: self._adapters and self._adapters.followed,
         )
@@ -84,10 +84,10 @@ class Endpoint:
     def _listens(self, host: str | None, port: int | None, model: str) -> None:
         """Note where the server listens, without a port where that is no address, and what clients call the model."""
         self._host, self._model = host, model
-        self._address = self._settings.address or (public_address(host, port) if port else "")
-        if not self._settings.run and not self._settings.adapters:
+        self._address = self._options.address or (public_address(host, port) if port else "")
+        if not self._options.run and not self._options.adapters:
             log.info("no run to follow yet: set DELTAWIRE_RUN, or name one to POST /update_weights")
-        if not self._settings.token and not is_loopback(host):
+        if not self._options.token and not is_loopback(host):
             log.warning("this server refuses pin and sync: set DELTAWIRE_TOKEN, or start it with --host 127.0.0.1")
 
     async def open(self, engine: Engine) -> None:
@@ -95,16 +95,16 @@ class Endpoint:
         if warning := untested(self.engine):
             log.warning("%s", warning)
         self._target = EngineTarget(engine, asyncio.get_running_loop())
-        if self._settings.run:
+        if self._options.run:
             await self._target.hold()
-            self._begin(self._settings.run, self._target)
+            self._begin(self._options.run, self._target)
 
     def _begin(self, run: str, target: EngineTarget) -> EngineFollower:
-        config, self._run = self._settings, run
+        config, self._run = self._options, run
         self._follower = EngineFollower(
             run,
             target,
-            pin=_pinned(run, config.pin),
+            pin=pinned(run, config.pin),
             # a run named by a trainer is a trainer's to drive
             following=config.follow and bool(config.run),
             reference=config.reference,
@@ -121,11 +121,11 @@ class Endpoint:
 
     def _follow_adapters(self, make: Callable[..., Adapters], registry: CollectorRegistry = REGISTRY) -> None:
         """Follow the runs of adapters, with the engine's own kind of `Adapters`."""
-        config = self._settings
+        config = self._options
         named = {name: split(text) for name, text in config.adapters.items()}
         self._adapters = make(
             {name: run for name, (run, _) in named.items()},
-            pins={name: _pinned(run, version or "", "DELTAWIRE_ADAPTERS") for name, (run, version) in named.items()},
+            pins={name: pinned(run, version, "DELTAWIRE_ADAPTERS") for name, (run, version) in named.items()},
             base=lambda: self._follower,
             keep=config.adapters_keep,
             heartbeat=config.heartbeat,
@@ -206,11 +206,11 @@ class Endpoint:
 
     def _authorize(self, request: Request) -> None:
         """Control routes change what is served. Without a token only processes of this machine may use them."""
-        if not self._settings.token:
+        if not self._options.token:
             if not is_loopback(self._host):
                 raise HTTPException(403, "set DELTAWIRE_TOKEN to control a server that listens beyond this machine")
             return
-        if not is_bearer(request.headers.get("authorization", ""), self._settings.token):
+        if not is_bearer(request.headers.get("authorization", ""), self._options.token):
             raise HTTPException(401, "this route needs the header 'Authorization: Bearer <DELTAWIRE_TOKEN>'")
 
     def _end(self) -> None:
@@ -250,11 +250,3 @@ class HealthMiddleware:
                 await send(message)
             return
         await JSONResponse(names.health(state, reason), 200 if answer else 503)(scope, receive, send)
-
-
-def _pinned(run: str, text: str, setting: str = "DELTAWIRE_PIN") -> int | None:
-    """The version that a setting names, if it names one."""
-    try:
-        return resolve_early(run, text) if text else None
-    except DeltawireError as error:
-        raise Misconfigured(f"{setting} is {text[:80]!r}: {error}") from error

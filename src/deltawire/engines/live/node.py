@@ -38,6 +38,7 @@ from ...core.errors import ChainError, DeltawireError, ObjectNotFound, RunNotFou
 from ...core.schema import Schema
 from ...core.sparse import DeltaClaim
 from ...replica.target import Delta, Update
+from .. import options
 from . import arrays
 from .channel import Answer, Caller, ChannelClosed, call_all, serve
 from .decoder import Decoder
@@ -159,11 +160,12 @@ class Node:
 
     def fetch(self, run: str, version: int, digests: list[Any], claim: Any, reloads: bool) -> list[Answer]:
         """Fetch a version, where the API server is elsewhere, and stage it."""
+        chosen = options.read()
         # this node may have a bucket of its own that is nearer
-        opened = Run.open(os.environ.get("DELTAWIRE_RUN") or run)
+        opened = Run.open(chosen.run or run)
         to, base = msgspec.convert(digests, list[StateDigest])
         if claim is None:
-            weights = checkout(opened, version, resolve=resolver(os.environ.get("DELTAWIRE_REFERENCE")))
+            weights = checkout(opened, version, resolve=resolver(chosen.reference))
             return self.stage(Update(version, to, base, weights), reloads)
         expected = msgspec.convert(claim, DeltaClaim)
 

@@ -9,10 +9,10 @@ from ...core.extras import install_command
 
 if TYPE_CHECKING:
     from ..http import Connections
-    from .scheduler import Limits
-    from .server import RolloutServer, ServerOptions
+    from ..options import ServerOptions
+    from .server import RolloutServer
 
-__all__ = ["Connections", "Limits", "RolloutServer", "ServerOptions"]
+__all__ = ["Connections", "RolloutServer", "ServerOptions"]
 
 
 def __getattr__(name: str) -> Any:

@@ -210,7 +210,7 @@ def _conflict(server: RolloutServer, bound: Bound, made: str = "") -> Response:
 
 async def _read(server: RolloutServer, http: Request, kind: Kind, events: Events) -> tuple[list[Sequence], Answer]:
     """Read and check a request; its sequences are not queued yet."""
-    body, most = bytearray(), server.options.max_body
+    body, most = bytearray(), server.max_body
     try:
         async for part in http.stream():
             body += part

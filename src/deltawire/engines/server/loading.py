@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
@@ -24,11 +24,10 @@ from ...bucket.watch import wait_for_run
 from ...core.errors import DeltawireError, SchemaMismatch
 from ...core.full import lacks_tokenizer, weight_files
 from ...core.schema import Schema
+from ...store import Store
+from ..options import ServerOptions
 from .batch import require_batchable
 from .template import ChatTemplate
-
-if TYPE_CHECKING:
-    from .server import ServerOptions
 
 log = logging.getLogger("deltawire")
 
@@ -54,9 +53,12 @@ class LoadedModel:
     max_model_len: int
 
 
-def load_options(options: ServerOptions) -> LoadedModel:
-    """Load the model that the options name; without one, that of the run, once the run has a version."""
-    run = cache(lambda: wait_for_run(options.run, options.poll))
+def load_options(options: ServerOptions, address: str | Store) -> LoadedModel:
+    """Load the model that the options name; without one, that of the run, once the run has a version.
+
+    address    of the run, or its store
+    """
+    run = cache(lambda: wait_for_run(address, options.poll))
     dtype = compute_dtype(options, run)
     load_from = partial(load, dtype=dtype, device=options.device, max_model_len=options.max_model_len)
     if options.model is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence as Rows
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +21,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ..options import LogprobsMode
 from .sequence import Sequence
-
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 def draw(

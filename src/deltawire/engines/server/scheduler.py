@@ -21,30 +21,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..options import ServerOptions
 from .batch import Batch
-from .sampling import LogprobsMode, draw
+from .sampling import draw
 from .sequence import NewTokens, Sequence
 
 log = logging.getLogger("deltawire")
 
-KvPolicy = Literal["clear", "keep"]
 PauseMode = Literal["abort", "wait", "keep"]
 Updates = list[tuple[Sequence, NewTokens]]
 
 PREFILL_TOKENS = 4096
 """Prompt tokens of one step: running sequences wait no longer than these take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_batch: int = 64
-    """Sequences that run at once."""
-    max_queue: int = 1024
-    """Sequences that may wait."""
-    kv_memory: int = 2 << 30
-    """Bytes of keys and values."""
-    max_model_len: int = 2048
-    """Tokens of prompt and answer together."""
 
 
 @dataclass(slots=True)
@@ -77,16 +65,15 @@ class Scheduler:
         self,
         model: Any,
         version: Callable[[], int | None],
-        *,
-        limits: Limits,
-        kv_policy: KvPolicy = "clear",
-        logprobs_mode: LogprobsMode = "raw_logprobs",
+        options: ServerOptions,
+        max_model_len: int,
     ) -> None:
-        self.limits, self.counts, self.kv_policy = limits, Counts(), kv_policy
+        self.counts, self.kv_policy = Counts(), options.kv or "clear"
         self.deliver: Callable[[Updates], None] = notify
         """Called in the scheduler's thread with what each step produced; must return quickly."""
         self.batch = Batch(model)
-        self._version, self._logprobs_mode = version, logprobs_mode
+        self._version, self._options, self._max_model_len = version, options, max_model_len
+        self._kv_bytes = round(options.kv_memory * 1e9)
         self._queue: list[Sequence] = []
         """All sequences in order of arrival. The first `running` are the rows of the batch."""
         self.running = 0
@@ -118,12 +105,12 @@ class Scheduler:
 
     def fits(self, length: int) -> bool:
         """Whether a sequence of this length can ever run."""
-        return length <= self.limits.max_model_len and length * self.batch.position_bytes <= self.limits.kv_memory
+        return length <= self._max_model_len and length * self.batch.position_bytes <= self._kv_bytes
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue all sequences. Raises QueueFull, and queues none, if there is no room for all."""
         with self._changed:
-            if self._closed or self.waiting + len(sequences) > self.limits.max_queue:
+            if self._closed or self.waiting + len(sequences) > self._options.max_queue:
                 raise QueueFull
             for sequence in sequences:
                 sequence.late = self.paused
@@ -280,10 +267,10 @@ class Scheduler:
         joined: list[Sequence] = []
         longest = max((s.longest for s in self._queue[: self.running]), default=0)
         widest = 0
-        for new in self._queue[self.running : self.limits.max_batch]:
+        for new in self._queue[self.running : self._options.max_batch]:
             longest, widest = max(longest, new.longest), max(widest, new.length)
             rows = self.running + len(joined) + 1
-            full = rows > 1 and rows * longest * self.batch.position_bytes > self.limits.kv_memory
+            full = rows > 1 and rows * longest * self.batch.position_bytes > self._kv_bytes
             # those behind one that is late are late too
             if new.late or full or (joined and (len(joined) + 1) * widest > PREFILL_TOKENS):
                 break
@@ -296,7 +283,7 @@ class Scheduler:
 
     def _advance(self, sequences: list[Sequence], logits: Tensor, version: int) -> Updates:
         """Draw a token for each sequence, and drop finished ones."""
-        for sequence, drawn in zip(sequences, draw(logits, sequences, self._logprobs_mode), strict=True):
+        for sequence, drawn in zip(sequences, draw(logits, sequences, self._options.logprobs_mode), strict=True):
             sequence.take(version, *drawn)
         self.counts.generated_tokens += len(sequences)
         self.counts.finished += sum(s.finish_reason is not None for s in sequences)

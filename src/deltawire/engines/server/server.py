@@ -1,4 +1,4 @@
-"""The built-in rollout server: options, start, sockets, signals, shutdown."""
+"""The built-in rollout server: start, sockets, signals, shutdown."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,17 +21,16 @@ from ...replica.model import ModelTarget
 from ...store import Store
 from .. import control
 from ..access import check_guarded, listen, public_address
-from ..bounds import WAIT_S
 from ..fingerprint import fingerprint
-from ..follower import Follower
+from ..follower import Follower, pinned
 from ..http import Connections, Server
 from ..names import model_name
+from ..options import ServerOptions
 from .app import PREPARED_AT_ONCE, build
 from .loading import load_options
 from .offload import Offload
 from .requests import Reader
-from .sampling import LogprobsMode
-from .scheduler import KvPolicy, Limits, Scheduler
+from .scheduler import Scheduler
 
 OnVersion = Callable[[int, Mapping[str, float]], object]
 
@@ -41,70 +38,36 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 """Buckets of the histogram of pauses."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Options of `deltawire serve`."""
-
-    run: str | Store
-    model: str | None = None
-    """A checkpoint folder or hub id; None takes config, tokenizer and weights from the run."""
-    pin: int | None = None
-    """Stay at this version."""
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0: any that is free."""
-    name: str | None = None
-    """Name of the model, for clients."""
-    dtype: str = "auto"
-    device: str = "cpu"
-    threads: int | None = None
-    """Threads of torch."""
-    limits: Limits = field(default_factory=Limits)
-    max_model_len: int | None = None
-    kv_policy: KvPolicy = "clear"
-    logprobs_mode: LogprobsMode = "raw_logprobs"
-    poll: float = 1.0
-    id: str | None = None
-    """Name of the replica, as `deltawire log` shows it."""
-    reference: Path | None = None
-    token: str | None = field(default=None, repr=False)
-    """Bearer token of the control routes."""
-    guard_all: bool = False
-    """The token is needed for every route but /health."""
-    max_body: int = 8 << 20
-    """Bytes of one request."""
-    request_timeout: float = 600.0
-    """Seconds for an answer."""
-    version_wait: float = WAIT_S
-    """Seconds that a request waits for a version it accepts, before a 409."""
-    address: str = ""
-    """host:port for clients, in the heartbeat; by default where it listens."""
-    connections: Connections = field(default_factory=Connections)
-    grace: float = 5.0
-    """Seconds that running requests may take after the server was asked to stop."""
-
-
 class RolloutServer:
     """A server with its own socket. `run` blocks until `stop` or a signal; afterwards no thread of it is left.
 
-    `on_version` is called with each version that is served from now on, and the seconds by phase it took to get there.
+    on_version   called with each version that is served from now on, and the seconds by phase it took to get there
+    store        the run's store, instead of that at `options.run`
+    connections  limits on connections; by default the usual ones, for `options.max_connections`
     """
 
-    def __init__(self, options: ServerOptions, on_version: OnVersion = lambda version, timings: None) -> None:
+    def __init__(
+        self,
+        options: ServerOptions,
+        on_version: OnVersion = lambda version, timings: None,
+        *,
+        store: Store | None = None,
+        connections: Connections | None = None,
+    ) -> None:
         check_guarded(options.host, options.token)
         # before anything that takes long: a port that is taken is reported at once
         self._socket = listen(options.host, options.port)
         try:
             if options.threads:
                 torch.set_num_threads(options.threads)
-            self.options, self.loaded = options, load_options(options)
+            run = store or options.run
+            self.options, self.loaded = options, load_options(options, run)
             loaded = self.loaded
             self.scheduler = Scheduler(
                 loaded.model,
                 lambda: self.follower.version if self.follower.caught_up.is_set() else None,
-                limits=replace(options.limits, max_model_len=loaded.max_model_len),
-                kv_policy=options.kv_policy,
-                logprobs_mode=options.logprobs_mode,
+                options,
+                loaded.max_model_len,
             )
 
             def served(version: int, timings: Mapping[str, float]) -> None:
@@ -112,11 +75,13 @@ class RolloutServer:
                 on_version(version, timings)
 
             self.follower = ServerFollower(
-                options.run,
+                run,
                 loaded.model,
                 self.scheduler,
                 served,
-                pin=options.pin,
+                pin=pinned(run, options.pin),
+                following=options.follow,
+                heartbeat=options.heartbeat,
                 poll=options.poll,
                 id=options.id,
                 reference=options.reference,
@@ -126,13 +91,17 @@ class RolloutServer:
             self.metrics = Metrics(self.scheduler, self.follower)
             self.name = options.name or model_name(self.follower.replica.url)
             """Name of the model, as clients see it."""
-            self.reader = Reader(loaded.tokenizer, loaded.template, loaded.max_model_len, options.limits.max_queue)
+            self.reader = Reader(loaded.tokenizer, loaded.template, loaded.max_model_len, options.max_queue)
             self.offload = Offload(PREPARED_AT_ONCE)
             self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
+            self.max_body = round(options.max_body * 1e6)
+            """Bytes of one request."""
             self.held = 0
             """Bytes of request bodies that are in memory."""
             self.started = time.time()
-            self._server = _Server(build(self), options.connections, self.scheduler, options.grace)
+            self._server = _Server(
+                build(self), connections or Connections(options.max_connections), self.scheduler, options.grace
+            )
         except BaseException:
             self._socket.close()
             raise

@@ -78,13 +78,13 @@ def _attach(server_args: object, tokenizer_manager: object, *args: object, **kwa
 
 
 def _hook_scheduler() -> None:
-    from ..live import settings
+    from .. import options
     from . import core, hooks
 
-    chosen = settings.read()
+    chosen = options.read()
     _add(f"{_SCHEDULER}.handle_dumper_control", core.handle, "around")
     _add(f"{_SCHEDULER}.process_batch_result", core.process, "around")
-    if chosen.policy.kv != "keep":
+    if chosen.plugin_kv != "keep":
         _add(f"{_SCHEDULER}._add_request_to_queue", core.salt, "before")
     if chosen.run:
         _add(f"{_SCHEDULER}.init_running_status", core.hold, "after")

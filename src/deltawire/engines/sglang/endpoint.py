@@ -61,8 +61,8 @@ class SGLangServer(Endpoint):
 
         @asynccontextmanager
         async def followed(app: Any) -> AsyncIterator[Any]:
-            await self.open(SglangEngine(self._manager, self._settings.policy))
-            if self._settings.adapters:
+            await self.open(SglangEngine(self._manager, self._options))
+            if self._options.adapters:
                 self._follow_adapters(partial(SglangAdapters, self._manager), registry)
             async with inner(app) as state:
                 yield state

@@ -13,7 +13,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from ..live.channel import Answer
-from ..live.settings import Policy
+from ..options import ServerOptions
 from . import NAME, SECRET
 
 
@@ -32,8 +32,8 @@ class SglangEngine:
     name = "SGLang"
     first_rank = 0
 
-    def __init__(self, manager: Any, policy: Policy) -> None:
-        self._manager, self._policy = manager, policy
+    def __init__(self, manager: Any, options: ServerOptions) -> None:
+        self._manager, self._options = manager, options
         self.source = str(manager.model_path)
         # prompt lookup has no weights; all others have, in a checkpoint of their own or in layers that are not followed
         self.has_draft = manager.server_args.resolved_dict().get("speculative_algorithm") not in (None, "NGRAM")
@@ -44,9 +44,9 @@ class SglangEngine:
     async def swap(self, version: str, staged: list[int]) -> Answer:
         """One call to the schedulers (core.py). Requests that are not to be kept are waited for or stopped before."""
         manager, clock = self._manager, time.perf_counter()
-        if self._policy.mode == "keep" or manager.is_pause:
+        if self._options.pause == "keep" or manager.is_pause:
             return await self._swap(version, staged)
-        if self._policy.mode == "wait":
+        if self._options.pause == "wait":
             # as SGLang's own updates do: requests that come now wait, those before them end
             async with manager.model_update_lock.writer_lock:
                 answer = await self._swap(version, staged)
@@ -58,7 +58,7 @@ class SglangEngine:
         return answer | {"pause": time.perf_counter() - clock}
 
     async def _swap(self, version: str, staged: list[int]) -> Answer:
-        (answer,) = await self.call("swap", version=version, clear=self._policy.kv == "clear", staged=staged)
+        (answer,) = await self.call("swap", version=version, clear=self._options.plugin_kv == "clear", staged=staged)
         if version and "failure" not in answer:
             self._manager._update_weight_version_if_provided(version)
         return answer
@@ -69,7 +69,7 @@ class SglangEngine:
     async def stop(self) -> None:
         """Retracted requests are computed anew. What else is cached is dropped by the next swap, or not found again:
         the name that the weights get next is another salt."""
-        mode = "in_place" if self._policy.kv == "keep" else "retract"
+        mode = "in_place" if self._options.plugin_kv == "keep" else "retract"
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def set_version(self, version: str, resume: bool) -> None:

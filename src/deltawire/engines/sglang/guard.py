@@ -6,7 +6,7 @@ from typing import Any
 
 from ...core.errors import Misconfigured
 from ...core.full import lacks_tokenizer
-from ..live import settings
+from .. import options
 
 _NEEDED = {
     "dp_size": (1, "data-parallel ranks do not switch together yet"),
@@ -22,7 +22,7 @@ _NEEDED = {
 
 def check_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Raise Misconfigured for settings that cannot work, before a model is loaded."""
-    chosen, config = server_args.resolved_dict(), settings.read()
+    chosen, config = server_args.resolved_dict(), options.read()
     if config.adapters:
         _require_room(chosen, len(config.adapters), config.adapters_keep)
     for name, (needed, reason) in _NEEDED.items():

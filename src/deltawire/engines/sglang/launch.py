@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ...core.errors import MissingExtra
 from ...core.extras import install_command
-from ..live import settings
-from ..live.launch import Options, tokenizer_flags
+from ..live.launch import listen_flags, tokenizer_flags
+from ..options import ServerOptions
 from .guard import adapter_flags
 
 ON_A_CPU = (
@@ -36,7 +36,7 @@ def find() -> list[str]:
 
 
 def prepare(
-    options: Options,
+    options: ServerOptions,
     model: str | Path,
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -49,12 +49,11 @@ def prepare(
         import torch
 
         accelerated = torch.accelerator.is_available()
-    variables = {**options.variables()}
+    variables = options.variables()
     if plugins := [name for name in environment.get("SGLANG_PLUGINS", "").split(",") if name]:
         # a list of plugins allows no others
         variables["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*plugins, "deltawire"]))
-    if options.logprobs_mode:
-        variables["SGLANG_RETURN_ORIGINAL_LOGPROB"] = str(options.logprobs_mode == "raw_logprobs").lower()
+    variables["SGLANG_RETURN_ORIGINAL_LOGPROB"] = str(options.logprobs_mode == "raw_logprobs").lower()
     chosen = []
     if not accelerated:
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -67,18 +66,17 @@ def prepare(
     length = ["--context-length", str(options.max_model_len)] if options.max_model_len else []
     return (
         [
-            *command, "--model-path", str(model), *options.listen, *_room({**environment, **variables}), *length,
+            *command, "--model-path", str(model), *listen_flags(options), *_room(options), *length,
             *chosen, *without, *options.extra,
         ],
         {**environment, **variables},
     )  # fmt: skip
 
 
-def _room(variables: Mapping[str, str]) -> list[str]:
+def _room(options: ServerOptions) -> list[str]:
     """Flags for the adapters that a server is to follow."""
-    adapters = settings.read(variables).adapters
-    if not adapters:
+    if not options.adapters:
         return []
-    sizes = adapter_flags(len(adapters)) | {"--max-lora-rank": RANK}
+    sizes = adapter_flags(len(options.adapters)) | {"--max-lora-rank": RANK}
     pairs = [part for flag, least in sizes.items() for part in (flag, str(least))]
     return ["--enable-lora", *pairs, "--lora-target-modules", "all"]

@@ -77,10 +77,10 @@ def _prepare_core() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
-    from ..live import settings
+    from .. import options
     from . import core
 
-    core.attach(EngineCore, Scheduler, salts=settings.read().policy.kv == "version")
+    core.attach(EngineCore, Scheduler, salts=options.read().plugin_kv == "version")
 
 
 NEXT_STEP = (

@@ -54,9 +54,9 @@ class Plugin(Endpoint):
                 "start vllm serve without --data-parallel-rank and without external or hybrid load balancing"
             )
         backend = getattr(engine_client.vllm_config.weight_transfer_config, "backend", None)
-        if backend != NAME and self._settings.run:
-            raise Misconfigured(f"this server cannot follow {self._settings.run}: start it with {BACKEND_FLAG}")
-        if backend != NAME and not self._settings.adapters:
+        if backend != NAME and self._options.run:
+            raise Misconfigured(f"this server cannot follow {self._options.run}: start it with {BACKEND_FLAG}")
+        if backend != NAME and not self._options.adapters:
             log.warning("this server can follow no run: start it with %s", BACKEND_FLAG)
         model = (args.served_model_name or [args.model])[0]
         if getattr(args, "uds", None):
@@ -66,9 +66,9 @@ class Plugin(Endpoint):
             self._listens(getattr(args, "host", None), getattr(args, "port", None) or 8000, model)
         observe(engine_client, "generate", partial(note_versions, present=self._version))
         self._several = several = (getattr(args, "api_server_count", None) or 1) > 1
-        if several and self._settings.adapters:
+        if several and self._options.adapters:
             raise Misconfigured("adapters are followed by one API server: start vllm serve with --api-server-count 1")
-        if self._settings.adapters and getattr(parallel, "nnodes", 1) > 1:
+        if self._options.adapters and getattr(parallel, "nnodes", 1) > 1:
             raise Misconfigured("adapters are written to a folder that all ranks read: serve them on one node")
         if several and engine_client.engine_core.client_index:
             self._relay = Relay()
@@ -81,8 +81,8 @@ class Plugin(Endpoint):
                 args.tokenizer or args.model,
                 " ".join(WITHOUT_TOKENIZER),
             )
-        await self.open(VllmEngine(engine_client, self._settings.policy))
-        if self._settings.adapters:
+        await self.open(VllmEngine(engine_client, self._options))
+        if self._options.adapters:
             self._follow_adapters(partial(VllmAdapters, engine_client, state.openai_serving_models))
         if several:
             others = FastAPI()

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ..live.channel import Answer
-from ..live.settings import Policy
+from ..options import ServerOptions
 
 
 class VllmEngine:
@@ -15,8 +15,8 @@ class VllmEngine:
 
     name = "vLLM"
 
-    def __init__(self, client: Any, policy: Policy) -> None:
-        self._client, self._policy = client, policy
+    def __init__(self, client: Any, options: ServerOptions) -> None:
+        self._client, self._options = client, options
         config = client.vllm_config
         self.source = str(config.model_config.model)
         speculative: Any = getattr(config, "speculative_config", None)
@@ -32,12 +32,12 @@ class VllmEngine:
     async def swap(self, version: str, staged: list[int]) -> Answer:
         """One call to the engine core (core.py). Requests that are not to be kept are stopped before, and so are all
         if there are several engines."""
-        keep = self._policy.mode == "keep" and self._engines == 1
+        keep = self._options.pause == "keep" and self._engines == 1
         stay = keep or await self._client.is_paused()
         clock = time.perf_counter()
         if not keep:
             # of several engines, none computes a step once this returns
-            await self._client.sleep(level=0, mode=self._policy.mode)
+            await self._client.sleep(level=0, mode=self._options.pause)
         answer = await self._swap_cores(version, staged)
         if not stay and "lost" not in answer:
             await self._client.wake_up(["scheduling"])
@@ -46,7 +46,7 @@ class VllmEngine:
 
     async def _swap_cores(self, version: str, staged: list[int]) -> Answer:
         """Swap on all engines, or on none; they get the name when all of them have the weights."""
-        clear = self._policy.kv == "clear"
+        clear = self._options.plugin_kv == "clear"
         if self._engines == 1:
             return (await call_cores(self._client, "deltawire_swap", version, clear, staged))[0]  # type: ignore[no-any-return]
         answers = await call_cores(self._client, "deltawire_swap", "", clear, staged)
@@ -67,7 +67,7 @@ class VllmEngine:
         Level 0 stops the scheduler and leaves all memory as it is."""
         client = self._client
         await client.sleep(level=0, mode="keep")
-        if self._policy.kv != "keep":
+        if self._options.plugin_kv != "keep":
             dropped, *_ = await asyncio.gather(
                 client.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
                 client.reset_mm_cache(),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ...core.errors import MissingExtra
 from ...core.extras import install_command
-from ..live import settings
-from ..live.launch import Options, tokenizer_flags
+from ..live.launch import listen_flags, tokenizer_flags
+from ..options import ServerOptions
 
 BACKEND = '{"backend": "deltawire"}'
 CPU_KV = "VLLM_CPU_KVCACHE_SPACE"
@@ -33,12 +33,12 @@ def find() -> list[str]:
 
 
 def prepare(
-    options: Options, model: str | Path, command: Sequence[str], environment: Mapping[str, str]
+    options: ServerOptions, model: str | Path, command: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
     """The command line and environment of a vLLM server that follows a run, adapters, or both."""
     plugins = [name for name in environment.get("VLLM_PLUGINS", "").split(",") if name and name != "deltawire"]
     length = ["--max-model-len", str(options.max_model_len)] if options.max_model_len else []
-    logprobs = ["--logprobs-mode", options.logprobs_mode] if options.logprobs_mode else []
+    logprobs = ["--logprobs-mode", options.logprobs_mode]
     backend = ["--weight-transfer-config", BACKEND] if options.run else []
     without = tokenizer_flags(
         options, model, WITHOUT_TOKENIZER, otherwise="--tokenizer",
@@ -51,7 +51,7 @@ def prepare(
         variables[CPU_KV] = str(kv_gib())
     return (
         [
-            *command, str(model), *options.listen, *backend, *_room(variables), *length, *logprobs,
+            *command, str(model), *listen_flags(options), *backend, *length, *logprobs, *_room(options),
             *without, *options.extra,
         ],
         variables,
@@ -73,13 +73,12 @@ def kv_gib(root: Path = Path("/")) -> int:
     return max(1, min(bytes_free, default=0) >> 31)
 
 
-def _room(variables: Mapping[str, str]) -> list[str]:
+def _room(options: ServerOptions) -> list[str]:
     """Flags for the adapters that a server is to follow."""
-    config = settings.read(variables)
-    if not config.adapters:
+    if not options.adapters:
         return []
     from .adapters import flags
 
-    sizes = flags(len(config.adapters), config.adapters_keep)
+    sizes = flags(len(options.adapters), options.adapters_keep)
     # all versions that are kept fit into a batch: requests do not wait for those that use an older one
     return ["--enable-lora", *(part for flag in sizes for part in (flag, str(max(sizes.values()))))]
