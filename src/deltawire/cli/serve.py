@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from typer import Argument, BadParameter, Context, Option
@@ -66,9 +67,10 @@ def _parameter(setting: Setting, text: str) -> inspect.Parameter:
 
 def _docstrings(record: type) -> dict[str, str]:
     """Return the docstring after each field of a class, as one line."""
-    (node,) = ast.parse(inspect.getsource(record)).body
+    module = ast.parse(Path(inspect.getfile(record)).read_bytes())
+    (body,) = (part.body for part in module.body if isinstance(part, ast.ClassDef) and part.name == record.__name__)
     found, name = {}, ""
-    for part in node.body if isinstance(node, ast.ClassDef) else ():
+    for part in body:
         if isinstance(part, ast.AnnAssign):
             name = ast.unparse(part.target)
         elif name and isinstance(part, ast.Expr):

@@ -19,9 +19,6 @@ from typing import Any, Protocol
 
 from .names import EXACT_VERSION_HEADER, MIN_VERSION_HEADER
 
-WAIT_S = 30.0
-"""Seconds that a request waits for a version, by default."""
-
 _ASK_S = 1.0
 """Seconds between two reminders to the follower that somebody waits."""
 

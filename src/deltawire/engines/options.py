@@ -19,7 +19,6 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
 from ..core.errors import Misconfigured
-from .bounds import WAIT_S
 
 Kv = Literal["version", "clear", "keep"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -83,7 +82,7 @@ class ServerOptions:
     """Prompt and answer together, in tokens; the model's maximum by default."""
     logprobs_mode: LogprobsMode = option("raw_logprobs", panel=ANSWERS)
     """Before or after temperature and top_p."""
-    version_wait: float = option(WAIT_S, variable="DELTAWIRE_VERSION_WAIT", panel=ANSWERS, value="SECONDS", least=0)
+    version_wait: float = option(30.0, variable="DELTAWIRE_VERSION_WAIT", panel=ANSWERS, value="SECONDS", least=0)
     """For a version that a request asks for, then a 409."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", panel=BUILTIN)

@@ -17,5 +17,5 @@ follower    a replica and that target, in the HTTP server: pin, state, naming th
 adapters    versions of adapters beside the base weights: followed, loaded, lent to requests, dropped
 endpoint    routes, metrics and the follower's thread; samples: versions on completions; tested: versions of engines
             that were run
-launch      `deltawire serve --engine …`: write a version to a folder, then become the engine's server
+launch      `deltawire serve --engine …`: write a version to a folder, then start the engine; supervise: wait for it
 """

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
-from ..bounds import WAIT_S, BadBound, Bound, Following, reached
+from ..bounds import BadBound, Bound, Following, reached
 from ..names import VERSION_HEADER, VERSIONS_FIELD
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -101,7 +101,7 @@ class VersionMiddleware:
         app: Any,
         present: Callable[[], Any],
         follower: Callable[[], Following | None] = lambda: None,
-        wait_s: float = WAIT_S,
+        wait_s: float = 0.0,
         paths: Sequence[str] = PATHS,
         adapters: Callable[[], Callable[[str], Adapter | None] | None] = lambda: None,
     ) -> None:
