@@ -31,6 +31,16 @@ def test_what_lies_between_two_values_of_the_wire_is_not_overlooked() -> None:
         fingerprint(between, "int4")
 
 
+def test_without_a_dtype_every_bit_counts() -> None:
+    weights = {"a": torch.tensor([1.0 + 2**-12]), "empty": torch.zeros(0, 2), "view": torch.arange(6)[::2]}
+    marks = {fingerprint(weights), fingerprint({**weights, "a": torch.tensor([1.0])})}
+    marks.add(fingerprint({**weights, "a": weights["a"].bfloat16()}))
+    marks.add(fingerprint({**weights, "empty": torch.zeros(2, 0)}))
+    marks.add(fingerprint({**weights, "view": torch.arange(3)}))
+    assert len(marks) == 5
+    assert fingerprint({**weights, "view": torch.tensor([0, 2, 4])}) in marks
+
+
 def test_the_server_gives_that_of_its_live_weights(tmp_path: Path) -> None:
     model = tiny_model()
     folder = checkpoint(tmp_path / "checkpoint", model)

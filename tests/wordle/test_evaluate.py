@@ -27,7 +27,7 @@ GAMES = 64
 
 @contextmanager
 def rollout_server(run: Path) -> Iterator[str]:
-    server = RolloutServer(ServerOptions(run=str(run), port=0, name="policy", poll=0.05))
+    server = RolloutServer.open(ServerOptions(run=str(run), port=0, name="policy", poll=0.05))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

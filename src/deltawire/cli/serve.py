@@ -189,7 +189,7 @@ def command(
         from ..engines.server import RolloutServer
 
         try:
-            server = RolloutServer(options, on_version=lambda version, timings: _say(version, timings, json))
+            server = RolloutServer.open(options, on_version=lambda version, timings: _say(version, timings, json))
         except ValueError as error:
             raise BadParameter(str(error)) from None
         server.run(on_listening=lambda: _listening(server, options.host, json))

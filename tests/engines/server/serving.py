@@ -99,9 +99,9 @@ def serving(
     """A server that follows the run, and a client of it. Afterwards no thread of it is left."""
     options = {"port": 0, "poll": 0.02, "max_batch": 16, **options}
     if isinstance(run, Path):
-        server = RolloutServer(ServerOptions(run=str(run), **options), connections=connections)
+        server = RolloutServer.open(ServerOptions(run=str(run), **options), connections=connections)
     else:
-        server = RolloutServer(ServerOptions(**options), store=run, connections=connections)
+        server = RolloutServer.open(ServerOptions(**options), store=run, connections=connections)
     up = threading.Event()
     thread = threading.Thread(target=server.run, args=(up.set,))
     thread.start()

@@ -248,7 +248,7 @@ def test_the_token_may_guard_everything(run: Path) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
 def test_others_may_reach_it_only_with_a_token(host: str, run: Path) -> None:
     with pytest.raises(Misconfigured, match="DELTAWIRE_TOKEN"):
-        RolloutServer(ServerOptions(run=str(run), host=host))
+        RolloutServer.open(ServerOptions(run=str(run), host=host))
 
 
 # ── control and limits ───────────────────────────────────────────────────────────────────────────────────────────────

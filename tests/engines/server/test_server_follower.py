@@ -230,7 +230,7 @@ def test_another_model_ends_the_server_with_the_reason(tmp_path: Path) -> None:
     with publisher(tmp_path / "run", checkpoint(tmp_path / "model", trainer)) as it:
         it.publish(trainer).result(60)
     other = checkpoint(tmp_path / "other", tiny_model(hidden_size=32))
-    server = RolloutServer(ServerOptions(run=str(tmp_path / "run"), model=str(other), port=0))
+    server = RolloutServer.open(ServerOptions(run=str(tmp_path / "run"), model=str(other), port=0))
     with pytest.raises(SchemaMismatch, match="in the run but"):
         server.run()
 

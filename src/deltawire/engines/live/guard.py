@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 DERIVED = ("W_UK", "W_UV", "W_UK_T", "W_K", "W_V", "w_kc", "w_vc")
@@ -29,25 +27,16 @@ def common_problems(model: nn.Module, model_config: Any) -> list[str]:
     return problems
 
 
-def fingerprint(model: nn.Module) -> str:
-    """A hash of every parameter, persistent buffer and tensor that layers keep for their kernels."""
-    whole = hashlib.sha256()
-    for name, tensor in _tensors(model):
-        whole.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        whole.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-    return whole.hexdigest()
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    for name, key, tensor in _derived(model):
-        yield f"{name}.{key}", tensor
+def computed_with(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, and every tensor that layers keep for their kernels, by name."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    found.update((f"{name}.{key}", tensor) for name, key, tensor in _derived(model))
     for name, module in model.named_modules():
         closure = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
         for number, cell in enumerate(closure):
             if isinstance(cell.cell_contents, Tensor):
-                yield f"{name}.cpu_linear.{number}", cell.cell_contents
+                found[f"{name}.cpu_linear.{number}"] = cell.cell_contents
+    return found
 
 
 def _derived(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

@@ -35,10 +35,11 @@ from ...core.schema import Schema
 from ...core.sparse import DeltaClaim, open_delta
 from ...replica.shard import PieceChange, Shard, Sums
 from ...replica.target import write_or_undo
+from ..fingerprint import fingerprint
 from . import arrays
 from .channel import Answer, listen
 from .decode import ShardDecoder, Wanted, compile_decoders
-from .guard import fingerprint
+from .guard import computed_with
 from .layout import sums_to_send
 from .learn import Layer, Learned
 from .node import NodeProcess, read_lent, write_lent
@@ -250,9 +251,9 @@ class Rank:
             if unchanged and self.has_moved():
                 # only a reload puts them back
                 self.reload(folder)
-            before = fingerprint(self._model) if unchanged else ""
+            before = fingerprint(computed_with(self._model)) if unchanged else ""
             self.reload(folder)
-            if unchanged and fingerprint(self._model) != before:
+            if unchanged and fingerprint(computed_with(self._model)) != before:
                 raise RuntimeError("the same weights, loaded again, gave other ones")
 
         predicted = ShardDecoder(self._weights).digests(Checkpoint(folder), self._groups) if prove else {}

@@ -94,7 +94,8 @@ def build(server: RolloutServer) -> FastAPI:
     @app.get("/deltawire/fingerprint")
     async def live_weights(dtype: str = "bf16") -> Response:
         try:
-            return _json(await run_in_threadpool(server.fingerprint, dtype))
+            version, found = await run_in_threadpool(server.follower.sha256, dtype)
+            return _json({"version": version, "sha256": found})
         except ValueError as error:
             raise Refused(str(error), "dtype") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ from ..http import Connections, Server
 from ..names import model_name
 from ..options import ServerOptions
 from .app import PREPARED_AT_ONCE, build
-from .loading import load_options
+from .loading import LoadedModel, load_options
 from .offload import Offload
 from .requests import Reader
 from .scheduler import Scheduler
@@ -39,71 +40,84 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class RolloutServer:
-    """A server with its own socket. `run` blocks until `stop` or a signal; afterwards no thread of it is left.
-
-    on_version   called with each version that is served from now on, and the seconds by phase it took to get there
-    store        the run's store, instead of that at `options.run`
-    connections  limits on connections; by default the usual ones, for `options.max_connections`
-    """
+    """A server with its own socket. `run` blocks until `stop` or a signal; afterwards no thread of it is left."""
 
     def __init__(
         self,
+        options: ServerOptions,
+        run: str | Store,
+        pin: int | None,
+        on_version: OnVersion,
+        connections: Connections,
+        bound: socket.socket,
+        loaded: LoadedModel,
+    ) -> None:
+        """`bound` is where it listens, `loaded` what it serves: use `open`."""
+        self.options, self.loaded, self._socket = options, loaded, bound
+        self.scheduler = Scheduler(
+            loaded.model,
+            lambda: self.follower.version if self.follower.caught_up.is_set() else None,
+            options,
+            loaded.max_model_len,
+        )
+
+        def served(version: int, timings: Mapping[str, float]) -> None:
+            self.metrics.pause.observe(timings.get("pause", 0.0))
+            on_version(version, timings)
+
+        self.follower = ServerFollower(
+            run,
+            loaded.model,
+            self.scheduler,
+            served,
+            pin=pin,
+            following=options.follow,
+            heartbeat=options.heartbeat,
+            poll=options.poll,
+            id=options.id,
+            reference=options.reference,
+            address=options.address or public_address(options.host, self.port),
+            on_failure=self.stop,
+        )
+        self.metrics = Metrics(self.scheduler, self.follower)
+        self.name = options.name or model_name(self.follower.replica.url)
+        """Name of the model, as clients see it."""
+        self.reader = Reader(loaded.tokenizer, loaded.template, loaded.max_model_len, options.max_queue)
+        self.offload = Offload(PREPARED_AT_ONCE)
+        self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
+        self.max_body = round(options.max_body * 1e6)
+        """Bytes of one request."""
+        self.held = 0
+        """Bytes of request bodies that are in memory."""
+        self.started = time.time()
+        self._server = _Server(build(self), connections, self.scheduler, options.grace)
+
+    @classmethod
+    def open(
+        cls,
         options: ServerOptions,
         on_version: OnVersion = lambda version, timings: None,
         *,
         store: Store | None = None,
         connections: Connections | None = None,
-    ) -> None:
+    ) -> RolloutServer:
+        """Bind the port and load the model; without one, that of the run, once the run has a version.
+
+        on_version   called with each version that is served from now on, and the seconds by phase it took to get there
+        store        the run's store, instead of that at `options.run`
+        connections  limits on connections; by default the usual ones, for `options.max_connections`
+        """
         check_guarded(options.host, options.token)
         # before anything that takes long: a port that is taken is reported at once
-        self._socket = listen(options.host, options.port)
+        bound, run = listen(options.host, options.port), store or options.run
         try:
             if options.threads:
                 torch.set_num_threads(options.threads)
-            run = store or options.run
-            self.options, self.loaded = options, load_options(options, run)
-            loaded = self.loaded
-            self.scheduler = Scheduler(
-                loaded.model,
-                lambda: self.follower.version if self.follower.caught_up.is_set() else None,
-                options,
-                loaded.max_model_len,
-            )
-
-            def served(version: int, timings: Mapping[str, float]) -> None:
-                self.metrics.pause.observe(timings.get("pause", 0.0))
-                on_version(version, timings)
-
-            self.follower = ServerFollower(
-                run,
-                loaded.model,
-                self.scheduler,
-                served,
-                pin=pinned(run, options.pin),
-                following=options.follow,
-                heartbeat=options.heartbeat,
-                poll=options.poll,
-                id=options.id,
-                reference=options.reference,
-                address=options.address or public_address(options.host, self.port),
-                on_failure=self.stop,
-            )
-            self.metrics = Metrics(self.scheduler, self.follower)
-            self.name = options.name or model_name(self.follower.replica.url)
-            """Name of the model, as clients see it."""
-            self.reader = Reader(loaded.tokenizer, loaded.template, loaded.max_model_len, options.max_queue)
-            self.offload = Offload(PREPARED_AT_ONCE)
-            self.token_text = lru_cache(maxsize=1 << 16)(self._token_text)
-            self.max_body = round(options.max_body * 1e6)
-            """Bytes of one request."""
-            self.held = 0
-            """Bytes of request bodies that are in memory."""
-            self.started = time.time()
-            self._server = _Server(
-                build(self), connections or Connections(options.max_connections), self.scheduler, options.grace
-            )
+            connections = connections or Connections(options.max_connections)
+            pin = pinned(run, options.pin)
+            return cls(options, run, pin, on_version, connections, bound, load_options(options, run))
         except BaseException:
-            self._socket.close()
+            bound.close()
             raise
 
     @property
@@ -135,12 +149,6 @@ class RolloutServer:
             counts=scheduler.counts,
             uptime_s=time.time() - self.started,
         )
-
-    def fingerprint(self, dtype: str) -> dict[str, Any]:
-        """SHA-256 of the live weights, computed while nothing writes them."""
-        with self.follower.still:
-            version = self.follower.version
-            return {"version": version, "sha256": fingerprint(self.loaded.model.state_dict(), dtype, exact=True)}
 
     def run(self, on_listening: Any = lambda: None) -> None:
         """Serve until `stop` or a signal. Raises the error that ended following the run, or KeyboardInterrupt."""
@@ -181,6 +189,7 @@ class ServerFollower(Follower):
         self, run: str | Store, model: Any, scheduler: Scheduler, on_version: OnVersion, **options: Any
     ) -> None:
         super().__init__(run, ModelTarget(model), pause=self._pause, **options)
+        self._model = model
         self.still = threading.Lock()
         """Held while weights are written, and by readers that need all of them at one version."""
         self._scheduler, self._on_version = scheduler, on_version
@@ -192,6 +201,11 @@ class ServerFollower(Follower):
         # not replica.lock, which a sync holds while it fetches
         with self.still:
             return self.version, self._target.digest()
+
+    def sha256(self, dtype: str) -> tuple[int | None, str]:
+        """Return the version and a hash of the live weights by torch alone, computed while nothing writes them."""
+        with self.still:
+            return self.version, fingerprint(self._model.state_dict(), dtype, exact=True)
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
