@@ -19,7 +19,7 @@ from transformers import Qwen3ForCausalLM
 from deltawire.bucket import checkpoint_folder
 from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
-from deltawire.core.errors import SchemaMismatch, SignatureError, StoreUnavailable
+from deltawire.core.errors import Misconfigured, SchemaMismatch, SignatureError, StoreUnavailable
 from deltawire.core.signing import SigningKey
 from deltawire.engines.follower import Follower
 from deltawire.engines.server import RolloutServer, ServerOptions
@@ -193,6 +193,26 @@ def test_a_pinned_server_stays(tmp_path: Path) -> None:
             assert client.get("/deltawire/status").json()["version"] == 1
             trainer.load_state_dict(first)
             assert same_bits(server, trainer)
+
+
+def test_what_plugins_read_from_the_environment_holds_for_it_too(tmp_path: Path) -> None:
+    trainer, run = tiny_model(), tmp_path / "run"
+    with publisher(run, checkpoint(tmp_path / "model", trainer)) as it:
+        for version in range(2):
+            nudge(trainer, version)
+            it.publish(trainer).result(60)
+        with serving(run, pin="-2", follow=False, heartbeat=0.0, version_wait=0.3) as (server, client):
+            assert client.get("/deltawire/status").json()["pin"] == 0
+            assert client.post("/deltawire/pin", json={"version": None}).json()["version"] == 0
+            nudge(trainer, 2)
+            it.publish(trainer).result(60)
+            newer = {"deltawire-min-version": "2"}
+            assert client.post("/v1/completions", json={"prompt": "a"}, headers=newer).status_code == 409
+            assert client.post("/deltawire/sync").json()["version"] == 2
+            assert same_bits(server, trainer)
+    assert not heartbeats(Run.open(str(run)))
+    with pytest.raises(Misconfigured, match=r"DELTAWIRE_PIN is 'best': .*no tag"), serving(run, pin="best"):
+        pass
 
 
 def test_control_routes_are_those_of_all_engines(tmp_path: Path) -> None:
