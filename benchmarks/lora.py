@@ -15,6 +15,7 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import peft
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from _full_weights import full_weights
 from _report import about, print_about, write_json
 from deltawire import Publisher, Replica
 from deltawire.bucket.run import Run
@@ -34,7 +36,7 @@ RANK = 16
 RANKS = (4, 16, 64)
 RATES = (1e-5, 1e-4, 1e-3)
 WIRES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-WAYS: dict[str, dict[str, Any]] = {"delta": {"anchor_ratio": 1e9}, "full": {"anchor_every": 0}}
+WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {"delta": nullcontext, "full": full_weights}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def measure_adapters(rank: int, lr: float, steps: int) -> list[AdapterRow]:
     rows = []
     for wire, dtype in WIRES.items():
         versions = [{name: tensor.to(dtype) for name, tensor in state.items()} for state in states]
-        found = {way: _followed(versions, options)[steps:] for way, options in WAYS.items()}
+        found = {way: _followed(versions, way)[steps:] for way in WAYS}
         kb = {way: statistics.fmean(p.bytes for p, _ in kept) / 1e3 for way, kept in found.items()}
         cpu = {way: 1e3 * statistics.median(s for _, s in kept) for way, kept in found.items()}
         elements = sum(tensor.numel() for tensor in versions[0].values())
@@ -142,11 +144,11 @@ def measure_adapters(rank: int, lr: float, steps: int) -> list[AdapterRow]:
     return rows
 
 
-def _followed(versions: Sequence[dict[str, Any]], options: dict[str, Any]) -> list[tuple[Published, float]]:
+def _followed(versions: Sequence[dict[str, Any]], way: str) -> list[tuple[Published, float]]:
     """Publish versions one after the other and follow them: each with the CPU seconds of both sides."""
     store, found = memory(), []
     live = {name: torch.zeros_like(tensor) for name, tensor in versions[0].items()}
-    with Publisher(store, wire_dtype=None, **options) as publisher:
+    with WAYS[way](), Publisher(store, wire_dtype=None, anchor_ratio=1e9) as publisher:
         replica = Replica(store, heartbeat=0)
         for version in versions:
             began = time.process_time()

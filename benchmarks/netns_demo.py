@@ -203,11 +203,13 @@ class World:
     def _trainer(self) -> list[str]:
         given = self._given
         servers = [word for machine in REPLICAS for word in ("--server", self.url(machine, ROLLOUTS))]
+        full = [str(Path(__file__).with_name("_full_weights.py"))]
+        trainer = full if self.case.full else ["-m", "deltawire_wordle.train"]
         return [
-            sys.executable, "-m", "deltawire_wordle.train", "--run", RUN, "--env", self.url("services", ENVIRONMENT),
+            sys.executable, *trainer, "--run", RUN, "--env", self.url("services", ENVIRONMENT),
             *servers, *GAME, "--policy", str(self._policy), "--seconds", str(given.seconds), "--games", "0",
             "--lr", str(given.lr), "--secrets", str(given.secrets), "--generations", str(given.generations),
-            "--seed", "1", *(["--full"] if self.case.full else []),
+            "--seed", "1",
         ]  # fmt: skip
 
     def _open(self, client: str, server: str, port: int) -> None:

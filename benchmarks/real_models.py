@@ -41,6 +41,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import deltawire as dw
+from _full_weights import full_weights
 from _report import about, print_about, write_json
 from _shapes import QWEN3_06B
 from deltawire.bucket.run import Run
@@ -313,9 +314,11 @@ def run_once(subject: Subject, rate: float, given: argparse.Namespace, run: str,
     )
     learner = Learner(subject.model.to(given.device), settings)
     steps: list[Step] = []
-    options: dict[str, Any] = {"anchor_every": 0} if given.reloads else {"encoding": given.encoding}
-    options |= {"view": given.view}
-    with dw.Publisher(run, wire_dtype="bf16", files=subject.folder, **options) as publisher, ExitStack() as cleanup:
+    with ExitStack() as cleanup:
+        if given.reloads:
+            cleanup.enter_context(full_weights())
+        options: dict[str, Any] = {"encoding": given.encoding, "view": given.view}
+        publisher = cleanup.enter_context(dw.Publisher(run, wire_dtype="bf16", files=subject.folder, **options))
         publisher.publish(learner.model, step=0, wait=True)
         servers = (Vllm if given.engine == "vllm" else Builtin)(run, given, subject, folder)
         cleanup.callback(servers.stop)

@@ -64,7 +64,7 @@ def _rehearse(**shape: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for encoding in ("packed", "context", "auto"):
             weights, live = blank(**shape), blank(**shape)
-            with Publisher(f"{folder}/{encoding}", encoding=encoding, skip_every=2) as publisher:
+            with Publisher(f"{folder}/{encoding}", encoding=encoding) as publisher:
                 for step in range(12):
                     for array in weights.values():
                         array.reshape(-1)[step :: 2 if step == 4 else 97] += array.dtype.type(1)

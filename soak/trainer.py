@@ -38,7 +38,6 @@ def train(task: dict[str, Any]) -> None:
             publisher = Publisher(
                 task["run"],
                 anchor_every=task["anchor_every"],
-                skip_every=8,
                 encoding=dice.choice(["packed", "context", "auto"]),
             )
             _publish(publisher, weights, states, dice, ledger, task, stop)

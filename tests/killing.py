@@ -88,7 +88,7 @@ def publish(task: dict[str, Any], death: Death) -> None:
     for name in ("fsync", "replace", "link"):
         around(death, os, name)
     store = HookedStore(LocalStore(task["run"]), death)
-    with Publisher(store, anchor_every=5, skip_every=4, encoding=task["encoding"]) as publisher:
+    with Publisher(store, anchor_every=5, encoding=task["encoding"]) as publisher:
         newest = None if publisher.version is None else Run.open(task["run"]).manifest(publisher.version)
         step = -1 if newest is None else int(newest.step or 0)
         for number in range(step + 1, step + 1 + task["count"]):
@@ -148,7 +148,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for encoding in ("packed", "raw"):
             task = {"run": f"{folder}/{encoding}", "encoding": encoding, "count": 6}
-            with Publisher(task["run"], encoding=encoding, skip_every=2) as publisher:
+            with Publisher(task["run"], encoding=encoding) as publisher:
                 for step in range(6):
                     publisher.publish(weights(step), wait=step % 2 == 0).result(60)
             live = mapped(Path(folder) / f"{encoding}.weights")

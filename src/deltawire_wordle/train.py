@@ -61,8 +61,6 @@ class Options:
     games: int = GAMES
     """Games of each evaluation; 0 for none."""
     encoding: str = "packed"
-    full: bool = False
-    """Publish full weights every time, to compare with deltas."""
     token: str | None = None
     """Bearer token of the servers."""
 
@@ -76,10 +74,7 @@ def run(options: Options, settings: Settings) -> None:
     torch.manual_seed(settings.seed)
     folder = options.policy or small_policy.FOLDER
     learner = Learner(small_policy.load(folder), settings)
-    anchors = 0 if options.full else None
-    with Publisher(
-        options.run, wire_dtype="bf16", encoding=options.encoding, anchor_every=anchors, files=folder
-    ) as publisher:
+    with Publisher(options.run, wire_dtype="bf16", encoding=options.encoding, files=folder) as publisher:
         _say_published(publisher.publish(learner.model, step=0, wait=True).result())
         assert publisher.version is not None
         say("phase", text="waiting for the replicas")
@@ -203,7 +198,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=usual.workers, help="secrets at the same time (%(default)s)")
     parser.add_argument("--staleness", type=int, default=usual.staleness, help="in steps (%(default)s); -1: any")
     parser.add_argument("--encoding", default="packed")
-    parser.add_argument("--full", action="store_true", help="publish full weights, no deltas, to compare")
     parser.add_argument("--games", type=int, default=GAMES, help="per evaluation (%(default)s); 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-sync", action="store_true", help="publish nothing between version 0 and the last one")
@@ -218,7 +212,7 @@ def main() -> None:
     )  # fmt: skip
     options = Options(
         given.run, given.env, [url.rstrip("/") for url in given.server], given.policy, given.model, given.words,
-        given.guesses, given.steps, given.seconds, given.goal, given.games, given.encoding, given.full,
+        given.guesses, given.steps, given.seconds, given.goal, given.games, given.encoding,
         os.environ.get("DELTAWIRE_TOKEN", "").strip() or None,
     )  # fmt: skip
     with plain_errors():

@@ -36,7 +36,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A run of 50 versions as a page of its own."""
     folder = tmp_path_factory.mktemp("file")
     store = LocalStore(folder / "run")
-    real_run(store, 50, anchor_ratio=2.0, skip_every=8)
+    real_run(store, 50, anchor_ratio=2.0)
     broken = (SyncRecord(49, 40, time.time() - 1, 0.5, 10, {"fetch": 0.4}, "the hash does not match", 3),)
     beat(store, Run.open(store), "broken", 40, syncs=broken, error="the hash does not match")
     write_page(store, folder / "run.html")

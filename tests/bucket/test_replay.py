@@ -29,13 +29,12 @@ def models() -> list[Model]:
 @pytest.fixture
 def store(models: list[Model]) -> Store:
     store = ObjectStore.from_url(f"memory://{uuid.uuid4()}")
-    publish(store, models, skip_every=4, anchor_ratio=1e6)
+    publish(store, models, anchor_ratio=1e6)
     return store
 
 
 def test_every_delta_of_a_run_decodes_alone(store: Store, models: list[Model]) -> None:
-    """Ordinary ones and those over several versions: `decode` takes them for what their digests say."""
-    run, seen = Run.open(store), []
+    run = Run.open(store)
     for version in range(1, 9):
         for link in run.manifest(version).links:
             if link.kind == "delta":
@@ -44,8 +43,6 @@ def test_every_delta_of_a_run_decodes_alone(store: Store, models: list[Model]) -
                 assert same(dw.decode(blob, models[link.base]), models[version])
                 with pytest.raises(DigestMismatch):
                     dw.decode(blob, models[version])
-                seen.append((link.base, version))
-    assert {(0, 4), (4, 8), (7, 8)} <= {*seen}
 
 
 def forge(store: Store, version: int, change: Callable[[bytes], bytes]) -> None:
@@ -80,9 +77,10 @@ def test_a_delta_that_contradicts_the_manifests(store: Store, models: list[Model
     assert (failure.version, failure.error) == (5, "DigestMismatch")
 
 
-def test_a_checkout_goes_round_an_object_that_stays_unavailable(store: Store, models: list[Model]) -> None:
-    """One link of eight: the others lead there too. A store that gives no object at all is not asked for each."""
-    asked: list[str] = []
+def test_a_checkout_goes_round_an_object_that_stays_unavailable() -> None:
+    """One link of several: the others lead there too. A store that gives no object at all is not asked for each."""
+    store, asked = ObjectStore.from_url(f"memory://{uuid.uuid4()}"), list[str]()
+    publish(store, history(33), anchor_ratio=1e6, anchor_every=8)
 
     def failing(part: str) -> Run:
         def hook(when: str, verb: str, key: str) -> None:
@@ -92,12 +90,12 @@ def test_a_checkout_goes_round_an_object_that_stays_unavailable(store: Store, mo
 
         return Run.open(HookedStore(store, hook))
 
-    lost = next(link for link in Run.open(store).manifest(8).links if link.base == 4).objects[0].key
-    assert same(checkout(failing(lost), 8).tensors, checkout(Run.open(store), 8).tensors)
+    lost = Run.open(store).manifest(32).link("anchor", None).objects[0].key
+    assert same(checkout(failing(lost), 32).tensors, checkout(Run.open(store), 32).tensors)
     assert asked == [lost]
     with pytest.raises(StoreUnavailable):
-        checkout(failing("/"), 8)
-    assert len({*asked}) < 8
+        checkout(failing("/"), 32)
+    assert len({*asked}) < 20
     # nor is a version lost to which nothing else leads: its only anchor may come back
     with pytest.raises(StoreUnavailable):
         checkout(failing("anchors/"), 1)

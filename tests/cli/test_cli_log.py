@@ -53,11 +53,11 @@ def test_how_many(run: Path) -> None:
 
 
 def test_more_than_one_way_to_a_version(tmp_path: Path) -> None:
-    publish(tmp_path / "run", history(5), skip_every=2, anchor_every=2, anchor_ratio=100)
+    publish(tmp_path / "run", history(5), anchor_every=2, anchor_ratio=100)
     versions = invoke_json("log", tmp_path / "run")["versions"]
-    assert versions[0]["also"] == ["anchor", "skip from 2"]
+    assert versions[0]["also"] == ["anchor"]
     assert versions[1]["also"] == []
-    assert "delta+anchor+skip" in invoke("log", tmp_path / "run").stdout
+    assert "delta+anchor" in invoke("log", tmp_path / "run").stdout
 
 
 def test_replicas(run: Path) -> None:
@@ -126,7 +126,7 @@ def test_requests_grow_with_the_logarithm(store: Store, monkeypatch: pytest.Monk
 
 
 def test_a_line_per_version_at_80_columns(tmp_path: Path) -> None:
-    with Publisher(tmp_path / "run", skip_every=2, anchor_every=2, anchor_ratio=100) as publisher:
+    with Publisher(tmp_path / "run", anchor_every=2, anchor_ratio=100) as publisher:
         for step, weights in enumerate(history(5)):
             figures = {"loss": 1.5 - step / 8, "reward": step / 3, "kl": 0.01, "entropy": 2.0, "len": 512.0}
             publisher.publish(weights, step=123456 + step, metrics=figures).result(60)

@@ -207,7 +207,7 @@ class Runs:
         files = {"config.json": b'{"model_type": "toy"}', "tokenizer.json": b"{}"}
         with (
             fixed_marks(),
-            Publisher(store, anchor_ratio=1e9, anchor_every=8, skip_every=4, files=files, sign=self.signs) as publisher,
+            Publisher(store, anchor_ratio=1e9, anchor_every=8, files=files, sign=self.signs) as publisher,
         ):
             for step, weights in enumerate(self.models):
                 publisher.publish(weights, step=step, metrics={"reward": 0.5}).result(60)

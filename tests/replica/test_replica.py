@@ -19,6 +19,7 @@ import pytest
 import torch
 from blake3 import blake3
 
+import keeping
 from deltawire.bucket import fetch as fetching
 from deltawire.bucket.run import Run
 from deltawire.core import full, keys
@@ -35,6 +36,7 @@ from deltawire.core.errors import (
     VersionRefused,
 )
 from deltawire.core.manifest import Blob
+from deltawire.keeper.keeper import KeeperOptions
 from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
 from deltawire.replica.host import HostShard
@@ -45,6 +47,7 @@ from deltawire.replica.target import Update
 from deltawire.store import Retrying, Store, open_store
 from deltawire.trainer import Publisher
 from flaky_store import FlakyStore
+from keeping import Kept
 from support import HookedStore, Model, blank, copy, heartbeats, history, model, publish, same, trained
 
 WAIT = 120
@@ -169,18 +172,6 @@ def test_another_model_for_the_same_replica(store: Store) -> None:
     replica.sync(first)
     assert replica.sync(second) == 2
     assert same(second, versions[2])
-
-
-def test_a_late_joiner_after_a_hundred_versions(store: Store) -> None:
-    versions = history(101, changes=1)
-    publish(store, versions, skip_every=10, anchor_ratio=1e9)
-    fetched: list[str] = []
-    hooked = HookedStore(store, lambda moment, verb, key: fetched.append(key) if moment == "before" else None)
-    live = blank(versions[0])
-    assert Replica(hooked, heartbeat=0).sync(live) == 100
-    assert same(live, versions[100])
-    assert sum(key.startswith(("anchors/", "deltas/")) for key in fetched) == 11
-    assert sum(key.startswith("versions/") for key in fetched) <= 13
 
 
 def test_a_follower_does_not_keep_every_manifest(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,37 +534,42 @@ def test_weights_that_somebody_keeps_changing(store: Store, monkeypatch: pytest.
         replica.sync(live)
 
 
-def test_a_detour_never_shows_older_weights(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At version 5, with the delta to 6 spoilt, the way to 8 leads over version 0 and 4. Nobody is served those."""
-    versions = history(9)
-    publish(store, versions, skip_every=4, anchor_ratio=1e9)
-    live = copy(versions[5])
-    replica = Replica(store, heartbeat=0)
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
+    """A run whose keeper has added skip deltas: 4 → 6, 4 → 7 and others."""
+    keeping.settings(monkeypatch)
+    kept = keeping.fresh(8)
+    kept.keep(KeeperOptions(since=0, anchors=False))
+    return kept
+
+
+def test_a_detour_never_shows_older_weights(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At version 5, with the delta to 6 spoilt, the way to 7 leads over version 0 and 4. Nobody is served those."""
+    live = copy(kept.weights[5])
+    replica = Replica(kept.store, heartbeat=0)
     replica.sync(live, 5)
-    spoil(store, delta_key(store, 6))
-    known = {digest(weights): version for version, weights in enumerate(versions)}
+    spoil(kept.store, delta_key(kept.store, 6))
+    known = {digest(weights): version for version, weights in enumerate(kept.weights)}
     seen: list[int | None] = []
     real = HostShard.load
     monkeypatch.setattr(
         HostShard, "load", lambda self, source: (seen.append(known.get(digest(live))), real(self, source))
     )
-    assert replica.sync(live) == 8
-    assert seen == [5], "from 5 to 8 in one go"
-    assert same(live, versions[8])
+    assert replica.sync(live) == 7
+    assert seen == [5], "from 5 to 7 in one go"
+    assert same(live, kept.weights[7])
 
 
-def test_a_detour_that_fails_changes_nothing(store: Store) -> None:
-    versions = history(9)
-    publish(store, versions, skip_every=4, anchor_ratio=1e9)
-    live = copy(versions[5])
-    replica = Replica(store, heartbeat=0)
+def test_a_detour_that_fails_changes_nothing(kept: Kept) -> None:
+    live = copy(kept.weights[5])
+    replica = Replica(kept.store, heartbeat=0)
     replica.sync(live, 5)
-    spoil(store, delta_key(store, 6))
-    spoil(store, delta_key(store, 8, base=4))
+    spoil(kept.store, delta_key(kept.store, 6))
+    spoil(kept.store, kept.run.manifest(0).link("anchor", None).objects[0].key)
     with pytest.raises(HashMismatch):
         replica.sync(live)
     assert replica.version == 5
-    assert same(live, versions[5])
+    assert same(live, kept.weights[5])
 
 
 def test_without_proof_the_result_is_the_same(store: Store) -> None:

@@ -33,7 +33,7 @@ BY_TIME = 10
 
 def test_a_replica_killed_at_any_point_of_an_apply(folder: Path) -> None:
     place, path = str(folder / "run"), folder / "weights"
-    with Publisher(place, anchor_every=4, skip_every=3) as publisher:
+    with Publisher(place, anchor_every=4) as publisher:
         for step in range(VERSIONS):
             publisher.publish(weights(step), step=step).result(120)
     run = Run.open(place)

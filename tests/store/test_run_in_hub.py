@@ -36,7 +36,7 @@ def run(hub: HubStandIn) -> str:
 def test_a_replica_follows_a_publisher(run: str) -> None:
     models = history(8)
     live = blank(models[0])
-    with Publisher(run, skip_every=4) as publisher:
+    with Publisher(run) as publisher:
         replica = Replica(run, id="one")
         for number, weights in enumerate(models):
             assert publisher.publish(weights).result(60).version == number

@@ -200,7 +200,7 @@ class Rank:
     # ── scenarios ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def fsdp(self) -> None:
-        self.side_by_side("fsdp", sharded(), anchor_every=3, skip_every=2)
+        self.side_by_side("fsdp", sharded(), anchor_every=3)
 
     def view(self) -> None:
         """Blocks of 128 rows and columns that no rank holds alone."""
@@ -629,7 +629,7 @@ def main(scenarios: str, folder: Path) -> None:
 
 def rehearse() -> None:
     """Load once what every rank would load on first use: parts of torch, and compiled kernels."""
-    with tempfile.TemporaryDirectory() as folder, Publisher(f"{folder}/run", skip_every=2) as publisher:
+    with tempfile.TemporaryDirectory() as folder, Publisher(f"{folder}/run") as publisher:
         training = Training(seeded(Small))
         for _ in range(3):
             training.step()

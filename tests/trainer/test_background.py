@@ -57,7 +57,7 @@ def test_every_version_is_what_one_of_the_threads_published(store: Store, thread
     """Each thread trains a copy of its own; the last publish, when they are done, is the newest version."""
     first = model()
     published: list[list[Model]] = [[] for _ in range(threads)]
-    with Publisher(store, skip_every=4) as publisher:
+    with Publisher(store) as publisher:
 
         def work(thread: int) -> list[int]:
             weights, handles = first, []

@@ -124,7 +124,7 @@ def test_merged_failed_and_anchored_versions(kind: str, device: str, store: Obje
             reached.set()
             assert opened.wait(WAIT)
 
-    trainer = Trainer(kind, HookedStore(store, gate), device, anchor_every=1, skip_every=2)
+    trainer = Trainer(kind, HookedStore(store, gate), device, anchor_every=1)
     trainer.publish().result(WAIT)
     trainer.step()
     first, expected = trainer.publish(), trainer.bits()

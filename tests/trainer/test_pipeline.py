@@ -13,17 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.bucket.references import find_reference
-from deltawire.bucket.replay import State, checkout
+from deltawire.bucket.replay import State
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
-from deltawire.bucket.walk import fetch_link
-from deltawire.core import chain, full, keys
-from deltawire.core.codecs import ENCODINGS
+from deltawire.core import full, keys
 from deltawire.core.digest import StateDigest
 from deltawire.core.errors import (
     DigestMismatch,
     DivergedRun,
+    Misconfigured,
     MissingBase,
     ReferenceUnavailable,
     SchemaMismatch,
@@ -126,9 +124,10 @@ def test_a_fixed_cadence_in_a_run(store: Store) -> None:
     assert kinds(store) == ["a", "d", "d", "da", "d", "d", "da", "d", "d", "da"]
 
 
-def test_full_weights_every_time(store: Store) -> None:
-    publish(store, history(4), anchor_every=0)
-    assert kinds(store) == ["a", "a", "a", "a"]
+@pytest.mark.parametrize("every", [0, -1])
+def test_a_cadence_that_is_none_is_refused(store: Store, every: int) -> None:
+    with pytest.raises(Misconfigured, match=f"anchor_every={every}"):
+        Publisher(store, anchor_every=every)
 
 
 def test_the_ratio_in_a_run(store: Store) -> None:
@@ -168,52 +167,6 @@ def test_the_cadence_counts_after_a_resume(store: Store) -> None:
     publish(store, versions[2:5], anchor_every=3, anchor_ratio=1e9)
     publish(store, versions[5:], anchor_every=3, anchor_ratio=1e9)
     assert kinds(store) == ["a", "d", "d", "da", "d", "d", "da"]
-
-
-# ── skip deltas ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_skip_deltas_are_right_and_used(store: Store, encoding: str) -> None:
-    versions = history(14, changes=2)
-    # a weight that comes back within a skip is not in it
-    versions[6]["layer.weight"][0, 0], versions[7]["layer.weight"][0, 0] = 1234, versions[5]["layer.weight"][0, 0]
-    publish(store, versions, skip_every=4, anchor_ratio=1e9, encoding=encoding)
-    assert kinds(store) == ["a", "d", "d", "d", "ds", "d", "d", "d", "ds", "d", "d", "d", "ds", "d"]
-    run = Run.open(store)
-    assert verify(run).ok
-    steps = chain.plan(0, 13, run.timeline(13))
-    assert [(step.base, step.version) for step in steps] == [(0, 4), (4, 8), (8, 12), (12, 13)]
-    # each skip delta by itself
-    for base in (0, 4, 8):
-        state, manifest = checkout(run, base), run.manifest(base + 4)
-        state.take(fetch_link(run, manifest, manifest.link("delta", base)), find_reference)
-        assert all(state.bits(n).tobytes() == versions[base + 4][n].tobytes() for n in versions[0])
-    live = copy(versions[0])
-    gets: list[str] = []
-    hooked = HookedStore(store, lambda moment, verb, key: gets.append(key) if moment == "before" else None)
-    assert Replica(hooked, heartbeat=0).sync(live) == 13
-    assert same(live, versions[13])
-    assert sum(key.startswith("deltas/") for key in gets) == 4
-
-
-def test_skip_deltas_go_on_after_a_resume(store: Store) -> None:
-    """The new publisher does not know what changed since the last base: it starts at the next one."""
-    versions = history(14, changes=2)
-    publish(store, versions[:7], skip_every=4, anchor_ratio=1e9)
-    publish(store, versions[7:], skip_every=4, anchor_ratio=1e9)
-    assert kinds(store) == ["a", "d", "d", "d", "ds", "d", "d", "d", "d", "d", "d", "d", "ds", "d"]
-    verified(store, versions)
-    assert verify(Run.open(store)).ok
-
-
-def test_skip_deltas_with_streamed_versions_between(store: Store) -> None:
-    versions = history(13, changes=2)
-    with Publisher(store, skip_every=4, anchor_ratio=1e9) as publisher:
-        for step, weights in enumerate(versions):
-            publisher.publish(weights, wait=step in (5, 8)).result(WAIT)
-    verified(store, versions)
-    assert verify(Run.open(store)).ok
 
 
 # ── references ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -546,7 +499,7 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
     """Captures come, merge, settle and fold in any order; each pending one must still give its weights and digest."""
     newest = random_bag(schema, seed)
     captures = Captures(HostDetector.of(State(schema)), StateDigest())
-    captures.settle(captures.capture(newest, 1 << 30), 0)
+    captures.settle(captures.capture(newest, 1 << 30))
     pending: list[tuple[Capture, Any, Any]] = []  # (capture, weights before, weights after)
     for move, density, step in moves:
         if move in ("capture", "merge"):
@@ -560,7 +513,7 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
                 pending.append((captures.capture(newest, 1 << 30), before, newest))
         elif move == "settle" and pending:
             capture, _, _ = pending.pop(0)
-            captures.settle(capture, 1)
+            captures.settle(capture)
         elif move == "fold" and len(pending) > 1:
             (a, before, _), (b, _, after) = pending[0], pending[1]
             captures.fold(a, b)
@@ -570,7 +523,7 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
             for block in captures.plan:
                 for region in block:
                     assert capture.weights(region).tolist() == after.region(region).tolist()
-                    assert Weights(captures, capture, capture)(region).tolist() == before.region(region).tolist()
+                    assert Weights(captures, capture, undone=True)(region).tolist() == before.region(region).tolist()
             moved = sum((c.digest() for block in capture.result().blocks for c in block), StateDigest())
             assert capture.result().moved == moved
     assert captures.digest == newest.digest()

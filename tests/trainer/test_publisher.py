@@ -349,7 +349,7 @@ def test_any_mixture_of_publishing_and_waiting(store: Store, seed: int) -> None:
             time.sleep(next(delays))
 
     versions = history(40, seed=seed, changes=3)
-    options: dict[str, Any] = {"anchor_every": 5, "skip_every": 4} if seed else {}
+    options: dict[str, Any] = {"anchor_every": 5} if seed else {}
     with Publisher(HookedStore(store, slow), **options) as publisher:
         handles = []
         for step, weights in enumerate(versions):
@@ -435,7 +435,7 @@ def test_a_failure_is_raised_once_and_then_nothing_is_lost(store: Store, place: 
     versions = history(22, changes=3)
     given, wait = [as_torch(w) if how == "snapshot" else w for w in versions], how != "background"
     options: dict[str, Any] = {"detector": SnapshotDetector()} if how == "snapshot" else {}
-    options |= {"anchor_every": 4, "anchor_ratio": 1e9, "skip_every": 4}
+    options |= {"anchor_every": 4, "anchor_ratio": 1e9}
     with Publisher(HookedStore(store, broken), **options) as publisher:
         for weights in given[:16]:
             publisher.publish(weights, wait=wait).result(WAIT)
@@ -599,7 +599,7 @@ def test_through_a_bucket_that_drops_delays_truncates_and_repeats(store: Store, 
     flaky = FlakyStore(store, seed=seed, drop=0.15, delay=0.1, truncate_put=0.1, duplicate=0.2)
     patient = Retrying(flaky, attempts=20, sleep=lambda s: None)
     versions = history(20, seed=seed, changes=3)
-    publish(patient, versions, anchor_every=6, skip_every=4)
+    publish(patient, versions, anchor_every=6)
     # keys carry a writer's random mark, so which faults a seed gives differs: not that each kind came
     assert flaky.injected.total() > 10
     verified(store, versions)

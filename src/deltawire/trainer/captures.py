@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..core import codecs
-from ..core.change import Block, Change, Region, compare, moved, no_change, pieces
+from ..core.change import Block, Change, Region, compare, moved, pieces
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import PublishFailed
@@ -65,15 +65,14 @@ class Capture:
     def result(self) -> Found:
         return self._future.result()
 
-    def encode(self, encoding: str, since: Capture | None = None) -> Iterator[EncodedBlock]:
-        """The coded blocks of this capture, or of `since`, which spans several captures and ends with this one."""
-        changes = since or self
-        before = Weights(self.owner, self, changes)
+    def encode(self, encoding: str) -> Iterator[EncodedBlock]:
+        """The coded blocks."""
+        before, found = Weights(self.owner, self, undone=True), self.result()
         units = sum(region.units for block in self.owner.plan for region in block)
-        threads = threads_for(codecs.work(encoding, units, changes.result().count))
+        threads = threads_for(codecs.work(encoding, units, found.count))
         if encoding == codecs.context.name and self.owner.detector.counts:
-            return encode_counted(changes.result().blocks, before, threads)
-        return ordered_map(lambda block: encode_block(block, encoding, before), changes.result().blocks, threads)
+            return encode_counted(found.blocks, before, threads)
+        return ordered_map(lambda block: encode_block(block, encoding, before), found.blocks, threads)
 
     def base(self) -> StateDigest | None:
         """State digest of the version that it follows, or the share of this rank in it; None if there is none."""
@@ -95,10 +94,6 @@ class Capture:
         """Full weights of the new version, a region at a time."""
         return Weights(self.owner, self)(region)
 
-    def merge(self, later: Capture) -> Capture:
-        """Return one capture with the effect of this one followed by `later`."""
-        return Capture(self.owner, done(merge(self.result(), later.result())))
-
 
 class Captures:
     """The captures of a detector that are not yet in the bucket. One thread captures; any thread may read."""
@@ -108,7 +103,6 @@ class Captures:
         detector: Detector,
         digest: StateDigest,
         plan: Sequence[Block] | None = None,
-        skip_every: int | None = None,
         *,
         alone: bool = False,
     ) -> None:
@@ -124,9 +118,6 @@ class Captures:
         self._digest = digest
         """Of the version before the oldest pending capture."""
         self._place = {region: (b, r) for b, block in enumerate(self.plan) for r, region in enumerate(block)}
-        self._skip_every = skip_every
-        self._skip: tuple[int, Capture] | None = None
-        """Base of the next skip delta, and what changed since."""
         self.pending: list[Capture] = []
         """Oldest first."""
         self._lock = threading.Lock()
@@ -184,14 +175,8 @@ class Captures:
             self._digest -= found.moved
             self.pending.insert(0, Capture(self, done(found)))
 
-    def settle(self, capture: Capture, version: int) -> None:
-        """Drop a capture that is published as this version. Captures settle in the order they were taken."""
-        skip = self._skip
-        if self._is_base(version):
-            nothing = [[no_change(region) for region in block] for block in self.plan]
-            skip = version, Capture(self, done(Found(nothing, StateDigest())))
-        elif skip is not None:
-            skip = skip[0], skip[1].merge(capture)
+    def settle(self, capture: Capture) -> None:
+        """Drop a capture that is published. Captures settle in the order they were taken."""
         with self._lock:
             if self.lost:
                 return  # the next publish compares with this version
@@ -200,22 +185,8 @@ class Captures:
             digest = self._digest + capture.result().moved
             self.lost = True
             self.pending.remove(capture)
-            self._digest, self._skip, self.alone = digest, skip, False
+            self._digest, self.alone = digest, False
             self.lost = False
-
-    @property
-    def skip_base(self) -> int | None:
-        """The version that the next skip delta starts from."""
-        return self._skip[0] if self._skip else None
-
-    def skip(self, capture: Capture, version: int) -> tuple[int, Capture] | None:
-        """(base, all that changed since) of the skip delta that goes with this version; None if none does."""
-        if self._skip is None or not self._is_base(version) or self._skip[0] == version - 1:
-            return None
-        return self._skip[0], self._skip[1].merge(capture)
-
-    def _is_base(self, version: int) -> bool:
-        return bool(self._skip_every) and version % (self._skip_every or 1) == 0
 
     def older(self, capture: Capture) -> list[Capture]:
         """Pending captures before this one, oldest first: their publishing failed, and this one has to carry them."""
@@ -246,7 +217,7 @@ class Captures:
         with self._lock:
             if self.pending:
                 raise RuntimeError("the weights captured last were replaced while captures of them are pending")
-            self._digest, self._skip = digest, None
+            self._digest = digest
 
     def _held(self, region: Region) -> Bits:
         """A region of the weights captured last."""
@@ -261,7 +232,8 @@ class Captures:
 class Weights:
     """The weights at the time of a pending capture, with the changes of others undone. Any thread may read them."""
 
-    def __init__(self, captures: Captures, capture: Capture, *undone: Capture) -> None:
+    def __init__(self, captures: Captures, capture: Capture, *, undone: bool = False) -> None:
+        """With `undone`, this capture is undone too."""
         self._captures, self._capture, self._undone = captures, capture, undone
 
     def __call__(self, region: Region) -> Bits:
@@ -292,7 +264,7 @@ class Weights:
     def _to_undo(self) -> list[Capture]:
         """Captures that the detector's weights have and these do not, latest first."""
         pending = self._captures.pending
-        return [*reversed(pending[pending.index(self._capture) + 1 :]), *self._undone]
+        return [*reversed(pending[pending.index(self._capture) + (not self._undone) :])]
 
 
 class Stream:

@@ -26,7 +26,7 @@ from ..core.errors import (
     VersionNotFound,
     WriterConflict,
 )
-from ..core.manifest import Head, Link, Manifest, Summary, dump, most_bytes, now, parse_manifest
+from ..core.manifest import Head, Link, Manifest, Summary, dump, now, parse_manifest
 from ..core.signing import MANIFEST, NEXT_KEY, Endorsement, SigningKey, check_public, endorsed
 from ..store.base import check_size
 from .claim import ADVICE, Claim
@@ -154,8 +154,6 @@ class Committer:
         """
         version = self.next_version
         named = self._files.put(self.run.store, self.newest.files if self.newest else (), self.run.schema)
-        # a skip delta that is larger than any reader accepts is left for prune: the way around it is shorter
-        links = tuple(link for link in links if link.bytes <= most_bytes(self.run.schema))
         if history.needs_page(version):
             page = history.Page(self.run.info.run, version, self._summaries(version - history.span(version), version))
             self.run.store.put(keys.history(version), dump(page))
@@ -165,7 +163,7 @@ class Committer:
             parent=None if self.newest is None else self.newest.version,
             schema=self.run.info.schema_hash,
             digest=digest,
-            links=links,
+            links=tuple(links),
             created=now(),
             writer=self.writer,
             step=pending.step,

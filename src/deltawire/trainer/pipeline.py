@@ -216,7 +216,7 @@ class Pipeline:
         if state is not None and not self.together:
             # in host memory wherever the model is: the first publish is streamed against it
             kind = type(detector) if isinstance(detector, HostDetector) else HostDetector
-            captures = Captures(kind.of(state), state.digest, skip_every=options.skip_every)
+            captures = Captures(kind.of(state), state.digest)
         else:
             captures = group.each(lambda: self._captures(watched, detector, state, alone))
         writer = VersionWriter(run, self._committer, self._writing_group, self._local.regions, options)
@@ -242,7 +242,7 @@ class Pipeline:
         plan, digest = self._local.plan(detector), detector.load(source)
         if plan is not None:
             digest = self._local.digest(source, detector)
-        captures = Captures(detector, digest, plan, self._options.skip_every, alone=alone)
+        captures = Captures(detector, digest, plan, alone=alone)
         if state is not None:
             captures.follow(state)
         return captures
@@ -402,7 +402,7 @@ class Pipeline:
         nbytes = source.schema.nbytes
         detected = (lambda n: progress("detect", n, nbytes)) if progress else None
         pending.changes = Stream(session.captures, source, detected)
-        terms = session.writer.begin(None, None, session.captures.alone)
+        terms = session.writer.begin(None, session.captures.alone)
         with self._two_answers(session.captures):
             published = session.writer.write(terms, pending)
         self.version, session.captures.alone = published.version, False
@@ -421,24 +421,21 @@ class Pipeline:
         changed, alone = self._agree(pending)
         capture = pending.changes
         captures = capture.owner
-        terms = writer.begin(changed, captures.skip_base, alone)
+        terms = writer.begin(changed, alone)
 
         def carry_older() -> None:
-            if terms.committed is not None and captures.pending[0] is not capture:
+            if terms.committed and captures.pending[0] is not capture:
                 # an earlier version was committed after all, and only the answer was lost
-                captures.settle(captures.pending[0], terms.committed)
+                captures.settle(captures.pending[0])
             if older := captures.older(capture):
                 captures.fold(older[0], capture)
-            since = captures.skip(capture, terms.version)
-            if since is not None:
-                pending.skip = since[0], lambda encoding: capture.encode(encoding, since[1])
 
         with self._two_answers(captures):
             # on all ranks or on none: a rank may find that its captures were given up meanwhile
             self._writing_group.each(carry_older)
             published = writer.write(terms, pending)
         self.version = terms.version
-        captures.settle(capture, terms.version)
+        captures.settle(capture)
         self._tell(published)
         return published
 

@@ -8,7 +8,7 @@ from ..core import chain
 from ..core.added import AddedIndex, merge
 from ..core.codecs import ENCODINGS
 from ..core.costs import AUTO, CODING, bits_at
-from ..core.errors import MissingBase, UnknownFormat, VersionNotFound
+from ..core.errors import Misconfigured, MissingBase, UnknownFormat, VersionNotFound
 from ..core.manifest import Summary
 from ..core.parallel import default_threads
 from ..core.sparse import DataFile
@@ -40,17 +40,21 @@ class AnchorPolicy:
     """Decides which versions get an anchor, and which a delta."""
 
     every: int | None = None
-    """A fixed cadence: an anchor at the latest every so many versions; 0: anchors and nothing else."""
+    """A fixed cadence: an anchor at the latest every so many versions."""
     ratio: float = 1.0
     """An anchor once catching up from the last one would cost more than this many times its bytes."""
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise Misconfigured(f"anchor_every={self.every}: say after how many versions an anchor is due, at least 1")
 
     def wants_delta(self, delta_bytes: int, full_bytes: int, anchor: bool) -> bool:
         """Whether a version gets a delta; `anchor`: it gets an anchor anyway.
 
         A delta must be smaller than the full weights. Beside an anchor it may have at most half of the anchor's bytes:
-        a larger one saves readers little, and makes a dense run cost more than full weights. `every=0` allows none.
+        a larger one saves readers little, and makes a dense run cost more than full weights.
         """
-        return self.every != 0 and (2 * delta_bytes <= full_bytes if anchor else delta_bytes < full_bytes)
+        return 2 * delta_bytes <= full_bytes if anchor else delta_bytes < full_bytes
 
     def wants_anchor(self, version: int, delta_bytes: int, full_bytes: int, versions: dict[int, Summary]) -> bool:
         """Whether a version gets an anchor, from what was published before and the size of its delta. Pure."""
@@ -79,7 +83,7 @@ class AnchorPolicy:
 
         A keeper that is not far behind gets twice the time; then an anchor is made whatever it says.
         """
-        if index is None or self.every == 0:
+        if index is None:
             return False
         if index.anchor is not None and index.anchor.version in versions:
             first = index.anchor.version

@@ -70,10 +70,8 @@ class Publisher:
     buffers        whether the buffers of a torch module are published (default), as in its checkpoint
     detector       how changes are found (trainer/detectors.py): by default with a copy on the model's own GPU, or in
                    host memory for everything else. A SnapshotDetector, a FusedDetector, or the model's DeltaAdamW.
-    anchor_every   an anchor (full weights) at the latest every so many versions, or sooner by `anchor_ratio`. 0: full
-                   weights every time and no deltas, to compare with
+    anchor_every   an anchor (full weights) at the latest every so many versions, or sooner by `anchor_ratio`
     anchor_ratio   an anchor once the deltas since the last one cost more than this many times its bytes
-    skip_every     also publish a delta over this many versions at a time, so that late joiners fetch fewer objects
     reference      a checkpoint folder or hub id that version 0 points to, instead of an upload of the full weights
     files          config and tokenizer files to publish with the weights: contents by name, or a checkpoint folder.
                    Code is never published; what is left out of a folder is logged. A symlink out of the folder raises
@@ -113,7 +111,6 @@ class Publisher:
         detector: Detector | DeltaAdamW | None = None,
         anchor_every: int | None = None,
         anchor_ratio: float = 1.0,
-        skip_every: int | None = None,
         reference: str | Path | None = None,
         files: Mapping[str, bytes] | str | Path | None = None,
         tokenizer: Any = None,
@@ -141,7 +138,6 @@ class Publisher:
             buffers=buffers,
             # an optimizer has a detector of its own
             detector=detector.detector() if detector is not None and hasattr(detector, "detector") else detector,
-            skip_every=skip_every,
             reference=str(reference) if reference is not None else None,
             model_name=model_name,
             max_pending=max_pending,

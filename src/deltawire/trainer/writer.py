@@ -2,7 +2,7 @@
 
     begin      rank 0 decides which version it is and how it is encoded
     encode     each rank its own changes, block by block, into a file of its own
-    put        delta, perhaps an anchor, perhaps a skip delta: each rank under a key with its number
+    put        delta, perhaps an anchor: each rank under a key with its number
     commit     rank 0, once all ranks have put theirs
 
 A version that fails on one rank fails on all. A process that publishes alone is a group of one.
@@ -27,7 +27,7 @@ from ..core.dtypes import Bits, lookup
 from ..core.errors import DigestMismatch
 from ..core.manifest import Blob, Link, Manifest, Origin
 from ..core.parallel import Later
-from ..core.sparse import DataFile, DeltaWriter, EncodedBlock
+from ..core.sparse import DataFile, DeltaWriter
 from ..metrics import VersionFigures
 from .captures import Capture, Stream
 from .claim import Claim
@@ -86,7 +86,6 @@ class PublishOptions:
     wire_dtype: str | None
     buffers: bool
     detector: Detector | None
-    skip_every: int | None
     reference: str | None
     model_name: str
     max_pending: int | None
@@ -141,8 +140,6 @@ class PendingVersion(Generic[C]):
     """A capture, or a stream that compares while it is encoded: once it is known which."""
     last_publish: int = 0
     """Sequence number of the newest publish in it."""
-    skip: tuple[int, Callable[[str], Iterator[EncodedBlock]]] | None = None
-    """A delta over several versions to go with it: its base, and given an encoding, the blocks of all that changed."""
 
     def merge(self, later: PendingVersion[C]) -> None:
         """Include a later one, whose changes are those of both."""
@@ -176,10 +173,10 @@ class Terms:
     writer: str
     """Mark of the writer in its keys."""
     choice: Choice
-    committed: int | None
-    """Version of an earlier, failed commit, which turned out to be in the bucket."""
-    bases: dict[int, str]
-    """Digests of the versions that a delta of this one may start from."""
+    committed: bool
+    """Whether an earlier commit, which had failed, turned out to be in the bucket."""
+    base: str
+    """Digest of the version before, from which a delta starts; empty for the first."""
     alone: bool
     """Whether it follows no version that can be read: it has full weights and no delta."""
 
@@ -212,7 +209,7 @@ class VersionWriter:
         self._committer, self._group, self._regions, self._options = committer, group, regions, options
         self._shard: keys.Shard = (group.rank, group.size)
 
-    def begin(self, changed: int | None, skip_base: int | None, alone: bool) -> Terms:
+    def begin(self, changed: int | None, alone: bool) -> Terms:
         """Agree on the next version. `changed` is the number of changed weights where it is known before encoding.
         `alone`: what changed since the version before is unknown."""
 
@@ -222,9 +219,8 @@ class VersionWriter:
             version = committer.next_version
             schema, is_adapter = committer.run.schema, committer.run.info.base is not None
             choice = self._options.chooser.choose(schema.elements, changed, schema.nbytes if is_adapter else None)
-            bases = {v: committer.versions[v].digest for v in (version - 1, skip_base) if v in committer.versions}
-            committed = caught_up.version if caught_up else None
-            return Terms(version, committer.writer, choice, committed, bases, alone or not version)
+            base = committer.versions[version - 1].digest if version else ""
+            return Terms(version, committer.writer, choice, caught_up is not None, base, alone or not version)
 
         return self._group.first(terms)
 
@@ -232,7 +228,7 @@ class VersionWriter:
         """Encode, put and commit. Raises on all ranks if it fails on one."""
         group, changes, began = self._group, pending.changes, time.perf_counter()
         # where full weights go out anyway and it is known what changed, no delta is encoded
-        no_delta = isinstance(changes, Capture) and (terms.choice.full or self._options.policy.every == 0)
+        no_delta = isinstance(changes, Capture) and terms.choice.full
         alone = terms.alone or no_delta
 
         def encode() -> tuple[StateDigest | None, StateDigest]:
@@ -255,13 +251,13 @@ class VersionWriter:
             encoded = group.together(encode)
             if not terms.alone:
                 # every rank compares, so that all of them raise
-                _require_equal(terms.version - 1, terms.bases[terms.version - 1], [base for base, _ in encoded])
+                _require_equal(terms.version - 1, terms.base, [base for base, _ in encoded])
             digest = sum((reached for _, reached in encoded), StateDigest())
-            file = group.each(lambda: self._finish(terms, terms.version - 1, digest, delta))
+            file = group.each(lambda: self._finish(terms, digest, delta))
             pending.timings["encode"] = time.perf_counter() - began
             size = sum(group.exchange(file.size))
             kinds = group.first(lambda: wanted(size))
-            put = group.together(lambda: self._put(terms, pending, kinds, file, digest))
+            put = group.together(lambda: self._put(terms, pending, kinds, file))
         if kinds[1]:
             _require_equal(terms.version, str(digest), [each.weights for each in put])
         manifest = group.first(lambda: self._commit(terms, pending, digest, put))
@@ -276,15 +272,13 @@ class VersionWriter:
             len(pending.handles),
         )
 
-    def _finish(self, terms: Terms, base: int, digest: StateDigest, delta: DeltaWriter) -> DataFile:
+    def _finish(self, terms: Terms, digest: StateDigest, delta: DeltaWriter) -> DataFile:
         """The file of a delta whose blocks are all there."""
-        run, before = self.run, terms.bases.get(base, "")
-        return delta.finish_link(run.info.run, base, terms.version, before, str(digest), run.schema.elements)
+        run, version = self.run.info.run, terms.version
+        return delta.finish_link(run, version - 1, version, terms.base, str(digest), self.run.schema.elements)
 
-    def _put(
-        self, terms: Terms, pending: PendingVersion[C], kinds: tuple[bool, bool], file: DataFile, digest: StateDigest
-    ) -> _Put:
-        """Upload what this rank has: a delta, an anchor (`kinds` says which of them) and a skip delta.
+    def _put(self, terms: Terms, pending: PendingVersion[C], kinds: tuple[bool, bool], file: DataFile) -> _Put:
+        """Upload what this rank has: a delta, an anchor or both, as `kinds` says.
 
         Rank 0 puts its files even where it holds nothing: a link names an object.
         """
@@ -307,12 +301,9 @@ class VersionWriter:
             self.run.store.put(key, chunks)
             return file.blob(key)
 
-        def put_delta(base: int, file: DataFile) -> None:
-            blob = upload(keys.delta(base, version, terms.writer, self._shard), file)
-            links.append(Link("delta", base, (blob,), choice.encoding, choice.why, file.changed))
-
         if with_delta and (file.changed or first):
-            put_delta(version - 1, file)
+            blob = upload(keys.delta(version - 1, version, terms.writer, self._shard), file)
+            links.append(Link("delta", version - 1, (blob,), choice.encoding, choice.why, file.changed))
             elements = sum(r.units // lookup(r.tensor.dtype).units_per_element for r in self._regions)
             self._options.chooser.learn(choice, file, elements, pending.timings["encode"], time.perf_counter() - clock)
         if with_anchor and (self._regions or first):
@@ -333,12 +324,6 @@ class VersionWriter:
             blob = upload(keys.anchor(version, terms.writer, self._shard), whole)
             self._options.chooser.learn_link(whole.size, time.perf_counter() - began)
             links.append(Link("anchor", None, (blob,), why=choice.why if choice.full else ""))
-        if pending.skip is not None:
-            base, encode = pending.skip
-            with DeltaWriter(choice.encoding) as delta:
-                for block in encode(choice.encoding):
-                    delta.add(block)
-                put_delta(base, self._finish(terms, base, digest, delta))
         pending.timings["put"] = time.perf_counter() - clock
         # a delta that was not encoded has not counted them
         changes = pending.changes
@@ -347,13 +332,13 @@ class VersionWriter:
 
     def _commit(self, terms: Terms, pending: PendingVersion[C], digest: StateDigest, put: Sequence[_Put]) -> Manifest:
         """On rank 0: commit what all ranks have put."""
-        links: dict[tuple[str, int | None], Link] = {}
+        links: dict[str, Link] = {}
         for link in (link for each in put for link in each.links):
-            same = links.get((link.kind, link.base))
+            same = links.get(link.kind)
             if same is not None:
                 objects, count = same.objects + link.objects, same.changed + link.changed
                 link = msgspec.structs.replace(link, objects=objects, changed=count)
-            links[link.kind, link.base] = link
+            links[link.kind] = link
         changed = self.run.schema.elements if terms.alone else sum(each.changed for each in put)
         # of the slowest rank
         timings = {name: max(each.timings[name] for each in put) for name in pending.timings}
