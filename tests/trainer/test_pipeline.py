@@ -1,4 +1,4 @@
-"""Runs over time: anchors, skip deltas, references, resuming, and two trainers that want the same run."""
+"""Runs over time: anchors, references, resuming, and two trainers that want the same run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ WAIT = 120
 
 
 def kinds(store: Store) -> list[str]:
-    """Per version, the links it has: a for an anchor, d for a delta, s for a skip delta, r for a reference."""
+    """Per version, the links it has: a for an anchor, d for a delta, r for a reference."""
     run = Run.open(store)
     newest = run.newest()
     assert newest is not None
@@ -498,7 +498,7 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
 ) -> None:
     """Captures come, merge, settle and fold in any order; each pending one must still give its weights and digest."""
     newest = random_bag(schema, seed)
-    captures = Captures(HostDetector.of(State(schema)), StateDigest())
+    captures = Captures(HostDetector().holding(State(schema)), StateDigest())
     captures.settle(captures.capture(newest, 1 << 30))
     pending: list[tuple[Capture, Any, Any]] = []  # (capture, weights before, weights after)
     for move, density, step in moves:

@@ -25,7 +25,7 @@ from ..core.errors import PublishFailed
 from ..core.full import ReadBy, Source
 from ..core.parallel import Later, default_threads, ordered_map, threads_for
 from ..core.sparse import EncodedBlock, encode_block, encode_counted
-from .detectors import Detector, Found, HostDetector, SnapshotLost, done, merge
+from .detectors import Detector, Found, SnapshotLost, done, merge
 
 if TYPE_CHECKING:
     from ..kernels.block import DeviceBlock
@@ -292,7 +292,7 @@ class Stream:
             if self._compared:
                 self._compared(sum(region.nbytes for region in block))
             yield from coded
-        if not isinstance(self._detector, HostDetector) and self._detector.load(self._source) != reached:
+        if not self._detector.in_host_memory and self._detector.load(self._source) != reached:
             raise PublishFailed("the weights changed while they were being published; keep training out of `publish`")
         self._captures.move(reached)
 
@@ -312,9 +312,8 @@ class Stream:
         def take(changes: list[Change]) -> None:
             nonlocal digest
             coded.append(encode_block(changes, encoding, self._detector.region))
-            if isinstance(self._detector, HostDetector):
-                # encoded against the old bits, so they may go now
-                self._detector.write(changes)
+            # encoded against the old bits, so they may go now
+            self._detector.write(changes)
             digest += moved(changes)
 
         sparse: list[Change] = []

@@ -79,6 +79,10 @@ class Detector(Protocol):
 
     plan: list[Block]
     """What it was bound to, cut into blocks."""
+    in_host_memory: bool = True
+    """Whether it compares in host memory, with any source."""
+    compares_views: bool = True
+    """Whether it can compare what is computed from a model in place of its weights."""
 
     @property
     def counts(self) -> bool:
@@ -101,6 +105,10 @@ class Detector(Protocol):
         """Make the source's present weights the ones captured last; returns their digest."""
         ...
 
+    def holding(self, state: State) -> Detector:
+        """A detector in host memory that holds a version already; of the same kind, if this one is there."""
+        return HostDetector().holding(state)
+
     def detect(self, source: Source, budget: int) -> Take:
         """Find what differs between the source and the weights captured last, which stay what they are until `Take`.
 
@@ -120,6 +128,11 @@ class Detector(Protocol):
     def later(self, work: Callable[[], Found]) -> Later[Found]:
         """Merge captures: at once, or in a thread of its own where that would block the trainer. Keeps the order."""
         return done(work())
+
+    def write(self, changes: Sequence[Change]) -> None:
+        """Take over a part of the model: the rest stays as it was captured last. Only in host memory; elsewhere `load`
+        takes over all of it."""
+        return
 
     def close(self) -> None:
         """Stop the thread, if it has one."""
@@ -150,10 +163,8 @@ class HostDetector(Detector):
             self.state = State(source.schema)
         self.plan = blocks(self.state.schema)
 
-    @classmethod
-    def of(cls, state: State) -> HostDetector:
-        """One that holds a version already."""
-        detector = cls()
+    def holding(self, state: State) -> HostDetector:
+        detector = type(self)()
         detector.state = state
         detector.bind(state)
         return detector
@@ -198,7 +209,6 @@ class HostDetector(Detector):
         return self.state.region(region)
 
     def write(self, changes: Sequence[Change]) -> None:
-        """Take over a part of the model: the rest stays as it was captured last."""
         for change in changes:
             change.write(self.state.bits(change.region.tensor.name))
 

@@ -31,7 +31,7 @@ from ..core.schema import Schema
 from ..kernels.block import DeviceBlock
 from ..kernels.plan import Plan, flat, units
 from ..models import Known, ModelView, tensors_of, torch_bits
-from .detectors import WITHIN_A_STEP, Found, SnapshotLost, Take, TooLarge, merge
+from .detectors import WITHIN_A_STEP, Detector, Found, SnapshotLost, Take, TooLarge, merge
 
 _CHANGE_BYTES = 8
 """What a changed unit of 16 bits takes on the host: position, old and new bits."""
@@ -272,8 +272,10 @@ def regions_of(plan: Sequence[Block], names: Sequence[str]) -> list[Region]:
     return [region for block in plan for region in block if region.tensor.name in own]
 
 
-class DeviceDetector:
+class DeviceDetector(Detector):
     """Base of the detectors of this module. Its parts cover the schema's tensors, each of them once."""
+
+    in_host_memory = compares_views = False
 
     def __init__(self) -> None:
         self._parts: list[TensorGroup] = []
@@ -470,6 +472,8 @@ class SnapshotDetector(DeviceDetector):
              "host": in pinned host memory, for models whose copy does not fit; it is streamed through the device by
              blocks of 32 MB, so `publish` takes as long as the bus needs for the whole model.
     """
+
+    compares_views = True
 
     def __init__(self, memory: str = "device") -> None:
         super().__init__()

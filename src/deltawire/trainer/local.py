@@ -19,7 +19,7 @@ from ..views.blocks import Blocks
 from ..views.host import BlockView, is_view
 from .adapters import BASE_DTYPES, Adapter
 from .collective import Group, Ranks
-from .detectors import Detector, HostDetector, default_detector
+from .detectors import Detector, default_detector
 from .writer import PublishOptions
 
 OTHER_MODEL = "; another model, or the same in another dtype, needs an address of its own"
@@ -115,7 +115,8 @@ class LocalModel:
 
     def _viewed(self, source: Source, blocks: Blocks, *parts: Any) -> Source:
         """The view of these weights: computed where they are compared."""
-        compared_in_torch = not isinstance(self._options.detector, HostDetector | None)
+        given = self._options.detector
+        compared_in_torch = given is not None and not given.in_host_memory
         if isinstance(source, ModelView) and source.tensors and (compared_in_torch or source.device() is not None):
             from ..views.device import BlockModel
 

@@ -53,7 +53,7 @@ from .background import Background, Captured
 from .captures import Captures, Stream, counted
 from .collective import LAST_WAIT, RESTART, Group, Lockstep, Ranks
 from .commit import Committer
-from .detectors import Detector, HostDetector, SnapshotLost, TooLarge, default_detector
+from .detectors import Detector, SnapshotLost, TooLarge, default_detector
 from .local import OTHER_MODEL, LocalModel
 from .writer import PendingVersion, Progress, Published, PublishOptions, VersionWriter
 
@@ -206,7 +206,7 @@ class Pipeline:
         state, alone, watched = None, False, source
         if newest is None:
             # shards are read twice, so their bytes would count twice
-            if progress is not None and not self.together and isinstance(detector, HostDetector):
+            if progress is not None and not self.together and detector.in_host_memory:
                 watched = counted(source, lambda n: progress("detect", n, schema.nbytes))
         elif self._differs(newest, source, detector, must_match):
             state = group.each(lambda: None if self._distrusted else self._rebuild(run, newest.version, progress))
@@ -215,8 +215,7 @@ class Pipeline:
             state = None if alone else state
         if state is not None and not self.together:
             # in host memory wherever the model is: the first publish is streamed against it
-            kind = type(detector) if isinstance(detector, HostDetector) else HostDetector
-            captures = Captures(kind.of(state), state.digest)
+            captures = Captures(detector.holding(state), state.digest)
         else:
             captures = group.each(lambda: self._captures(watched, detector, state, alone))
         writer = VersionWriter(run, self._committer, self._writing_group, self._local.regions, options)
@@ -364,11 +363,11 @@ class Pipeline:
     def _must_stream(self, source: Source, wait: bool) -> bool:
         """Whether to compare block by block while the caller waits: to save host memory, or where the version to
         compare with came from the bucket and is not yet where the model is."""
-        in_host_memory = isinstance(self._opened().captures.detector, HostDetector)
+        in_host_memory = self._opened().captures.detector.in_host_memory
         return not self.together and in_host_memory and (wait or self._is_elsewhere(source))
 
     def _is_elsewhere(self, source: Source) -> bool:
-        return not isinstance(self._options.detector or default_detector(source), HostDetector)
+        return not (self._options.detector or default_detector(source)).in_host_memory
 
     def _capture(self, source: Source, pending: Captured, began: float) -> bool:
         """Submit what changed, merged with the version that waits. False, and nothing done, if it is too dense."""
@@ -407,7 +406,7 @@ class Pipeline:
             published = session.writer.write(terms, pending)
         self.version, session.captures.alone = published.version, False
         # from here on a detector of the model's own kind can be used: the bucket has what the model has
-        if not (isinstance(session.captures.detector, HostDetector) and self._is_elsewhere(source)):
+        if not (session.captures.detector.in_host_memory and self._is_elsewhere(source)):
             self._session = session
         published.timings["held"] = time.perf_counter() - began
         pending.succeed(published)

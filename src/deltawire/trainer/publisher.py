@@ -27,7 +27,7 @@ from .claim import Claim
 from .collective import LAST_WAIT, group_of, may_share
 from .commit import Signing
 from .companions import Companions
-from .detectors import Detector, HostDetector
+from .detectors import Detector
 from .pipeline import Pipeline
 from .policy import AnchorPolicy, EncodingChooser
 from .writer import PendingVersion, Progress, Published, PublishHandle, PublishOptions
@@ -126,9 +126,15 @@ class Publisher:
         takeover: bool = False,
         on_version: Callable[[Published], object] | None = None,
     ) -> None:
+        # an optimizer has a detector of its own
+        compares = detector.detector() if detector is not None and hasattr(detector, "detector") else detector
         if view is not None:
             check_view(view)
-            _check_detector(detector)
+            if compares is not None and not compares.compares_views:
+                raise Misconfigured(
+                    f"a view is compared as it is published, which {type(detector).__name__} cannot do: leave out "
+                    "detector=, or pass a SnapshotDetector"
+                )
         given = _folder("files", files) if isinstance(files, (str, Path)) else files
         self._options = PublishOptions(
             chooser=EncodingChooser(encoding),
@@ -136,8 +142,7 @@ class Publisher:
             files=Companions(given, tokenizer, wire_dtype, view),
             wire_dtype=wire_dtype,
             buffers=buffers,
-            # an optimizer has a detector of its own
-            detector=detector.detector() if detector is not None and hasattr(detector, "detector") else detector,
+            detector=compares,
             reference=str(reference) if reference is not None else None,
             model_name=model_name,
             max_pending=max_pending,
@@ -329,18 +334,6 @@ def _refuse_second_script() -> None:
             "this process is a child of the one that trains, and runs its script once more while it imports it; "
             "nothing was published. Guard your script: put what it does under if __name__ == '__main__':"
         )
-
-
-def _check_detector(detector: Detector | DeltaAdamW | None) -> None:
-    """Refuse detectors that do not compare what is published with what was published before."""
-    if not isinstance(detector, HostDetector | None):
-        from .device import SnapshotDetector
-
-        if not isinstance(detector, SnapshotDetector):
-            raise Misconfigured(
-                f"a view is compared as it is published, which {type(detector).__name__} cannot do: leave out "
-                "detector=, or pass a SnapshotDetector"
-            )
 
 
 def _folder(option: str, path: str | Path) -> Path:
