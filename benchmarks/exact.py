@@ -67,7 +67,7 @@ def follow(kind: str, shape: Shape, device: torch.device, steps: int, rate: floa
     losses, shares = [], []
     changed = sent = missed = 0
     began = time.perf_counter()
-    with Publisher(store, detector=detector, wire_dtype="bf16", encoding="packed", buffers=False) as publisher:
+    with Publisher(store, detector=detector, wire_dtype="bf16", encoding="packed") as publisher:
         for step in range(steps + 1):
             if step:
                 for group in optimizer.param_groups:

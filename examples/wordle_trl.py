@@ -165,9 +165,7 @@ def parse(words: list[str] | None = None) -> tuple[Options, AsyncGRPOConfig]:
 
 
 def make_trainer(options: Options, config: AsyncGRPOConfig) -> AsyncGRPOTrainer:
-    transfer = BucketTransfer(
-        options.run, encoding=options.encoding, files=companions(options.model), model_name=options.model
-    )
+    transfer = BucketTransfer(options.run, encoding=options.encoding, files=companions(options.model))
     trainer = AsyncGRPOTrainer(
         model=options.model,
         args=config,

@@ -71,7 +71,7 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def tensors_of(model: Any, *, buffers: bool = True) -> dict[str, Any]:
+def tensors_of(model: Any) -> dict[str, Any]:
     """The named tensors of a module or mapping, tied ones included.
 
     Those of a module are named and cut as in its checkpoint, whatever it is wrapped in, and share its memory wherever
@@ -95,8 +95,7 @@ def tensors_of(model: Any, *, buffers: bool = True) -> dict[str, Any]:
         )
     # state_dict of a module gives detached tensors that share the parameters' storage
     tensors = model.state_dict()
-    left_out = set() if buffers else {name for name, _ in model.named_buffers()}
-    named = {_plain(name): tensor for name, tensor in tensors.items() if name not in left_out}
+    named = {_plain(name): tensor for name, tensor in tensors.items()}
     _check(named)
     parameters = getattr(checkpoint_of(model), "parameters", tuple)
     _check_gathered(named, lambda: any(map(_is_placeholder, parameters())))
@@ -182,7 +181,6 @@ class ModelView:
         model: Any,
         wire_dtype: str | None = None,
         *,
-        buffers: bool = True,
         known: Known | None = None,
         of: Any = None,
     ) -> None:
@@ -201,7 +199,7 @@ class ModelView:
             wire_dtype = "bf16" if is_module(owner) or is_state_dict(owner) else None
             self._kept = kept_in_fp32(checkpoint_of(owner))
         self._wire = _WIRE_DTYPES[wire_dtype] if wire_dtype else None
-        tensors = tensors_of(model, buffers=buffers)
+        tensors = tensors_of(model)
         where = _memory_of(tensors)
         if known is not None and (known.where, known.wire) == (where, self._wire):
             self.known: Known | None = known

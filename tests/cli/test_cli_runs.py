@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from tests.hub_stand_in import HubStandIn
 
 def fill(url: str) -> None:
     for name in ("chat", "math/one", "math/two words"):
-        publish(below(open_store(url), name), history(3), model_name=name)
+        config = json.dumps({"architectures": [name]}).encode()
+        publish(below(open_store(url), name), history(3), files={"config.json": config})
     open_store(url).put("notes.txt", b"no run")
     open_store(url).put("empty/deep/down/here/file", b"no run")
 

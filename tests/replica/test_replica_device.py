@@ -24,7 +24,7 @@ from deltawire.replica import model as model_module  # noqa: E402
 from deltawire.replica.device import DeviceShard, DeviceWeights  # noqa: E402
 from deltawire.replica.model import open_weights  # noqa: E402
 from deltawire.store import ObjectStore  # noqa: E402
-from deltawire.trainer import SnapshotDetector, captures  # noqa: E402
+from deltawire.trainer import SnapshotDetector, captures, pipeline  # noqa: E402
 from deltawire.trainer.policy import AnchorPolicy  # noqa: E402
 from tiled import encode_tiles  # noqa: E402
 
@@ -251,7 +251,8 @@ def test_regions_that_somebody_cut_in_another_way(
     replica = replica_of(store)
     monkeypatch.setattr(AnchorPolicy, "wants_delta", lambda *_: True)
     options = {"anchor_every": 1} if anchors else {"anchor_ratio": 1e9}
-    with Publisher(store, max_pending=64, detector=SnapshotDetector(), **options) as publisher:
+    monkeypatch.setattr(pipeline, "most_pending", lambda nbytes: 64)
+    with Publisher(store, detector=SnapshotDetector(), **options) as publisher:
         publisher.publish(model).result(60)
         replica.sync(live)
         for tensor in model.values():

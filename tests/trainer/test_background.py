@@ -19,7 +19,7 @@ from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import ObjectStore, Store
 from deltawire.trainer import Publisher, background
-from deltawire.trainer.writer import PendingVersion
+from deltawire.trainer.pending import PendingVersion
 from support import HookedStore, Model, blank, held, history, model, replayed, same, trained
 
 WAIT = 120

@@ -618,7 +618,7 @@ def test_a_deleted_run_stays_deleted(bucket: Store, monkeypatch: pytest.MonkeyPa
     publisher.publish(history(1)[0]).result(60)
     for item in [*bucket.list()]:
         bucket.delete(item.key)
-    thread = publisher._options.claim._thread
+    thread = publisher._pipeline._claim._thread
     assert thread is not None
     thread.join(60)
     assert not [*bucket.list()]

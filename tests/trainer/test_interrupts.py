@@ -25,9 +25,21 @@ from deltawire.core.errors import DigestMismatch, PublishFailed  # noqa: E402
 from deltawire.core.parallel import Later  # noqa: E402
 from deltawire.models import ModelView  # noqa: E402
 from deltawire.store import ObjectStore, Store  # noqa: E402
-from deltawire.trainer import adamw, background, captures, claim, commit, detectors, device, pipeline, publisher  # noqa: E402
+from deltawire.trainer import (  # noqa: E402
+    adamw,
+    background,
+    captures,
+    claim,
+    commit,
+    detectors,
+    device,
+    pending,
+    pipeline,
+    publisher,
+    rebuild,
+)
 from deltawire.trainer import writer as version_writer  # noqa: E402
-from deltawire.trainer.writer import PublishHandle  # noqa: E402
+from deltawire.trainer.pending import PublishHandle  # noqa: E402
 from deltawire.views.blocks import Blocks  # noqa: E402
 from deltawire.views.host import BlockView  # noqa: E402
 from interrupting import Interrupted, raising_at_each_line  # noqa: E402
@@ -36,7 +48,7 @@ from view_models import weights as view_weights  # noqa: E402
 
 WAIT = 60
 KINDS = ["host", "snapshot", "streamed", "fused", "adamw"]
-TRAINER: list[ModuleType] = [publisher, pipeline, captures, background, detectors]
+TRAINER: list[ModuleType] = [publisher, pipeline, rebuild, captures, background, detectors]
 
 
 def memory() -> ObjectStore:
@@ -123,7 +135,7 @@ def test_a_streamed_publish_at_every_line() -> None:
 
 @pytest.mark.slow
 def test_a_publish_that_waits_at_every_line() -> None:
-    assert len(raising_at_each_line([*TRAINER, version_writer, commit], streamed_publishes())) > 200
+    assert len(raising_at_each_line([*TRAINER, pending, version_writer, commit], streamed_publishes())) > 200
 
 
 def test_flush_and_close_at_every_line() -> None:

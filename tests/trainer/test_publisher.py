@@ -35,7 +35,7 @@ from deltawire.core.errors import (
 from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Retrying, Store
-from deltawire.trainer import Publisher, SnapshotDetector, captures
+from deltawire.trainer import Publisher, SnapshotDetector, captures, pipeline
 from deltawire.trainer.captures import Captures
 from flaky_store import FlakyStore
 from support import (
@@ -224,7 +224,7 @@ def test_a_weight_that_comes_back_does_not_travel_twice(store: Store) -> None:
 def test_step_metrics_and_timings_are_in_the_manifest(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "deltawire")
     versions = history(2)
-    with Publisher(store, model_name="toy") as publisher:
+    with Publisher(store, files={"config.json": b'{"architectures": ["Toy"]}'}) as publisher:
         publisher.publish(versions[0]).result(WAIT)
         handle = publisher.publish(versions[1], step=40, metrics={"reward": 0.25, "loss": np.float32(2)})
         publisher.flush(WAIT)
@@ -232,7 +232,7 @@ def test_step_metrics_and_timings_are_in_the_manifest(store: Store, caplog: pyte
         assert publisher.version == 1
     run = Run.open(store)
     manifest = run.manifest(1)
-    assert run.info.model == "toy"
+    assert run.info.model == "Toy"
     assert (manifest.step, manifest.metrics, manifest.parent) == (40, {"reward": 0.25, "loss": 2.0}, 0)
     assert {"held", "encode", "put"} <= manifest.timings.keys()
     count = sum(int((versions[0][n] != versions[1][n]).sum()) for n in versions[0])
@@ -614,7 +614,8 @@ def test_a_change_too_dense_to_hold_is_streamed(store: Store, encoding: str, mon
     """`publish` then returns after the commit, with the same bits in the bucket."""
     captured: list[str] = []
     versions = history(5, changes=40)
-    with Publisher(store, max_pending=64, encoding=encoding) as publisher:
+    monkeypatch.setattr(pipeline, "most_pending", lambda nbytes: 64)
+    with Publisher(store, encoding=encoding) as publisher:
         # the first version has nothing to hold but the copy of the model
         publisher.publish(versions[0]).result(WAIT)
         monkeypatch.setattr(Captures, "settle", lambda *_: captured.append("background"))
@@ -654,11 +655,12 @@ def test_dense_regions_are_coded_in_pieces(store: Store, encoding: str, monkeypa
         assert max(block.changed for block in blocks) <= 150
 
 
-def test_streaming_waits_for_what_is_in_flight(store: Store) -> None:
+def test_streaming_waits_for_what_is_in_flight(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "most_pending", lambda nbytes: 2000)
     gate = Gate(lambda moment, verb, key: key == keys.manifest(1))
     versions = history(4, changes=2)
     dense = trained(versions[3], 5, changes=200)
-    with Publisher(HookedStore(store, gate), max_pending=2000) as publisher:
+    with Publisher(HookedStore(store, gate)) as publisher:
         publisher.publish(versions[0]).result(WAIT)
         publisher.publish(versions[1])
         assert gate.reached.wait(WAIT)
@@ -669,11 +671,12 @@ def test_streaming_waits_for_what_is_in_flight(store: Store) -> None:
     verified(store, [*versions[:3], dense, versions[3]])
 
 
-def test_a_failed_stream_after_a_failed_background_publish(store: Store) -> None:
+def test_a_failed_stream_after_a_failed_background_publish(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "most_pending", lambda nbytes: 2000)
     broken = Broken(PLACES["before-the-manifest"])
     versions = history(4, changes=2)
     dense = trained(versions[2], 5, changes=200)
-    with Publisher(HookedStore(store, broken), max_pending=2000) as publisher:
+    with Publisher(HookedStore(store, broken)) as publisher:
         publisher.publish(versions[0])
         publisher.flush()
         broken.down = True

@@ -187,7 +187,6 @@ def test_an_anchor_is_left_to_a_keeper_that_is_alive_but_not_for_ever() -> None:
     # by bytes, and where nothing but anchors is wanted
     assert leaves(12, keeper_index(11, None), AnchorPolicy())
     assert not leaves(22, keeper_index(21, None), AnchorPolicy())
-    assert not leaves(5, keeper_index(4, None), AnchorPolicy(every=0))
 
 
 def test_a_trainer_uploads_deltas_alone_while_a_keeper_makes_the_anchors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typer import Argument, Option, echo
 from . import ui
 
 if TYPE_CHECKING:
-    from ..trainer.writer import Published
+    from ..trainer.pending import Published
 
 
 def command(

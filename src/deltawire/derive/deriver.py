@@ -36,8 +36,8 @@ from ..core.errors import (
 )
 from ..core.manifest import File, Manifest, Origin
 from ..store import Store
+from ..trainer.pending import Published
 from ..trainer.publisher import Publisher
-from ..trainer.writer import Published
 from ..views import check_view
 from ..views.blocks import Blocks
 from ..views.host import BlockView

@@ -181,9 +181,6 @@ class Sent:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._tensors
 
-    def named_buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.checkpoint_of.named_buffers() if hasattr(self, "checkpoint_of") else ()
-
 
 def _unsent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights that TRL may leave out. Distributed tensors are not: gathering one takes all ranks."""

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 from .adapters import adapter, merged
 from .detectors import HostDetector
+from .pending import Published, PublishHandle
 from .publisher import Publisher
-from .writer import Published, PublishHandle
 
 if TYPE_CHECKING:
     from .adamw import DeltaAdamW

@@ -92,9 +92,6 @@ class _View:
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def named_buffers(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
-
     def parameters(self) -> Iterator[Any]:
         return self._model.parameters()  # type: ignore[no-any-return]
 
@@ -174,10 +171,6 @@ class _OfBase(_View):
     def checkpoint_of(self) -> Any:
         """The model whose checkpoint has these names."""
         return self._model.get_base_model()
-
-    def named_buffers(self) -> Iterator[tuple[str, Any]]:
-        for name, buffer in self.checkpoint_of.named_buffers():
-            yield name.replace(".base_layer.", "."), buffer
 
 
 class BaseWeights(_OfBase):

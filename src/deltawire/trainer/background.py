@@ -23,7 +23,7 @@ from ..core.errors import (
 )
 from .captures import Capture
 from .detectors import SnapshotLost
-from .writer import PendingVersion, Published, PublishHandle
+from .pending import PendingVersion, Published, PublishHandle
 
 log = logging.getLogger("deltawire")
 

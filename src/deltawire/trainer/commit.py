@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..bucket.run import Run
 from ..bucket.trust import KeysLike, Trust
@@ -31,9 +31,7 @@ from ..core.signing import MANIFEST, NEXT_KEY, Endorsement, SigningKey, check_pu
 from ..store.base import check_size
 from .claim import ADVICE, Claim
 from .companions import Companions
-
-if TYPE_CHECKING:
-    from .writer import PendingVersion
+from .pending import PendingVersion
 
 log = logging.getLogger("deltawire")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from ..views.host import BlockView, is_view
 from .adapters import BASE_DTYPES, Adapter
 from .collective import Group, Ranks
 from .detectors import Detector, default_detector
-from .writer import PublishOptions
 
 OTHER_MODEL = "; another model, or the same in another dtype, needs an address of its own"
 """What to do when a model does not fit the run it is published to."""
@@ -29,8 +27,9 @@ OTHER_MODEL = "; another model, or the same in another dtype, needs an address o
 class LocalModel:
     """What this process holds of a model; this class itself: all of it."""
 
-    def __init__(self, options: PublishOptions, url: str) -> None:
-        self._options, self._url = options, url
+    def __init__(self, url: str, wire_dtype: str | None, view: str | None, detector: Detector | None) -> None:
+        """`url` is that of the run. Without a `view` the weights themselves are published."""
+        self._url, self._wire_dtype, self.view, self._detector = url, wire_dtype, view, detector
         self._known: Known | None = None
         """About the model published last, which is usually the next one too."""
         self._schema: Schema | None = None
@@ -38,6 +37,12 @@ class LocalModel:
         self._bound = False
         self._blocks: Blocks | None = None
         """Of the view, once the model is known."""
+
+    def sharded(self) -> LocalModel:
+        """The same where each rank holds parts of a model."""
+        from .shards import Shards
+
+        return Shards(self._url, self._wire_dtype, self.view, self._detector)
 
     @property
     def regions(self) -> Sequence[Region]:
@@ -58,9 +63,9 @@ class LocalModel:
         if hasattr(model, "schema") and hasattr(model, "region"):
             source: Source = model
         else:
-            view = ModelView(model, self._options.wire_dtype, buffers=self._options.buffers, known=self._known)
+            view = ModelView(model, self._wire_dtype, known=self._known)
             self._known, source = view.known, view
-        if self._options.view is not None and not is_view(source):
+        if self.view is not None and not is_view(source):
             if self._blocks is None or self._blocks.source != source.schema:
                 self._blocks = Blocks(source.schema)
             source = self._viewed(source, self._blocks)
@@ -88,7 +93,7 @@ class LocalModel:
             raise SchemaMismatch("it is spread over several processes, and one alone publishes")
         found: dict[str, str] = {}
         for wire in BASE_DTYPES:
-            local = type(self)(replace(self._options, wire_dtype=wire, buffers=True, view=None), self._url)
+            local = type(self)(self._url, wire, None, None)
             schema, source = local.open(model.base, group)
             if schema.hash in found:
                 break
@@ -98,7 +103,7 @@ class LocalModel:
 
     def detector(self, source: Source) -> Detector:
         """A detector that is bound to these weights."""
-        given = self._options.detector
+        given = self._detector
         if given is None:
             detector = default_detector(source)
             detector.bind(source)
@@ -113,9 +118,13 @@ class LocalModel:
             )
         return given
 
+    def is_elsewhere(self, source: Source) -> bool:
+        """Whether these weights are compared where they are, and not in host memory."""
+        return not (self._detector or default_detector(source)).in_host_memory
+
     def _viewed(self, source: Source, blocks: Blocks, *parts: Any) -> Source:
         """The view of these weights: computed where they are compared."""
-        given = self._options.detector
+        given = self._detector
         compared_in_torch = given is not None and not given.in_host_memory
         if isinstance(source, ModelView) and source.tensors and (compared_in_torch or source.device() is not None):
             from ..views.device import BlockModel

@@ -16,53 +16,51 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bucket.references import find_reference, reference_source
-from ..bucket.replay import State, checkout, load_folder
+from ..bucket.replay import State
 from ..bucket.run import Run
-from ..bucket.walk import TRIES
-from ..core import full
 from ..core.digest import StateDigest
 from ..core.errors import (
-    ChainError,
-    DeltawireError,
     DigestMismatch,
     DivergedRun,
-    FormatError,
-    ObjectNotFound,
     OutOfStep,
     PublishFailed,
-    ReferenceUnavailable,
     RunNotFound,
     SchemaError,
     SchemaMismatch,
-    StoreUnavailable,
 )
 from ..core.full import Source
-from ..core.manifest import Base, Link, Manifest
+from ..core.manifest import Base, Manifest
 from ..core.schema import Schema
 from ..models import Model
 from ..store import Store
 from .adapters import Adapter
 from .background import Background, Captured
 from .captures import Captures, Stream, counted
+from .claim import Claim
 from .collective import LAST_WAIT, RESTART, Group, Lockstep, Ranks
-from .commit import Committer
-from .detectors import Detector, SnapshotLost, TooLarge, default_detector
+from .commit import Committer, Signing
+from .companions import Companions
+from .detectors import Detector, SnapshotLost, TooLarge
 from .local import OTHER_MODEL, LocalModel
-from .writer import PendingVersion, Progress, Published, PublishOptions, VersionWriter
+from .pending import PendingVersion, Progress, Published
+from .policy import AnchorPolicy, EncodingChooser
+from .rebuild import Rebuild
+from .writer import VersionWriter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger("deltawire")
 
-MIN_PENDING = 64 << 20
+
+def most_pending(nbytes: int) -> int:
+    """Bytes that a capture may hold while it waits, of a model of so many: a denser change is streamed."""
+    return max(64 << 20, nbytes // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +74,35 @@ class _Session:
 class Pipeline:
     """Writes the versions of one publisher. With several ranks, all call the same methods in the same order."""
 
-    def __init__(self, store: Store, options: PublishOptions, group: ProcessGroup | None = None) -> None:
-        """`group` is the process group that publishes together; None for this process alone."""
-        self._store, self._options = store, options
-        self._trust = options.signing.trust if options.signing else None
+    def __init__(
+        self,
+        store: Store,
+        local: LocalModel,
+        rebuild: Rebuild,
+        files: Companions,
+        claim: Claim,
+        signing: Signing | None,
+        chooser: EncodingChooser,
+        policy: AnchorPolicy,
+        on_version: Callable[[Published], object] | None,
+        *,
+        warn: bool,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        """`group` is the process group that publishes together; None for this process alone. `warn`: say so where the
+        first weights are not the run's newest version."""
+        self._store, self._rebuild, self._files = store, rebuild, files
+        self._claim, self._signing, self._on_version = claim, signing, on_version
+        self._chooser, self._policy = chooser, policy
+        self._trust = signing.trust if signing else None
         self.together = group is not None
         """Whether this is one of the ranks of a process group, which may be the only one. However dense a change is,
         ranks capture it: one alone cannot decide to stream."""
         # one group for the training thread, one for the background thread
         if group is None:
-            self._local, self._group, self._writing_group = LocalModel(options, store.url), Group(), Group()
+            self._local, self._group, self._writing_group = local, Group(), Group()
         else:
-            from .shards import Shards
-
-            self._local, self._group, self._writing_group = Shards(options, store.url), Ranks(group), Ranks(group)
+            self._local, self._group, self._writing_group = local.sharded(), Ranks(group), Ranks(group)
         self._lockstep = Lockstep(self._writing_group)
         self._publishes = 0
         leave = (lambda: self._lockstep.leave(self._publishes)) if self.together else None
@@ -97,7 +110,7 @@ class Pipeline:
         self._committer: Committer | None = None
         """Of rank 0, once the run is there."""
         self._session: _Session | None = None
-        self._warned = options.continues
+        self._warn = warn
         self.version: int | None = None
         """The newest committed version."""
         self._distrusted = False
@@ -152,20 +165,20 @@ class Pipeline:
             if self.background.closed:
                 if session is not None:
                     session.captures.detector.close()
-                self._options.claim.release()
+                self._claim.release()
         # a closed publisher holds no copy of the model, perhaps on a GPU
         self._session = None
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def look(self) -> None:
+    def open_run(self) -> None:
         """Open the run if it is there. Otherwise the first publish creates it, which knows the schema."""
         if self._committer is None:
             with suppress(RunNotFound):
                 self._commit_to(Run.open(self._store, trust=self._trust))
 
     def _commit_to(self, run: Run) -> Committer:
-        self._committer = Committer.open(run, self._options.files, self._options.claim, self._options.signing)
+        self._committer = Committer.open(run, self._files, self._claim, self._signing)
         self.version = self._committer.newest.version if self._committer.newest else None
         return self._committer
 
@@ -174,7 +187,7 @@ class Pipeline:
     ) -> Source:
         """The weights to compare. At the first call also: open or create the run, and find what to compare with."""
         with self._group.all_or_none():
-            if self._session is None or self._options.view is not None:
+            if self._session is None or self._local.view is not None:
                 self._require_same_publish(step)
             return self._open_by_all(model, progress, must_match)
 
@@ -196,10 +209,10 @@ class Pipeline:
             if self.together:
                 raise SchemaMismatch("this model lies elsewhere than the one published before")
             self._drop()
-        group, options = self._group, self._options
+        group = self._group
         schema, source = self._local.open(model, group)
         base = self._base(model)
-        is_adapter = self._options.files.base_name is not None or (None if isinstance(model, Mapping) else False)
+        is_adapter = self._files.base_name is not None or (None if isinstance(model, Mapping) else False)
         newest = group.first(lambda: self._newest(schema, base, must_match, is_adapter))
         run = group.each(lambda: self._committer.run if self._committer else Run.open(self._store, trust=self._trust))
         detector = group.each(lambda: self._local.detector(source))
@@ -209,7 +222,9 @@ class Pipeline:
             if progress is not None and not self.together and detector.in_host_memory:
                 watched = counted(source, lambda n: progress("detect", n, schema.nbytes))
         elif self._differs(newest, source, detector, must_match):
-            state = group.each(lambda: None if self._distrusted else self._rebuild(run, newest.version, progress))
+            state = group.each(
+                lambda: None if self._distrusted else self._rebuild.version(run, newest.version, progress)
+            )
             # on all ranks if one of them cannot read it
             alone = not all(group.exchange(state is not None))
             state = None if alone else state
@@ -218,8 +233,10 @@ class Pipeline:
             captures = Captures(detector.holding(state), state.digest)
         else:
             captures = group.each(lambda: self._captures(watched, detector, state, alone))
-        writer = VersionWriter(run, self._committer, self._writing_group, self._local.regions, options)
-        self.version, self._warned = newest.version if newest else None, True
+        writer = VersionWriter(
+            run, self._committer, self._writing_group, self._local.regions, self._chooser, self._policy
+        )
+        self.version, self._warn = newest.version if newest else None, False
         self._session, self._distrusted = _Session(captures, writer), False
         return source
 
@@ -251,7 +268,7 @@ class Pipeline:
 
         One that is not in memory is read only for a new run.
         """
-        name = self._options.files.base_name
+        name = self._files.base_name
         if name is None or (self._committer and not isinstance(model, Adapter)):
             return None
         try:
@@ -270,14 +287,13 @@ class Pipeline:
     def _newest(self, schema: Schema, base: Base | None, must_match: bool, is_adapter: bool | None) -> Manifest | None:
         """On rank 0: the run's newest version, made from the reference where there is none yet. `is_adapter` is None
         where that is unknown."""
-        options, url = self._options, self._store.url
-        self.look()
+        url = self._store.url
+        self.open_run()
         committer = self._committer
         if must_match and (committer is None or committer.newest is None):
             raise DivergedRun(f"{url} has no version to resume from")
         if committer is None:
-            name = options.model_name or options.files.model_name
-            committer = self._commit_to(Run.create(self._store, schema, name, self._trust, base))
+            committer = self._commit_to(Run.create(self._store, schema, self._files.model_name, self._trust, base))
         committer.check_run()
         committer.catch_up()
         if committer.run.schema != schema:
@@ -289,10 +305,9 @@ class Pipeline:
             raise SchemaMismatch(
                 f"the run {url} has adapters of {before}, and this one is trained on {base}{OTHER_MODEL}"
             )
-        if committer.newest is None and options.reference is not None:
+        if committer.newest is None and (begin := self._rebuild.begin(committer.run)) is not None:
             # a checkpoint that everybody can get: its name and digest are published, its weights are not
-            link = Link("reference", source=options.reference, nbytes=schema.nbytes)
-            digest = str(full.digest_of(reference_source(committer.run, link, self._find_reference)))
+            link, digest = begin
             committer.commit(PendingVersion(None, {}, None, None), [link], digest, 0, {})
         return committer.newest
 
@@ -311,7 +326,7 @@ class Pipeline:
             return False
         if must_match:
             raise group.agreed(DivergedRun(group.first(message)))
-        if not self._warned and group.rank == 0:
+        if self._warn and group.rank == 0:
             log.warning(
                 "%s is at version %d, published %s, and these weights are other ones: continuing after it. "
                 "If this is another training, stop it and give it an address of its own",
@@ -320,31 +335,6 @@ class Pipeline:
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(newest.created)),
             )
         return True
-
-    def _rebuild(self, run: Run, version: int, progress: Progress | None) -> State | None:
-        """A version in memory. None if it cannot be read any more: that must not keep a trainer from going on.
-
-        If the folder that the user named holds a version of the run, only what leads on from it is fetched.
-        """
-        log.info("rebuilding version %d from %s to diff against", version, run.store.url)
-        folder, fetched = self._options.base, (lambda n, total: progress("fetch", n, total)) if progress else None
-        for _ in range(TRIES):
-            try:
-                base = None if folder is None else _load_base(run, folder, version)
-                return checkout(run, version, base, resolve=self._find_reference, progress=fetched)
-            except ReferenceUnavailable:
-                raise  # it is somewhere, only not here
-            except (FormatError, ChainError, ObjectNotFound, StoreUnavailable) as error:
-                log.warning("version %d of %s cannot be rebuilt: %s", version, run.store.url, error)
-                if not isinstance(error, StoreUnavailable):
-                    break
-        # objects that the store fails to give again are as good as lost: it has given the run's manifest
-        log.warning("the next version of %s will be an anchor", run.store.url)
-        return None
-
-    def _find_reference(self, source: str, most: int) -> Path:
-        """Where this publisher was told the reference is, which may differ from what the run calls it."""
-        return find_reference(self._options.reference or source, most)
 
     def _drop(self) -> None:
         """Finish what is in flight, and let the next publish compare with what the bucket has."""
@@ -364,15 +354,12 @@ class Pipeline:
         """Whether to compare block by block while the caller waits: to save host memory, or where the version to
         compare with came from the bucket and is not yet where the model is."""
         in_host_memory = self._opened().captures.detector.in_host_memory
-        return not self.together and in_host_memory and (wait or self._is_elsewhere(source))
-
-    def _is_elsewhere(self, source: Source) -> bool:
-        return not (self._options.detector or default_detector(source)).in_host_memory
+        return not self.together and in_host_memory and (wait or self._local.is_elsewhere(source))
 
     def _capture(self, source: Source, pending: Captured, began: float) -> bool:
         """Submit what changed, merged with the version that waits. False, and nothing done, if it is too dense."""
         captures = self._opened().captures
-        budget = self._options.max_pending or max(MIN_PENDING, captures.nbytes // 2)
+        budget = most_pending(captures.nbytes)
         waiting = self.background.waiting
         if waiting is not None:
             # a trainer faster than merging waits here, so that captures do not pile up
@@ -406,7 +393,7 @@ class Pipeline:
             published = session.writer.write(terms, pending)
         self.version, session.captures.alone = published.version, False
         # from here on a detector of the model's own kind can be used: the bucket has what the model has
-        if not (session.captures.detector.in_host_memory and self._is_elsewhere(source)):
+        if not (session.captures.detector.in_host_memory and self._local.is_elsewhere(source)):
             self._session = session
         published.timings["held"] = time.perf_counter() - began
         pending.succeed(published)
@@ -474,27 +461,11 @@ class Pipeline:
 
     def _tell(self, published: Published) -> None:
         """Call the user's `on_version`. What it raises is logged; on the background thread that includes sys.exit()."""
-        if self._options.on_version is None:
+        if self._on_version is None:
             return
         try:
-            self._options.on_version(published)
+            self._on_version(published)
         except BaseException as error:
             if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                 raise
             log.exception("on_version failed for version %d, which is published all the same", published.version)
-
-
-def _load_base(run: Run, folder: Path, newest: int) -> State | None:
-    """Return a checkpoint folder as the version of the run that has its digest. None, with a warning, if none has."""
-    try:
-        state = load_folder(run, folder)
-    except (DeltawireError, OSError) as error:
-        log.warning("%s cannot be compared with and is not used: %s", folder, error)
-        return None
-    state.version = run.identify(state.digest, newest)
-    if state.version is None:
-        held = f"its state digest is {state.digest}"
-        log.warning("%s holds no version of %s (%s) and is not used", folder, run.store.url, held)
-        return None
-    log.info("%s is version %d, and need not be fetched", folder, state.version)
-    return state

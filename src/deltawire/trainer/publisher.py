@@ -28,9 +28,11 @@ from .collective import LAST_WAIT, group_of, may_share
 from .commit import Signing
 from .companions import Companions
 from .detectors import Detector
+from .local import LocalModel
+from .pending import PendingVersion, Progress, Published, PublishHandle
 from .pipeline import Pipeline
 from .policy import AnchorPolicy, EncodingChooser
-from .writer import PendingVersion, Progress, Published, PublishHandle, PublishOptions
+from .rebuild import Rebuild
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -62,17 +64,13 @@ class Publisher:
     it is being published. Where several ranks publish together, all ranks must call in the same order, so a `publish`
     that overlaps another one of its rank raises OutOfStep. A forked process needs a publisher of its own.
 
-    encoding       "packed" (default), "context" (smaller, slower), "auto" (whichever arrives sooner) or "raw"
+    What is published:
     wire_dtype     "auto" (default): fp32 and fp64 weights of a torch module, or of its `state_dict()`, are cast to
                    bf16; everything else (other dtypes, mappings, checkpoint folders) is published as it is. "bf16" or
                    "fp16": all floating-point torch weights are cast to it. None: nothing is cast. A NaN gets the bits
                    that the cast on the model's own device gives it.
-    buffers        whether the buffers of a torch module are published (default), as in its checkpoint
-    detector       how changes are found (trainer/detectors.py): by default with a copy on the model's own GPU, or in
-                   host memory for everything else. A SnapshotDetector, a FusedDetector, or the model's DeltaAdamW.
-    anchor_every   an anchor (full weights) at the latest every so many versions, or sooner by `anchor_ratio`
-    anchor_ratio   an anchor once the deltas since the last one cost more than this many times its bytes
-    reference      a checkpoint folder or hub id that version 0 points to, instead of an upload of the full weights
+    view           "fp8-block": publish e4m3 weights in blocks of 128 × 128 with their scales, computed from the weights
+                   in the wire dtype on the model's own device (docs/fp8.md). Not with FusedDetector or DeltaAdamW.
     files          config and tokenizer files to publish with the weights: contents by name, or a checkpoint folder.
                    Code is never published; what is left out of a folder is logged. A symlink out of the folder raises
                    UnsafeName, except into the cache of the Hugging Face Hub that the folder is part of. A model of
@@ -80,50 +78,56 @@ class Publisher:
     tokenizer      a tokenizer or processor of transformers, whose files are published with the weights. Without it, and
                    with none in `files` or the run, a model of transformers brings that of the folder or cached model
                    of the Hub that it was loaded from. A warning is logged where a run of such a model has none.
-    model_name     name of the model in `deltawire runs` and `log`, for a new run; by default its class
-    on_version     called with a `Published` after each version is committed, on the background thread (on the caller's
-                   for a streamed one); what it raises is logged. For wandb: `lambda v: wandb.log(v.report())`.
+
+    How it is compared and sent:
+    detector       how changes are found (trainer/detectors.py): by default with a copy on the model's own GPU, or in
+                   host memory for everything else. A SnapshotDetector, a FusedDetector, or the model's DeltaAdamW.
+    encoding       "packed" (default), "context" (smaller, slower), "auto" (whichever arrives sooner) or "raw"
+    anchor_every   an anchor (full weights) at the latest every so many versions, or sooner by `anchor_ratio`
+    anchor_ratio   an anchor once the deltas since the last one cost more than this many times its bytes
     group          "auto" (default): where torch.distributed runs several processes, they publish their model together
                    (trainer/shards.py), so every rank must call `publish`. A process group, or None: this one alone.
-    max_pending    bytes that one capture may hold while it waits (default: half the model); a denser change is
-                   published block by block before `publish` returns
+
+    How a run begins and continues:
+    reference      a checkpoint folder or hub id that version 0 points to, instead of an upload of the full weights
     base           a checkpoint folder that may hold a version of the run, found by its digest: then only what came
                    after that version is fetched when a run is continued
-    sign           private key that signs each version: a file of `deltawire keygen`, by default DELTAWIRE_SIGN. A run
-                   is signed from its first version on, by one key at a time (docs/signed.md).
-    next_key       public key that may sign the versions after these: the next publisher then has `sign` of that key
-    trust          public keys that signed earlier versions: of the key before, after a rotation
-    view           "fp8-block": publish e4m3 weights in blocks of 128 × 128 with their scales, computed from the weights
-                   in the wire dtype on the model's own device (docs/fp8.md). Not with FusedDetector or DeltaAdamW.
     continues      True if other weights than the run's newest version are meant to follow it. By default a warning is
                    logged then: they may be another training's
     takeover       True to replace the publisher that writes to the run, wherever it runs, instead of waiting for it to
                    end: it stops with WriterConflict
+
+    Who signs (docs/signed.md):
+    sign           private key that signs each version: a file of `deltawire keygen`, by default DELTAWIRE_SIGN. A run
+                   is signed from its first version on, by one key at a time.
+    next_key       public key that may sign the versions after these: the next publisher then has `sign` of that key
+    trust          public keys that signed earlier versions: of the key before, after a rotation
+
+    What is called:
+    on_version     called with a `Published` after each version is committed, on the background thread (on the caller's
+                   for a streamed one); what it raises is logged. For wandb: `lambda v: wandb.log(v.report())`.
     """
 
     def __init__(
         self,
         run: str | Path | Store,
         *,
-        encoding: str = "packed",
         wire_dtype: str | None = AUTO,
-        buffers: bool = True,
-        detector: Detector | DeltaAdamW | None = None,
-        anchor_every: int | None = None,
-        anchor_ratio: float = 1.0,
-        reference: str | Path | None = None,
+        view: str | None = None,
         files: Mapping[str, bytes] | str | Path | None = None,
         tokenizer: Any = None,
-        model_name: str = "",
+        detector: Detector | DeltaAdamW | None = None,
+        encoding: str = "packed",
+        anchor_every: int | None = None,
+        anchor_ratio: float = 1.0,
         group: ProcessGroup | Literal["auto"] | None = "auto",
-        max_pending: int | None = None,
+        reference: str | Path | None = None,
         base: str | Path | None = None,
+        continues: bool = False,
+        takeover: bool = False,
         sign: SigningKey | str | Path | None = None,
         next_key: str = "",
         trust: KeysLike = (),
-        view: str | None = None,
-        continues: bool = False,
-        takeover: bool = False,
         on_version: Callable[[Published], object] | None = None,
     ) -> None:
         # an optimizer has a detector of its own
@@ -136,37 +140,38 @@ class Publisher:
                     "detector=, or pass a SnapshotDetector"
                 )
         given = _folder("files", files) if isinstance(files, (str, Path)) else files
-        self._options = PublishOptions(
-            chooser=EncodingChooser(encoding),
-            policy=AnchorPolicy(anchor_every, anchor_ratio),
-            files=Companions(given, tokenizer, wire_dtype, view),
-            wire_dtype=wire_dtype,
-            buffers=buffers,
-            detector=compares,
-            reference=str(reference) if reference is not None else None,
-            model_name=model_name,
-            max_pending=max_pending,
-            base=None if base is None else _folder("base", base),
-            view=view,
-            continues=continues,
-            on_version=on_version,
-            claim=Claim(takeover),
-            signing=Signing.of(sign, next_key, trust),
-        )
+        self._files, self._view = Companions(given, tokenizer, wire_dtype, view), view
+        rebuild = Rebuild(reference, None if base is None else _folder("base", base))
+        claim = Claim(takeover)
+        chooser, policy = EncodingChooser(encoding), AnchorPolicy(anchor_every, anchor_ratio)
+        signing = Signing.of(sign, next_key, trust)
         self._store = open_store(address_only(run))
+        self._make_pipeline = partial(
+            Pipeline,
+            self._store,
+            LocalModel(self._store.url, wire_dtype, view, compares),
+            rebuild,
+            self._files,
+            claim,
+            signing,
+            chooser,
+            policy,
+            on_version,
+            warn=not continues,
+        )
         self._turn = threading.RLock()
         """Held by the thread that captures or closes. Reentrant, so that a signal handler does not wait for itself."""
         self._busy = False
         """Whether a thread captures or closes right now."""
         self._group = group
         # not closed but forgotten: the thread that renews the claim must not keep this object
-        weakref.finalize(self, self._options.claim.drop).atexit = False
+        weakref.finalize(self, claim.drop).atexit = False
         self._shared = Later[Pipeline]()
         """That of all ranks. Made in a thread, which goes on where this one is interrupted: others wait for it."""
-        self._pipeline = Pipeline(self._store, self._options)
+        self._pipeline = self._make_pipeline()
         """Of this process alone, until a model is published that several ranks hold."""
         if not may_share(group):
-            self._pipeline.look()
+            self._pipeline.open_run()
 
     # ── what a trainer calls ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -313,15 +318,14 @@ class Publisher:
 
         Also finds the files that go with the model.
         """
-        files, view = self._options.files, self._options.view
-        files.find(model)
-        if view is not None:
-            check_view(view, of_adapters=files.base_name is not None)
+        self._files.find(model)
+        if self._view is not None:
+            check_view(self._view, of_adapters=self._files.base_name is not None)
         if not self._pipeline.is_open and not self._pipeline.together:
             group = group_of(model, self._group)
             if group is not None:
                 self._pipeline.background.check()
-                self._shared.begin(partial(Pipeline, self._store, self._options, group), "deltawire-ranks")
+                self._shared.begin(partial(self._make_pipeline, group=group), "deltawire-ranks")
                 self._pipeline = self._shared.result()
         return self._pipeline
 

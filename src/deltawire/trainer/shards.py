@@ -85,7 +85,7 @@ class Shards(LocalModel):
         self._parts = self._written = [part for part in self._parts if part.region in mine]
         view = group.each(lambda: self._view(model))
         self._schema = view.schema
-        if self._options.view is None:
+        if self.view is None:
             return schema, view
         self._blocks, self._group = Blocks(schema), group
         grids = self._blocks.grids
@@ -100,7 +100,7 @@ class Shards(LocalModel):
         view = self._view(model)
         if view.schema != self._schema:
             raise SchemaMismatch("this model is cut in another way than the one published before")
-        return view if self._options.view is None else self._viewed_parts(view)
+        return view if self.view is None else self._viewed_parts(view)
 
     def _viewed_parts(self, view: ModelView) -> Source:
         """The view of this rank's weights. All ranks call it: a block may lie on several."""
@@ -112,7 +112,7 @@ class Shards(LocalModel):
         return self._viewed(view, self._blocks, places, scales, self._group.maximum)
 
     def detector(self, source: Source) -> Detector:
-        given = self._options.detector
+        given = self._detector
         if isinstance(given, FusedDetector):
             # FSDP2 makes the bf16 weights anew for every forward pass and frees them: there is no copy to compare with
             raise SchemaMismatch(
@@ -145,7 +145,7 @@ class Shards(LocalModel):
         return total
 
     def _tensors(self, model: Any) -> dict[str, Any]:
-        return tensors_of(model, buffers=self._options.buffers)
+        return tensors_of(model)
 
     def _schema_of(self, model: Any) -> Schema:
         """The checkpoint's schema. Ties are seen by shared memory, which a rank with an empty shard cannot."""
@@ -155,7 +155,7 @@ class Shards(LocalModel):
             )
         tensors = self._tensors(model)
         with torch.no_grad():
-            local = ModelView({n: _stand_in(t) for n, t in tensors.items()}, self._options.wire_dtype, of=model).schema
+            local = ModelView({n: _stand_in(t) for n, t in tensors.items()}, self._wire_dtype, of=model).schema
         specs = [TensorSpec(t.name, t.dtype, tuple(tensors[t.name].shape)) for t in local.tensors]
         return Schema.build(specs, local.ties)
 
@@ -186,7 +186,7 @@ class Shards(LocalModel):
         tensors = self._tensors(model)
         with torch.no_grad():
             local = {part.name: part.cut(_local(tensors[part.region.tensor.name])) for part in self._parts}
-        view = ModelView(local, self._options.wire_dtype, known=self._known, of=model)
+        view = ModelView(local, self._wire_dtype, known=self._known, of=model)
         self._known = view.known
         return view
 

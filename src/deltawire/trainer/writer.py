@@ -10,12 +10,9 @@ A version that fails on one rank fails on all. A process that publishes alone is
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -25,144 +22,13 @@ from ..core.change import Region
 from ..core.digest import StateDigest, of_rows
 from ..core.dtypes import Bits, lookup
 from ..core.errors import DigestMismatch
-from ..core.manifest import Blob, Link, Manifest, Origin
-from ..core.parallel import Later
+from ..core.manifest import Blob, Link, Manifest
 from ..core.sparse import DataFile, DeltaWriter
-from ..metrics import VersionFigures
-from .captures import Capture, Stream
-from .claim import Claim
+from .captures import Capture
 from .collective import Group
-from .commit import Committer, Signing
-from .companions import Companions
-from .detectors import Detector
+from .commit import Committer
+from .pending import C, PendingVersion, Published
 from .policy import AnchorPolicy, Choice, EncodingChooser
-
-Progress = Callable[[str, int, int], None]
-"""(phase, bytes since the last call, bytes of the phase as far as known); the phases are "fetch" (of what to diff
-against), "detect" and "put"."""
-
-
-@dataclass(frozen=True, slots=True)
-class Published(VersionFigures):
-    """A committed version, as `PublishHandle.result` returns it and `on_version` gets it.
-
-    version     its number
-    digest      state digest of all its weights
-    changed     number of weights that differ from the version before
-    bytes       bytes uploaded for this version
-    kinds       what was uploaded: "delta", "anchor", "reference"
-    timings     seconds: held (the training loop was blocked), encode, put; of the slowest rank
-    elements    number of weights of the model
-    publishes   calls of `publish` in this version: more than one where the bucket was slower than the trainer
-    """
-
-    version: int
-    digest: str
-    changed: int
-    bytes: int
-    kinds: tuple[str, ...]
-    timings: dict[str, float]
-    elements: int = 0
-    publishes: int = 1
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Figures for a trainer's own log: held_ms, encode_ms, put_ms, bytes, changed_percent, publishes."""
-        return {
-            **{f"{name}_ms": 1e3 * seconds for name, seconds in self.timings.items()},
-            "bytes": self.bytes,
-            "changed_percent": 100 * self.density,
-            "publishes": self.publishes,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class PublishOptions:
-    """What the user asked of the publisher, explained there."""
-
-    chooser: EncodingChooser
-    policy: AnchorPolicy
-    files: Companions
-    wire_dtype: str | None
-    buffers: bool
-    detector: Detector | None
-    reference: str | None
-    model_name: str
-    max_pending: int | None
-    base: Path | None
-    view: str | None
-    continues: bool
-    on_version: Callable[[Published], object] | None
-    claim: Claim
-    signing: Signing | None = None
-
-
-class PublishHandle:
-    """Returned by `publish` at once. `result()` waits for the version that carries the publish.
-
-    Any thread may use it, and several may wait.
-    """
-
-    def __init__(self) -> None:
-        self._version = Later[Published]()
-
-    def result(self, timeout: float | None = None) -> Published:
-        """Wait for the version and return it. Raises what made it fail, or TimeoutError after `timeout` seconds."""
-        return self._version.result(timeout)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the version is committed or has failed, or so many seconds. Returns whether it is."""
-        return self._version.wait(timeout)
-
-    def done(self) -> bool:
-        """Whether the version is committed or has failed."""
-        return self._version.done()
-
-
-C = TypeVar("C", bound=Capture | Stream)
-"""What turns one version into the next: captured, or compared while it is encoded."""
-
-
-@dataclass(slots=True)
-class PendingVersion(Generic[C]):
-    """A version that is not committed yet. Several publishes may be merged into one."""
-
-    step: int | None
-    metrics: Mapping[str, float]
-    progress: Progress | None
-    origin: Origin | None
-    """What the weights were derived from, for a derived run."""
-    handles: list[PublishHandle] = field(default_factory=lambda: [PublishHandle()])
-    """Of all publishes in it."""
-    timings: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase: held (the training loop was blocked), encode, put."""
-    changes: C = field(init=False)
-    """A capture, or a stream that compares while it is encoded: once it is known which."""
-    last_publish: int = 0
-    """Sequence number of the newest publish in it."""
-
-    def merge(self, later: PendingVersion[C]) -> None:
-        """Include a later one, whose changes are those of both."""
-        self.changes, self.step, self.metrics, self.origin = later.changes, later.step, later.metrics, later.origin
-        self.last_publish = later.last_publish
-        self.handles = self.handles + later.handles
-        self.timings = {**self.timings, "held": self.timings["held"] + later.timings["held"]}
-
-    def merged(self, later: PendingVersion[C]) -> PendingVersion[C]:
-        """One version of both; this one stays as it is."""
-        both = copy.copy(self)
-        both.merge(later)
-        return both
-
-    def succeed(self, published: Published) -> None:
-        """Hand the committed version to all who wait for it."""
-        for handle in self.handles:
-            handle._version.succeed(published)
-
-    def fail(self, error: BaseException) -> None:
-        """Raise an error for all who wait for the version."""
-        for handle in self.handles:
-            handle._version.fail(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +68,13 @@ class VersionWriter:
         committer: Committer | None,
         group: Group,
         regions: Sequence[Region],
-        options: PublishOptions,
+        chooser: EncodingChooser,
+        policy: AnchorPolicy,
     ) -> None:
         """`committer` is that of rank 0, None on all others. `regions` are those that this rank writes."""
         self.run = run
-        self._committer, self._group, self._regions, self._options = committer, group, regions, options
+        self._committer, self._group, self._regions = committer, group, regions
+        self._chooser, self._policy = chooser, policy
         self._shard: keys.Shard = (group.rank, group.size)
 
     def begin(self, changed: int | None, alone: bool) -> Terms:
@@ -218,7 +86,7 @@ class VersionWriter:
             caught_up = committer.catch_up()
             version = committer.next_version
             schema, is_adapter = committer.run.schema, committer.run.info.base is not None
-            choice = self._options.chooser.choose(schema.elements, changed, schema.nbytes if is_adapter else None)
+            choice = self._chooser.choose(schema.elements, changed, schema.nbytes if is_adapter else None)
             base = committer.versions[version - 1].digest if version else ""
             return Terms(version, committer.writer, choice, caught_up is not None, base, alone or not version)
 
@@ -238,13 +106,13 @@ class VersionWriter:
             return base, changes.digest()
 
         def wanted(size: int) -> tuple[bool, bool]:
-            full_size, versions, policy = self.run.schema.nbytes, self._rank_0().versions_of_key, self._options.policy
+            full_size, versions, policy = self.run.schema.nbytes, self._rank_0().versions_of_key, self._policy
             anchor = policy.wants_anchor(terms.version, size, full_size, versions)
             if anchor and not alone:
                 # without waiting for an anchor: a version is committed as soon as its delta is uploaded
                 index = self._rank_0().keeper_index()
                 anchor = not policy.leaves_to_keeper(terms.version, size, full_size, versions, index)
-            with_delta = not alone and self._options.policy.wants_delta(size, full_size, anchor)
+            with_delta = not alone and self._policy.wants_delta(size, full_size, anchor)
             return with_delta, anchor or not with_delta
 
         with DeltaWriter(terms.choice.encoding) as delta:
@@ -305,7 +173,7 @@ class VersionWriter:
             blob = upload(keys.delta(version - 1, version, terms.writer, self._shard), file)
             links.append(Link("delta", version - 1, (blob,), choice.encoding, choice.why, file.changed))
             elements = sum(r.units // lookup(r.tensor.dtype).units_per_element for r in self._regions)
-            self._options.chooser.learn(choice, file, elements, pending.timings["encode"], time.perf_counter() - clock)
+            self._chooser.learn(choice, file, elements, pending.timings["encode"], time.perf_counter() - clock)
         if with_anchor and (self._regions or first):
             metadata = {"run": self.run.info.run, "model_version": str(version)}
             metadata["total_params"] = str(self.run.schema.elements)
@@ -322,7 +190,7 @@ class VersionWriter:
             reached = sum(anchored.values(), StateDigest())
             began = time.perf_counter()
             blob = upload(keys.anchor(version, terms.writer, self._shard), whole)
-            self._options.chooser.learn_link(whole.size, time.perf_counter() - began)
+            self._chooser.learn_link(whole.size, time.perf_counter() - began)
             links.append(Link("anchor", None, (blob,), why=choice.why if choice.full else ""))
         pending.timings["put"] = time.perf_counter() - clock
         # a delta that was not encoded has not counted them
