@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .core import full
-from .core.change import Block, Change, blocks, compare, moved
+from .core.change import Block, Change, blocks, compare, digest_shift
 from .core.digest import StateDigest
 from .core.errors import DigestMismatch, UnknownFormat
 from .core.parallel import ordered_map, threads_for
@@ -52,7 +52,7 @@ def encode(
         "sparsity": f"{1 - count / max(schema.elements, 1):.6f}",
         **(metadata or {}),
         BASE_DIGEST: str(digest),
-        DIGEST: str(sum(map(moved, found), digest)),
+        DIGEST: str(sum(map(digest_shift, found), digest)),
     }
     writer, file = write_delta(found, encoding, before.region, described, threads)
     try:

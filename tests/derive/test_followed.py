@@ -43,7 +43,7 @@ class Scene:
     def detect(self) -> Found:
         self.view.advance()
         found = self.detector.detect(self.view, 1 << 40)().result()
-        self.digest += found.moved
+        self.digest += found.shift
         anew = BlockView(self.source, self.blocks)
         assert np.array_equal(self.view.maxima, anew.maxima)
         assert self.digest == full.digest_of(anew) == full.digest_of(self.detector.state)

@@ -404,7 +404,7 @@ def test_retention_keeps_the_way_around_an_anchor_that_a_mirror_found_damaged(
         keeper._lease.hold()
         keeper._pruned_at = float("inf")
         keeper.tend(9)
-        wait(keeper._beside.values())
+        wait(keeper._side_jobs.values())
         keeper._pruned_at = -float("inf")
         keeper.tend(9)
     keeper.close()

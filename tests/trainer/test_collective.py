@@ -12,13 +12,13 @@ def test_a_group_of_one_does_everything_itself() -> None:
     assert (alone.rank, alone.size) == (0, 1)
     assert alone.exchange("hello") == ["hello"]
     assert alone.together(lambda: 7) == [7]
-    assert alone.each(lambda: 7) == alone.first(lambda: 7) == 7
+    assert alone.each(lambda: 7) == alone.on_rank_0(lambda: 7) == 7
 
 
 def test_what_fails_is_raised_as_it_is() -> None:
     def fail() -> None:
         raise LookupError("no")
 
-    for method in (Group().together, Group().each, Group().first):
+    for method in (Group().together, Group().each, Group().on_rank_0):
         with pytest.raises(LookupError, match="no"):
             method(fail)

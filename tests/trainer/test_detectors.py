@@ -201,7 +201,7 @@ def test_any_bits_of_any_dtype(seed: int, memory: str, device: str) -> None:
         found = []
         for detector in (mine, core):
             found.append(detector.detect(view, 1 << 40)().result())
-        assert found[0].moved == found[1].moved
+        assert found[0].shift == found[1].shift
         for a, b in zip(*(what.blocks for what in found), strict=True):
             for x, y in zip(a, b, strict=True):
                 assert x.region == y.region

@@ -524,8 +524,8 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
                 for region in block:
                     assert capture.weights(region).tolist() == after.region(region).tolist()
                     assert Weights(captures, capture, undone=True)(region).tolist() == before.region(region).tolist()
-            moved = sum((c.digest() for block in capture.result().blocks for c in block), StateDigest())
-            assert capture.result().moved == moved
+            shift = sum((c.digest() for block in capture.result().blocks for c in block), StateDigest())
+            assert capture.result().shift == shift
     assert captures.digest == newest.digest()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..core import chain, full
-from ..core.change import Change, Region, blocks, moved
+from ..core.change import Change, Region, blocks, digest_shift
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
 from ..core.errors import DigestMismatch, ModelTooLarge, ReferenceUnavailable, StoreUnavailable
@@ -77,7 +77,7 @@ class State:
             for file in fetched.deltas(digest):
                 # blocks cover disjoint regions, so each may be written while others are still being decoded
                 for changes in file.patches(self.bits) if write else file.changes(self.bits):
-                    digest += moved(changes)
+                    digest += digest_shift(changes)
                     if changed is not None:
                         changed(changes)
         else:

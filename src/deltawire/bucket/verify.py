@@ -26,7 +26,7 @@ from blake3 import blake3
 
 from ..core import chain, full, history, keys
 from ..core.added import AddedLink, merge
-from ..core.change import Change, Region, moved, regions
+from ..core.change import Change, Region, digest_shift, regions
 from ..core.digest import StateDigest, Words
 from ..core.errors import (
     DeltawireError,
@@ -478,7 +478,9 @@ class _Replay:
         def changed(changes: Sequence[Change] | None) -> None:
             nonlocal found
             found = (
-                full.digest_of(self.state, words=self.words) if changes is None else found + moved(changes, self.words)
+                full.digest_of(self.state, words=self.words)
+                if changes is None
+                else found + digest_shift(changes, self.words)
             )
 
         self.state.take(fetched, self.resolve, write=write, changed=changed)

@@ -159,7 +159,7 @@ def join(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return np.concatenate(parts)
 
 
-def moved(changes: Iterable[Change], words: digest.Words = digest.PUBLIC) -> digest.StateDigest:
+def digest_shift(changes: Iterable[Change], words: digest.Words = digest.PUBLIC) -> digest.StateDigest:
     """How the state digest moves when all of these are applied."""
     return sum((change.digest(words) for change in changes), digest.StateDigest())
 

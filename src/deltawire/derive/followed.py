@@ -14,7 +14,7 @@ import numpy.typing as npt
 from numba import njit
 
 from ..bucket.replay import State
-from ..core.change import Change, Region, compare, moved
+from ..core.change import Change, Region, compare, digest_shift
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source
@@ -139,7 +139,7 @@ class ViewDetector(HostDetector):
                 differs = old != new
                 offsets = (here[differs] - region.base).astype(np.uint32)
                 changes.append(Change(region, offsets, old[differs], new[differs].astype(old.dtype)))
-            yield changes, moved(changes)
+            yield changes, digest_shift(changes)
 
 
 def _flat(change: Change) -> Positions:

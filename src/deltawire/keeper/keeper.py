@@ -155,7 +155,7 @@ class Keeper:
         self._lacking: dict[str, dict[str, str | None]] = {url: {} for url in options.mirrors}
         """What each mirror found damaged when it was last updated, as `damaged`."""
         self._derivers: dict[str, Deriver] = {}
-        self._beside: dict[str, Future[str]] = {}
+        self._side_jobs: dict[str, Future[str]] = {}
         """The latest work on each mirror and view, and what it could not do."""
         self._ending = threading.Event()
         self._threads = ThreadPoolExecutor(len(options.mirrors) + len(options.views) or 1, "deltawire-keeper")
@@ -488,20 +488,20 @@ class Keeper:
             return
         rule = self.options.retention if may_prune else None
         due = rule is not None and time.monotonic() - self._pruned_at > min(PRUNE_EVERY_S, max(rule.grace / 4, 1.0))
-        beside: dict[str, Callable[[], str]] = {}
+        jobs: dict[str, Callable[[], str]] = {}
         for url in self.options.mirrors:
-            beside[f"the mirror {open_store(url).url}"] = partial(self._copy, url, newest, rule if due else None)
+            jobs[f"the mirror {open_store(url).url}"] = partial(self._copy, url, newest, rule if due else None)
         for view, url in self.options.views:
-            beside[f"the {view} of it at {open_store(url).url}"] = partial(self._derive, view, url, newest)
-        for what, work in beside.items():
+            jobs[f"the {view} of it at {open_store(url).url}"] = partial(self._derive, view, url, newest)
+        for what, work in jobs.items():
             # each in a thread of its own: a region that is cut off holds nobody up
-            before = self._beside.get(what)
+            before = self._side_jobs.get(what)
             if before is None or before.done():
                 failed = before.exception() if before is not None else None
                 self._note(what, f"{what} is behind: {failed}" if failed else before.result() if before else "")
-                self._beside[what] = self._threads.submit(work)
+                self._side_jobs[what] = self._threads.submit(work)
         if wait:
-            wait_for(self._beside.values())
+            wait_for(self._side_jobs.values())
         for found in self._lacking.values():
             self.damaged.update(found)
         if due and rule is not None:
@@ -509,7 +509,7 @@ class Keeper:
             plan = prune(self.run, rule, self.damaged)
             if plan.going:
                 tidy(self.run, self.id, self._signer)
-        for what, done in self._beside.items() if wait else ():
+        for what, done in self._side_jobs.items() if wait else ():
             self._note(what, done.result())
 
     def _copy(self, url: str, newest: int, rule: Retention | None) -> str:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..bucket.replay import State
 from ..core.added import LEVELS, spans
-from ..core.change import Block, Change, Region, blocks, compare, moved
+from ..core.change import Block, Change, Region, blocks, compare, digest_shift
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.parallel import ordered_map, threads_for
@@ -203,7 +203,7 @@ class Skips:
         def one(block: Block, encoding: str) -> tuple[EncodedBlock, StateDigest]:
             both = {region: self._before(kept, region) for region in block}
             changes = [compare(region, old, present) for region, (old, present) in both.items()]
-            return encode_block(changes, encoding, lambda region: both[region][0]), moved(changes)
+            return encode_block(changes, encoding, lambda region: both[region][0]), digest_shift(changes)
 
         return lambda encoding: ordered_map(lambda block: one(block, encoding), self._plan, self._threads)
 

@@ -270,7 +270,7 @@ def _finder(params: Sequence[Tensor]) -> Callable[[Tensor], tuple[int, int] | No
 class LoggedParameters:
     """Parameters that one optimizer steps: what it captured last is what they are, with its log undone."""
 
-    moved = None
+    shift = None
 
     def __init__(self, optimizer: DeltaAdamW, places: dict[str, tuple[int, int]], regions: Sequence[Region]) -> None:
         self.names = list(places)

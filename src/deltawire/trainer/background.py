@@ -30,9 +30,9 @@ log = logging.getLogger("deltawire")
 _LASTING = (WriterConflict, RankLost, OutOfStep, RunNotFound, RunReplaced)
 """Failures after which no later publish can succeed."""
 
-Captured = PendingVersion[Capture]
+CapturedVersion = PendingVersion[Capture]
 
-_LOOK = 0.5
+_INTERVAL = 0.5
 _LAST_MESSAGE = 10.0
 """Seconds that `close` waits for the last message to other ranks: all that was published here is in the bucket then."""
 
@@ -50,15 +50,15 @@ class Background:
     """
 
     def __init__(
-        self, write: Callable[[Captured], Published], where: str, leave: Callable[[], None] | None = None
+        self, write: Callable[[CapturedVersion], Published], where: str, leave: Callable[[], None] | None = None
     ) -> None:
         self._write, self._where, self._leave = write, where, leave
         self._lock = threading.Lock()
         """`with` takes this one and not the condition, whose own `__enter__` can be interrupted when the lock is taken
         already."""
         self._work = threading.Condition(self._lock)
-        self._waiting: Captured | None = None
-        self._in_flight: list[Captured] = []
+        self._waiting: CapturedVersion | None = None
+        self._in_flight: list[CapturedVersion] = []
         """What the thread is writing as one version."""
         self._failures: deque[BaseException] = deque(maxlen=1)
         """The last failure, until it is raised."""
@@ -75,11 +75,11 @@ class Background:
         return bool(self._in_flight) + (self._waiting is not None)
 
     @property
-    def waiting(self) -> Captured | None:
+    def waiting(self) -> CapturedVersion | None:
         """The version that the next publish will be part of."""
         return self._waiting
 
-    def submit(self, pending: Captured, fold: Callable[[Capture, Capture], None]) -> None:
+    def submit(self, pending: CapturedVersion, fold: Callable[[Capture, Capture], None]) -> None:
         """Let the thread write a version as soon as it is free, together with one that waits.
 
         `fold` makes one capture of theirs, to save memory: what is not folded here is folded when it is written.
@@ -100,7 +100,7 @@ class Background:
             self._thread.start()
         self._work.notify_all()
 
-    def next(self) -> Captured | None:
+    def next(self) -> CapturedVersion | None:
         """Wait for the next version and take it, on the thread itself. None if none will come."""
         with self._lock:
             self._work.wait_for(lambda: self._waiting is not None or self._ending or not self._is_own_thread())
@@ -136,7 +136,7 @@ class Background:
         self.refuse_own_thread()
         deadline = time.monotonic() + timeout if timeout is not None else None
         for handle in self._unfinished():
-            while not handle.wait(_LOOK if deadline is None else min(_LOOK, deadline - time.monotonic())):
+            while not handle.wait(_INTERVAL if deadline is None else min(_INTERVAL, deadline - time.monotonic())):
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"{self._where} has not taken everything within {timeout} s")
                 if overdue is not None:

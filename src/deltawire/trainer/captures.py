@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..core import codecs
-from ..core.change import Block, Change, Region, compare, moved, pieces
+from ..core.change import Block, Change, Region, compare, digest_shift, pieces
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import PublishFailed
@@ -80,7 +80,7 @@ class Capture:
         with owner._lock:
             owner._require_known()
             before = owner.pending[: owner.pending.index(self)]
-            return None if owner.alone else sum((pending.result().moved for pending in before), owner._digest)
+            return None if owner.alone else sum((pending.result().shift for pending in before), owner._digest)
 
     def digest(self) -> StateDigest:
         """State digest of the new version, or the share of this rank in it."""
@@ -88,7 +88,7 @@ class Capture:
         with owner._lock:
             owner._require_known()
             upto = owner.pending[: owner.pending.index(self) + 1]
-            return sum((pending.result().moved for pending in upto), owner._digest)
+            return sum((pending.result().shift for pending in upto), owner._digest)
 
     def weights(self, region: Region) -> Bits:
         """Full weights of the new version, a region at a time."""
@@ -172,7 +172,7 @@ class Captures:
 
         found = Found.of(list(ordered_map(compared, self.plan)))
         with self._lock:
-            self._digest -= found.moved
+            self._digest -= found.shift
             self.pending.insert(0, Capture(self, done(found)))
 
     def settle(self, capture: Capture) -> None:
@@ -182,7 +182,7 @@ class Captures:
                 return  # the next publish compares with this version
             if self.pending[0] is not capture:
                 raise RuntimeError("captures must be published in the order they were taken")
-            digest = self._digest + capture.result().moved
+            digest = self._digest + capture.result().shift
             self.lost = True
             self.pending.remove(capture)
             self._digest, self.alone = digest, False
@@ -210,7 +210,7 @@ class Captures:
     def digest(self) -> StateDigest:
         """State digest of the weights captured last."""
         with self._lock:
-            return sum((pending.result().moved for pending in self.pending), self._digest)
+            return sum((pending.result().shift for pending in self.pending), self._digest)
 
     def move(self, digest: StateDigest) -> None:
         """The detector took weights over without a capture: those that it holds now have this digest."""
@@ -314,7 +314,7 @@ class Stream:
             coded.append(encode_block(changes, encoding, self._detector.region))
             # encoded against the old bits, so they may go now
             self._detector.write(changes)
-            digest += moved(changes)
+            digest += digest_shift(changes)
 
         sparse: list[Change] = []
         for part in (part for region in block for part in pieces(region, READ_UNITS)):

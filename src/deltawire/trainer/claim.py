@@ -143,7 +143,7 @@ class Claim:
     def check(self) -> None:
         """Before a commit. Raises WriterConflict, RunNotFound or RunReplaced if this publisher may not commit."""
         try:
-            self._look()
+            self._require_ours()
         except WriterConflict:
             # a run that was deleted has no writer, or that of the run that came after
             self._run.check_present()
@@ -155,7 +155,7 @@ class Claim:
         """After a commit: raise WriterConflict if another publisher has taken the run or overwritten the manifest."""
         if self.excludes:
             return
-        self._look()
+        self._require_ours()
         try:
             found = self._changed(key, None)
         except ObjectNotFound:
@@ -283,7 +283,7 @@ class Claim:
             self._renew(mine, ended=True)
 
     def _renew(self, mine: Writer, ended: bool = False) -> None:
-        self._look()
+        self._require_ours()
         self._run.check_present()
         held_s = round(time.monotonic() - self._began, 3)
         self._run.store.put(keys.WRITER, dump(msgspec.structs.replace(mine, held_s=held_s, ended=ended)))
@@ -296,7 +296,7 @@ class Claim:
         )
         self.release()
 
-    def _look(self) -> None:
+    def _require_ours(self) -> None:
         """Raise WriterConflict if writer.json is another publisher's, and put ours back if it is gone."""
         if self._lost:
             raise WriterConflict(self._lost)

@@ -82,7 +82,7 @@ class Group:
         """Do work on every rank. Returns the own result, which stays on this rank."""
         return work()
 
-    def first(self, work: Callable[[], T]) -> T:
+    def on_rank_0(self, work: Callable[[], T]) -> T:
         """Do work on rank 0. Returns its result on all ranks."""
         return work()
 
@@ -182,7 +182,7 @@ class Ranks(Group):
         self.together(lambda: own.append(work()))
         return own[0]
 
-    def first(self, work: Callable[[], T]) -> T:
+    def on_rank_0(self, work: Callable[[], T]) -> T:
         return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 

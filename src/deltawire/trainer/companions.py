@@ -56,7 +56,7 @@ class Companions:
         self._class = ""
         self._origin: Path | None = None
         """Where the model was loaded from."""
-        self._beside: Mapping[str, bytes] | None = None
+        self._found_tokenizer: Mapping[str, bytes] | None = None
         """The tokenizer that is there, once it was looked for."""
 
     def find(self, model: Model) -> None:
@@ -95,7 +95,7 @@ class Companions:
         result = {file.name: file for file in before} if self._given is None else {}
         files = self._all()
         if "config.json" in (names := {*result, *files}) and not full.has_tokenizer(names):
-            files = {**self._beside_model(store.url), **files}
+            files = {**self._tokenizer_of_checkpoint(store.url), **files}
         for name, data in sorted(files.items()):
             full.check_companion(name)
             if self._view is not None and name == "config.json":
@@ -111,17 +111,17 @@ class Companions:
             result[name] = File(name, key, len(data), hash)
         return tuple(result[name] for name in sorted(result))
 
-    def _beside_model(self, run: str) -> Mapping[str, bytes]:
+    def _tokenizer_of_checkpoint(self, run: str) -> Mapping[str, bytes]:
         """The tokenizer of the checkpoint that the model was loaded from. Logs once which that is, or that there is
         none."""
-        if self._beside is None:
-            self._beside = {}
+        if self._found_tokenizer is None:
+            self._found_tokenizer = {}
             try:
-                self._beside = full.tokenizer_in(self._origin) if self._origin is not None else {}
+                self._found_tokenizer = full.tokenizer_in(self._origin) if self._origin is not None else {}
             except (OSError, UnsafeName) as error:
                 log.warning("the tokenizer of %s is not published: %s", self._origin, error)
-            if self._beside and self._origin is not None:
-                _warn_of_code(self._origin, self._beside)
+            if self._found_tokenizer and self._origin is not None:
+                _warn_of_code(self._origin, self._found_tokenizer)
                 log.info("the tokenizer of %s is published with the weights", self._origin)
             else:
                 log.warning(
@@ -129,7 +129,7 @@ class Companions:
                     "or files= with a folder that has its files",
                     run,
                 )
-        return self._beside
+        return self._found_tokenizer
 
     def _all(self) -> dict[str, bytes]:
         return {**(self._found or {}), **(self._given or {})}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..bucket.replay import State
 from ..core import full
-from ..core.change import Block, Change, Region, blocks, compare, compose, moved
+from ..core.change import Block, Change, Region, blocks, compare, compose, digest_shift
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import PublishFailed
@@ -48,7 +48,7 @@ class Found:
 
     blocks: list[list[Change]]
     """One list per block of the plan, one change per region of it, empty ones included."""
-    moved: StateDigest
+    shift: StateDigest
     """How the state digest moves."""
 
     @property
@@ -63,7 +63,7 @@ class Found:
 
     @classmethod
     def of(cls, found: Sequence[list[Change]]) -> Found:
-        return cls(list(found), sum(ordered_map(moved, found), StateDigest()))
+        return cls(list(found), sum(ordered_map(digest_shift, found), StateDigest()))
 
 
 Take = Callable[[], Later[Found]]
@@ -150,7 +150,7 @@ def merge(first: Found, second: Found) -> Found:
     """Return one change with the effect of both. A weight that came back to its old bits is no longer in it."""
     pairs = zip(first.blocks, second.blocks, strict=True)
     both = ordered_map(lambda pair: [compose(a, b) for a, b in zip(*pair, strict=True)], pairs)
-    return Found(list(both), first.moved + second.moved)
+    return Found(list(both), first.shift + second.shift)
 
 
 class HostDetector(Detector):
@@ -184,7 +184,7 @@ class HostDetector(Detector):
         def one(block: Block) -> tuple[list[Change], StateDigest]:
             changes = [compare(region, self.state.region(region), source.region(region)) for region in block]
             # here and not in Found.of: the changes are still in the cache
-            return changes, moved(changes)
+            return changes, digest_shift(changes)
 
         return ordered_map(one, self.plan, threads_for(source.schema.elements))
 

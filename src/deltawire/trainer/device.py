@@ -52,7 +52,7 @@ class TensorGroup(Protocol):
         ...
 
     @property
-    def moved(self) -> Callable[[Any], StateDigest] | None:
+    def shift(self) -> Callable[[Any], StateDigest] | None:
         """How what was found moves the state digest, computed on the device; None where that is not possible."""
         ...
 
@@ -97,7 +97,7 @@ class DeviceCopy:
     def take(self, found: kernels.Changed) -> None:
         kernels.apply(self.held, found, plan=self._plan)
 
-    def moved(self, found: kernels.Changed) -> StateDigest:
+    def shift(self, found: kernels.Changed) -> StateDigest:
         return kernels.digest_change(self.names, self.held, found, plan=self._plan)
 
     def changes(self, found: kernels.Changed) -> list[Change]:
@@ -134,7 +134,7 @@ class PinnedCopy:
     or whoever needs the captured weights before that, brings it to the host and writes it there.
     """
 
-    copy = moved = None
+    copy = shift = None
 
     def __init__(self, specs: Mapping[str, tuple[int, torch.dtype]], regions: Sequence[Sequence[Region]], device: Any):
         self.names = list(specs)
@@ -364,7 +364,7 @@ class DeviceDetector(Detector):
         return take
 
     def region(self, region: Region) -> Bits:
-        with self._beside(self._taken if self._stream is not None else None):
+        with self._beside_training(self._taken if self._stream is not None else None):
             return self._part_of[region.tensor.name].read(region)
 
     def block(self, regions: Sequence[Region]) -> DeviceBlock | None:
@@ -412,12 +412,12 @@ class DeviceDetector(Detector):
         return live if all(map(Tensor.is_contiguous, live)) else [tensor.detach().contiguous() for tensor in live]
 
     def _fetch(self, found: list[tuple[TensorGroup, Any]], ready: Any) -> Found:
-        with self._beside(ready):
+        with self._beside_training(ready):
             changes = {change.region: change for part, what in found for change in part.changes(what)}
             blocks = [[changes.get(region) or no_change(region) for region in block] for block in self.plan]
             # where that is quicker than on the host
-            moved = [part.moved(what) for part, what in found if part.moved and self._counts_on_device()]
-        return Found(blocks, sum(moved, StateDigest())) if len(moved) == len(found) else Found.of(blocks)
+            shifts = [part.shift(what) for part, what in found if part.shift and self._counts_on_device()]
+        return Found(blocks, sum(shifts, StateDigest())) if len(shifts) == len(found) else Found.of(blocks)
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -439,7 +439,7 @@ class DeviceDetector(Detector):
         if self._stream is None:
             yield
             return
-        with self._beside(self._taken):
+        with self._beside_training(self._taken):
             yield
             self._copied.record(self._stream)
 
@@ -449,7 +449,7 @@ class DeviceDetector(Detector):
             torch.cuda.current_stream(self.device).wait_event(self._copied)
 
     @contextmanager
-    def _beside(self, event: Any) -> Iterator[None]:
+    def _beside_training(self, event: Any) -> Iterator[None]:
         """On the stream beside training, after an event."""
         if self._stream is None:
             yield

@@ -39,7 +39,7 @@ from ..core.schema import Schema
 from ..models import Model
 from ..store import Store
 from .adapters import Adapter
-from .background import Background, Captured
+from .background import Background, CapturedVersion
 from .captures import Captures, Stream, counted
 from .claim import Claim
 from .collective import LAST_WAIT, RESTART, Group, Lockstep, Ranks
@@ -213,14 +213,14 @@ class Pipeline:
         schema, source = self._local.open(model, group)
         base = self._base(model)
         is_adapter = self._files.base_name is not None or (None if isinstance(model, Mapping) else False)
-        newest = group.first(lambda: self._newest(schema, base, must_match, is_adapter))
+        newest = group.on_rank_0(lambda: self._newest(schema, base, must_match, is_adapter))
         run = group.each(lambda: self._committer.run if self._committer else Run.open(self._store, trust=self._trust))
         detector = group.each(lambda: self._local.detector(source))
-        state, alone, watched = None, False, source
+        state, alone, read = None, False, source
         if newest is None:
             # shards are read twice, so their bytes would count twice
             if progress is not None and not self.together and detector.in_host_memory:
-                watched = counted(source, lambda n: progress("detect", n, schema.nbytes))
+                read = counted(source, lambda n: progress("detect", n, schema.nbytes))
         elif self._differs(newest, source, detector, must_match):
             state = group.each(
                 lambda: None if self._distrusted else self._rebuild.version(run, newest.version, progress)
@@ -232,7 +232,7 @@ class Pipeline:
             # in host memory wherever the model is: the first publish is streamed against it
             captures = Captures(detector.holding(state), state.digest)
         else:
-            captures = group.each(lambda: self._captures(watched, detector, state, alone))
+            captures = group.each(lambda: self._captures(read, detector, state, alone))
         writer = VersionWriter(
             run, self._committer, self._writing_group, self._local.regions, self._chooser, self._policy
         )
@@ -325,7 +325,7 @@ class Pipeline:
         if digest == newest.digest:
             return False
         if must_match:
-            raise group.agreed(DivergedRun(group.first(message)))
+            raise group.agreed(DivergedRun(group.on_rank_0(message)))
         if self._warn and group.rank == 0:
             log.warning(
                 "%s is at version %d, published %s, and these weights are other ones: continuing after it. "
@@ -356,7 +356,7 @@ class Pipeline:
         in_host_memory = self._opened().captures.detector.in_host_memory
         return not self.together and in_host_memory and (wait or self._local.is_elsewhere(source))
 
-    def _capture(self, source: Source, pending: Captured, began: float) -> bool:
+    def _capture(self, source: Source, pending: CapturedVersion, began: float) -> bool:
         """Submit what changed, merged with the version that waits. False, and nothing done, if it is too dense."""
         captures = self._opened().captures
         budget = most_pending(captures.nbytes)
@@ -401,7 +401,7 @@ class Pipeline:
 
     # ── encode, put, commit: the background thread ───────────────────────────────────────────────────────────────────
 
-    def _write(self, pending: Captured) -> Published:
+    def _write(self, pending: CapturedVersion) -> Published:
         """Write one version, by all ranks. If it fails, the next one carries what this one should have."""
         writer = self._opened().writer
         changed, alone = self._agree(pending)
@@ -435,7 +435,7 @@ class Pipeline:
             captures.abandon()
             raise
 
-    def _agree(self, pending: Captured) -> tuple[int, bool]:
+    def _agree(self, pending: CapturedVersion) -> tuple[int, bool]:
         """Make the version end with the same publish on all ranks. Returns how many weights changed on all of them, and
         whether one of them does not know since which version.
 

@@ -90,7 +90,7 @@ class VersionWriter:
             base = committer.versions[version - 1].digest if version else ""
             return Terms(version, committer.writer, choice, caught_up is not None, base, alone or not version)
 
-        return self._group.first(terms)
+        return self._group.on_rank_0(terms)
 
     def write(self, terms: Terms, pending: PendingVersion[C]) -> Published:
         """Encode, put and commit. Raises on all ranks if it fails on one."""
@@ -124,11 +124,11 @@ class VersionWriter:
             file = group.each(lambda: self._finish(terms, digest, delta))
             pending.timings["encode"] = time.perf_counter() - began
             size = sum(group.exchange(file.size))
-            kinds = group.first(lambda: wanted(size))
+            kinds = group.on_rank_0(lambda: wanted(size))
             put = group.together(lambda: self._put(terms, pending, kinds, file))
         if kinds[1]:
             _require_equal(terms.version, str(digest), [each.weights for each in put])
-        manifest = group.first(lambda: self._commit(terms, pending, digest, put))
+        manifest = group.on_rank_0(lambda: self._commit(terms, pending, digest, put))
         return Published(
             manifest.version,
             manifest.digest,
