@@ -703,7 +703,7 @@ def test_the_private_key_leaves_no_trace(
     for seed in range(4):
         try:
             with Publisher(FlakyStore(store, drop=0.3, seed=seed), on_version=said.append) as publisher:
-                said += [publisher, publisher._options]
+                said += [publisher, publisher._make_pipeline]
                 publisher.publish(VERSIONS[seed]).result(60)
         except DeltawireError as error:
             said += [error, error.__cause__, error.__context__]
