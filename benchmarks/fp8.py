@@ -20,11 +20,12 @@ from typing import Any
 
 from _formats import floors
 from _report import about, print_about, write_json
-from deltawire.bucket.replay import State, checkout
+from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.core.change import Change, blocks, compare
 from deltawire.core.schema import Schema
 from deltawire.core.sparse import write_delta
+from deltawire.core.state import State
 from deltawire.derive.followed import FollowedView, ViewDetector
 from deltawire.views.blocks import SCALES, Blocks
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deltawire.bucket.replay import State
 from deltawire.core import full
 from deltawire.core.change import Change, compare, whole
+from deltawire.core.state import State
 from deltawire.derive.followed import FollowedView, ViewDetector
 from deltawire.trainer.detectors import Found
 from deltawire.views.blocks import Blocks

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from deltawire.bucket.prune import Retention, prune
-from deltawire.bucket.replay import State
 from deltawire.bucket.run import Run
 from deltawire.bucket.trust import delegate
 from deltawire.bucket.verify import verify
@@ -31,6 +30,7 @@ from deltawire.core.errors import (
 )
 from deltawire.core.manifest import Link, dump
 from deltawire.core.signing import SigningKey
+from deltawire.core.state import State
 from deltawire.keeper.announce import announce
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.keeper.mirror import Mirror

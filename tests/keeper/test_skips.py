@@ -7,11 +7,11 @@ import os
 import numpy as np
 import pytest
 
-from deltawire.bucket.replay import State
 from deltawire.core.added import spans
 from deltawire.core.change import Change, Region, compare, whole
 from deltawire.core.schema import Schema, TensorSpec
 from deltawire.core.sparse import DeltaWriter
+from deltawire.core.state import State
 from deltawire.keeper import skips as module
 from deltawire.keeper.skips import ArrayFile, SkipDelta, Skips, Undo
 from support import Bag, moved_bag, opened, random_bag

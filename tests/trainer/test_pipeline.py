@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.bucket.replay import State
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import full, keys
@@ -29,6 +28,7 @@ from deltawire.core.errors import (
 )
 from deltawire.core.manifest import Summary, SummaryLink
 from deltawire.core.schema import Schema
+from deltawire.core.state import State
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Store

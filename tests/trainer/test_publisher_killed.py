@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from deltawire.bucket.replay import State, checkout
+from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core import full
+from deltawire.core.state import State
 from deltawire.store import LocalStore
 from killing import Killer, quick_folder, weights
 from support import held, same

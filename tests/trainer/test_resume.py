@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from deltawire import Publisher, Replica
-from deltawire.bucket.replay import State
 from deltawire.bucket.run import Run
 from deltawire.core.errors import SchemaMismatch
 from deltawire.core.manifest import Manifest
+from deltawire.core.state import State
 from deltawire.models import ModelView
 from deltawire.store import Store
 

@@ -16,13 +16,14 @@ pytest.importorskip("torch")
 
 import torch
 
-from deltawire.bucket.replay import State, checkout
+from deltawire.bucket.replay import checkout
 from deltawire.bucket.run import Run
 from deltawire.bucket.verify import verify
 from deltawire.core.change import Region, whole
 from deltawire.core.errors import SchemaMismatch
 from deltawire.core.manifest import Link, Manifest
 from deltawire.core.schema import Schema, TensorSpec
+from deltawire.core.state import State
 from deltawire.models import torch_bits
 from deltawire.replica import Replica
 from deltawire.trainer.shards import share_out

@@ -6,20 +6,15 @@ Live weights are patched by `replica/`, which can undo.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from ..core import chain, full
-from ..core.change import Change, Region, blocks, digest_shift
+from ..core.change import Change, digest_shift
 from ..core.digest import StateDigest
-from ..core.dtypes import Bits, lookup
-from ..core.errors import DigestMismatch, ModelTooLarge, ReferenceUnavailable, StoreUnavailable
+from ..core.errors import DigestMismatch, ReferenceUnavailable, StoreUnavailable
 from ..core.manifest import Manifest
-from ..core.parallel import for_each, threads_for
-from ..core.schema import Schema
+from ..core.state import State
 from .references import Resolve, as_run, find_reference
 from .run import DAMAGE, Run
 from .walk import TRIES, FetchedLink, Walker
@@ -28,66 +23,31 @@ Changed = Callable[[Sequence[Change] | None], None]
 """Called with changes of a version; with None where any weight may have changed."""
 
 
-class State:
-    """A private copy of the weights of one version."""
+def advance(
+    state: State, fetched: FetchedLink, resolve: Resolve, *, write: bool = True, changed: Changed | None = None
+) -> None:
+    """Move weights along one link and prove them. On any error they are spoiled: drop them.
 
-    def __init__(self, schema: Schema) -> None:
-        """Raises ModelTooLarge where this machine has less memory than the model takes."""
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if schema.nbytes > memory:
-            raise ModelTooLarge(
-                f"the model has {schema.nbytes / 1e9:,.1f} GB, this machine {memory / 1e9:,.1f} GB of memory: take one "
-                "with more"
-            )
-        self.schema = schema
-        self.version: int | None = None
-        self.digest = StateDigest()
-        self.tensors: dict[str, Bits] = {t.name: np.zeros(t.units, lookup(t.dtype).unit) for t in schema.tensors}
-
-    def bits(self, name: str) -> Bits:
-        return self.tensors[name]
-
-    def region(self, region: Region) -> Bits:
-        return region.cut(self.tensors[region.tensor.name])
-
-    def load(self, source: full.Source, threads: int | None = None) -> None:
-        """Copy every bit of a source. The digest is that of what was read."""
-
-        def one(region: Region) -> None:
-            region.matrix(self.tensors[region.tensor.name])[:] = source.region(region).reshape(
-                region.rows, region.columns
-            )
-
-        threads = threads_for(self.schema.elements, threads)
-        for block in blocks(self.schema, 1 << 22):
-            for_each(one, block, threads)
-        self.digest = full.digest_of(self, threads)
-
-    def take(
-        self, fetched: FetchedLink, resolve: Resolve, *, write: bool = True, changed: Changed | None = None
-    ) -> None:
-        """Move along one link and prove it. On any error the state is spoiled: drop it.
-
-        Without `write` a delta is proven against these weights, which stay as they are. `changed` is called with the
-        changes of a delta, after they were written; with None where all weights were.
-        """
-        manifest = fetched.manifest
-        if fetched.link.kind == "delta":
-            digest = self.digest
-            for file in fetched.deltas(digest):
-                # blocks cover disjoint regions, so each may be written while others are still being decoded
-                for changes in file.patches(self.bits) if write else file.changes(self.bits):
-                    digest += digest_shift(changes)
-                    if changed is not None:
-                        changed(changes)
-        else:
-            self.load(fetched.weights(resolve))
-            digest = self.digest
-            if changed is not None:
-                changed(None)
-        require_digest(manifest, digest)
-        if write:
-            self.digest, self.version = digest, manifest.version
+    Without `write` a delta is proven against these weights, which stay as they are. `changed` is called with the
+    changes of a delta, after they were written; with None where all weights were.
+    """
+    manifest = fetched.manifest
+    if fetched.link.kind == "delta":
+        digest = state.digest
+        for file in fetched.deltas(digest):
+            # blocks cover disjoint regions, so each may be written while others are still being decoded
+            for changes in file.patches(state.bits) if write else file.changes(state.bits):
+                digest += digest_shift(changes)
+                if changed is not None:
+                    changed(changes)
+    else:
+        state.load(fetched.weights(resolve))
+        digest = state.digest
+        if changed is not None:
+            changed(None)
+    require_digest(manifest, digest)
+    if write:
+        state.digest, state.version = digest, manifest.version
 
 
 def load_folder(run: Run, folder: Path) -> State:
@@ -119,7 +79,7 @@ def checkout(
     chain.MAX_PLANS of them. The same where the store fails to give one; StoreUnavailable where that happens more than
     TRIES times, or no other way is left: what is missing may only be late. `planned` is called with each way before
     anything is fetched, `progress` with the bytes that arrived and the bytes of the way in all; `changed` as in
-    `State.take`.
+    `advance`.
     """
     current, total = state or State(run.schema), 0
 
@@ -152,7 +112,7 @@ def checkout(
                     walker.reject(step, error)
                     continue
                 try:
-                    current.take(fetched, resolve, changed=changed)
+                    advance(current, fetched, resolve, changed=changed)
                 except DAMAGE as error:
                     current = State(run.schema)
                     walker.reject(step, error)

@@ -39,8 +39,9 @@ from ..core.errors import (
 )
 from ..core.manifest import Link, Manifest, Pruned, Summary, spans
 from ..core.parallel import ordered_map, threads_for
+from ..core.state import State
 from .references import Resolve, find_reference
-from .replay import State, require_digest
+from .replay import advance, require_digest
 from .run import DAMAGE, Run, blobs, lean, ranges, read_each, with_added
 from .versions import existing, tags
 from .walk import FetchedLink, Walker, prefetch
@@ -472,7 +473,7 @@ class _Replay:
         return ""
 
     def _take(self, visit: _Visit, fetched: FetchedLink, *, write: bool = True) -> None:
-        """As `State.take`. What led to this version before must have led to the same weights."""
+        """As `advance`. What led to this version before must have led to the same weights."""
         found, version, kind = self.sum, visit.manifest.version, visit.link.kind
 
         def changed(changes: Sequence[Change] | None) -> None:
@@ -483,7 +484,7 @@ class _Replay:
                 else found + digest_shift(changes, self.words)
             )
 
-        self.state.take(fetched, self.resolve, write=write, changed=changed)
+        advance(self.state, fetched, self.resolve, write=write, changed=changed)
         is_added = visit.way in self.records.added
         suspect = visit if is_added else self.came_by if kind == "delta" else None
         if write:

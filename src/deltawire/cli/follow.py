@@ -127,8 +127,9 @@ class _Keeper:
     """The weights that the replica updates, and the folder they are written to."""
 
     def __init__(self, run: Run, current: CurrentFolder | None) -> None:
-        from ..bucket.replay import State, load_folder
+        from ..bucket.replay import load_folder
         from ..core.errors import DeltawireError
+        from ..core.state import State
 
         self.run, self.current = run, current
         self._shown: str | None = None

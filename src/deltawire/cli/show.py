@@ -13,12 +13,12 @@ from typer import Argument, BadParameter, Option
 from . import ui
 
 if TYPE_CHECKING:
-    from ..bucket.replay import State
     from ..bucket.run import Run
     from ..core.describe import IndexStats, TensorDifference, TensorPart
     from ..core.full import Source
     from ..core.manifest import Link, Origin
     from ..core.schema import TensorSpec
+    from ..core.state import State
     from ..core.ulps import Histogram
 
 SHOWN = 2000

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rich.console import Console as Console
     from rich.table import Table
 
-    from ..bucket.replay import State
     from ..bucket.run import Run
     from ..bucket.trust import Trust
     from ..core.chain import Step
+    from ..core.state import State
     from ..core.ulps import Histogram
     from ..engines.threaded import ThreadedServer
 

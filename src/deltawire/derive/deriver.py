@@ -18,7 +18,7 @@ from typing import Any
 
 from ..bucket.checkpoint_folder import content
 from ..bucket.references import Resolve, find_reference
-from ..bucket.replay import State, checkout, require_digest
+from ..bucket.replay import checkout, require_digest
 from ..bucket.run import DAMAGE, Run
 from ..bucket.verify import Problem, Verification
 from ..bucket.watch import watch
@@ -35,6 +35,7 @@ from ..core.errors import (
     VersionNotFound,
 )
 from ..core.manifest import File, Manifest, Origin
+from ..core.state import State
 from ..store import Store
 from ..trainer.pending import Published
 from ..trainer.publisher import Publisher

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from ..bucket.replay import State
 from ..core.change import Change, Region, compare, digest_shift
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source
+from ..core.state import State
 from ..trainer.detectors import HostDetector
 from ..views.blocks import SIDE, Blocks, Grid
 from ..views.host import BlockView, block_maxima, geometry, to_e4m3, widened

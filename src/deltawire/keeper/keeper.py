@@ -25,7 +25,7 @@ import msgspec
 from ..bucket.fetch import Progress, fetch
 from ..bucket.prune import Retention, prune
 from ..bucket.references import resolver
-from ..bucket.replay import State, require_digest
+from ..bucket.replay import require_digest
 from ..bucket.run import DAMAGE
 from ..bucket.trust import KeysLike, Trust, link_signer
 from ..bucket.walk import TRIES, prefetch
@@ -38,6 +38,7 @@ from ..core.digest import StateDigest
 from ..core.manifest import KEEPER, Blob, Link, Manifest, main_link
 from ..core.signing import SigningKey
 from ..core.sparse import DataFile, DeltaWriter
+from ..core.state import State
 from ..derive.deriver import Deriver
 from ..replica.model import ModelTarget, StagedModel
 from ..replica.replica import Replica

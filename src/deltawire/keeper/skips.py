@@ -17,13 +17,13 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..bucket.replay import State
 from ..core.added import LEVELS, spans
 from ..core.change import Block, Change, Region, blocks, compare, digest_shift
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.parallel import ordered_map, threads_for
 from ..core.sparse import EncodedBlock, encode_block
+from ..core.state import State
 from ..core.temporary import spooling
 
 IN_MEMORY = 1 << 20

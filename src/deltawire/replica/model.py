@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ..bucket.replay import State
 from ..core import full
 from ..core.change import Region, regions, whole
 from ..core.digest import StateDigest
@@ -24,6 +23,7 @@ from ..core.errors import DigestMismatch, SchemaMismatch
 from ..core.full import Source
 from ..core.schema import Schema, TensorSpec, listed
 from ..core.sparse import DeltaFile, open_delta
+from ..core.state import State
 from ..models import ModelView, live_tensors, whereabouts
 from .host import HostShard, Rows, memory_of
 from .shard import MOST_UNITS, Piece, PieceChange, Shard, Sums

@@ -21,7 +21,7 @@ from ..bucket.addresses import checked_address
 from ..bucket.cache import shared_cache
 from ..bucket.fetch import Progress
 from ..bucket.references import resolver
-from ..bucket.replay import State
+from ..bucket.replay import advance
 from ..bucket.run import DAMAGE, Run
 from ..bucket.trust import KeysLike, Trust
 from ..bucket.versions import address_only, resolve
@@ -46,6 +46,7 @@ from ..core.errors import (
 )
 from ..core.full import Source
 from ..core.manifest import Heartbeat, Manifest, SyncRecord, dump, now, spans
+from ..core.state import State
 from ..metrics import VersionFigures
 from ..store import MirroredStore, Store, open_store
 from .model import Model, ModelTarget
@@ -570,7 +571,7 @@ class Replica:
                 self._note({"fetch": waited - verify, "verify": verify})
                 self._fetched += fetched.link.bytes
                 if copy is not None:
-                    copy.take(fetched, self._resolve)
+                    advance(copy, fetched, self._resolve)
                     if step.version == want:
                         self._apply(target, fetched.manifest, "copy", copy)
                 elif step.kind == "delta":

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ..bucket.replay import State
 from ..core import full
 from ..core.change import Block, Change, Region, blocks, compare, compose, digest_shift
 from ..core.digest import StateDigest
@@ -22,6 +21,7 @@ from ..core.dtypes import Bits
 from ..core.errors import PublishFailed
 from ..core.full import Source
 from ..core.parallel import Later, for_each, ordered_map, threads_for
+from ..core.state import State
 from ..models import ModelView
 
 if TYPE_CHECKING:

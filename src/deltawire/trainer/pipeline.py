@@ -21,7 +21,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..bucket.replay import State
 from ..bucket.run import Run
 from ..core.digest import StateDigest
 from ..core.errors import (
@@ -36,6 +35,7 @@ from ..core.errors import (
 from ..core.full import Source
 from ..core.manifest import Base, Manifest
 from ..core.schema import Schema
+from ..core.state import State
 from ..models import Model
 from ..store import Store
 from .adapters import Adapter

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from ..bucket.references import find_reference, reference_source
-from ..bucket.replay import State, checkout, load_folder
+from ..bucket.replay import checkout, load_folder
 from ..bucket.run import Run
 from ..bucket.walk import TRIES
 from ..core import full
@@ -19,6 +19,7 @@ from ..core.errors import (
     StoreUnavailable,
 )
 from ..core.manifest import Link
+from ..core.state import State
 from .pending import Progress
 
 log = logging.getLogger("deltawire")

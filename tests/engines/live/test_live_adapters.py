@@ -21,11 +21,11 @@ pytest.importorskip("fastapi")
 from prometheus_client import CollectorRegistry, generate_latest
 from test_follower import loop, until
 
-from deltawire.bucket.replay import State
 from deltawire.core import full, keys
 from deltawire.core.change import whole
 from deltawire.core.errors import VersionNotFound, VersionRefused
 from deltawire.core.schema import Schema, TensorSpec
+from deltawire.core.state import State
 from deltawire.engines.control import FollowerMetrics
 from deltawire.engines.live.adapters import KEPT, LEASE_S, AdapterFollower, Adapters, Loaded, Registry
 from deltawire.trainer import Publisher

@@ -23,7 +23,6 @@ from typing import Any
 from weakref import finalize
 
 from ...bucket.checkpoint_folder import fill, writing
-from ...bucket.replay import State
 from ...bucket.run import Run
 from ...core import full
 from ...core.digest import StateDigest
@@ -31,6 +30,7 @@ from ...core.errors import SchemaMismatch, VersionNotFound, VersionRefused
 from ...core.manifest import Base
 from ...core.schema import Schema
 from ...core.sparse import open_delta
+from ...core.state import State
 from ...replica.target import Delta, Staged, Update
 from ..control import figures
 from ..follower import Follower
