@@ -19,7 +19,7 @@ API = {
     "Without a run": ("deltawire.encode", "deltawire.decode"),
     "TRL and transformers": ("deltawire.trl.BucketTransfer", "deltawire.trl.DeltaSyncCallback"),
     "Detectors and optimizers": ("deltawire.trainer.detectors", "deltawire.trainer.adamw.DeltaAdamW"),
-    "Write your own": ("deltawire.store.base.Store", "deltawire.replica.target.Target", "deltawire.testing"),
+    "Write your own": ("deltawire.store.base.Store", "deltawire.Target", "deltawire.testing"),
     "Errors": ("deltawire.core.errors",),
 }
 

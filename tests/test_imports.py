@@ -149,8 +149,8 @@ def test_third_parties_stay_in_their_rooms() -> None:
 
 def test_the_public_surface() -> None:
     assert deltawire.__all__ == [
-        "DeltawireError", "PublishHandle", "Published", "Publisher", "Replica", "decode", "encode", "errors",
-        "watch",
+        "Change", "DeltawireError", "PublishHandle", "Published", "Publisher", "Region", "Replica", "Run", "Schema",
+        "Source", "Staged", "StateDigest", "Target", "Update", "decode", "digest_of", "encode", "errors", "watch",
     ]  # fmt: skip
 
 

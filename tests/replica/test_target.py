@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from deltawire import Publisher, Replica
+from deltawire.bucket.run import Run
 from deltawire.core.digest import StateDigest
 from deltawire.core.errors import DigestMismatch, NotRestored
-from deltawire.core.schema import Schema
 from deltawire.models import ModelView
 from deltawire.replica.model import ModelTarget, StagedModel
 from deltawire.replica.target import Delta, Target, Update
@@ -27,9 +27,9 @@ class Recording:
         self.staged: list[Update] = []
         self.fails: Exception | None = None
 
-    def bind(self, schema: Schema) -> bool:
+    def bind(self, run: Run) -> bool:
         self.asked.append("bind")
-        return self._inner.bind(schema)
+        return self._inner.bind(run)
 
     def digest(self) -> StateDigest:
         return self._inner.digest()
@@ -81,7 +81,7 @@ def test_a_target_that_takes_no_deltas_is_given_full_weights(store: Store, versi
 def test_full_weights_that_are_not_the_version_touch_nothing(store: Store, versions: list[Model]) -> None:
     live = blank(versions[0])
     target = ModelTarget(live)
-    target.bind(Replica(store).opened().schema)
+    target.bind(Replica(store).opened())
     before = target.digest()
     wrong = ModelView(versions[1])
     with pytest.raises(DigestMismatch, match="nothing was changed"):

@@ -16,7 +16,7 @@ from ..core import chain, full
 from ..core.change import Change, Region, blocks, moved
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits, lookup
-from ..core.errors import DigestMismatch, ModelTooLarge, ReferenceUnavailable, StoreUnavailable
+from ..core.errors import DigestMismatch, ModelTooLarge, StoreUnavailable
 from ..core.manifest import Manifest
 from ..core.parallel import for_each, threads_for
 from ..core.schema import Schema
@@ -136,31 +136,21 @@ def checkout(
 
     def walk() -> State:
         nonlocal current
-        walker = Walker(run)
-        unavailable: list[StoreUnavailable] = []
-        try:
-            for step, pending in walker.walk(have, version, begin=begin, progress=told):
-                try:
-                    fetched = pending.result()
-                except DAMAGE as error:
-                    walker.reject(step, error)
-                    continue
-                except StoreUnavailable as error:
-                    unavailable.append(error)
-                    if len(unavailable) > TRIES:
-                        raise
-                    walker.reject(step, error)
-                    continue
-                try:
-                    current.take(fetched, resolve, changed=changed)
-                except DAMAGE as error:
-                    current = State(run.schema)
-                    walker.reject(step, error)
-        except DAMAGE as error:
-            # there might have been a way with what the store did not give
-            if unavailable and not isinstance(error, ReferenceUnavailable):
-                raise unavailable[-1] from error
-            raise
+        walker, unavailable = Walker(run), 0
+        for step, pending in walker.walk(have, version, begin=begin, progress=told):
+            try:
+                fetched = pending.result()
+            except (*DAMAGE, StoreUnavailable) as error:
+                unavailable += isinstance(error, StoreUnavailable)
+                if unavailable > TRIES:
+                    raise
+                walker.reject(step, error)
+                continue
+            try:
+                current.take(fetched, resolve, changed=changed)
+            except DAMAGE as error:
+                current = State(run.schema)
+                walker.reject(step, error)
         return current
 
     return run.anywhere(walk)

@@ -187,6 +187,8 @@ class Replica:
         """None while there is no run at the address yet."""
         self._target: AnyTarget = _UNBOUND
         self._version: int | None = None
+        self._served: int | None = None
+        """The version that clients get, which some targets tell from that of the weights in host memory."""
         self._newest: int | None = None
         self._timings: dict[str, float] = {}
         self._trouble = ""
@@ -500,7 +502,7 @@ class Replica:
             target = model if isinstance(model, Target) else ModelTarget(model, strict=self._strict, prove=self._prove)
         self._target = _UNBOUND
         try:
-            moved = self._fit(target, run)
+            moved = target.bind(run)
         except BaseException:
             self._version = None
             raise
@@ -513,20 +515,6 @@ class Replica:
             if self._version is not None:
                 log.info("%s: the weights are version %d already", self._id, self._version)
         return target
-
-    def _fit(self, target: AnyTarget, run: Run) -> bool:
-        """Bind a target to a run, whose adapters are for one base model. Returns whether the weights lie elsewhere."""
-        model = target.model if isinstance(target, ModelTarget) else target
-        try:
-            moved = target.bind(run.schema)
-        except SchemaMismatch:
-            # a mapping may be meant to be either
-            run.check_kind(None if isinstance(model, Mapping | State) else getattr(model, "is_adapter", False))
-            raise
-        check_base: Any = getattr(model, "check_base", None)
-        if moved and run.info.base is not None and check_base is not None:
-            check_base(run.info.base, run.store.url)
-        return moved
 
     def _served(self) -> int | None:
         """The version that clients get, which some targets tell from that of the weights in host memory."""
@@ -574,7 +562,7 @@ class Replica:
                     if step.version == want:
                         self._apply(target, fetched.manifest, "copy", copy)
                 elif step.kind == "delta":
-                    delta = Delta(fetched.claim(self._digest), fetched.objects)
+                    delta = Delta(run.schema, fetched.claim(self._digest), fetched.objects)
                     self._apply(target, fetched.manifest, step.kind, delta, step.version == want)
                 else:
                     weights = fetched.weights(self._resolve)

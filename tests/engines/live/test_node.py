@@ -184,7 +184,7 @@ def test_nodes_that_started_from_other_weights_are_no_version(world: World, else
         world.client.models[number].load_weights(tensors(other))
     if not patched:
         world.client.ranks[3]._problems = lambda: ["a kernel computes with copies"]
-    world.target.bind(world.bags[0].schema)
+    world.target.bind(world.follower.replica.opened())
     assert world.target.digest() == OF_NO_VERSION
     reason = "the node of rank 1 has another checkpoint" if patched else "a kernel computes with copies"
     assert world.target.guard.startswith(f"reload: {reason}")

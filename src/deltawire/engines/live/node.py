@@ -173,7 +173,7 @@ class Node:
 
         fetched = opened.anywhere(fetch)
         try:
-            return self.stage(Update(version, to, base, Delta(expected, fetched.objects)), reloads)
+            return self.stage(Update(version, to, base, Delta(opened.schema, expected, fetched.objects)), reloads)
         finally:
             fetched.close()
 

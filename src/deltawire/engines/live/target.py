@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from ...bucket.run import Run
 from ...core import full
 from ...core.change import Region
 from ...core.digest import StateDigest
@@ -98,13 +99,15 @@ class EngineTarget:
         """ "patch", or why weights are reloaded in full; empty before the first sync."""
         return f"reload: {self.refused}" if self.refused else "patch" if self._nodes else ""
 
-    def bind(self, schema: Schema) -> bool:
+    def bind(self, run: Run) -> bool:
         """Locate the weights on all ranks, and check whether they can be patched in place.
 
         Raises SchemaMismatch if the run is not one that this server's loader takes.
         """
+        schema = run.schema
         if schema == self._schema:
             return False
+        run.check_kind(is_adapter=False)
         self._schema = Schema.build(())
         text = msgspec.json.encode(schema).decode()
         answers = self._all("layout", schema=text, first=self.engine.first_rank)
