@@ -88,9 +88,7 @@ class Walker:
             except MissingBase:
                 if (failure := self._why()) is not None:
                     raise failure from None
-                raise MissingBase(
-                    f"no path leads from version {have()} to {want} in {self._run.store.url}"
-                ) from None
+                raise MissingBase(f"no path leads from version {have()} to {want} in {self._run.store.url}") from None
             if begin(steps):
                 self._must_plan = False
                 for item in prefetch(self._run, steps, progress):
