@@ -28,7 +28,7 @@ from ...core.errors import ChainError
 from ...core.parallel import default_threads, ordered_map
 from ...core.schema import Schema
 from ...core.sparse import DeltaClaim, open_delta
-from ...replica.moves import CutTiles, DevicePieces, PieceMoves
+from ...replica.moves import CutTiles, DevicePieces, NumberedMoves
 from . import arrays
 from .channel import Answer, Caller, listen
 
@@ -104,7 +104,7 @@ class _Process:
         """Decode files. `cut` in the answer: some tiles cannot be decoded from the weights of one rank."""
         expected = msgspec.convert(claim, DeltaClaim)
         files = [open_delta(*open_file(path), self._schema, expected) for path in paths]
-        moves: list[list[PieceMoves]] = [[] for _ in self._ranks]
+        moves: list[list[NumberedMoves]] = [[] for _ in self._ranks]
         self._tiles = [[] for _ in self._ranks]
         try:
             for file in files:
@@ -121,7 +121,7 @@ class _Process:
                 arrays.write(Path(f"{out}.{n}.tiles"), make_sheet(self._tiles[n]))
         return {"parts": parts, "tiles": [sum(item.span.tiles for item in tiles) for tiles in self._tiles]}
 
-    def _cut(self, block: list[RegionMoves] | context.TiledBlock) -> list[tuple[list[PieceMoves], list[Tiles]]]:
+    def _cut(self, block: list[RegionMoves] | context.TiledBlock) -> list[tuple[list[NumberedMoves], list[Tiles]]]:
         return [rank.cut(block) for rank in self._ranks]
 
     def _do_ranks(self, out: str) -> Answer:
