@@ -154,6 +154,13 @@ def test_the_public_surface() -> None:
     ]  # fmt: skip
 
 
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    hooks = (Path(__file__).parents[1] / "docs" / "site_hooks.py").read_text()
+    for name in deltawire.__all__:
+        assert getattr(deltawire, name).__doc__, name
+        assert f'"deltawire.{name}"' in hooks or name in ("DeltawireError", "errors"), name
+
+
 def test_all_is_sorted_and_true() -> None:
     for room, path in FILES:
         where = path.relative_to(SOURCE.parent)

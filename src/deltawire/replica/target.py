@@ -34,7 +34,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A version to be applied to live weights."""
+    """A version to be applied to live weights, as `Target.stage` gets it.
+
+    A target that has the present weights, as a `Source` has them:
+
+        changes = update.changes(self)
+    """
 
     version: int
     digest: StateDigest
@@ -81,7 +86,14 @@ class Update:
 
 @dataclass(slots=True, kw_only=True)
 class Staged:
-    """An update that is checked, decoded and ready to be written. Targets add what they write."""
+    """An update that is checked, decoded and ready to be written.
+
+    Targets add what they write:
+
+        @dataclass(kw_only=True)
+        class Patch(dw.Staged):
+            changes: list[dw.Change]
+    """
 
     update: Update
     undoable: bool = True
