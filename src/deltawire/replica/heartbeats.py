@@ -23,7 +23,7 @@ READING_EVERY = 60.0
 SYNCS = 24
 """Number of recent syncs that a heartbeat tells of; fewer where it would be larger than its readers allow."""
 
-State = tuple[str, int | None, int | None, Mapping[str, float]]
+Status = tuple[str, int | None, int | None, Mapping[str, float]]
 """Id of the run, the version that clients get, the newest one, and the seconds of the last sync by phase."""
 
 
@@ -33,10 +33,10 @@ class Heartbeats:
     id       name of the replica
     every    seconds between heartbeats; 0 writes none
     address  where clients reach the server of the weights
-    state    returns what is new; None while there is no run
+    status   returns what is new; None while there is no run
     """
 
-    def __init__(self, store: Store, id: str, every: float, address: str, state: Callable[[], State | None]) -> None:
+    def __init__(self, store: Store, id: str, every: float, address: str, status: Callable[[], Status | None]) -> None:
         keys.replica(id)
         self.id = id
         self.note = ""
@@ -44,7 +44,7 @@ class Heartbeats:
         self.role = ""
         """Of the process (core/manifest.py)."""
         self.every = every
-        self._store, self._state = store, state
+        self._store, self._status = store, status
         self._address = checked_address(address) if address else ""
         self._syncs: deque[SyncRecord] = deque(maxlen=SYNCS)
         self._reading: tuple[tuple[int, int], ...] = ()
@@ -81,16 +81,16 @@ class Heartbeats:
 
     def beat(self, error: str = "", *, force: bool = False) -> None:
         """Write a heartbeat if one is due. Never raises: a replica works without heartbeats."""
-        if not self.every or self._state() is None:
+        if not self.every:
             return
         every = min(self.every, READING_EVERY) if self._reading else self.every
         # called by the threads that fetch too; one of them writes for all
         if (not force and now() - self._beat_at < every) or not self._beating.acquire(blocking=force):
             return
         try:
-            if (state := self._state()) is not None:
+            if (status := self._status()) is not None:
                 self._beat_at = now()
-                self._store.put(keys.replica(self.id), self._made(*state, error or self.note))
+                self._store.put(keys.replica(self.id), self._made(*status, error or self.note))
         except PermissionDenied as trouble:
             # a replica only needs to read; warn once
             level = logging.DEBUG if self._may_not_beat else logging.WARNING

@@ -29,7 +29,7 @@ from ..metrics import VersionFigures
 from ..store import MirroredStore, Store, open_store
 from .attempt import Attempt
 from .failures import Failures
-from .heartbeats import Heartbeats, State
+from .heartbeats import Heartbeats, Status
 from .live_weights import LiveWeights
 from .model import Model, ModelTarget
 from .target import AnyTarget, Target
@@ -120,7 +120,7 @@ class Replica:
         # a wrong setting is an error now, not with every version
         shared_cache(self._store)
         name = id or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self.heartbeats = Heartbeats(self._store, name, heartbeat, address, self._state)
+        self.heartbeats = Heartbeats(self._store, name, heartbeat, address, self._status)
         """What the bucket is told of this replica."""
         self._trust, self._max_model_gb = Trust.of(trust, refuse_delegated), max_model_gb
         self._resolve = resolver(reference)
@@ -404,6 +404,6 @@ class Replica:
         target = self._weights.target
         return target is model or (isinstance(target, ModelTarget) and target.model is model)
 
-    def _state(self) -> State | None:
+    def _status(self) -> Status | None:
         """What heartbeats tell."""
         return None if self._run is None else (self._run.info.run, self._weights.served, self._newest, self.timings)
