@@ -19,7 +19,22 @@ API = {
     "Without a run": ("deltawire.encode", "deltawire.decode"),
     "TRL and transformers": ("deltawire.trl.BucketTransfer", "deltawire.trl.DeltaSyncCallback"),
     "Detectors and optimizers": ("deltawire.trainer.detectors", "deltawire.trainer.adamw.DeltaAdamW"),
-    "Write your own": ("deltawire.store.base.Store", "deltawire.replica.target.Target", "deltawire.testing"),
+    "Write your own": (
+        "deltawire.store.base.Store",
+        "deltawire.testing",
+        "deltawire.Target",
+        "deltawire.Update",
+        "deltawire.Staged",
+    ),
+    "Runs and weights": (
+        "deltawire.Run",
+        "deltawire.Schema",
+        "deltawire.Region",
+        "deltawire.Change",
+        "deltawire.Source",
+        "deltawire.StateDigest",
+        "deltawire.digest_of",
+    ),
     "Errors": ("deltawire.core.errors",),
 }
 
@@ -52,7 +67,10 @@ def _framed(found: re.Match[str]) -> str:
 
 
 def api() -> str:
-    parts = ["# API", "From the docstrings. `import deltawire as dw` has the names of the first three sections."]
+    parts = [
+        "# API",
+        "From the docstrings. `import deltawire as dw` has every name that is shown as `deltawire.…` without a module.",
+    ]
     for title, names in API.items():
         parts += [f"## {title}", *(f"::: {name}" for name in names)]
     return "\n\n".join(parts)

@@ -313,3 +313,14 @@ def heartbeats(run: Run) -> list[Heartbeat]:
     """The heartbeats of a run, as they are."""
     found = (run.hint(item.key, Heartbeat) for item in run.store.list(keys.REPLICAS))
     return [beat for beat in found if beat is not None]
+
+
+def delta_key(store: Store, version: int, base: int | None = None) -> str:
+    link = Run.open(store).manifest(version).link("delta", version - 1 if base is None else base)
+    return link.objects[0].key
+
+
+def spoil(store: Store, key: str) -> None:
+    data = bytearray(store.get(key).data)
+    data[len(data) // 2] ^= 1
+    store.put(key, bytes(data))

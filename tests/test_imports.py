@@ -149,9 +149,16 @@ def test_third_parties_stay_in_their_rooms() -> None:
 
 def test_the_public_surface() -> None:
     assert deltawire.__all__ == [
-        "DeltawireError", "PublishHandle", "Published", "Publisher", "Replica", "decode", "encode", "errors",
-        "watch",
+        "Change", "DeltawireError", "PublishHandle", "Published", "Publisher", "Region", "Replica", "Run", "Schema",
+        "Source", "Staged", "StateDigest", "Target", "Update", "decode", "digest_of", "encode", "errors", "watch",
     ]  # fmt: skip
+
+
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    hooks = (Path(__file__).parents[1] / "docs" / "site_hooks.py").read_text()
+    for name in deltawire.__all__:
+        assert getattr(deltawire, name).__doc__, name
+        assert f'"deltawire.{name}"' in hooks or name in ("DeltawireError", "errors"), name
 
 
 def test_all_is_sorted_and_true() -> None:

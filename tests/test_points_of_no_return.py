@@ -28,7 +28,7 @@ from deltawire.derive.deriver import Deriver, recompute
 from deltawire.keeper import announce, keeper, mirror, skips
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.keeper.mirror import Mirror
-from deltawire.replica import host, model, replica, target
+from deltawire.replica import attempt, host, live_weights, model, replica, target
 from deltawire.replica.model import ModelTarget
 from deltawire.store import ObjectStore, Store
 from deltawire.views.blocks import Blocks
@@ -84,7 +84,8 @@ def test_a_sync_at_every_line() -> None:
             assert follower.version == 6
             assert same(live, WEIGHTS[6])
 
-    assert len(raising_at_each_line([replica.Replica.sync, replica.Replica._apply, target, model], operation)) > 50
+    where = [replica.Replica.sync, replica.Replica._sync, attempt, live_weights, target, model]
+    assert len(raising_at_each_line(where, operation)) > 50
 
 
 def test_a_sync_to_full_weights_at_every_line() -> None:
@@ -96,7 +97,7 @@ def test_a_sync_to_full_weights_at_every_line() -> None:
             follower.sync(live, 3)
             assert same(live, WEIGHTS[3])
 
-    where = [replica.Replica.sync, replica.Replica._apply, replica.Replica._bind, target, host.HostShard]
+    where = [replica.Replica.sync, replica.Replica._sync, attempt, live_weights, target, host.HostShard]
     raising_at_each_line(where, operation)
 
 
@@ -120,7 +121,7 @@ def test_an_undo_at_every_line(monkeypatch: pytest.MonkeyPatch) -> None:
             follower.sync(live)
             assert same(live, WEIGHTS[6])
 
-    raising_at_each_line([replica.Replica._apply, target.write_or_undo, host.HostShard], operation)
+    raising_at_each_line([live_weights, target.write_or_undo, host.HostShard], operation)
 
 
 # ── signed runs: the newest version seen, and what is served ─────────────────────────────────────────────────────────

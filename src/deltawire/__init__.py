@@ -14,18 +14,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import errors
     from .api import decode, encode
+    from .bucket.run import Run
     from .bucket.watch import watch
+    from .core.change import Change, Region
+    from .core.digest import StateDigest
     from .core.errors import DeltawireError
+    from .core.full import Source, digest_of
+    from .core.schema import Schema
     from .replica import Replica
+    from .replica.target import Staged, Target, Update
     from .trainer import Published, Publisher, PublishHandle
 
 __all__ = [
+    "Change",
     "DeltawireError",
     "PublishHandle",
     "Published",
     "Publisher",
+    "Region",
     "Replica",
+    "Run",
+    "Schema",
+    "Source",
+    "Staged",
+    "StateDigest",
+    "Target",
+    "Update",
     "decode",
+    "digest_of",
     "encode",
     "errors",
     "watch",
@@ -34,12 +50,22 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Change": "core.change",
     "DeltawireError": "core.errors",
     "PublishHandle": "trainer",
     "Published": "trainer",
     "Publisher": "trainer",
+    "Region": "core.change",
     "Replica": "replica",
+    "Run": "bucket.run",
+    "Schema": "core.schema",
+    "Source": "core.full",
+    "Staged": "replica.target",
+    "StateDigest": "core.digest",
+    "Target": "replica.target",
+    "Update": "replica.target",
     "decode": "api",
+    "digest_of": "core.full",
     "encode": "api",
     "errors": "errors",
     "watch": "bucket.watch",

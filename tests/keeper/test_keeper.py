@@ -500,8 +500,8 @@ def test_a_mirror_without_a_damaged_object_is_reported(kept: Kept, tmp_path: Any
     keeper = Keeper(kept.store, KeeperOptions(mirrors=(str(tmp_path),)))
     list(keeper.once())
     keeper.close()
-    assert f"the mirror {tmp_path.as_uri()} lacks what is damaged here" in keeper.replica.note
-    assert bad in keeper.replica.note
+    assert f"the mirror {tmp_path.as_uri()} lacks what is damaged here" in keeper.replica.heartbeats.note
+    assert bad in keeper.replica.heartbeats.note
     assert Run.open(str(tmp_path)).newest() == LAST
 
 

@@ -8,8 +8,7 @@ import logging
 import os
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-import keeping
 from deltawire.bucket import fetch as fetching
-from deltawire.bucket.run import Run
 from deltawire.core import full, keys
 from deltawire.core.change import Change
 from deltawire.core.errors import (
@@ -33,35 +30,18 @@ from deltawire.core.errors import (
     SchemaMismatch,
     StoreUnavailable,
     VersionNotFound,
-    VersionRefused,
 )
 from deltawire.core.manifest import Blob
-from deltawire.keeper.keeper import KeeperOptions
 from deltawire.models import ModelView, torch_bits
 from deltawire.replica import Replica
 from deltawire.replica.host import HostShard
-from deltawire.replica.model import ModelTarget
-from deltawire.replica.replica import SYNCS
 from deltawire.replica.shard import PieceChange
-from deltawire.replica.target import Update
-from deltawire.store import Retrying, Store, open_store
+from deltawire.store import Retrying, Store
 from deltawire.trainer import Publisher
 from flaky_store import FlakyStore
-from keeping import Kept
-from support import HookedStore, Model, blank, copy, heartbeats, history, model, publish, same, trained
+from support import HookedStore, Model, blank, copy, delta_key, history, model, publish, same, spoil, trained
 
 WAIT = 120
-
-
-def delta_key(store: Store, version: int, base: int | None = None) -> str:
-    link = Run.open(store).manifest(version).link("delta", version - 1 if base is None else base)
-    return link.objects[0].key
-
-
-def spoil(store: Store, key: str) -> None:
-    data = bytearray(store.get(key).data)
-    data[len(data) // 2] ^= 1
-    store.put(key, bytes(data))
 
 
 def digest(weights: Any) -> str:
@@ -482,96 +462,6 @@ def test_an_anchor_that_breaks_off_leaves_weights_without_a_name(store: Store, m
 # ── proof ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def untouched(a: Model, b: Model) -> tuple[str, int]:
-    """A weight that the delta from a to b does not change."""
-    flat = (a["embed.weight"] == b["embed.weight"]).reshape(-1)
-    return "embed.weight", int(np.flatnonzero(flat)[3])
-
-
-@pytest.mark.parametrize("anchor", [False, True], ids=["deltas-only", "with-anchor"])
-def test_a_weight_changed_behind_its_back(store: Store, anchor: bool) -> None:
-    versions = history(4)
-    publish(store, versions, anchor_every=3 if anchor else None, anchor_ratio=1e9)
-    live = copy(versions[2])
-    replica = Replica(store, heartbeat=0)
-    assert replica.sync(live, 2) == 2
-    name, at = untouched(versions[2], versions[3])
-    live[name].reshape(-1)[at] ^= 0x10
-    assert replica.sync(live) == 3
-    assert replica.version == 3
-    assert same(live, versions[3])
-
-
-@pytest.mark.parametrize("prove", [False, True])
-def test_a_weight_that_the_delta_changes_was_changed_already(store: Store, prove: bool) -> None:
-    """Found before a weight is touched, with or without the proof afterwards."""
-    versions = history(3)
-    publish(store, versions, anchor_ratio=1e9)
-    live = copy(versions[1])
-    replica = Replica(store, heartbeat=0, prove=prove)
-    replica.sync(live, 1)
-    at = np.flatnonzero((versions[1]["embed.weight"] != versions[2]["embed.weight"]).reshape(-1))[0]
-    live["embed.weight"].reshape(-1)[at] ^= 0x10
-    assert replica.sync(live) == 2
-    assert same(live, versions[2])
-
-
-def test_weights_that_somebody_keeps_changing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Say, a model that is being trained elsewhere: it ends with an error, not never."""
-    versions = history(3)
-    publish(store, versions, anchor_ratio=1e9)
-    live = copy(versions[1])
-    replica = Replica(store, heartbeat=0)
-    replica.sync(live, 1)
-    real = HostShard.put
-
-    def interfered(self: HostShard, item: PieceChange) -> None:
-        real(self, item)
-        live["layer.weight"][0, 0] += 1
-
-    monkeypatch.setattr(HostShard, "put", interfered)
-    with pytest.raises(DigestMismatch):
-        replica.sync(live)
-
-
-@pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
-    """A run whose keeper has added skip deltas: 4 → 6, 4 → 7 and others."""
-    keeping.settings(monkeypatch)
-    kept = keeping.fresh(8)
-    kept.keep(KeeperOptions(since=0, anchors=False))
-    return kept
-
-
-def test_a_detour_never_shows_older_weights(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At version 5, with the delta to 6 spoilt, the way to 7 leads over version 0 and 4. Nobody is served those."""
-    live = copy(kept.weights[5])
-    replica = Replica(kept.store, heartbeat=0)
-    replica.sync(live, 5)
-    spoil(kept.store, delta_key(kept.store, 6))
-    known = {digest(weights): version for version, weights in enumerate(kept.weights)}
-    seen: list[int | None] = []
-    real = HostShard.load
-    monkeypatch.setattr(
-        HostShard, "load", lambda self, source: (seen.append(known.get(digest(live))), real(self, source))
-    )
-    assert replica.sync(live) == 7
-    assert seen == [5], "from 5 to 7 in one go"
-    assert same(live, kept.weights[7])
-
-
-def test_a_detour_that_fails_changes_nothing(kept: Kept) -> None:
-    live = copy(kept.weights[5])
-    replica = Replica(kept.store, heartbeat=0)
-    replica.sync(live, 5)
-    spoil(kept.store, delta_key(kept.store, 6))
-    spoil(kept.store, kept.run.manifest(0).link("anchor", None).objects[0].key)
-    with pytest.raises(HashMismatch):
-        replica.sync(live)
-    assert replica.version == 5
-    assert same(live, kept.weights[5])
-
-
 def test_without_proof_the_result_is_the_same(store: Store) -> None:
     versions = history(5)
     publish(store, versions)
@@ -627,32 +517,6 @@ def test_follow_every_version(store: Store) -> None:
         seen.append(version)
         assert same(live, versions[version])
     assert seen == [2, 3, 4, 5, 6, 7, 8], "from the version the model came with"
-
-
-@pytest.mark.parametrize("refused", [{3}, {3, 4}, {4, 5}])
-def test_follow_every_version_but_those_that_are_refused(
-    store: Store, monkeypatch: pytest.MonkeyPatch, refused: set[int]
-) -> None:
-    """They are tried once and passed over, whether they are the newest or not."""
-    # other weights each: no delta leads to one of them through another
-    versions = [model(seed) for seed in range(7)]
-    publish(store, versions)
-    stage, tried = ModelTarget.stage, []
-
-    def refuse(target: ModelTarget, update: Update) -> Any:
-        if update.final:
-            assert update.version not in tried
-            tried.append(update.version)
-        if update.final and update.version in refused:
-            raise VersionRefused("a reason")
-        return stage(target, update)
-
-    monkeypatch.setattr(ModelTarget, "stage", refuse)
-    live = copy(versions[1])
-    reached = [version for version in range(1, 7) if version not in refused]
-    assert [*following(Replica(store, heartbeat=0), live, 6, every=True)] == reached
-    assert tried == [2, 3, 4, 5, 6]
-    assert same(live, versions[6])
 
 
 def test_follow_only_the_newest(store: Store) -> None:
@@ -855,195 +719,3 @@ def test_no_run_yet(store: Store) -> None:
         Replica(store).sync(live)
     assert same(live, kept)
     assert not [*store.list()]
-
-
-# ── heartbeat ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_heartbeat_says_how_it_is(store: Store) -> None:
-    versions = history(3)
-    publish(store, versions)
-    replica = Replica(store, id="box-1.gpu_0")
-    began = time.time()
-    live = blank(versions[0])
-    replica.sync(live, 1)
-    replica.sync(live)
-    (beat,) = heartbeats(Run.open(store))
-    assert (beat.replica, beat.version, beat.newest, beat.healthy, beat.error) == ("box-1.gpu_0", 2, 2, True, "")
-    assert beat.run == Run.open(store).info.run
-    assert began - 1 <= beat.at <= time.time() + 1
-    assert beat.timings.keys() >= {"fetch", "decode", "apply"}
-
-
-def test_the_heartbeat_says_what_is_wrong(store: Store) -> None:
-    versions = history(2)
-    publish(store, versions, anchor_ratio=1e9)
-    live = copy(versions[0])
-    replica = Replica(store, id="r")
-    replica.sync(live, 0)
-    spoil(store, delta_key(store, 1))
-    with pytest.raises(HashMismatch):
-        replica.sync(live)
-    (beat,) = heartbeats(Run.open(store))
-    assert (beat.version, beat.newest, beat.healthy) == (0, 1, False)
-    assert "hash" in beat.error
-
-
-def test_no_heartbeat_where_none_is_wanted(store: Store) -> None:
-    versions = history(1)
-    publish(store, versions)
-    Replica(store, heartbeat=0).sync(blank(versions[0]))
-    assert not [*store.list("replicas/")]
-
-
-def test_an_idle_follower_beats_in_its_rhythm(store: Store) -> None:
-    versions = history(1)
-    publish(store, versions)
-    beats = 0
-
-    def hook(moment: str, verb: str, key: str) -> None:
-        nonlocal beats
-        beats += moment == "after" and verb == "put" and key.startswith("replicas/")
-        if beats == 6:
-            stop.set()
-
-    stop = threading.Event()
-    began = time.monotonic()
-    for _ in Replica(HookedStore(store, hook), heartbeat=0.05).follow(blank(versions[0]), poll=0.002, stop=stop):
-        pass
-    # one after the sync, the others no closer than the rhythm
-    assert beats == 6
-    assert time.monotonic() - began > 3.9 * 0.05
-
-
-def test_a_replica_works_without_being_seen(store: Store) -> None:
-    """A bucket it may only read."""
-    versions = history(2)
-    publish(store, versions)
-
-    def hook(moment: str, verb: str, key: str) -> None:
-        if verb.startswith("put"):
-            raise StoreUnavailable("read only")
-
-    live = blank(versions[0])
-    assert Replica(HookedStore(store, hook)).sync(live) == 1
-    assert same(live, versions[1])
-
-
-@pytest.mark.parametrize("id", ["", "../x", "a/b", "a b", ".hidden", "x" * 129, "ü"])
-def test_ids_that_are_no_names(store: Store, id: str) -> None:
-    if id == "":
-        assert Replica(store, id=id).id
-        return
-    with pytest.raises(ValueError, match="replica id"):
-        Replica(store, id=id)
-
-
-def test_two_replicas_have_two_names(store: Store) -> None:
-    make: Callable[[], str] = lambda: Replica(store).id  # noqa: E731
-    assert make() != make()
-
-
-# ── versions that are replaced ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def replaced_run(store: Store) -> tuple[list[Model], dict[str, bytes]]:
-    """A run of four versions, and all objects of another trainer's versions 2 and 3 of the same run."""
-    models = history(4)
-    publish(store, models[:2], anchor_ratio=1e9)
-    before = {item.key: store.get(item.key).data for item in store.list()}
-    other = open_store(f"memory://{uuid.uuid4()}")
-    for key, data in before.items():
-        other.put(key, data)
-    theirs = [trained(models[1], 90), trained(models[1], 91)]
-    with Publisher(other, anchor_ratio=1e9) as publisher:
-        for weights in theirs:
-            publisher.publish(weights).result(120)
-    publish_more(store, models[2:])
-    found = {item.key: other.get(item.key).data for item in other.list()}
-    return [*models[:2], *theirs], {key: data for key, data in found.items() if before.get(key) != data}
-
-
-def publish_more(store: Store, models: list[Model]) -> None:
-    with Publisher(store, anchor_ratio=1e9) as publisher:
-        for weights in models:
-            publisher.publish(weights).result(120)
-
-
-@pytest.mark.parametrize("reached", [1, 2, 3])
-def test_a_version_that_is_replaced_under_a_replica(store: Store, reached: int) -> None:
-    """Possible where a store cannot create exclusively. The replica had read, or even applied, the replaced ones."""
-    theirs, objects = replaced_run(store)
-    live = blank(theirs[0])
-    replica = Replica(store, heartbeat=0)
-    replica.sync(live, reached)
-    run = replica.opened()
-    for version in (2, 3):
-        run.manifest(version)
-    for link in run.manifest(3).links:
-        for blob in link.objects:
-            store.delete(blob.key)
-    for key, data in objects.items():
-        store.put(key, data)
-    # the next version makes it look: it is built on what the bucket has now
-    newest = trained(theirs[3], 92)
-    publish_more(store, [newest])
-    assert replica.sync(live) == 4
-    assert same(live, newest)
-    # and back to the version before
-    assert replica.sync(live, 3) == 3
-    assert same(live, theirs[3])
-
-
-def test_a_heartbeat_tells_of_the_latest_syncs(store: Store) -> None:
-    versions = history(4)
-    publish(store, versions, anchor_ratio=1e9)
-    replica, live = Replica(store, id="r"), blank(versions[0])
-    for version in (0, 1, 1, 3):
-        replica.sync(live, version)
-    (beat,) = heartbeats(Run.open(store))
-    # a sync that had nothing to do is none
-    assert [(sync.version, sync.previous, sync.error) for sync in beat.syncs] == [(0, None, ""), (1, 0, ""), (3, 1, "")]
-    last = beat.syncs[-1]
-    assert last.bytes == sum(Run.open(store).manifest(v).link("delta", v - 1).bytes for v in (2, 3))
-    assert {"fetch", "decode", "apply", "prove"} <= last.timings.keys()
-    assert sum(last.timings.values()) <= last.seconds + 1e-3
-
-
-def test_a_failure_that_repeats_is_one_record(store: Store) -> None:
-    versions = history(3)
-    publish(store, versions, anchor_ratio=1e9)
-    replica, live = Replica(store, id="r"), blank(versions[0])
-    replica.sync(live, 1)
-    spoil(store, delta_key(store, 2))
-    for _ in range(3):
-        with pytest.raises(HashMismatch):
-            replica.sync(live)
-    (beat,) = heartbeats(Run.open(store))
-    assert [(sync.version, sync.times) for sync in beat.syncs] == [(1, 1), (2, 3)]
-    assert delta_key(store, 2) in beat.syncs[-1].error
-
-
-def test_a_heartbeat_with_long_errors_stays_readable(store: Store) -> None:
-    versions = history(2)
-    publish(store, versions)
-    replica, live = Replica(store, id="r"), blank(versions[0])
-    replica.sync(live, 0)
-    for version in range(100):
-        replica._record(version, 0, 1.0, "\x01" * 1000)
-    replica.sync(live)
-    (beat,) = heartbeats(Run.open(store))
-    assert 0 < len(beat.syncs) <= SYNCS
-    assert beat.syncs[-1].version == 1
-
-
-def test_an_error_that_is_no_text_ends_no_heartbeat(store: Store) -> None:
-    versions = history(2)
-    publish(store, versions)
-    replica, live = Replica(store, id="r"), blank(versions[0])
-    replica.sync(live, 0)
-    replica._record(1, 0, 1.0, "cannot read /models/\udcff")
-    replica._beat(error="cannot read /models/\udcff", force=True)
-    (beat,) = heartbeats(Run.open(store))
-    assert beat.error == "cannot read /models/?"
-    assert replica.sync(live) == 1

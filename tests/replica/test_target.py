@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 
+import deltawire as dw
 from deltawire import Publisher, Replica
+from deltawire.bucket.run import Run
 from deltawire.core.digest import StateDigest
 from deltawire.core.errors import DigestMismatch, NotRestored
-from deltawire.core.schema import Schema
 from deltawire.models import ModelView
 from deltawire.replica.model import ModelTarget, StagedModel
 from deltawire.replica.target import Delta, Target, Update
 from deltawire.store import Store
-from support import Model, blank, history, same
+from support import Model, blank, copy, history, same
 
 
 class Recording:
@@ -27,9 +31,9 @@ class Recording:
         self.staged: list[Update] = []
         self.fails: Exception | None = None
 
-    def bind(self, schema: Schema) -> bool:
+    def bind(self, run: Run) -> bool:
         self.asked.append("bind")
-        return self._inner.bind(schema)
+        return self._inner.bind(run)
 
     def digest(self) -> StateDigest:
         return self._inner.digest()
@@ -44,6 +48,42 @@ class Recording:
         if self.fails is not None:
             raise self.fails
         self._inner.swap(staged)
+
+
+@dataclass(kw_only=True)
+class Patch(dw.Staged):
+    changes: list[dw.Change]
+
+
+class Plain:
+    """A target as the docstring of `Target` shows it, from public names alone."""
+
+    takes_deltas = True
+
+    def __init__(self, weights: Model) -> None:
+        self.weights = weights
+        self.schema = dw.Schema.build(())
+
+    def bind(self, run: dw.Run) -> bool:
+        self.schema = run.schema
+        return False
+
+    def bits(self, name: str) -> Any:
+        flat = self.weights[name].reshape(-1)
+        return flat.view(f"u{min(flat.itemsize, 4)}")
+
+    def region(self, region: dw.Region) -> Any:
+        return region.cut(self.bits(region.tensor.name))
+
+    def digest(self) -> dw.StateDigest:
+        return dw.digest_of(self)
+
+    def stage(self, update: dw.Update) -> Patch:
+        return Patch(update=update, changes=update.changes(self))
+
+    def swap(self, staged: Patch) -> None:
+        for change in staged.changes:
+            change.write(self.bits(change.region.tensor.name))
 
 
 @pytest.fixture
@@ -67,6 +107,30 @@ def test_a_target_in_place_of_a_model(store: Store, versions: list[Model]) -> No
     assert [isinstance(update.content, Delta) for update in target.staged] == [False, True, True, True]
 
 
+def test_a_target_of_public_names(store: Store, versions: list[Model]) -> None:
+    target: dw.Target[Patch] = Plain(blank(versions[0]))
+    replica = Replica(store, heartbeat=0)
+    for version in (1, 2, 3, 0):
+        assert replica.sync(target, version) == version
+        assert same(target.weights, versions[version])  # type: ignore[attr-defined]
+    assert replica.rejected == []
+
+
+def test_weights_that_strayed_are_found_before_they_are_patched(store: Store, versions: list[Model]) -> None:
+    target, replica = Plain(blank(versions[0])), Replica(store, heartbeat=0)
+    replica.sync(target, 1)
+    update = Update(2, StateDigest(), replica.digest, ModelView(versions[2]))
+    before = copy(target.weights)
+    with pytest.raises(DigestMismatch, match="nothing was changed"):
+        target.stage(update)
+    assert same(target.weights, before)
+    # the weight that the delta to 2 changes first, changed by something else: full weights are loaded
+    at = np.flatnonzero(versions[1]["embed.weight"] != versions[2]["embed.weight"])[0]
+    target.weights["embed.weight"].reshape(-1)[at] ^= 0x10
+    assert replica.sync(target, 2) == 2
+    assert same(target.weights, versions[2])
+
+
 def test_a_target_that_takes_no_deltas_is_given_full_weights(store: Store, versions: list[Model]) -> None:
     live = blank(versions[0])
     target = Recording(live, takes_deltas=False)
@@ -81,7 +145,7 @@ def test_a_target_that_takes_no_deltas_is_given_full_weights(store: Store, versi
 def test_full_weights_that_are_not_the_version_touch_nothing(store: Store, versions: list[Model]) -> None:
     live = blank(versions[0])
     target = ModelTarget(live)
-    target.bind(Replica(store).opened().schema)
+    target.bind(Replica(store).opened())
     before = target.digest()
     wrong = ModelView(versions[1])
     with pytest.raises(DigestMismatch, match="nothing was changed"):

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..core import chain, full
 from ..core.change import Change, digest_shift
 from ..core.digest import StateDigest
-from ..core.errors import DigestMismatch, ReferenceUnavailable, StoreUnavailable
+from ..core.errors import DigestMismatch, StoreUnavailable
 from ..core.manifest import Manifest
 from ..core.state import State
 from .references import Resolve, as_run, find_reference
@@ -96,31 +96,21 @@ def checkout(
 
     def walk() -> State:
         nonlocal current
-        walker = Walker(run)
-        unavailable: list[StoreUnavailable] = []
-        try:
-            for step, pending in walker.walk(have, version, begin=begin, progress=told):
-                try:
-                    fetched = pending.result()
-                except DAMAGE as error:
-                    walker.reject(step, error)
-                    continue
-                except StoreUnavailable as error:
-                    unavailable.append(error)
-                    if len(unavailable) > TRIES:
-                        raise
-                    walker.reject(step, error)
-                    continue
-                try:
-                    advance(current, fetched, resolve, changed=changed)
-                except DAMAGE as error:
-                    current = State(run.schema)
-                    walker.reject(step, error)
-        except DAMAGE as error:
-            # there might have been a way with what the store did not give
-            if unavailable and not isinstance(error, ReferenceUnavailable):
-                raise unavailable[-1] from error
-            raise
+        walker, unavailable = Walker(run), 0
+        for step, pending in walker.walk(have, version, begin=begin, progress=told):
+            try:
+                fetched = pending.result()
+            except (*DAMAGE, StoreUnavailable) as error:
+                unavailable += isinstance(error, StoreUnavailable)
+                if unavailable > TRIES:
+                    raise
+                walker.reject(step, error)
+                continue
+            try:
+                advance(current, fetched, resolve, changed=changed)
+            except DAMAGE as error:
+                current = State(run.schema)
+                walker.reject(step, error)
         return current
 
     return run.anywhere(walk)

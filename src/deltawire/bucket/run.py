@@ -91,7 +91,14 @@ DAMAGE = (ChainError, FormatError, SchemaError, ObjectNotFound)
 
 
 class Run:
-    """A run in a bucket, for reading. Open with `Run.open`, make with `Run.create`; threads may share it."""
+    """A run in a bucket, for reading.
+
+        run = dw.Run.open("s3://runs/wordle")
+        newest = run.manifest(run.newest())
+        print(newest.version, newest.step, newest.changed, "of", run.schema.elements)
+
+    Open with `Run.open`, make with `Run.create`; threads may share it.
+    """
 
     def __init__(self, store: Store, info: RunInfo, etag: str | None = None, trust: Trust | None = None) -> None:
         self.store = store

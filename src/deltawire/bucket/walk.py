@@ -22,6 +22,7 @@ from ..core.errors import (
     ForeignObject,
     ManifestError,
     MissingBase,
+    ReferenceUnavailable,
     StoreUnavailable,
 )
 from ..core.manifest import Blob, Link, Manifest, Summary
@@ -57,6 +58,8 @@ class Walker:
         self._bad: set[tuple[int, str, int | None]] = set()
         self._renewed: set[int] = set()
         self._failure: DeltawireError | None = None
+        self._unavailable: StoreUnavailable | None = None
+        """The last one for which a link was rejected."""
         self._must_plan = False
         self._bad_added = 0
         """Number of links that were added later and could not be used."""
@@ -72,8 +75,10 @@ class Walker:
         """Yield the steps to `want` with their objects, until `have()` is `want`.
 
         The caller applies a link before it asks for the next one, and calls `reject` or `plan_again` where that fails.
-        `begin` is called with each plan before anything is fetched; if it returns False, another plan is made. Raises
-        the last failure, or MissingBase, when no way is left, and after chain.MAX_PLANS plans.
+        `begin` is called with each plan before anything is fetched; if it returns False, another plan is made.
+
+        When no way is left, raises the StoreUnavailable for which a link was rejected, since there may be a way later;
+        else the last failure, or MissingBase where nothing failed. After chain.MAX_PLANS plans the same.
         """
         for _ in range(chain.MAX_PLANS):
             if have() == want:
@@ -81,12 +86,9 @@ class Walker:
             try:
                 steps = self.plan(have(), want)
             except MissingBase:
-                failure = self._failure
-                if failure is not None and not isinstance(failure, StoreUnavailable):
+                if (failure := self._why()) is not None:
                     raise failure from None
-                # an object that stays unavailable is as good as lost
-                missing = f"no path leads from version {have()} to {want} in {self._run.store.url}"
-                raise MissingBase(f"{missing}: {failure}" if failure else missing) from failure
+                raise MissingBase(f"no path leads from version {have()} to {want} in {self._run.store.url}") from None
             if begin(steps):
                 self._must_plan = False
                 for item in prefetch(self._run, steps, progress):
@@ -94,14 +96,21 @@ class Walker:
                     if self._must_plan:
                         break
         if have() != want:
+            if isinstance(failure := self._why(), StoreUnavailable):
+                raise failure
             raise MissingBase(
-                f"{chain.MAX_PLANS} ways to version {want} in {self._run.store.url} cannot be used; the last: "
-                f"{self._failure}"
-            ) from self._failure
+                f"{chain.MAX_PLANS} ways to version {want} in {self._run.store.url} cannot be used; the last: {failure}"
+            ) from failure
+
+    def _why(self) -> DeltawireError | None:
+        # a reference that is elsewhere can be named, whatever else is missing
+        return self._failure if isinstance(self._failure, ReferenceUnavailable) else self._unavailable or self._failure
 
     def reject(self, step: Step, error: DeltawireError) -> None:
         """Plan again without this link, or with it where its manifest has been replaced meanwhile."""
         log.warning("cannot use the %s to version %d of %s: %s", step.kind, step.version, self._run.store.url, error)
+        if isinstance(error, StoreUnavailable):
+            self._unavailable = error
         if not self.renew(step):
             self.leave_out([step])
             self._bad_added += self._run.added.find(step.version, step.kind, step.base) is not None

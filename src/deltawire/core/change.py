@@ -28,7 +28,13 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A rectangle of one tensor, in the tensor's matrix of units. Positions inside count row by row."""
+    """A rectangle of one tensor, in the tensor's matrix of units. Positions inside count row by row.
+
+    A unit is the bits of an element, or half of them where it has eight bytes. With the flat units of the whole tensor:
+
+        part = region.cut(units)         # the region's own, flat
+        rows = region.matrix(units)      # the same as a view, [rows, columns]
+    """
 
     tensor: TensorSpec
     row: int
@@ -90,7 +96,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What turns a region of the base version into the same region of a later one."""
+    """What turns a region of one version into the same region of another one.
+
+    With the flat units of the whole tensor:
+
+        change.write(units)              # in place
+        change.undo(units)               # the old ones again
+    """
 
     region: Region
     positions: npt.NDArray[np.uint32]

@@ -39,6 +39,14 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
+    """Says which version a set of weights is: a sum over all their bits.
+
+    A change moves it by what it changes:
+
+        after = before + change.digest()
+        str(after) == run.manifest(41).digest
+    """
+
     lane0: int = 0
     lane1: int = 0
 

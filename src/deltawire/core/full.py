@@ -42,7 +42,19 @@ _READ_UNITS = BLOCK_UNITS >> 2
 
 
 class Source(Protocol):
-    """Anything that can give the bits of a region: a model in memory, a checkpoint folder, an anchor."""
+    """Anything that can give the bits of a region: a model in memory, a checkpoint folder, an anchor.
+
+    Of weights by name, for example:
+
+        class Weights:
+            def __init__(self, schema, units):           # name → the flat units of a tensor
+                self.schema, self.units = schema, units
+
+            def region(self, region):
+                return region.cut(self.units[region.tensor.name])
+
+        dw.digest_of(Weights(schema, units))
+    """
 
     schema: Schema
 
@@ -323,7 +335,12 @@ class _ShardIndex(msgspec.Struct):
 
 
 def digest_of(source: Source, threads: int | None = None, words: digest.Words = digest.PUBLIC) -> digest.StateDigest:
-    """The state digest of any source, recomputed in one pass; or the same sum with other words."""
+    """The state digest of any source, recomputed in one pass; or the same sum with other words.
+
+    Weights of version 41 have the digest that its manifest names:
+
+        str(dw.digest_of(source)) == run.manifest(41).digest
+    """
     regions = [whole(tensor) for tensor in source.schema.tensors]
     found = digests_of(lambda _, region: source.region(region), regions, [0] * len(regions), threads, words=words)
     return found.get(0, digest.StateDigest())

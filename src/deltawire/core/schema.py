@@ -56,6 +56,14 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Schema(msgspec.Struct, frozen=True, dict=True):
+    """The tensors of a model.
+
+    Each with its name, its dtype as safetensors calls it, and its shape:
+
+        for tensor in run.schema.tensors:
+            print(tensor.name, tensor.dtype, tensor.shape)
+    """
+
     tensors: tuple[TensorSpec, ...]
     """Sorted by name. Tied tensors are stored once."""
     ties: dict[str, str] = {}

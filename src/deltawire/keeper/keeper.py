@@ -135,7 +135,7 @@ class Keeper:
         self.options = options = options or KeeperOptions()
         self._progress = progress
         self.replica = Replica(run, id=self.id, reference=reference, trust=trust)
-        self.replica.role = KEEPER
+        self.replica.heartbeats.role = KEEPER
         self.run = self.replica.opened()
         if own := [url for url in options.mirrors if open_store(url).url == self.run.store.url]:
             raise errors.Misconfigured(f"{own[0]} is the run itself: a mirror needs an address of its own")
@@ -371,7 +371,7 @@ class Keeper:
         if text and self._notes.get(what) != text:
             log.error("%s: %s", self.id, text)
         self._notes[what] = text
-        self.replica.note = "; ".join(text for text in self._notes.values() if text)
+        self.replica.heartbeats.note = "; ".join(text for text in self._notes.values() if text)
 
     # ── prove ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import gcd
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,24 +35,10 @@ from ..kernels.host import on, wait
 from ..kernels.pace import in_turns
 from ..kernels.plan import Launch, Remember, narrow, units, widen
 from .model import ModelWeights
-from .moves import CutTiles, DevicePieces, PieceMoves
+from .moves import ArrayInFile, CutTiles, DevicePieces, NumberedMoves
 from .shard import DENSE, MOST_UNITS, WHOLE, Part, Piece, PieceChange, Places, Sums, cut
 
 Array = npt.NDArray[Any]
-
-
-class Stored(Protocol):
-    """An array that is read in parts."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def read(self, start: int, out: Array) -> None:
-        """Fill `out`, which is bytes, from byte `start` of the array on."""
-        ...
 
 
 _SLOT = 8 << 20
@@ -158,10 +144,10 @@ class DeviceShard:
 
     def receive(
         self,
-        moves: Mapping[str, Array | Stored],
+        moves: Mapping[str, Array | ArrayInFile],
         parts: Sequence[tuple[int, int]],
         sheet: Mapping[str, Array],
-        ranks: Mapping[str, Array | Stored],
+        ranks: Mapping[str, Array | ArrayInFile],
     ) -> Patch:
         """Take what was decoded for these pieces (moves.py).
 
@@ -224,7 +210,7 @@ class DeviceShard:
         table = np.array(rows, np.int64).reshape(-1, 4)[plan.tensor]
         return kernels.Origins(torch.from_numpy(table).to(self._device), len(numbers))
 
-    def _send(self, array: Array | Stored) -> Tensor:
+    def _send(self, array: Array | ArrayInFile) -> Tensor:
         """A copy on the device. Pinned memory is filled while the interpreter is free for others."""
         if isinstance(array, np.ndarray) and not self._slots and self._device.type == "cuda":
             return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
@@ -332,7 +318,7 @@ class DeviceShard:
 class _Decoded(NamedTuple):
     """A delta without weights, cut for pieces on a device."""
 
-    moves: list[PieceMoves]
+    moves: list[NumberedMoves]
     sheet: Mapping[str, Array]
     """What the ranks were counted by; empty if there are none."""
     ranks: Mapping[str, Array]
@@ -355,7 +341,7 @@ class DeviceWeights(ModelWeights):
         super().__init__(schema, pieces, self._shard)
 
     def decode(self, files: Sequence[DeltaFile]) -> _Decoded:
-        moves: list[PieceMoves] = []
+        moves: list[NumberedMoves] = []
         tiles: list[Tiles] = []
         for file in files:
             for cut_moves, cut_tiles in file.each(partial(self._block, file)):
@@ -366,7 +352,7 @@ class DeviceWeights(ModelWeights):
         sheet = make_sheet(tiles)
         return _Decoded(moves, sheet, join_ranks(tiles, decode_ranks(tiles, self._shard.count(sheet))))
 
-    def _block(self, file: DeltaFile, block: BlockRef) -> tuple[list[PieceMoves], list[Tiles]]:
+    def _block(self, file: DeltaFile, block: BlockRef) -> tuple[list[NumberedMoves], list[Tiles]]:
         found = file.read(block)
         try:
             return self._cutter.cut(found)

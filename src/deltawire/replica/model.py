@@ -11,18 +11,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from ..bucket.run import Run
 from ..core import full
 from ..core.change import Region, regions, whole
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.errors import DigestMismatch, SchemaMismatch
 from ..core.full import Source
+from ..core.manifest import Base
 from ..core.schema import Schema, TensorSpec, listed
-from ..core.sparse import DeltaFile, open_delta
+from ..core.sparse import DeltaFile
 from ..core.state import State
 from ..models import ModelView, live_tensors, whereabouts
 from .host import HostShard, Rows, memory_of
@@ -37,6 +39,15 @@ Model: TypeAlias = "nn.Module | Mapping[str, Any] | State"
 
 _WIDER = {"BF16": {"F32", "F64"}, "F16": {"F32", "F64"}, "F32": {"F64"}}
 """The dtypes that hold every value of another one."""
+
+
+@runtime_checkable
+class AdapterView(Protocol):
+    """A model whose tensors are those of an adapter, and which knows the model that it is on."""
+
+    def check_base(self, base: Base, run: str) -> None:
+        """Raise SchemaMismatch if the adapters of a run are trained on another base model than this one is on."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,12 +75,21 @@ class ModelTarget:
         self._weights = ModelWeights(Schema.build(()), (), HostShard((), (), audited=False))
         self._where: object = ()
 
-    def bind(self, schema: Schema) -> bool:
-        # `model.to(…)` and the like move the weights of the same module
-        where = whereabouts(self.model)
-        if schema is self._weights.schema and where == self._where:
-            return False
-        self._weights, self._where = open_weights(self.model, schema, strict=self._strict), where
+    def bind(self, run: Run) -> bool:
+        model = self.model
+        try:
+            # `model.to(…)` and the like move the weights of the same module
+            where = whereabouts(model)
+            if run.schema is self._weights.schema and where == self._where:
+                return False
+            weights = open_weights(model, run.schema, strict=self._strict)
+        except SchemaMismatch:
+            # a mapping may be meant to be either
+            run.check_kind(None if isinstance(model, Mapping | State) else isinstance(model, AdapterView))
+            raise
+        if isinstance(model, AdapterView) and run.info.base is not None:
+            model.check_base(run.info.base, run.store.url)
+        self._weights, self._where = weights, where
         return True
 
     def digest(self) -> StateDigest:
@@ -84,8 +104,7 @@ class ModelTarget:
             staged = StagedModel(update=update, undoable=False, write=partial(weights.shard.load, content))
             staged.timings["decode"] = time.perf_counter() - clock
             return staged
-        files = [open_delta(data.read, data.size, weights.schema, content.claim) for data in content.files]
-        decoded = weights.decode(files)
+        decoded = weights.decode(content.open())
         ready = time.perf_counter()
         patch = weights.prepare(decoded)
         update.require(update.base + weights.total(weights.shard.moved(patch, weights.groups)))

@@ -5,12 +5,14 @@ For the ranks of an engine that is done once per node, in a process without torc
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import FileIO
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -18,9 +20,12 @@ from ..core.change import Region, RegionMoves
 from ..core.codecs import context
 from ..core.codecs.context.decoder import Tiles
 from ..core.parallel import for_each
-from .shard import cut
+from .shard import cut_moves
 
 Array = npt.NDArray[Any]
+NumberedMoves = tuple[int, RegionMoves]
+"""Changed units of a piece, and its number."""
+
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtypes and shapes of arrays."""
 
@@ -32,13 +37,28 @@ class CutTiles(Exception):
     """Tiles of a context block lie across the edge of a piece, so no piece has all of their old weights."""
 
 
-class PieceMoves(msgspec.Struct, frozen=True):
-    """Changed units of one piece: positions ascending and counted within the piece."""
+@dataclass(frozen=True, slots=True)
+class ArrayInFile:
+    """An array that stays in its file and is read in parts."""
 
-    piece: int
-    kind: int
-    positions: Any
-    values: Any
+    file: FileIO
+    start: int
+    """Where in the file it begins."""
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * int(np.prod(self.shape))
+
+    def read(self, start: int, out: Array) -> None:
+        """Fill `out`, which is bytes, from byte `start` of the array on."""
+        view = out.data
+        while view:
+            count = os.preadv(self.file.fileno(), [view], self.start + start)
+            if not count:
+                raise OSError(f"{self.file.name!r} ends within an array")
+            start, view = start + count, view[count:]
 
 
 class DevicePieces:
@@ -52,16 +72,16 @@ class DevicePieces:
         self._first_tile = np.cumsum([0, *(-(-piece.units >> TILE_BITS) for piece in pieces)]).tolist()
         self._width = max((piece.tensor.unit_size for piece in pieces), default=1)
 
-    def cut(self, block: list[RegionMoves] | context.TiledBlock) -> tuple[list[PieceMoves], list[Tiles]]:
+    def cut(self, block: list[RegionMoves] | context.TiledBlock) -> tuple[list[NumberedMoves], list[Tiles]]:
         """What of a block lies in these pieces: moves, or tiles whose classes are to be counted. Raises CutTiles."""
         if isinstance(block, context.TiledBlock):
             return [], self._tiles(block)
         found = []
         for moves in block:
             for number in self._by_tensor.get(moves.region.tensor.name, ()):
-                positions, values = cut(moves.region, self._pieces[number], moves.positions, moves.values)
-                if positions.size:
-                    found.append(PieceMoves(number, moves.kind, positions, values))
+                own = cut_moves(moves, self._pieces[number])
+                if own.positions.size:
+                    found.append((number, own))
         return found, []
 
     def _tiles(self, block: context.TiledBlock) -> list[Tiles]:
@@ -84,12 +104,12 @@ class DevicePieces:
         return found
 
     def join(
-        self, cut: Iterable[PieceMoves], make: Callable[[Shapes], dict[str, Array]]
+        self, cut: Iterable[NumberedMoves], make: Callable[[Shapes], dict[str, Array]]
     ) -> tuple[list[tuple[int, int]], dict[str, Array]]:
         """All moves as arrays that `make` makes, those of each kind apart. Returns (kind, count) of each, and them."""
-        by_kind: dict[int, dict[int, list[PieceMoves]]] = defaultdict(lambda: defaultdict(list))
-        for moves in cut:
-            by_kind[moves.kind][moves.piece].append(moves)
+        by_kind: dict[int, dict[int, list[RegionMoves]]] = defaultdict(lambda: defaultdict(list))
+        for number, moves in cut:
+            by_kind[moves.kind][number].append(moves)
         counts = {kind: sum(m.positions.size for ms in found.values() for m in ms) for kind, found in by_kind.items()}
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
         for kind, count in counts.items():
@@ -101,7 +121,7 @@ class DevicePieces:
             self._fill(found, *(made[f"{name}.{kind}"] for name in ("starts", "positions", "values")))
         return list(counts.items()), made
 
-    def _fill(self, found: Mapping[int, list[PieceMoves]], starts: Array, positions: Array, values: Array) -> None:
+    def _fill(self, found: Mapping[int, list[RegionMoves]], starts: Array, positions: Array, values: Array) -> None:
         begin, work = 0, []
         for number in range(len(self._pieces)):
             work.append((number, begin))
@@ -124,7 +144,7 @@ class DevicePieces:
         for_each(one, work)
 
 
-def _ascending(parts: list[PieceMoves]) -> list[PieceMoves]:
+def _ascending(parts: list[RegionMoves]) -> list[RegionMoves]:
     """The moves of a piece in the order of their positions."""
     parts = sorted(parts, key=lambda moves: int(moves.positions[0]))
     if all(a.positions[-1] < b.positions[0] for a, b in pairwise(parts)):
@@ -133,4 +153,4 @@ def _ascending(parts: list[PieceMoves]) -> list[PieceMoves]:
     positions = np.concatenate([moves.positions for moves in parts])
     values = np.concatenate([moves.values for moves in parts])
     order = np.argsort(positions, kind="stable")
-    return [PieceMoves(parts[0].piece, parts[0].kind, positions[order], values[order])]
+    return [RegionMoves(parts[0].region, positions[order], values[order], parts[0].kind)]

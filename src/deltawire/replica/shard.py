@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from ..core.change import Change, Region
+from ..core.change import Change, Region, RegionMoves
 from ..core.digest import StateDigest
 from ..core.dtypes import Bits
 from ..core.full import Source
@@ -114,6 +114,12 @@ def cut(region: Region, piece: Region, positions: Positions, *values: Bits) -> t
     sides = max(region.columns, 1), row, column, piece.rows, piece.columns
     count = _cut(positions, *sides, where, kept)
     return where[:count], *(each[kept[:count]] for each in values)
+
+
+def cut_moves(moves: RegionMoves, piece: Region) -> RegionMoves:
+    """What of the moves of a region lies in a piece."""
+    positions, values = cut(moves.region, piece, moves.positions, moves.values)
+    return RegionMoves(piece, positions, values, moves.kind)
 
 
 @njit(cache=True, nogil=True)

@@ -102,8 +102,6 @@ class _View:
 class Adapter(_View):
     """An adapter's tensors, live, under the names of PEFT's checkpoint."""
 
-    is_adapter = True
-
     def __init__(self, peft_model: Any, name: str) -> None:
         super().__init__(peft_model)
         self._name = name

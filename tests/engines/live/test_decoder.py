@@ -14,9 +14,12 @@ torch = pytest.importorskip("torch")
 from test_placement import Ranks  # noqa: E402
 
 from deltawire import kernels  # noqa: E402
-from deltawire.engines.live import arrays  # noqa: E402
+from deltawire.core.digest import StateDigest  # noqa: E402
+from deltawire.core.sparse import DeltaClaim  # noqa: E402
+from deltawire.engines.live import arrays, messages  # noqa: E402
 from deltawire.engines.live import decoder as decoding  # noqa: E402
 from deltawire.engines.live.decoder import Decoder, DecoderError, _Process  # noqa: E402
+from deltawire.engines.live.messages import Open, Read  # noqa: E402
 from deltawire.replica import device  # noqa: E402
 from deltawire.replica.device import DeviceShard  # noqa: E402
 from support import diff, encoded, moved_bag, random_bag  # noqa: E402
@@ -26,15 +29,12 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 SIZES = {"hidden": 512, "ffn": 1024, "heads": 8, "kv": 4, "vocab": 512, "layers": 1}
 
 
-CLAIM = {"run": "a run", "base": 3, "version": 4, "digest": {"lane0": 1, "lane1": 2}}
+CLAIM = DeltaClaim("a run", 3, 4, StateDigest(1, 2))
 SAID = {"run": "a run", "base_version": "3", "model_version": "4"}
 
 
-def opening(folder: Path, ranks: Ranks) -> dict:
-    schema = folder / "schema.json"
-    schema.write_bytes(msgspec.json.encode(ranks.schema))
-    pieces = msgspec.to_builtins([[piece.region for piece in shard.pieces] for shard in ranks.shards])
-    return {"schema": str(schema), "ranks": pieces}
+def opening(ranks: Ranks) -> Open:
+    return Open(ranks.schema, [[piece.region for piece in shard.pieces] for shard in ranks.shards])
 
 
 @pytest.mark.parametrize("encoding, density", (("raw", 0.01), ("packed", 0.01), ("context", 0.02), ("context", 0.9)))
@@ -50,8 +50,8 @@ def test_ranks_receive_what_a_delta_changes(
     before, delta, out = ranks.bytes(), tmp_path / "delta", str(tmp_path / "out")
     delta.write_bytes(encoded(old, diff(old, new), encoding, **SAID))
     process = _Process()
-    assert process.call("open", **opening(tmp_path, ranks)) == {}
-    read = process.call("read", paths=[str(delta)], claim=CLAIM, out=out)
+    assert process.call(opening(ranks)) == {}
+    read = process.call(Read([str(delta)], CLAIM, out))
     assert "error" not in read
     assert any(read["tiles"]) == (encoding == "context" and density < 0.5)
     patches = []
@@ -59,7 +59,7 @@ def test_ranks_receive_what_a_delta_changes(
         if read["tiles"][number]:
             sizes = shard.count(arrays.open_arrays(Path(f"{out}.{number}.tiles")))
             arrays.write(Path(f"{out}.{number}.sizes"), {"sizes": sizes})
-    assert process.call("ranks", out=out) == {}
+    assert process.call(messages.Ranks(out)) == {}
     for number, (shard, groups) in enumerate(zip(ranks.shards, ranks.layout.groups, strict=True)):
         counted = read["tiles"][number]
         present = shard.digests(groups)
@@ -87,21 +87,22 @@ def test_tiles_on_several_ranks_are_left_to_them(tmp_path: Path) -> None:
     old = random_bag(ranks.schema, 3)
     (tmp_path / "delta").write_bytes(encoded(old, diff(old, moved_bag(old, 4, 0.02)), "context", **SAID))
     process = _Process()
-    process.call("open", **opening(tmp_path, ranks))
-    read = {"paths": [str(tmp_path / "delta")], "claim": CLAIM, "out": str(tmp_path / "out")}
-    assert process.call("read", **read) == {"cut": True}
+    process.call(opening(ranks))
+    read = Read([str(tmp_path / "delta")], CLAIM, str(tmp_path / "out"))
+    assert process.call(read) == {"cut": True}
     # opened where it is decoded, and nowhere else: so this is where another run's delta is found out
-    assert process.call("read", **{**read, "claim": {**CLAIM, "run": "another"}})["error"].startswith("ForeignObject")
+    read.claim = msgspec.structs.replace(CLAIM, run="another")
+    assert process.call(read)["error"].startswith("ForeignObject")
 
 
 def test_a_process_of_its_own_says_what_is_wrong_with_a_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "END_S", 120.0)
     ranks = Ranks(1, DeviceShard, **SIZES)
     (tmp_path / "delta").write_bytes(b"\0" * 100)
-    decoder = Decoder(tmp_path, **opening(tmp_path, ranks))
+    decoder = Decoder(tmp_path, opening(ranks))
     try:
         with pytest.raises(DecoderError, match="HeaderError"):
-            decoder.call("read", 60, paths=[str(tmp_path / "delta")], claim=CLAIM, out=str(tmp_path / "out"))
+            decoder.call(Read([str(tmp_path / "delta")], CLAIM, str(tmp_path / "out")), 60)
     finally:
         decoder.close()
     assert decoder._process.returncode == 0
@@ -109,7 +110,7 @@ def test_a_process_of_its_own_says_what_is_wrong_with_a_delta(tmp_path: Path, mo
 
 def test_a_process_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "END_S", 0.1)
-    decoder = Decoder(tmp_path, **opening(tmp_path, Ranks(1, DeviceShard, **SIZES)))
+    decoder = Decoder(tmp_path, opening(Ranks(1, DeviceShard, **SIZES)))
     os.kill(decoder._process.pid, signal.SIGSTOP)
     decoder.close()
     assert decoder._process.returncode == -signal.SIGKILL

@@ -26,8 +26,10 @@ from deltawire.engines.live import rank as rank_module  # noqa: E402
 from deltawire.engines.live.channel import Caller  # noqa: E402
 from deltawire.engines.live.engine import Engine  # noqa: E402
 from deltawire.engines.live.follower import EngineFollower  # noqa: E402
+from deltawire.engines.live.messages import Digest, Forget, Listen, StageReload, for_rank  # noqa: E402
 from deltawire.engines.live.node import WorkerError  # noqa: E402
 from deltawire.engines.live.rank import Rank  # noqa: E402
+from deltawire.engines.live.swap import Apply, Undo  # noqa: E402
 from deltawire.engines.live.target import EngineTarget  # noqa: E402
 from deltawire.engines.options import ServerOptions  # noqa: E402
 from deltawire.engines.vllm.core import swap, undo  # noqa: E402
@@ -110,7 +112,7 @@ class EngineCore(Core):
 
     def _mine(self, method: str, args: tuple[str, ...], kwargs: Any) -> list[Any]:
         # no engine may compute a step with weights of its own
-        assert args[0] not in ("apply", "undo") or self._client.paused
+        assert not isinstance(for_rank(args[0]), Apply | Undo) or self._client.paused
         return self._client.everywhere(method, args, kwargs, only=self._number)
 
 
@@ -148,7 +150,8 @@ class Client:
         return self.everywhere(method, args, kwargs)
 
     def everywhere(self, method: str, args: tuple[str, ...] = (), kwargs: Any = None, only: int = 0) -> list[Any]:
-        operation = args[0]
+        message = for_rank(args[0])
+        operation = type(message).__name__.lower()
         if operation in ("apply", "undo") and not self.paused:
             self.seen_unpaused.append(operation)
         answers = []
@@ -159,7 +162,7 @@ class Client:
                 self.fail[number, operation] = left - 1
                 answers.append(self._break(rank, operation))
             else:
-                answers.append(rank.call(operation, **(kwargs or {})))
+                answers.append(rank.call(message))
         if operation == "apply" and self.stray is not None:
             self.stray()
             self.stray = None
@@ -423,34 +426,36 @@ def test_what_was_staged_late_is_not_written(world: World) -> None:
 def test_a_rank_that_listens_anew_answers_no_older_caller(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are answered one after the other, those of a socket that was replaced not at all; it leaves no thread."""
     rank, order = world.client.ranks[0], []
-    begun, end = threading.Event(), threading.Event()
+    begun, end, work = threading.Event(), threading.Event(), rank._do
 
-    def forget() -> dict[str, Any]:
-        begun.set()
-        assert end.wait(60)
-        order.append("older")
+    def slowly(message: Any) -> dict[str, Any]:
+        if isinstance(message, Listen):
+            return work(message)
+        if isinstance(message, Forget):
+            begun.set()
+            assert end.wait(60)
+        order.append("older" if isinstance(message, Forget) else "newer")
         return {}
 
     def caller() -> Caller:
         folder = arrays.folder()
         folders.append(folder)
-        answer = rank.call("listen", node=rank.node, ranks=[0], folder=Path(folder.name).name, secret="")
+        answer = rank.call(Listen(rank.node, [0], Path(folder.name).name, ""))
         return Caller(answer["socket"])
 
     folders: list[Any] = []
-    monkeypatch.setattr(rank, "_do_forget", forget)
-    monkeypatch.setattr(rank, "_do_digest", lambda: order.append("newer") or {})  # type: ignore[func-returns-value]
+    monkeypatch.setattr(rank, "_do", slowly)
     threads = {*threading.enumerate()}
     older = caller()
     (thread,) = {*threading.enumerate()} - threads
-    older.send("forget")
+    older.send(Forget())
     assert begun.wait(60)
     newer = caller()
-    newer.send("digest")
+    newer.send(Digest())
     end.set()
     assert (older.receive(60), newer.receive(60), order) == ({}, {}, ["older", "newer"])
-    assert "listens elsewhere" in older.call("forget", 60)["error"]
-    assert newer.call("digest", 60) == {}
+    assert "listens elsewhere" in older.call(Forget(), 60)["error"]
+    assert newer.call(Digest(), 60) == {}
     older.close()
     thread.join(60)
     assert not thread.is_alive()
@@ -663,8 +668,8 @@ def test_weights_that_the_engine_moved_are_put_back_before_reloads_are_compared(
         model.weight.copy_(first.flip(0))
     rank = Rank(model, 0, reload=reload)
     rank.has_moved = lambda: moved[0]
-    staged = rank.call("stage_reload", folder="", unchanged=True, prove=False)["staged"]
-    answer = rank.call("apply", staged=[staged])
+    staged = rank.call(StageReload("", unchanged=True, prove=False))["staged"]
+    answer = rank.call(Apply([staged]))
     assert ("gave other ones" in answer.get("error", "")) == harmful
     assert torch.equal(model.weight, first) != harmful
 

@@ -286,7 +286,8 @@ def test_a_refused_version_is_left_alone_until_there_is_a_later_one_or_time_has_
     until(lambda: looks[0] > before + 20)
     assert adapters.tried == ["policy@0", "policy@1"]
     assert scene.until(state="degraded")["reason"] == reason
-    replica._refused = {1: replace(replica._refused[1], until=0.0)}
+    refusals = replica._failures._refusals
+    refusals[1] = replace(refusals[1], until=0.0)
     until(lambda: adapters.tried == ["policy@0", "policy@1", "policy@1"])
     scene.trainer.publish()
     scene.until(state="healthy", version=2)
@@ -423,7 +424,7 @@ def test_an_adapter_of_another_base_is_refused(scene: Scene, tmp_path: Path) -> 
 
 
 def test_adapters_of_a_base_that_has_moved_stay_where_they_are(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltawire.replica.replica.REFUSED_S", 1e9)
+    monkeypatch.setattr("deltawire.replica.failures.REFUSED_S", 1e9)
     scene.trainer.publish()
     digest = full.digest_of(full.Checkpoint(scene.base))
     base = SimpleNamespace(caught_up=threading.Event(), replica=SimpleNamespace(digest=digest))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 pytest.importorskip("torch")
@@ -21,6 +20,7 @@ from deltawire.core.full import write_checkpoint
 from deltawire.core.schema import Schema
 from deltawire.engines.live import rank as rank_module
 from deltawire.engines.live.decoder import Decoder
+from deltawire.engines.live.messages import DigestFolder, Open, Ranks, Take, ToNode
 from deltawire.engines.live.node import Node, NodeUnavailable, RemoteNode, WorkerError
 from deltawire.engines.live.target import OF_NO_VERSION
 from deltawire.replica.device import DeviceShard
@@ -45,10 +45,10 @@ def borrowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     call = RemoteNode.call
 
-    def noted(self: RemoteNode, operation: str, /, **arguments: Any) -> list[Any]:
-        if operation == "borrow":
-            counts.append(len(arguments["parts"]))
-        return call(self, operation, **arguments)
+    def noted(self: RemoteNode, message: ToNode) -> list[Any]:
+        if isinstance(message, Take):
+            counts.append(len(message.parts))
+        return call(self, message)
 
     monkeypatch.setattr(RemoteNode, "call", noted)
     return counts
@@ -132,21 +132,21 @@ def test_ranks_on_devices_of_two_nodes(
 def test_a_decoder_that_is_lost_is_started_again(tmp_path: Path) -> None:
     """As often as it is lost. What it cannot do twice in a row is an error of the version."""
     node = Node(tmp_path)
-    node.decode(msgspec.json.encode(Schema.build(())).decode(), [])
+    node.call(Open(Schema.build(()), []))
     try:
         assert node._decoder is not None
         node._decoder._process.kill()
         node._decoder._process.wait()
-        assert node._decoding(lambda decoder: decoder.call("ranks", 60, out="")) == {}
+        assert node._decoding(lambda decoder: decoder.call(Ranks(""), 60)) == {}
 
         def fatal(decoder: Decoder) -> None:
             decoder._process.kill()
             decoder._process.wait()
-            decoder.call("ranks", 60, out="")
+            decoder.call(Ranks(""), 60)
 
         with pytest.raises(WorkerError, match="decodes deltas was lost twice"):
             node._decoding(fatal)
-        assert node._decoding(lambda decoder: decoder.call("ranks", 60, out="")) == {}
+        assert node._decoding(lambda decoder: decoder.call(Ranks(""), 60)) == {}
     finally:
         node._end_decoder()
 
@@ -167,8 +167,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     call = RemoteNode.call
 
-    def moved(self: RemoteNode, operation: str, /, **arguments: Any) -> list[Any]:
-        return call(self, operation, **(arguments | {"name": str(folder)} if operation == "source" else arguments))
+    def moved(self: RemoteNode, message: ToNode) -> list[Any]:
+        if isinstance(message, DigestFolder):
+            message = DigestFolder(str(folder), message.schema)
+        return call(self, message)
 
     monkeypatch.setattr(RemoteNode, "call", moved)
     return folder
@@ -184,7 +186,7 @@ def test_nodes_that_started_from_other_weights_are_no_version(world: World, else
         world.client.models[number].load_weights(tensors(other))
     if not patched:
         world.client.ranks[3]._problems = lambda: ["a kernel computes with copies"]
-    world.target.bind(world.bags[0].schema)
+    world.target.bind(world.follower.replica.opened())
     assert world.target.digest() == OF_NO_VERSION
     reason = "the node of rank 1 has another checkpoint" if patched else "a kernel computes with copies"
     assert world.target.guard.startswith(f"reload: {reason}")

@@ -143,16 +143,17 @@ class Manager(Client):
             made._gather = lambda mine: self._gather(scheduler.number, mine)  # type: ignore[method-assign]
             rank = made._rank
             made._rank = SimpleNamespace(  # type: ignore[assignment]
-                call=lambda operation, **more: self._call(scheduler.number, rank, operation, more)
+                call=lambda message: self._call(scheduler.number, rank, message)
             )
         core.handle(None, scheduler, request)  # type: ignore[arg-type]
 
-    def _call(self, number: int, rank: Any, operation: str, arguments: Any) -> Any:
+    def _call(self, number: int, rank: Any, message: Any) -> Any:
+        operation = type(message).__name__.lower()
         left = self.fail.get((number, operation), 0)
         if left:
             self.fail[number, operation] = left - 1
             return self._break(rank, operation)
-        return rank.call(operation, **arguments)
+        return rank.call(message)
 
     def _gather(self, number: int, mine: Any) -> list[Any]:
         self._gathered[number] = mine

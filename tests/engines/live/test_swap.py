@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from deltawire.engines.live.swap import salted, undo_all, write_all
+from deltawire.engines.live.swap import Apply, Undo, salted, undo_all, write_all
 
 DONE = [{"apply": 1.0, "prove": 0.1}, {"apply": 2.0, "prove": 0.2}]
 FAILED = [DONE[0], {"error": "no"}]
 
 
 def ranks(apply: list[Any], undo: list[Any] | Exception) -> Any:
-    def everywhere(operation: str, staged: list[int]) -> list[Any]:
-        assert staged == [7, 8]
-        answers = {"apply": apply, "undo": undo}[operation]
+    def everywhere(text: str) -> list[Any]:
+        message = msgspec.json.decode(text, type=Apply | Undo)
+        assert message.staged == [7, 8]
+        answers = apply if isinstance(message, Apply) else undo
         if isinstance(answers, Exception):
             raise answers
         return answers

@@ -335,7 +335,7 @@ def test_a_write_that_fails_half_way(tmp_path: Path, undo: str, monkeypatch: pyt
     with publisher(tmp_path / "run", checkpoint(tmp_path / "model", trainer)) as it:
         it.publish(trainer).result(60)
         with serving(tmp_path / "run") as (server, client):
-            target: Any = server.follower.replica._target
+            target: Any = server.follower.replica._weights.target
             shard = target._weights.shard
             write = shard.write
 

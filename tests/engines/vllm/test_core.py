@@ -7,8 +7,10 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from deltawire.engines.live.swap import Apply, Undo
 from deltawire.engines.vllm.core import attach
 
 
@@ -69,7 +71,7 @@ class EngineCore:
 
     def collective_rpc(self, method: str, args: tuple[str, ...], kwargs: Any) -> list[dict[str, Any]]:
         assert self.scheduler.pause_state is PauseState.PAUSED_ALL
-        self.done.append(args[0])
+        self.done.append(type(msgspec.json.decode(args[0], type=Apply | Undo)).__name__)
         return self.answers
 
 
@@ -136,7 +138,7 @@ def test_a_trajectory_may_keep_its_salt(core: Any) -> None:
 def test_what_is_in_flight_comes_out_under_the_version_that_made_it(core: Any) -> None:
     core.batch_queue.extend(["a", "b"])
     answer = core.deltawire_swap("1", False, [1])
-    assert core.done == ["b under 0", "a under 0", "apply"]
+    assert core.done == ["b under 0", "a under 0", "Apply"]
     assert "failure" not in answer
     assert core.scheduler.pause_state is PauseState.UNPAUSED
 
@@ -148,7 +150,7 @@ def test_a_rank_that_fails_leaves_version_and_salts_as_they_were(core: Any) -> N
     answer = core.deltawire_swap("1", False, [1])
     # the answer to `undo` is an error too
     assert (answer["failure"], answer["lost"]) == ("rank 1: OSError: broken", "rank 1: OSError: broken")
-    assert core.done == ["apply", "undo"]
+    assert core.done == ["Apply", "Undo"]
     assert (core.version, waiting.block_hashes) == ("0", before)
     assert core.scheduler.pause_state is PauseState.PAUSED_ALL
 

@@ -12,7 +12,8 @@ node        the ranks of one node, which share files and a decoder; other nodes 
 target      all ranks as one target of a replica: stage, swap, or reload
 engine      what a target needs of the engine: calls to ranks, the swap between two steps, a pause, a name
 swap        what the schedulers of all engines do in a swap; salts of the prefix cache
-channel     calls between these processes; arrays: files in memory that they share; turns: threads that yield to a loop
+messages    what these processes ask of each other; channel: how it gets there; arrays: files in memory that they
+            share; turns: threads that yield to a loop
 follower    a replica and that target, in the HTTP server: pin, state, naming the version
 adapters    versions of adapters beside the base weights: followed, loaded, lent to requests, dropped
 endpoint    routes, metrics and the follower's thread; samples: versions on completions; tested: versions of engines

@@ -28,8 +28,6 @@ from ...core import full
 from ...core.digest import StateDigest
 from ...core.errors import SchemaMismatch, VersionNotFound, VersionRefused
 from ...core.manifest import Base
-from ...core.schema import Schema
-from ...core.sparse import open_delta
 from ...core.state import State
 from ...replica.target import Delta, Staged, Update
 from ..control import figures
@@ -166,11 +164,11 @@ class AdapterTarget:
     new copy, so a failure leaves nothing to undo."""
 
     takes_deltas = True
-    is_adapter = True
 
-    def __init__(self, name: str, loader: Adapters, room: Path, run: Callable[[], Run]) -> None:
-        self._name, self._loader, self._room, self._run = name, loader, room, run
-        self._schema: Schema | None = None
+    def __init__(self, name: str, loader: Adapters, room: Path) -> None:
+        self._name, self._loader, self._room = name, loader, room
+        self._run: Run | None = None
+        """None until it is known to fit."""
         self._base: Base | None = None
         self._state: State | None = None
         """The version in host memory."""
@@ -178,17 +176,16 @@ class AdapterTarget:
         self.served: int | None = None
         """The version that the engine has."""
 
-    def bind(self, schema: Schema) -> bool:
-        if schema is self._schema:
+    def bind(self, run: Run) -> bool:
+        if run is self._run:
             return False
-        run = self._run()
         self._base = run.info.base
-        run.check_kind(self.is_adapter)
+        run.check_kind(is_adapter=True)
         if self._base is not None and not self._base.digests:
             log.warning("%s names no digest of its base model: not checked", run.store.url)
         if misfit := self.misfit():
             raise SchemaMismatch(misfit)
-        self._schema, self._state = schema, None
+        self._run, self._state = run, None
         return True
 
     def misfit(self, *, wait: bool = True) -> str:
@@ -211,7 +208,8 @@ class AdapterTarget:
 
     def stage(self, update: Update) -> StagedAdapter:
         """Build the version beside the one in use, prove it, and write it where the engine can load it."""
-        clock, run, content = time.perf_counter(), self._run(), update.content
+        clock, run, content = time.perf_counter(), self._run, update.content
+        assert run is not None, "a replica binds its target first"
         if misfit := self.misfit():
             # the base has moved since the adapter was bound
             raise VersionRefused(misfit, has_ended=lambda: not self.misfit(wait=False))
@@ -221,8 +219,8 @@ class AdapterTarget:
             if isinstance(content, Delta):
                 assert self._state is not None, "a replica plans deltas only from a version that it has"
                 made.load(self._state)
-                for data in content.files:
-                    for _ in open_delta(data.read, data.size, run.schema, content.claim).patches(made.bits):
+                for file in content.open():
+                    for _ in file.patches(made.bits):
                         pass
                 update.require(full.digest_of(made))
             else:
@@ -230,7 +228,7 @@ class AdapterTarget:
                 update.require(made.digest)
             decoded = time.perf_counter()
             folder = self._written(run, update.version, made) if update.final else None
-        staged = StagedAdapter(update=update, state=made, folder=folder)
+        staged = StagedAdapter(update=update, state=made, folder=folder, served=update.final)
         staged.timings |= {"decode": decoded - clock, "stage": time.perf_counter() - decoded}
         return staged
 
@@ -262,7 +260,7 @@ class AdapterFollower(Follower):
 
     def __init__(self, name: str, run: str, loader: Adapters, room: Path, **options: Any) -> None:
         self.name = name
-        self._adapter = AdapterTarget(name, loader, room, lambda: self.replica.opened())
+        self._adapter = AdapterTarget(name, loader, room)
         super().__init__(run, self._adapter, **options)
 
     @property

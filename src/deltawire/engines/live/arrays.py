@@ -12,7 +12,6 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -20,33 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...replica.moves import ArrayInFile
+
 Array = npt.NDArray[Any]
 _ALIGNED = 64
 _PREFIX = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayInFile:
-    """An array that stays in its file."""
-
-    file: FileIO
-    start: int
-    """Where in the file it begins."""
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod(self.shape))
-
-    def read(self, start: int, out: Array) -> None:
-        """Fill `out`, which is bytes, from byte `start` of the array on."""
-        view = out.data
-        while view:
-            count = os.preadv(self.file.fileno(), [view], self.start + start)
-            if not count:
-                raise OSError(f"{self.file.name!r} ends within an array")
-            start, view = start + count, view[count:]
 
 
 def root() -> Path:

@@ -24,7 +24,7 @@ from ...core.parallel import ordered_map
 from ...core.scatter import gather
 from ...core.schema import Schema, TensorSpec
 from ...core.sparse import BlockRef, DeltaFile
-from ...replica.shard import DENSE, Piece, PieceChange, Shard, Sums, cut
+from ...replica.shard import DENSE, Piece, PieceChange, Shard, Sums, cut, cut_moves
 from .placement import open_shard
 
 Lent = Mapping[Region, Bits]
@@ -112,12 +112,12 @@ class ShardDecoder:
         result = []
         for moves in block:
             for number, part in self._held(moves.region):
-                positions, values = cut(moves.region, part, moves.positions, moves.values)
-                if positions.size:
+                own = cut_moves(moves, part)
+                if own.positions.size:
                     bits = np.ascontiguousarray(self._read(number, part)).reshape(-1)
-                    old = np.empty(positions.size, bits.dtype)
-                    gather(bits, positions, old, 0, 1, 1)
-                    result.append(PieceChange(number, RegionMoves(part, positions, values, moves.kind).from_old(old)))
+                    old = np.empty(own.positions.size, bits.dtype)
+                    gather(bits, own.positions, old, 0, 1, 1)
+                    result.append(PieceChange(number, own.from_old(old)))
         return result
 
     def _tiles(self, block: context.TiledBlock, lent: Lent) -> tuple[list[PieceChange], list[Region]]:

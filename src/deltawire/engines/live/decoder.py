@@ -4,8 +4,8 @@ It has no weights and no torch. A delta's `packed`, `raw` and `planes` blocks be
 `context` it needs to know how many old weights of each class a tile has: ranks count them on their device and get
 ranks within classes back.
 
-    read     files → per rank: moves, and sheets that say which tiles to count
-    ranks    counts of those tiles → ranks and steps
+    Read     files → per rank: moves, and sheets that say which tiles to count
+    Ranks    counts of those tiles → ranks and steps
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
+from functools import partial, singledispatchmethod
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from ...core.change import Region, RegionMoves
+from ...core.change import RegionMoves
 from ...core.codecs import context
 from ...core.codecs.context.decoder import Tiles, decode_ranks, join_ranks, make_sheet
 from ...core.container import open_file
 from ...core.errors import ChainError
 from ...core.parallel import default_threads, ordered_map
 from ...core.schema import Schema
-from ...core.sparse import DeltaClaim, open_delta
-from ...replica.moves import CutTiles, DevicePieces, PieceMoves
+from ...core.sparse import open_delta
+from ...replica.moves import CutTiles, DevicePieces, NumberedMoves
 from . import arrays
 from .channel import Answer, Caller, listen
+from .messages import Open, Ranks, Read, ToDecoder
 
 END_S = 10.0
 """Seconds that the process may take to end by itself."""
@@ -47,8 +45,7 @@ class DecoderError(ChainError):
 class Decoder:
     """Starts the decoder's process and calls it. The process ends with this one."""
 
-    def __init__(self, folder: Path, *, schema: str, ranks: list[Any]) -> None:
-        """`schema` is a file, `ranks` are the pieces of each rank."""
+    def __init__(self, folder: Path, opening: Open) -> None:
         path = folder / "decoder.sock"
         # of a process that was killed
         path.unlink(missing_ok=True)
@@ -57,14 +54,14 @@ class Decoder:
         )
         try:
             self._caller = Caller(str(path))
-            self.call("open", _OPEN_S, schema=schema, ranks=ranks)
+            self.call(opening, _OPEN_S)
         except BaseException:
             self._process.kill()
             self._process.wait()
             raise
 
-    def call(self, operation: str, limit_s: float, **arguments: Any) -> Answer:
-        answer = self._caller.call(operation, limit_s, **arguments)
+    def call(self, message: ToDecoder, limit_s: float) -> Answer:
+        answer = self._caller.call(message, limit_s)
         if "error" in answer:
             raise DecoderError(answer["error"])
         return answer
@@ -89,22 +86,27 @@ class _Process:
         self._ranks: list[DevicePieces] = []
         self._tiles: list[list[Tiles]] = []
 
-    def call(self, operation: str, **arguments: Any) -> Answer:
+    def call(self, message: ToDecoder) -> Answer:
         try:
-            return getattr(self, f"_do_{operation}")(**arguments)  # type: ignore[no-any-return]
+            return self._do(message)
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def _do_open(self, schema: str, ranks: list[list[Any]]) -> Answer:
-        self._schema = msgspec.json.decode(Path(schema).read_bytes(), type=Schema)
-        self._ranks = [DevicePieces(pieces) for pieces in msgspec.convert(ranks, list[list[Region]])]
+    @singledispatchmethod
+    def _do(self, message: ToDecoder) -> Answer:
+        raise TypeError(f"a decoder does not know {message!r}")
+
+    @_do.register
+    def _open(self, message: Open) -> Answer:
+        self._schema = message.schema
+        self._ranks = [DevicePieces(pieces) for pieces in message.ranks]
         return {}
 
-    def _do_read(self, paths: list[str], claim: Any, out: str) -> Answer:
-        """Decode files. `cut` in the answer: some tiles cannot be decoded from the weights of one rank."""
-        expected = msgspec.convert(claim, DeltaClaim)
-        files = [open_delta(*open_file(path), self._schema, expected) for path in paths]
-        moves: list[list[PieceMoves]] = [[] for _ in self._ranks]
+    @_do.register
+    def _read(self, message: Read) -> Answer:
+        out = message.out
+        files = [open_delta(*open_file(path), self._schema, message.claim) for path in message.paths]
+        moves: list[list[NumberedMoves]] = [[] for _ in self._ranks]
         self._tiles = [[] for _ in self._ranks]
         try:
             for file in files:
@@ -121,11 +123,12 @@ class _Process:
                 arrays.write(Path(f"{out}.{n}.tiles"), make_sheet(self._tiles[n]))
         return {"parts": parts, "tiles": [sum(item.span.tiles for item in tiles) for tiles in self._tiles]}
 
-    def _cut(self, block: list[RegionMoves] | context.TiledBlock) -> list[tuple[list[PieceMoves], list[Tiles]]]:
+    def _cut(self, block: list[RegionMoves] | context.TiledBlock) -> list[tuple[list[NumberedMoves], list[Tiles]]]:
         return [rank.cut(block) for rank in self._ranks]
 
-    def _do_ranks(self, out: str) -> Answer:
-        """Entropy-decode the tiles that ranks have counted."""
+    @_do.register
+    def _decode_ranks(self, message: Ranks) -> Answer:
+        out = message.out
         for number, tiles in enumerate(self._tiles):
             if tiles:
                 sizes = arrays.open_arrays(Path(f"{out}.{number}.sizes"))["sizes"]
@@ -144,7 +147,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # the engine and its clients come first
     os.nice(5)
-    listen(sys.argv[1], _Process().call)
+    listen(sys.argv[1], ToDecoder, _Process().call)
     sys.stdin.buffer.read()
 
 

@@ -16,10 +16,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, singledispatchmethod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,16 +31,34 @@ from ...bucket.run import Run
 from ...bucket.walk import FetchedLink, fetch_link
 from ...core import full
 from ...core.change import Region
-from ...core.digest import StateDigest
 from ...core.dtypes import Bits, lookup
 from ...core.errors import ChainError, DeltawireError, ObjectNotFound, RunNotFound, StoreError, VersionNotFound
-from ...core.schema import Schema
-from ...core.sparse import DeltaClaim
 from ...replica.target import Delta, Update
 from .. import options
 from . import arrays
 from .channel import Answer, Caller, ChannelClosed, call_all, serve
 from .decoder import Decoder
+from .messages import (
+    Connect,
+    Count,
+    Digest,
+    DigestFolder,
+    Fetch,
+    Forget,
+    Give,
+    Lend,
+    Open,
+    Ranks,
+    Read,
+    Receive,
+    Reload,
+    StageDelta,
+    StageFull,
+    StageReload,
+    Take,
+    ToNode,
+    ToRank,
+)
 
 log = logging.getLogger("deltawire")
 
@@ -50,9 +67,6 @@ STAGE_LIMIT_S = 3600.0
 
 SECRET = 32
 """Bytes that connections from other nodes begin with."""
-
-OPERATIONS = ("open", "decode", "source", "beside", "stage", "fetch", "lend", "borrow", "reload", "forget")
-"""What a node is called for, by the API server's process or from another node."""
 
 _T = TypeVar("_T")
 
@@ -76,39 +90,40 @@ class Node:
         self._ranks: list[Caller] = []
         self._decoder: Decoder | None = None
         """Decodes for ranks whose weights are on devices, while its process runs."""
-        self._opening: dict[str, Any] = {}
-        """What that process is told first; empty where weights are in host memory."""
+        self._opening: Open | None = None
+        """What that process is told first; None where weights are in host memory."""
         self._staging: tempfile.TemporaryDirectory[str] | None = None
         """Files that ranks read from, until the swap is over."""
-        self._delta: tuple[list[str], Any] = [], None
-        """Files and claim of the delta that is being staged."""
+        self._delta: StageDelta | None = None
+        """The delta that is being staged."""
 
-    def call(self, operation: str, /, **arguments: Any) -> list[Any]:
-        """Call one of OPERATIONS."""
-        if operation not in OPERATIONS:
-            raise ValueError(f"a node has no operation {operation!r}")
-        return getattr(self, operation)(**arguments)  # type: ignore[no-any-return]
+    @singledispatchmethod
+    def call(self, message: ToNode) -> list[Any]:
+        """Do what a message asks for."""
+        raise TypeError(f"a node does not know {message!r}")
 
-    def open(self, numbers: Sequence[int], sockets: Sequence[str]) -> None:
-        """Connect to the ranks."""
+    @call.register
+    def _connect(self, message: Connect) -> list[Any]:
         for caller in self._ranks:
             caller.close()
-        self.numbers, self._ranks = list(numbers), [Caller(path) for path in sockets]
+        self.numbers, self._ranks = message.numbers, [Caller(path) for path in message.sockets]
+        return []
 
-    def decode(self, schema: str, ranks: list[Any]) -> None:
-        """Decode deltas in a process of its own, once for these ranks, given the pieces of each."""
-        path = self._folder / "schema.json"
-        path.write_text(schema)
-        self._opening = {"schema": str(path), "ranks": ranks}
+    @call.register
+    def _open(self, message: Open) -> list[Any]:
+        """Decode deltas in a process of its own, once for all ranks here."""
+        self._opening = message
         self._end_decoder()
         self._decoding(lambda _: None)
+        return []
 
     def _decoding(self, work: Callable[[Decoder], _T]) -> _T:
         """Have the decoder do something. If its process is gone, perhaps for want of memory, another one is started."""
         for last in (False, True):
             try:
                 if self._decoder is None:
-                    self._decoder = Decoder(self._folder, **self._opening)
+                    assert self._opening is not None
+                    self._decoder = Decoder(self._folder, self._opening)
                 return work(self._decoder)
             except ChannelClosed as error:
                 self._end_decoder()
@@ -121,24 +136,28 @@ class Node:
             self._decoder.close()
             self._decoder = None
 
-    def source(self, name: str, schema: str) -> list[Answer]:
-        """For each rank the digest of the checkpoint on this node that the server started from; None if it is not here,
-        or not one of this schema."""
-        folder, digest = source_folder(name), None
+    @call.register
+    def _digest_folder(self, message: DigestFolder) -> list[Answer]:
+        """None for a checkpoint that is not here, or not one of this schema."""
+        folder, digest = source_folder(message.name), None
         try:
             if folder is not None:
-                found = as_run(full.Checkpoint(folder), msgspec.json.decode(schema, type=Schema), name)
+                found = as_run(full.Checkpoint(folder), message.schema, message.name)
                 digest = msgspec.to_builtins(full.digest_of(found))
         except DeltawireError as error:
-            log.info("cannot compare with %s: %s", name, error)
+            log.info("cannot compare with %s: %s", message.name, error)
         return [{"source": digest} for _ in self.numbers]
 
-    def beside(self, operation: str, **arguments: Any) -> list[Answer]:
+    @call.register
+    def _digest(self, message: Digest) -> list[Answer]:
+        return self._beside(message)
+
+    def _beside(self, message: ToRank) -> list[Answer]:
         """Call every rank through its socket, beside generation and without the engine."""
         try:
-            answers = call_all(self._ranks, operation, STAGE_LIMIT_S, **arguments)
+            answers = call_all(self._ranks, message, STAGE_LIMIT_S)
         except ChannelClosed as error:
-            raise WorkerError(f"a rank cannot be reached for {operation!r}: {error}") from error
+            raise WorkerError(f"a rank cannot be reached for {type(message).__name__}: {error}") from error
         for number, answer in zip(self.numbers, answers, strict=True):
             if "error" in answer:
                 raise WorkerError(f"rank {number}: {answer['error']}")
@@ -154,94 +173,94 @@ class Node:
             return self._stage_delta(update.content, folder)
         full.write_checkpoint(folder, update.content)
         if not reloads:
-            return self.beside("stage_full", folder=str(folder))
+            return self._beside(StageFull(str(folder)))
         update.require(full.digest_of(update.content))
         return [{} for _ in self._ranks]
 
-    def fetch(self, run: str, version: int, digests: list[Any], claim: Any, reloads: bool) -> list[Answer]:
-        """Fetch a version, where the API server is elsewhere, and stage it."""
+    @call.register
+    def _fetch(self, message: Fetch) -> list[Answer]:
         chosen = options.read()
         # this node may have a bucket of its own that is nearer
-        opened = Run.open(chosen.run or run)
-        to, base = msgspec.convert(digests, list[StateDigest])
+        run = Run.open(chosen.run or message.run)
+        version, to, base, claim = message.version, message.digest, message.base, message.claim
         if claim is None:
-            weights = checkout(opened, version, resolve=resolver(chosen.reference))
-            return self.stage(Update(version, to, base, weights), reloads)
-        expected = msgspec.convert(claim, DeltaClaim)
+            weights = checkout(run, version, resolve=resolver(chosen.reference))
+            return self.stage(Update(version, to, base, weights), message.reloads)
 
         def fetch() -> FetchedLink:
-            manifest = opened.manifest(version)
-            return fetch_link(opened, manifest, opened.link(manifest, "delta", expected.base))
+            manifest = run.manifest(version)
+            return fetch_link(run, manifest, run.link(manifest, "delta", claim.base))
 
-        fetched = opened.anywhere(fetch)
+        fetched = run.anywhere(fetch)
         try:
-            return self.stage(Update(version, to, base, Delta(expected, fetched.objects)), reloads)
+            return self.stage(Update(version, to, base, Delta(run.schema, claim, fetched.objects)), message.reloads)
         finally:
             fetched.close()
 
     def _stage_delta(self, delta: Delta, folder: Path) -> list[Answer]:
-        files, claim = [], msgspec.to_builtins(delta.claim)
+        files = []
         for number, data in enumerate(delta.files):
             files.append(str(folder / f"{number}.delta"))
             with open(files[-1], "wb") as out:
                 for chunk in data.chunks():
                     out.write(chunk)
-        self._delta = files, claim
-        answers = self._decoding(self._received) if self._opening else None
+        staged = self._delta = StageDelta(files, delta.claim, [])
+        answers = self._decoding(lambda decoder: self._received(decoder, staged)) if self._opening else None
         return answers if answers is not None else self._decoded([])
 
-    def _received(self, decoder: Decoder) -> list[Answer] | None:
+    def _received(self, decoder: Decoder, delta: StageDelta) -> list[Answer] | None:
         """Stage a delta that is decoded once, in a process of its own, for ranks that hold their weights on devices.
         None where tiles are cut by the edges of pieces."""
-        files, claim = self._delta
-        out = f"{files[0]}.ranks"
-        read = decoder.call("read", STAGE_LIMIT_S, paths=files, claim=claim, out=out)
+        out = f"{delta.paths[0]}.ranks"
+        read = decoder.call(Read(delta.paths, delta.claim, out), STAGE_LIMIT_S)
         if read.get("cut"):
             return None
         if any(read["tiles"]):
-            self.beside("count", path=out)
-            decoder.call("ranks", STAGE_LIMIT_S, out=out)
-        return self.beside("receive", path=out, parts=read["parts"], tiles=read["tiles"])
+            self._beside(Count(out))
+            decoder.call(Ranks(out), STAGE_LIMIT_S)
+        return self._beside(Receive(out, read["parts"], read["tiles"]))
 
     def _decoded(self, lent: list[str]) -> list[Answer]:
         """Stage what each rank decodes from the weights it holds, and from those that others lend it."""
-        files, claim = self._delta
-        answers = self.beside("stage_delta", paths=files, claim=claim, lent=lent)
+        assert self._delta is not None
+        delta = msgspec.structs.replace(self._delta, lent=lent)
+        answers = self._beside(delta)
         if any("wanted" in answer for answer in answers):
-            more = self._lent(wanted(answers), files[0])
-            answers = self.beside("stage_delta", paths=files, claim=claim, lent=[*lent, *more])
+            more = self._lent(wanted(answers), delta.paths[0])
+            answers = self._beside(msgspec.structs.replace(delta, lent=[*lent, *more]))
         return answers
 
-    def _lent(self, regions: list[Any], path: str) -> list[str]:
-        return [answer["lent"] for answer in self.beside("lend", regions=regions, path=path)]
+    def _lent(self, regions: list[Region], path: str) -> list[str]:
+        return [answer["lent"] for answer in self._beside(Lend(regions, path))]
 
-    def lend(self, regions: list[Any]) -> list[Any]:
-        """What ranks here hold of some regions, for another node."""
+    @call.register
+    def _give(self, message: Give) -> list[Any]:
         assert self._staging is not None
-        parts = read_lent(self._lent(regions, f"{self._staging.name}/away"))
-        return [(msgspec.to_builtins(region), b64encode(bits.tobytes()).decode()) for region, bits in parts.items()]
+        parts = read_lent(self._lent(message.regions, f"{self._staging.name}/away"))
+        return [(region, bits.tobytes()) for region, bits in parts.items()]
 
-    def borrow(self, parts: list[Any]) -> list[Answer]:
-        """Stage the delta again, with old weights that other nodes have lent."""
-        files, _ = self._delta
-        path, found = Path(f"{files[0]}.borrowed"), []
-        for sent, text in parts:
-            region = msgspec.convert(sent, Region)
-            bits = np.frombuffer(b64decode(text), lookup(region.tensor.dtype).unit)
+    @call.register
+    def _take(self, message: Take) -> list[Answer]:
+        assert self._delta is not None
+        path, found = Path(f"{self._delta.paths[0]}.borrowed"), []
+        for region, data in message.parts:
+            bits = np.frombuffer(data, lookup(region.tensor.dtype).unit)
             found.append((region, bits.reshape(region.rows, region.columns)))
         write_lent(path, found)
         return self._decoded([str(path)])
 
-    def reload(self, source: str, unchanged: bool, prove: bool) -> list[Answer]:
-        """Have the engine load in the next swap what is staged, or the checkpoint it started from (`source`)."""
+    @call.register
+    def _reload(self, message: Reload) -> list[Answer]:
+        source = message.source
         folder = source_folder(source) if source else self._staging and Path(self._staging.name)
         if not folder:
             raise WorkerError(f"the checkpoint {source!r} is not on the node of rank {self.numbers[0]}")
-        return self.beside("stage_reload", folder=str(folder), unchanged=unchanged, prove=prove)
+        return self._beside(StageReload(str(folder), message.unchanged, message.prove))
 
-    def forget(self) -> list[Answer]:
+    @call.register
+    def _forget(self, message: Forget) -> list[Answer]:
         try:
-            return self.beside("forget")
+            return self._beside(message)
         finally:
             self._clean()
 
@@ -252,7 +271,7 @@ class Node:
 
 
 class RemoteNode:
-    """The ranks of another node: `call` as of `Node`."""
+    """The ranks of another node: `stage` and `call` as of `Node`."""
 
     def __init__(self, numbers: Sequence[int], connect: Callable[[], Caller]) -> None:
         """`connect` starts a process there; where it is lost, another one is started."""
@@ -260,16 +279,15 @@ class RemoteNode:
         self._connect = connect
         self._caller: Caller | None = None
 
-    def call(self, operation: str, /, **arguments: Any) -> list[Any]:
-        if operation == "stage":
-            operation, update = "fetch", arguments.pop("update")
-            claim = update.content.claim if isinstance(update.content, Delta) else None
-            digests = update.digest, update.base
-            arguments |= {"run": update.run, "version": update.version, "digests": digests, "claim": claim}
+    def stage(self, update: Update, reloads: bool) -> list[Answer]:
+        claim = update.content.claim if isinstance(update.content, Delta) else None
+        return self.call(Fetch(update.run, update.version, update.digest, update.base, claim, reloads))
+
+    def call(self, message: ToNode) -> list[Any]:
         for last in (False, True):
             try:
                 self._caller = self._caller or self._connect()
-                return ask(self._caller, operation, **msgspec.to_builtins(arguments))
+                return ask(self._caller, message)
             except ChannelClosed as error:
                 self.close()
                 if last:
@@ -284,9 +302,9 @@ class RemoteNode:
             self._caller = None
 
 
-def ask(caller: Caller, operation: str, /, **arguments: Any) -> list[Any]:
+def ask(caller: Caller, message: ToNode) -> list[Any]:
     """Call the process of another node."""
-    answer = caller.call(operation, STAGE_LIMIT_S, **arguments)
+    answer = caller.call(message, STAGE_LIMIT_S)
     if "error" in answer:
         raise (NodeUnavailable if answer.get("unavailable") else WorkerError)(answer["error"])
     return answer["answers"]  # type: ignore[no-any-return]
@@ -316,10 +334,10 @@ class NodeProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _answer(node: Node, operation: str, /, **arguments: Any) -> Answer:
-    """Call an operation in that process. An error is returned as an answer."""
+def _answer(node: Node, message: ToNode) -> Answer:
+    """Do what a message asks for in that process. An error is returned as an answer."""
     try:
-        return {"answers": node.call(operation, **arguments)}
+        return {"answers": node.call(message)}
     except WorkerError as error:
         return {"error": str(error)}
     except Exception as error:
@@ -328,9 +346,9 @@ def _answer(node: Node, operation: str, /, **arguments: Any) -> Answer:
         return {"error": f"{type(error).__name__}: {error}", "unavailable": away}
 
 
-def wanted(answers: Iterable[Answer]) -> list[Any]:
+def wanted(answers: Iterable[Answer]) -> list[Region]:
     """The regions that ranks need old weights of."""
-    return [region for answer in answers for region in answer.get("wanted", ())]
+    return [region for answer in answers for region in msgspec.convert(answer.get("wanted", ()), list[Region])]
 
 
 def write_lent(path: Path, parts: Iterable[tuple[Region, Bits]]) -> None:
@@ -374,7 +392,7 @@ def main() -> None:
     folder, listener = sys.argv[1:]
     try:
         secret = sys.stdin.buffer.read(SECRET)
-        serve(socket.socket(fileno=int(listener)), partial(_answer, Node(Path(folder))), secret=secret)
+        serve(socket.socket(fileno=int(listener)), ToNode, partial(_answer, Node(Path(folder))), secret=secret)
         sys.stdin.buffer.read()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

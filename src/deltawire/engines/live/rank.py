@@ -1,9 +1,9 @@
 """What one rank does: stage, write, take back, report. Which version is next and whether all ranks agree is decided
 elsewhere (target.py).
 
-    by the engine, between two steps     layout → listen → group, once; apply, or undo
-    by a socket, beside the model        stage_delta (on a device: count, receive), stage_full or stage_reload; forget;
-                                         lend, digest
+    by the engine, between two steps     Layout → Listen → Group, once; Apply, or Undo
+    by a socket, beside the model        StageDelta (on a device: Count, Receive), StageFull or StageReload; Forget;
+                                         Lend, Digest
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from functools import partial, singledispatchmethod
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +32,7 @@ from ...core.container import open_file
 from ...core.full import Checkpoint
 from ...core.parallel import default_threads
 from ...core.schema import Schema
-from ...core.sparse import DeltaClaim, open_delta
+from ...core.sparse import open_delta
 from ...replica.shard import PieceChange, Shard, Sums
 from ...replica.target import write_or_undo
 from ..fingerprint import fingerprint
@@ -42,8 +42,23 @@ from .decode import ShardDecoder, Wanted, compile_decoders
 from .guard import computed_with
 from .layout import sums_to_send
 from .learn import Layer, Learned
+from .messages import (
+    Count,
+    Digest,
+    Forget,
+    Group,
+    Layout,
+    Lend,
+    Listen,
+    Receive,
+    StageDelta,
+    StageFull,
+    StageReload,
+    ToRank,
+)
 from .node import NodeProcess, read_lent, write_lent
 from .placement import open_shard, trace
+from .swap import Apply, Undo
 
 if TYPE_CHECKING:
     from ...replica.device import DeviceShard
@@ -103,20 +118,24 @@ class Rank:
         self._written: _Staged | None = None
         """What `apply` has begun to write."""
 
-    def call(self, operation: str, **arguments: Any) -> Answer:
-        """Call an operation. An error is returned as an answer, so that all ranks answer."""
+    def call(self, message: ToRank) -> Answer:
+        """Do what a message asks for. An error is returned as an answer, so that all ranks answer."""
         try:
-            return getattr(self, f"_do_{operation}")(**arguments)  # type: ignore[no-any-return]
+            return self._do(message)
         except Exception as error:
-            log.warning("rank %d: %s failed", self._number, operation, exc_info=True)
+            log.warning("rank %d: %s failed", self._number, type(message).__name__, exc_info=True)
             return {"error": f"{type(error).__name__}: {error}"}
+
+    @singledispatchmethod
+    def _do(self, message: ToRank) -> Answer:
+        raise TypeError(f"a rank does not know {message!r}")
 
     # ── by the engine ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _do_layout(self, schema: str, first: int = 0) -> Answer:
-        """Trace the loader. `schema` is JSON, `first` this server's first rank."""
-        self._number = self._counted - first
-        self._schema = msgspec.json.decode(schema, type=Schema)
+    @_do.register
+    def _layout(self, message: Layout) -> Answer:
+        self._number = self._counted - message.first
+        self._schema = message.schema
         problems = self._problems()
         clock = time.perf_counter()
         with self._loading():
@@ -143,21 +162,21 @@ class Rank:
             "node": self.node,
         }
 
-    def _do_listen(self, node: str, ranks: list[int], folder: str, secret: str) -> Answer:
-        """On one node, begin to listen, in a folder of `arrays.root()`. With a secret, which is hexadecimal, the API
-        server is elsewhere: the first of the node's ranks starts a process that it can reach."""
-        if node != self.node:
+    @_do.register
+    def _listen(self, message: Listen) -> Answer:
+        secret = message.secret
+        if message.node != self.node:
             return {}
         if secret and self._host is None:
             raise RuntimeError("this rank is on another node than the API server: all ranks of a server must be on one")
-        place, self._place = arrays.root() / folder, ranks.index(self._number)
+        place, self._place = arrays.root() / message.folder, message.ranks.index(self._number)
         place.mkdir(mode=0o700, exist_ok=True)
         path = place / f"rank-{self._number}.sock"
         if path != self._socket:
             if self._listener is not None:
                 self._listener.shutdown(socket.SHUT_RDWR)
             self._socket = path
-            self._listener = listen(str(path), partial(self._beside, path), prepare=_use_other_cores)
+            self._listener = listen(str(path), ToRank, partial(self._beside, path), prepare=_use_other_cores)
         if not secret or self._host is None or self._place:
             return {"socket": str(path)}
         if self._process is not None:
@@ -172,17 +191,16 @@ class Rank:
             gc.collect()
             torch.get_device_module(device).empty_cache()
 
-    def _do_group(self, groups: list[list[int]]) -> Answer:
-        """Every rank is sent the groups of all ranks: one call, one argument."""
-        self._groups = tuple(groups[self._number])
+    @_do.register
+    def _group(self, message: Group) -> Answer:
+        self._groups = tuple(message.groups[self._number])
         self._warm_up()
         return {}
 
-    def _do_apply(self, staged: list[int]) -> Answer:
-        """Write what is staged, then prove it. On an error the old bits are back, where they were kept. Every rank is
-        sent the numbers that all ranks gave to what they staged: anything else is not written."""
+    @_do.register
+    def _apply(self, message: Apply) -> Answer:
         found = self._staged
-        if found is None or found.number != staged[self._number]:
+        if found is None or found.number != message.staged[self._number]:
             raise RuntimeError("what is staged is not what was checked" if found else "nothing is staged")
         self._written = found
 
@@ -192,9 +210,9 @@ class Rank:
 
         return write_or_undo(found.write, prove, found.undo)
 
-    def _do_undo(self, staged: list[int]) -> Answer:
-        """Put the old bits back where they were written over; an error if these are not the weights from before."""
-        if (written := self._written) is not None and written.number == staged[self._number]:
+    @_do.register
+    def _undo(self, message: Undo) -> Answer:
+        if (written := self._written) is not None and written.number == message.staged[self._number]:
             if written.undo is None:
                 raise RuntimeError("full weights were written over the previous ones")
             written.undo()
@@ -204,34 +222,34 @@ class Rank:
 
     # ── by the socket ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _beside(self, path: Path, operation: str, /, **arguments: Any) -> Answer:
+    def _beside(self, path: Path, message: ToRank) -> Answer:
         """One call at a time, and none by a socket that another one has replaced: its caller was given up."""
         with self._one:
             if path != self._socket:
-                return {"error": f"this rank listens elsewhere by now, and does not {operation}"}
-            return self.call(operation, **arguments)
+                return {"error": f"this rank listens elsewhere by now, and does not do {type(message).__name__}"}
+            return self.call(message)
 
-    def _do_stage_delta(self, paths: list[str], claim: Any, lent: list[str]) -> Answer:
-        """Decode a delta against the live weights. `wanted` in the answer: it takes weights that others hold."""
+    @_do.register
+    def _stage_delta(self, message: StageDelta) -> Answer:
         self._staged = None
         decoder = ShardDecoder(self._weights, threads=max(1, default_threads() // 2))
-        borrowed, expected = read_lent(lent), msgspec.convert(claim, DeltaClaim)
+        borrowed = read_lent(message.lent)
         changes: list[PieceChange] = []
         wanted: list[Region] = []
-        for path in paths:
+        for path in message.paths:
             try:
-                changes += decoder.delta(open_delta(*open_file(path), self._schema, expected), borrowed)
+                changes += decoder.delta(open_delta(*open_file(path), self._schema, message.claim), borrowed)
             except Wanted as missing:
                 wanted += missing.regions
         if wanted:
             return {"wanted": msgspec.to_builtins(wanted)}
         return self._stage(self._weights.prepare(changes))
 
-    def _do_stage_full(self, folder: str) -> Answer:
-        """Compare full weights with the live ones. Where most of them differ, they are written over the old ones, of
-        which nothing is kept then."""
+    @_do.register
+    def _stage_full(self, message: StageFull) -> Answer:
+        """Where most weights differ, the new ones are written over the old ones, of which nothing is kept then."""
         self._staged = None
-        weights, source = self._weights, Checkpoint(folder)
+        weights, source = self._weights, Checkpoint(message.folder)
         decoder = ShardDecoder(weights, threads=max(1, default_threads() // 2))
         try:
             if not weights.audited:
@@ -242,10 +260,9 @@ class Rank:
         present, predicted = weights.digests_beside(self._groups), decoder.digests(source, self._groups)
         return self._keep(lambda: weights.load(source), None, present, predicted)
 
-    def _do_stage_reload(self, folder: str, unchanged: bool, prove: bool) -> Answer:
-        """Have the engine load a checkpoint folder in the swap. It must be of the present weights if `unchanged`, and
-        leave everything that the model computes with as it is. With `prove`, memory must be laid out like a
-        checkpoint."""
+    @_do.register
+    def _stage_reload(self, message: StageReload) -> Answer:
+        folder, unchanged, prove = message.folder, message.unchanged, message.prove
 
         def write() -> None:
             if unchanged and self.has_moved():
@@ -259,20 +276,20 @@ class Rank:
         predicted = ShardDecoder(self._weights).digests(Checkpoint(folder), self._groups) if prove else {}
         return self._keep(write, None, {}, predicted, prove)
 
-    def _do_count(self, path: str) -> Answer:
-        """Count the classes of old weights in the tiles of this rank's sheet."""
-        mine = f"{path}.{self._place}"
+    @_do.register
+    def _count(self, message: Count) -> Answer:
+        mine = f"{message.path}.{self._place}"
         sizes = self._on_device.count(arrays.open_arrays(Path(f"{mine}.tiles")))
         arrays.write(Path(f"{mine}.sizes"), {"sizes": sizes})
         return {}
 
-    def _do_receive(self, path: str, parts: list[list[list[int]]], tiles: list[int]) -> Answer:
-        """Stage what the decoder wrote for this rank."""
+    @_do.register
+    def _receive(self, message: Receive) -> Answer:
         self._staged = None
-        mine, counted = f"{path}.{self._place}", bool(tiles[self._place])
+        mine, counted = f"{message.path}.{self._place}", bool(message.tiles[self._place])
         patch = self._on_device.receive(
             arrays.open_stored(Path(f"{mine}.moves")),
-            [(kind, count) for kind, count in parts[self._place]],
+            message.parts[self._place],
             arrays.open_arrays(Path(f"{mine}.tiles")) if counted else {},
             arrays.open_stored(Path(f"{mine}.ranks")) if counted else {},
         )
@@ -302,17 +319,19 @@ class Rank:
         sums = {"present": sums_to_send(present), "predicted": sums_to_send(predicted)}
         return {"staged": number, **sums, "overwrites": undo is None}
 
-    def _do_forget(self) -> Answer:
+    @_do.register
+    def _forget(self, message: Forget) -> Answer:
         self._staged = self._written = None
         return {}
 
-    def _do_digest(self) -> Answer:
+    @_do.register
+    def _digest(self, message: Digest) -> Answer:
         return {"sums": sums_to_send(self._weights.digests_beside(self._groups))}
 
-    def _do_lend(self, regions: list[Any], path: str) -> Answer:
-        """Write what this rank holds of some regions to a file."""
-        out = f"{path}.{self._place}.lent"
-        write_lent(Path(out), ShardDecoder(self._weights).lend(msgspec.convert(regions, list[Region])))
+    @_do.register
+    def _lend(self, message: Lend) -> Answer:
+        out = f"{message.path}.{self._place}.lent"
+        write_lent(Path(out), ShardDecoder(self._weights).lend(message.regions))
         return {"lent": out}
 
     # ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────

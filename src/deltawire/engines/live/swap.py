@@ -7,25 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .channel import Answer
+from .channel import Answer, Message
 
 KEEP = "keep:"
 """How a client's salt begins that stays the same across versions."""
 
 
-def write_all(everywhere: Callable[..., list[Answer]], staged: list[int]) -> Answer:
+class Apply(Message):
+    """Write what is staged, then prove it. On an error the old bits are back, where they were kept."""
+
+    staged: list[int]
+    """The numbers that all ranks gave to what they staged: anything else is not written."""
+
+
+class Undo(Message):
+    """Put the old bits back where they were written over; an error if these are not the weights from before."""
+
+    staged: list[int]
+
+
+Everywhere = Callable[[str], list[Answer]]
+"""Sends the text of a message to all ranks."""
+
+
+def write_all(everywhere: Everywhere, staged: list[int]) -> Answer:
     """Write what ranks have staged, each what `staged` says. In the answer: `failure` if it was taken back, `lost` if
     that failed too."""
-    answers = everywhere("apply", staged=staged)
+    answers = everywhere(Apply(staged).text())
     if failed := errors(answers):
         return {"failure": failed[0]} | undo_all(everywhere, staged)
     return {phase: max(answer[phase] for answer in answers) for phase in ("apply", "prove")}
 
 
-def undo_all(everywhere: Callable[..., list[Answer]], staged: list[int]) -> Answer:
+def undo_all(everywhere: Everywhere, staged: list[int]) -> Answer:
     """Put the previous weights back on all ranks; `lost` in the answer if that fails."""
     try:
-        failed = errors(everywhere("undo", staged=staged))
+        failed = errors(everywhere(Undo(staged).text()))
     except Exception as error:
         failed = [f"{type(error).__name__}: {error}"]
     return {"lost": failed[0]} if failed else {}

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from ...bucket.run import Run
 from ...core import full
 from ...core.change import Region
 from ...core.digest import StateDigest
@@ -25,7 +26,7 @@ from ...core.errors import DeltawireError, DigestMismatch, MissingBase, NotResto
 from ...core.parallel import ordered_map
 from ...core.schema import Schema, listed
 from ...replica.target import Delta, Staged, Update
-from . import arrays
+from . import arrays, messages
 from .channel import Answer, Caller
 from .engine import Engine
 from .layout import Layout, arrange, sums_of
@@ -98,32 +99,33 @@ class EngineTarget:
         """ "patch", or why weights are reloaded in full; empty before the first sync."""
         return f"reload: {self.refused}" if self.refused else "patch" if self._nodes else ""
 
-    def bind(self, schema: Schema) -> bool:
+    def bind(self, run: Run) -> bool:
         """Locate the weights on all ranks, and check whether they can be patched in place.
 
         Raises SchemaMismatch if the run is not one that this server's loader takes.
         """
+        schema = run.schema
         if schema == self._schema:
             return False
+        run.check_kind(is_adapter=False)
         self._schema = Schema.build(())
-        text = msgspec.json.encode(schema).decode()
-        answers = self._all("layout", schema=text, first=self.engine.first_rank)
+        answers = self._all(messages.Layout(schema, self.engine.first_rank))
         ranks = msgspec.convert([answer["pieces"] for answer in answers], list[list[Region]])
         problems = [problem for answer in answers for problem in answer["problems"]]
         self._layout = arrange(schema, ranks, list(dict.fromkeys(problems)))
         self._require_names(schema, self._layout.unused, answers)
         self.refused = self._layout.problems[0] if self._layout.problems else ""
         self._audits = not all(answer["device"] for answer in answers)
-        self._find_nodes(text, answers)
+        self._find_nodes(schema, ranks, answers)
         if not self.refused:
-            self._all("group", groups=[list(groups) for groups in self._layout.groups])
-        self._check_layout(text)
+            self._all(messages.Group([list(groups) for groups in self._layout.groups]))
+        self._check_layout(schema)
         self._schema = schema
         if self.refused:
             log.warning("deltas are refused, every version is reloaded in full: %s", self.refused)
         return True
 
-    def _find_nodes(self, schema: str, answers: list[Answer]) -> None:
+    def _find_nodes(self, schema: Schema, ranks: list[list[Region]], answers: list[Answer]) -> None:
         """Reach all ranks, node by node."""
         for node in self._nodes:
             if isinstance(node, RemoteNode):
@@ -134,17 +136,17 @@ class EngineTarget:
             at.setdefault(answer["node"], []).append(number)
         decodes = not self.refused and not self._audits
 
-        def pieces(numbers: list[int]) -> list[Any]:
-            return [answers[number]["pieces"] for number in numbers]
+        def opening(numbers: list[int]) -> messages.Open:
+            return messages.Open(schema, [ranks[number] for number in numbers])
 
         def connect(name: str) -> Caller:
             numbers, secret = at[name], secrets.token_bytes(SECRET)
             found = self._listening(name, numbers, f"deltawire-{secrets.token_hex(8)}", secret.hex())
             host, port = found[0]["address"]
             caller = Caller((host, port), secret=secret)
-            ask(caller, "open", numbers=numbers, sockets=[answer["socket"] for answer in found])
+            ask(caller, messages.Connect(numbers, [answer["socket"] for answer in found]))
             if decodes:
-                ask(caller, "decode", schema=schema, ranks=pieces(numbers))
+                ask(caller, opening(numbers))
             return caller
 
         for name, numbers in at.items():
@@ -152,13 +154,13 @@ class EngineTarget:
                 self._nodes.append(RemoteNode(numbers, partial(connect, name)))
                 continue
             found = self._listening(name, numbers, self._folder.name, "")
-            self._here.open(numbers, [answer["socket"] for answer in found])
+            self._here.call(messages.Connect(numbers, [answer["socket"] for answer in found]))
             self._nodes.append(self._here)
             if decodes:
-                self._here.decode(schema, pieces(numbers))
+                self._here.call(opening(numbers))
 
     def _listening(self, node: str, numbers: list[int], folder: str, secret: str) -> list[Answer]:
-        found = self._all("listen", node=node, ranks=numbers, folder=folder, secret=secret)
+        found = self._all(messages.Listen(node, numbers, folder, secret))
         return [found[number] for number in numbers]
 
     def _require_names(self, schema: Schema, unused: Sequence[str], answers: list[Answer]) -> None:
@@ -185,10 +187,10 @@ class EngineTarget:
                 "that save_pretrained writes, or serve the model that the run was made from"
             )
 
-    def _check_layout(self, schema: str) -> None:
+    def _check_layout(self, schema: Schema) -> None:
         """The bytes that the map finds must be those of the checkpoint that was loaded: if not, they were repacked. The
         weights of all nodes have a name only if all of them have the same checkpoint."""
-        answers = self._each("source", name=self._from, schema=schema)
+        answers = self._each(messages.DigestFolder(self._from, schema))
         sources = msgspec.convert([answer["source"] for answer in answers], list[StateDigest | None])
         self._loaded = sources[0] if sources[0] is not None and len({*sources}) == 1 else OF_NO_VERSION
         self._source_unknown = self._loaded == OF_NO_VERSION
@@ -209,7 +211,7 @@ class EngineTarget:
         return self._loaded if self.refused else self.live_digest()
 
     def live_digest(self) -> StateDigest:
-        return self._total(self._each("beside", operation="digest"), "sums")
+        return self._total(self._each(messages.Digest()), "sums")
 
     # ── beside the model ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -217,7 +219,7 @@ class EngineTarget:
         clock = time.perf_counter()
         staged = StagedRanks(update=update, reloads=bool(self.refused) and not isinstance(update.content, Delta))
         try:
-            answers = self._each("stage", update=update, reloads=staged.reloads)
+            answers = self._of_nodes(lambda node: node.stage(update, staged.reloads))
             if staged.reloads:
                 staged.undoable = False
             else:
@@ -241,8 +243,9 @@ class EngineTarget:
         for node in self._nodes if any("wanted" in answer for answer in answers) else ():
             if regions := wanted(answers[number] for number in node.numbers):
                 others = [other for other in self._nodes if other is not node]
-                parts = [part for other in others for part in other.call("lend", regions=regions)]
-                for number, answer in zip(node.numbers, node.call("borrow", parts=parts), strict=True):
+                given = [part for other in others for part in other.call(messages.Give(regions))]
+                parts = msgspec.convert(given, list[tuple[Region, bytes]])
+                for number, answer in zip(node.numbers, node.call(messages.Take(parts)), strict=True):
                     answers[number] = answer
         if any("wanted" in answer for answer in answers):
             raise MissingBase(f"version {version} needs old weights that no rank holds")
@@ -250,7 +253,7 @@ class EngineTarget:
 
     def _forget(self) -> None:
         with suppress(WorkerError):
-            self._each("forget")
+            self._each(messages.Forget())
 
     # ── the swap ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -308,7 +311,7 @@ class EngineTarget:
         # the first weights whose digest is known here show whether memory is laid out like a checkpoint
         provable = self._source_unknown and not self._layout.problems
         try:
-            staged.numbers = _numbers(self._each("reload", source="", unchanged=False, prove=provable))
+            staged.numbers = _numbers(self._each(messages.Reload("", unchanged=False, prove=provable)))
             self.run(self._swap(staged))
         except WorkerError:
             self._loaded = before
@@ -320,7 +323,7 @@ class EngineTarget:
     def _prove_reload(self, staged: StagedRanks) -> None:
         """Loading what is loaded already must change nothing: a loader that repacks weights may not survive it."""
         if not self._harm:
-            staged.numbers = _numbers(self._each("reload", source=self._from, unchanged=True, prove=False))
+            staged.numbers = _numbers(self._each(messages.Reload(self._from, unchanged=True, prove=False)))
             try:
                 self.run(self._swap(staged, name=False))
                 self._reload_is_safe = True
@@ -360,16 +363,19 @@ class EngineTarget:
         """Run a coroutine in the event loop of the engine client, and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def _all(self, operation: str, **arguments: Any) -> list[Answer]:
-        answers = self.run(self.engine.call(operation, **arguments))
+    def _all(self, message: messages.ToRank) -> list[Answer]:
+        answers = self.run(self.engine.call(message))
         if failed := errors(answers):
             raise WorkerError(failed[0])
         return answers  # type: ignore[no-any-return]
 
-    def _each(self, operation: str, /, **arguments: Any) -> list[Answer]:
+    def _each(self, message: messages.ToNode) -> list[Answer]:
+        return self._of_nodes(lambda node: node.call(message))
+
+    def _of_nodes(self, work: Callable[[Node | RemoteNode], list[Answer]]) -> list[Answer]:
         """Call all nodes at the same time. Returns the answers of all ranks in order."""
         found: dict[int, Answer] = {}
-        each = ordered_map(lambda node: node.call(operation, **arguments), self._nodes, len(self._nodes))
+        each = ordered_map(work, self._nodes, len(self._nodes))
         for node, answers in zip(self._nodes, each, strict=True):
             found |= zip(node.numbers, answers, strict=True)
         return [found[number] for number in sorted(found)]

@@ -97,11 +97,13 @@ class Core:
     def call(self, operation: str, arguments: dict[str, Any]) -> list[Answer]:
         """Call an operation on all ranks; every one of them runs this. Returns their answers in order, or one of all
         together."""
-        if operation == "adapter":
-            return self._gather(adapter_worker.call(self._scheduler, **arguments))
-        together: dict[str, Callable[..., Answer]] = {"swap": self._swap, "name": self._name}
-        own = together.get(operation)
-        return [own(**arguments)] if own is not None else self._everywhere(operation, **arguments)
+        operations: dict[str, Callable[..., list[Answer]]] = {
+            "rank": self._everywhere,
+            "adapter": lambda **what: self._gather(adapter_worker.call(self._scheduler, **what)),
+            "swap": lambda **what: [self._swap(**what)],
+            "name": lambda **what: [self._name(**what)],
+        }
+        return operations[operation](**arguments)
 
     # ── what all ranks do together ───────────────────────────────────────────────────────────────────────────────────
 
@@ -161,8 +163,10 @@ class Core:
 
     # ── each rank by itself ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _everywhere(self, operation: str, **arguments: Any) -> list[Answer]:
-        return self._gather(self._rank.call(operation, **arguments))
+    def _everywhere(self, text: str) -> list[Answer]:
+        from ..live.messages import for_rank
+
+        return self._gather(self._rank.call(for_rank(text)))
 
     def _gather(self, mine: Answer) -> list[Answer]:
         """The answers of all ranks, on each of them."""

@@ -13,6 +13,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from ..live.channel import Answer
+from ..live.messages import ToRank
 from ..options import ServerOptions
 from . import NAME, SECRET
 
@@ -38,8 +39,8 @@ class SglangEngine:
         # prompt lookup has no weights; all others have, in a checkpoint of their own or in layers that are not followed
         self.has_draft = manager.server_args.resolved_dict().get("speculative_algorithm") not in (None, "NGRAM")
 
-    async def call(self, operation: str, **arguments: object) -> list[Answer]:
-        return await call(self._manager, operation, arguments)
+    async def call(self, message: ToRank) -> list[Answer]:
+        return await call(self._manager, "rank", {"text": message.text()})
 
     async def swap(self, version: str, staged: list[int]) -> Answer:
         """One call to the schedulers (core.py). Requests that are not to be kept are waited for or stopped before."""
@@ -58,7 +59,8 @@ class SglangEngine:
         return answer | {"pause": time.perf_counter() - clock}
 
     async def _swap(self, version: str, staged: list[int]) -> Answer:
-        (answer,) = await self.call("swap", version=version, clear=self._options.plugin_kv == "clear", staged=staged)
+        what = {"version": version, "clear": self._options.plugin_kv == "clear", "staged": staged}
+        (answer,) = await call(self._manager, "swap", what)
         if version and "failure" not in answer:
             self._manager._update_weight_version_if_provided(version)
         return answer
@@ -73,7 +75,7 @@ class SglangEngine:
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def set_version(self, version: str, resume: bool) -> None:
-        await self.call("name", version=version)
+        await call(self._manager, "name", {"version": version})
         self._manager._update_weight_version_if_provided(version)
         if resume:
             await self._resume()

@@ -121,18 +121,20 @@ class _ToVllm(logging.Handler):
             vllm.handle(record)
 
 
-def _call(worker: Any, operation: str, **arguments: Any) -> dict[str, Any]:
+def _call(worker: Any, text: str) -> dict[str, Any]:
     """The method that the endpoint plugin reaches through `collective_rpc("deltawire", …)`."""
     rank = getattr(worker.weight_transfer_engine, "rank", None)
     if rank is None:
         return {"error": f"start the server with {BACKEND_FLAG}"}
+    from ..live.messages import Layout, for_rank
     from .guard import have_experts_moved, hold_experts
 
+    message = for_rank(text)
     rank.reload = lambda folder: _reload(worker, folder)
     rank.has_moved = lambda: have_experts_moved(worker.model_runner)
-    if operation == "layout":
+    if isinstance(message, Layout):
         hold_experts(worker.model_runner)
-    return rank.call(operation, **arguments)  # type: ignore[no-any-return]
+    return rank.call(message)  # type: ignore[no-any-return]
 
 
 def _reload(worker: Any, folder: str) -> None:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from ..live.channel import Answer
+from ..live.messages import ToRank
 from ..options import ServerOptions
 
 
@@ -26,8 +27,8 @@ class VllmEngine:
         first = getattr(client.engine_core, "engine_ranks_managed", [0])[0]
         self.first_rank = first * config.parallel_config.world_size if first else 0
 
-    async def call(self, operation: str, **arguments: object) -> list[Answer]:
-        return await call_ranks(self._client, "deltawire", operation, **arguments)
+    async def call(self, message: ToRank) -> list[Answer]:
+        return await call_ranks(self._client, "deltawire", message.text())
 
     async def swap(self, version: str, staged: list[int]) -> Answer:
         """One call to the engine core (core.py). Requests that are not to be kept are stopped before, and so are all
@@ -95,7 +96,7 @@ async def call_cores(client: Any, method: str, *args: Any) -> list[Any]:
     return await core.call_utility_all_async(method, *args)  # type: ignore[no-any-return]
 
 
-async def call_ranks(client: Any, method: str, operation: str, **arguments: object) -> list[Answer]:
+async def call_ranks(client: Any, method: str, what: str, **arguments: object) -> list[Answer]:
     """Call a method of every worker of every engine, between two steps."""
-    found = await call_cores(client, "collective_rpc", method, None, (operation,), arguments)
+    found = await call_cores(client, "collective_rpc", method, None, (what,), arguments)
     return [answer for ranks in found for answer in ranks]
