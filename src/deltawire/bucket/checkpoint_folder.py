@@ -171,7 +171,7 @@ def _locked_folder(place: Path) -> tuple[Path, int]:
 
 
 def _sweep(place: Path) -> None:
-    own = re.compile(re.escape(_prefix(place)) + "[0-9a-f]{8}")
+    own = re.compile(re.escape(_prefix(place)) + r"[0-9a-f]{8}(\.old)?")
     for left in [path for path in place.parent.iterdir() if own.fullmatch(path.name)]:
         with suppress(FileNotFoundError, NotADirectoryError):
             held = lock(left)
