@@ -193,7 +193,8 @@ def test_training_with_each_detector_at_every_line(kind: str) -> None:
         for _ in range(2):
             interrupted(training.trainer.step)
             interrupted(training.publish)
-        gate.open.set()
+            # one that compares with the bucket waits for what is in flight
+            gate.open.set()
         training.trainer.step()
         training.publish()
         training.trainer.publisher.flush(WAIT)
