@@ -96,6 +96,8 @@ class DeltaAdamW(torch.optim.AdamW):
                 loss = closure()
         with self._steps, self._within:
             strayed = self._log is not None and self._strayed()
+            # unknown until the step has ended: torch's own fused step does not count as a write
+            self._versions = []
             if kernels.operations(self._cut().device).__name__.endswith("triton_ops"):
                 self._step_by_kernel(self._cut())
             else:
