@@ -248,9 +248,11 @@ def _show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/fuzz", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--mode", choices=["input", "interrupt"], default="input", help="hostile input, or signals")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="which cases; drawn and printed when not given")
     parser.add_argument("--kind", action="append", default=[], help="only this kind; repeatable")
+    parser.add_argument("--number", type=int, default=None, help="with --mode interrupt: this case, again and again")
     parser.add_argument("--most", type=int, default=20, help="stop after so many findings (20)")
     parser.add_argument("--json", type=Path, default=None, help="write the result to this file too")
     parser.add_argument("--keep", type=Path, default=FOUND, help="folder for findings (tests/fuzz/found)")
@@ -272,10 +274,16 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     seed = arguments.seed if arguments.seed is not None else int(time.time())
     print(f"seed {seed}, {arguments.minutes:g} minutes", flush=True)
-    result = fuzz(arguments.minutes, seed, arguments.kind, arguments.keep, arguments.most)
+    if arguments.mode == "interrupt":
+        # it imports all that it interrupts
+        import interrupt
+
+        result = interrupt.fuzz(arguments.minutes, seed, arguments.kind, arguments.number, arguments.most)
+    else:
+        result = fuzz(arguments.minutes, seed, arguments.kind, arguments.keep, arguments.most)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    _show(result)
+    (interrupt.show if arguments.mode == "interrupt" else _show)(result)
     return 1 if result["findings"] else 0
 
 
