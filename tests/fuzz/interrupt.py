@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any, NoReturn
 
 # Triton decides when it is imported whether it interprets kernels
@@ -148,7 +149,7 @@ class Process:
         assert self.code is not None
         return self.code
 
-    def said(self, most: int = 8000) -> str:
+    def said(self, most: int = 12_000) -> str:
         self._out.seek(0)
         return self._out.read().decode(errors="replace")[-most:]
 
@@ -167,11 +168,16 @@ class Signals:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, RAISED)
 
-    def _handle(self, number: int, _: object) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self._left:
             return
         self._left -= 1
         self._counts["signals"] += 1
+        # what a finding says of the interrupts before it
+        places, at = "", frame
+        while at is not None and at.f_code.co_filename != __file__:
+            places, at = f" {Path(at.f_code.co_filename).name}:{at.f_lineno}{places}", at.f_back
+        os.write(1, f"{signal.Signals(number).name}{places}\n".encode())
         if number == signal.SIGUSR1 and self.handler is not None:
             self.handler()
             return
@@ -235,6 +241,7 @@ def publishing(rng: Random, folder: Path, counts: Counter[str], *kinds: str) -> 
     options = {"anchor_every": rng.choice((None, 2, 3)), "skip_every": rng.choice((None, 3))}
     options |= {"max_pending": rng.choice((None, None, 1)), "encoding": rng.choice(ENCODINGS)}
     trainer, seen = Trainer(rng.choice(kinds), store, **options), list[str]()
+    print(trainer.kind, options, kernels.operations(trainer.model.steps.device).__name__)
 
     def publish(**options: Any) -> None:
         # without threads, which a handler could not start while its thread starts one
@@ -499,7 +506,10 @@ def run_case(kind: str, seed: int, number: int, folder: Path) -> dict[str, Any]:
         return {"found": str(error), "hung": isinstance(error, Hung)}
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    answer: dict[str, Any] = json.loads(process.said(20_000).splitlines()[-1])
+    *said, last = process.said(20_000).splitlines()
+    answer: dict[str, Any] = json.loads(last)
+    if "found" in answer:
+        answer["found"] += "\n".join(said)
     return answer
 
 
