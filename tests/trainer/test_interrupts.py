@@ -549,3 +549,19 @@ def test_interrupted_commits_are_found_again() -> None:
     publisher.publish(weights[-1], wait=True)
     publisher.close(WAIT)
     assert_published(store, weights)
+
+
+def test_an_optimizer_interrupted_between_its_step_and_its_log() -> None:
+    """Torch's fused step is no write by autograd's count: the optimizer has to know by itself that its log lacks it."""
+
+    def operation(interrupted: Interrupted) -> None:
+        store = memory()
+        training = Training("adamw", store)
+        training.publish().result(WAIT)
+        training.trainer.step()
+        interrupted(training.trainer.step)
+        training.publish()
+        training.trainer.publisher.close(WAIT)
+        training.assert_published(store)
+
+    raising_at_each_line([adamw.DeltaAdamW._step_by_torch], operation)
