@@ -238,8 +238,8 @@ def publishing(rng: Random, folder: Path, counts: Counter[str], *kinds: str) -> 
     if "host" not in kinds:
         on_a_device(rng)
     signals, store = Signals(counts), LocalStore(folder / "run")
-    options = {"anchor_every": rng.choice((None, 2, 3)), "skip_every": rng.choice((None, 3))}
-    options |= {"max_pending": rng.choice((None, None, 1)), "encoding": rng.choice(ENCODINGS)}
+    options = {"anchor_every": rng.choice((None, 2, 3)), "max_pending": rng.choice((None, None, 1))}
+    options["encoding"] = rng.choice(ENCODINGS)
     trainer, seen = Trainer(rng.choice(kinds), store, **options), list[str]()
     print(trainer.kind, options, kernels.operations(trainer.model.steps.device).__name__)
 
