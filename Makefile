@@ -7,6 +7,7 @@ VENV   ?= .venv
 JOBS   ?= 3
 ARGS   ?=
 MINUTES ?= 10
+MODE   ?= input
 SEED   ?=
 VLLM   ?=
 DEVICE ?= cpu
@@ -54,8 +55,8 @@ test-all: $(READY)  ## everyday and slow tests, with more random examples
 soak: $(READY)  ## one trainer, twelve replicas, a real S3 server and faults, for MINUTES=10 (SEED= repeats a run)
 	@$(BIN)/python -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-fuzz: $(READY)  ## mutated files, runs and requests against all that reads them, for MINUTES=10 (SEED= repeats a run)
-	@$(BIN)/python tests/fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+fuzz: $(READY)  ## mutated files, runs and requests against all that reads them, or with MODE=interrupt signals at random moments, for MINUTES=10 (SEED= repeats a run)
+	@$(BIN)/python tests/fuzz --mode $(MODE) --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # With the environment of $(PYTHON), which has a GPU build of torch and deltawire in it.
 test-gpu:  ## the tests of what runs on a GPU (PYTHON=python of an environment with CUDA)

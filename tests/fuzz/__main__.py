@@ -2,6 +2,8 @@
 
 Whatever the input: a typed error, a clear 4xx, or the right bits; within a time and 1 GB of memory. Anything else is a
 finding and is kept in tests/fuzz/found, which `make test` replays.
+
+With `--mode interrupt` the input is good, and signals arrive at random moments (interrupt.py).
 """
 
 from __future__ import annotations
@@ -248,7 +250,9 @@ def _show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python tests/fuzz", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--mode", choices=["input", "interrupt"], default="input", help="hostile input, or signals")
+    parser.add_argument(
+        "--mode", choices=["input", "interrupt"], default="input", help="what it is done to: input, or interrupt"
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="which cases; drawn and printed when not given")
     parser.add_argument("--kind", action="append", default=[], help="only this kind; repeatable")

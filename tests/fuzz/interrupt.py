@@ -1,18 +1,17 @@
 """`make fuzz MODE=interrupt`: real signals at random moments into what publishes, syncs, keeps, prunes and follows.
 
 A case is a process of its own, forked from one that has imported everything. Publishers and replicas catch what their
-signal handlers raise and go on, as a notebook does; commands end by a signal, SIGKILL too, and are started again. In the
-end the bits must be the trainer's own. A process that does not end has hung; the stacks of its threads are kept.
+signal handlers raise and go on, as a notebook does; commands end by a signal, SIGKILL too, and are started again. In
+the end the bits must be the trainer's own. A process that does not end has hung; the stacks of its threads are shown.
 
-The seed fixes weights, options, delays and signals. It cannot fix at which instruction a signal arrives: to see a finding
-again, repeat its case until the time is over (`--kind sync --number 7`).
+The seed fixes weights, options, delays and signals. It cannot fix at which instruction a signal arrives: to see a
+finding again, repeat its case until the time is over (`--kind sync --number 7`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import itertools
 import json
 import os
 import platform
@@ -34,28 +33,30 @@ from typing import Any, NoReturn
 os.environ.update(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", DELTAWIRE_THREADS="1", NO_COLOR="1")
 sys.path.append(str(Path(__file__).parent.parent / "trainer"))
 
-import torch  # noqa: E402
-from detector_support import Trainer, raw, replica_model  # noqa: E402
+import torch
+from detector_support import Trainer, raw, replica_model
+from typer.main import get_command
 
-from deltawire import Publisher, Replica, kernels  # noqa: E402
-from deltawire.bucket.checkpoint_folder import CurrentFolder  # noqa: E402
-from deltawire.bucket.replay import checkout, load_folder  # noqa: E402
-from deltawire.bucket.run import Run  # noqa: E402
-from deltawire.bucket.verify import verify  # noqa: E402
-from deltawire.cli import app  # noqa: E402
-from deltawire.core import full, parallel  # noqa: E402
-from deltawire.core.errors import DigestMismatch, DivergedRun, FormatError, PublishFailed  # noqa: E402
-from deltawire.keeper import lease  # noqa: E402
-from deltawire.kernels import host as kernels_host  # noqa: E402
-from deltawire.kernels import triton_ops  # noqa: E402
-from deltawire.models import ModelView  # noqa: E402
-from deltawire.replica import host as replica_host  # noqa: E402
-from deltawire.replica import model as replica_models  # noqa: E402
-from deltawire.store import LocalStore  # noqa: E402
-from support import model, publish, trained  # noqa: E402
+from deltawire import Publisher, Replica, kernels
+from deltawire.bucket.checkpoint_folder import CurrentFolder
+from deltawire.bucket.replay import checkout, load_folder
+from deltawire.bucket.run import Run
+from deltawire.bucket.verify import verify
+from deltawire.cli import app
+from deltawire.core import full, parallel
+from deltawire.core.errors import DigestMismatch, DivergedRun, FormatError, PublishFailed
+from deltawire.keeper import lease
+from deltawire.kernels import host as kernels_host
+from deltawire.kernels import torch_ops, triton_ops
+from deltawire.models import ModelView
+from deltawire.replica import host as replica_host
+from deltawire.replica import model as replica_models
+from deltawire.store import LocalStore
+from support import model, publish, trained
 
-LIMIT_S = float(os.environ.get("FUZZ_LIMIT", 120))
+LIMIT_S = 120.0
 """Seconds that a process may take, on a busy machine, once nothing interrupts it any more."""
+COMMANDS = get_command(app)
 VERSIONS = 24
 ENCODINGS = "packed", "context"
 DEVICE = "snapshot", "streamed", "fused", "adamw"
@@ -124,7 +125,8 @@ class Process:
             os._exit(code if isinstance(code, int) else 1)
 
     def send(self, number: int) -> None:
-        os.kill(self._pid, number)
+        if self.code is None:
+            os.kill(self._pid, number)
 
     def wait(self, seconds: float) -> bool:
         """Whether it ends by then."""
@@ -207,11 +209,12 @@ class Signals:
 
 def slow_and_threaded(rng: Random) -> None:
     """Delay the bucket, and share tiny work among threads, each in some cases."""
-    most = rng.choice((0, 0.001, 0.005))
+    # threads draw from it in no certain order
+    most, delays = rng.choice((0, 0.001, 0.005)), Random(rng.random())
 
     def slowed(verb: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            time.sleep(rng.uniform(0, most))
+            time.sleep(delays.uniform(0, most))
             return verb(*args, **options)
 
         return call
@@ -277,6 +280,8 @@ def publishing(rng: Random, folder: Path, counts: Counter[str], *kinds: str) -> 
     signals.attempt(trainer.publisher.close, 2)
     with contextlib.suppress(PublishFailed):
         trainer.publisher.close()
+    # slowly, by interpreted kernels, is no better
+    kernels.operations = lambda device: torch_ops
     run = Run.open(store)
     found = {version: run.manifest(version).digest for version in run.listed()}
     require(found[max(found)] == seen[-1], "the newest version has not the weights of the last publish")
@@ -328,7 +333,7 @@ def started(slow: Random | None, arguments: tuple[object, ...]) -> Process:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, RAISED)
-        app([str(argument) for argument in arguments])
+        COMMANDS([str(argument) for argument in arguments])
 
     return Process(command)
 
@@ -407,7 +412,7 @@ def following(rng: Random, folder: Path, counts: Counter[str]) -> None:
         with Publisher(store, continues=True) as publisher:
             for weights in HISTORY[1:]:
                 publisher.publish(weights, wait=True)
-                time.sleep(rng.uniform(0, 0.1))
+                time.sleep(0.05)
 
     def look() -> None:
         """As a reader does, who may be overtaken by two versions."""
@@ -422,18 +427,17 @@ def following(rng: Random, folder: Path, counts: Counter[str]) -> None:
                 require(str(found) == expected, f"{held} has the weights {found}, not {expected}")
 
     trainer = Process(train)
-    follow = ["follow", store.url, "--dir", place, "--poll", 0.01, *(["--every"] if rng.random() < 0.5 else [])]
+    follow = "follow", store.url, "--dir", place, "--poll", 0.01
     for _ in range(rng.randint(2, 6)):
-        ended(rng, counts, 0.8, look, *follow)
+        ended(rng, counts, 0.8, look, *follow, *rng.choice(((), ("--every",))))
         look()
     require(trainer.ended() == 0, trainer.said())
-    done(*follow, "--once") if "--every" not in follow else done(*follow[:-1], "--once")
+    done(*follow, "--once")
     look()
     require(int(place.resolve().name[:6]) == VERSIONS - 1, f"{place.resolve()} is not the newest version")
     with CurrentFolder(place):
         left = sorted(path.name for path in place.resolve().parent.iterdir())
     require(len(left) <= 2, f"{left} are left beside the folder")
-    shutil.rmtree(folder)
 
 
 # ── all of them in turn ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -505,6 +509,7 @@ def run_case(kind: str, seed: int, number: int, folder: Path) -> dict[str, Any]:
     except (Hung, Wrong) as error:
         return {"found": str(error), "hung": isinstance(error, Hung)}
     finally:
+        process.send(signal.SIGKILL)
         shutil.rmtree(place, ignore_errors=True)
     *said, last = process.said(20_000).splitlines()
     answer: dict[str, Any] = json.loads(last)
@@ -515,18 +520,24 @@ def run_case(kind: str, seed: int, number: int, folder: Path) -> dict[str, Any]:
 
 def fuzz(minutes: float, seed: int, kinds: list[str], number: int | None, most: int) -> dict[str, Any]:
     """Cases of all kinds in turn until the time is over or `most` findings are there."""
-    began, end, told = time.monotonic(), time.monotonic() + 60 * minutes, time.monotonic()
+    began = told = time.monotonic()
+    end = began + 60 * minutes
     tallies = {kind: Counter[str](cases=0, signals=0, interrupted=0, wrong=0, hung=0) for kind in kinds or CASES}
     findings: list[dict[str, Any]] = []
+    spent = dict.fromkeys(tallies, 0.0)
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryDirectory(prefix="deltawire-fuzz-", dir=memory) as folder:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        tempfile.TemporaryDirectory(prefix="deltawire-fuzz-", dir=memory) as folder,
+    ):
         prepare(Path(folder))
-        for kind in itertools.cycle(tallies):
-            if time.monotonic() > end or len(findings) >= most:
-                break
+        while time.monotonic() < end and len(findings) < most:
+            # as much time for each
+            kind, clock = min(spent, key=spent.__getitem__), time.monotonic()
             tally = tallies[kind]
             case = tally["cases"] if number is None else number
             answer = run_case(kind, seed, case, Path(folder))
+            spent[kind] += time.monotonic() - clock
             tally.update(cases=1, signals=answer.get("signals", 0), interrupted=answer.get("interrupted", 0))
             if "found" in answer:
                 tally["hung" if answer["hung"] else "wrong"] += 1

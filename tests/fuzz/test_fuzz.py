@@ -28,6 +28,18 @@ def test_kept_cases() -> None:
     assert f"{len(list((HERE / 'found').glob('*.json')))} kept cases, 0 findings" in done.stdout
 
 
+@pytest.mark.timeout(300)
+def test_a_few_seconds_of_interrupts(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    report = tmp_path / "report.json"
+    done = fuzz("--mode", "interrupt", "--minutes", 0.1, "--seed", 20261118, "--json", report)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kinds: dict[str, dict[str, int]] = json.loads(report.read_text())["kinds"]
+    assert kinds.keys() == {"publish", "publish device", "sync", "sync device", "keep", "prune", "follow"}
+    assert sum(tally["interrupted"] for tally in kinds.values()) > 0
+    assert "0 wrong, 0 hung" in done.stdout
+
+
 @pytest.mark.slow
 def test_every_kind_of_fault_is_found_kept_and_found_again(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
