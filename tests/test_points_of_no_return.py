@@ -4,6 +4,7 @@ the next call finds that they do not (docs/design.md, points of no return). Thos
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 import uuid
 from collections import deque
@@ -28,7 +29,7 @@ from deltawire.derive.deriver import Deriver, recompute
 from deltawire.keeper import announce, keeper, mirror, skips
 from deltawire.keeper.keeper import Keeper, KeeperOptions
 from deltawire.keeper.mirror import Mirror
-from deltawire.replica import attempt, host, live_weights, model, replica, target
+from deltawire.replica import attempt, heartbeats, host, live_weights, model, replica, target
 from deltawire.replica.model import ModelTarget
 from deltawire.store import ObjectStore, Store
 from deltawire.views.blocks import Blocks
@@ -52,6 +53,7 @@ def memory() -> Store:
 # ── replica: live weights, and which version they are ────────────────────────────────────────────────────────────────
 
 WEIGHTS = history(7)
+WAIT = 20
 
 
 @cache
@@ -99,6 +101,24 @@ def test_a_sync_to_full_weights_at_every_line() -> None:
 
     where = [replica.Replica.sync, replica.Replica._sync, attempt, live_weights, target, host.HostShard]
     raising_at_each_line(where, operation)
+
+
+def test_a_heartbeat_at_every_line() -> None:
+    """Nobody waits for one that was interrupted."""
+
+    def operation(interrupted: Interrupted) -> None:
+        live, store = copy(WEIGHTS[0]), chain()
+        with Replica(store, id="here") as follower:
+            interrupted(lambda: follower.sync(live, 2))
+            # in a thread, so that one that never ends is seen
+            rest = threading.Thread(target=lambda: follower.sync(live), daemon=True)
+            rest.start()
+            rest.join(WAIT)
+            assert not rest.is_alive()
+            assert same(live, WEIGHTS[6])
+        assert store.head(keys.replica("here"))
+
+    raising_at_each_line([heartbeats.Heartbeats], operation)
 
 
 def test_an_undo_at_every_line(monkeypatch: pytest.MonkeyPatch) -> None:

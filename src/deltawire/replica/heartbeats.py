@@ -50,7 +50,7 @@ class Heartbeats:
         self._reading: tuple[tuple[int, int], ...] = ()
         """Ranges of versions that prune must leave for this replica."""
         self._beat_at = 0.0
-        self._beating = threading.Lock()
+        self._beating = threading.RLock()
         self._may_not_beat = False
 
     def announce(self, versions: Iterable[int]) -> None:
@@ -84,13 +84,15 @@ class Heartbeats:
         if not self.every:
             return
         every = min(self.every, READING_EVERY) if self._reading else self.every
-        # called by the threads that fetch too; one of them writes for all
-        if (not force and now() - self._beat_at < every) or not self._beating.acquire(blocking=force):
+        if not self._is_due(every, force):
             return
         try:
-            if (status := self._status()) is not None:
-                self._beat_at = now()
-                self._store.put(keys.replica(self.id), self._made(*status, error or self.note))
+            # threads that fetch call this too, and one of them writes for all; `with`, because an interrupt between an
+            # `acquire` and its `try` would leave the lock taken
+            with self._beating:
+                if self._is_due(every, force) and (status := self._status()) is not None:
+                    self._beat_at = now()
+                    self._store.put(keys.replica(self.id), self._made(*status, error or self.note))
         except PermissionDenied as trouble:
             # a replica only needs to read; warn once
             level = logging.DEBUG if self._may_not_beat else logging.WARNING
@@ -98,8 +100,9 @@ class Heartbeats:
             self._may_not_beat = True
         except StoreError as trouble:
             log.debug("no heartbeat: %s", trouble)
-        finally:
-            self._beating.release()
+
+    def _is_due(self, every: float, force: bool) -> bool:
+        return force or now() - self._beat_at >= every
 
     def _made(
         self, run: str, version: int | None, newest: int | None, timings: Mapping[str, float], error: str
