@@ -26,6 +26,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from ..core.manifest import Blob, File
+from ..core.parallel import default_threads
 from ..core.settings import gigabytes
 from ..store import Store
 from .neighbour import Neighbour, is_address, neighbour
@@ -168,7 +169,7 @@ def shared_cache(store: Store) -> Cache | Neighbour | None:
 
 def hash_of(handle: int) -> str:
     """blake3 of an open file, from its start. Read, not mapped: a map of a large anchor would count as our memory."""
-    whole = blake3(max_threads=blake3.AUTO)
+    whole = blake3(max_threads=default_threads())
     start = 0
     while data := os.pread(handle, _READ, start):
         whole.update(data)

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-from blake3 import blake3
 
 from . import container, digest
 from .change import BLOCK_UNITS, Region, pieces, tile, whole
@@ -19,7 +18,7 @@ from .container import Read
 from .dtypes import Bits, lookup
 from .errors import FormatError, ManifestError, SchemaMismatch, UnknownFormat, UnsafeName
 from .manifest import MAX_FILE, parse
-from .parallel import ordered_map, threads_for
+from .parallel import default_threads, ordered_map, threads_for
 from .schema import Schema, TensorSpec, check_file_name
 from .sparse import FORMAT, FORMAT_VERSION, DataFile
 from .typed_json import decode
@@ -104,7 +103,7 @@ def anchor(regions: Iterable[Region], read: Callable[[Region], Bits], metadata: 
         everything[REGIONS] = msgspec.json.encode(parts).decode()
     head = container.build(((t.name, t.dtype, t.shape) for t in stored), everything)
     elements = sum(tensor.elements for tensor in stored)
-    return DataFile.of(head, lambda: map(bytes, _chunks(ordered, read)), elements, blake3.AUTO)
+    return DataFile.of(head, lambda: map(bytes, _chunks(ordered, read)), elements, default_threads())
 
 
 def _stored(rectangle: Region) -> TensorSpec:

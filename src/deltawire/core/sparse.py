@@ -177,6 +177,7 @@ class DataFile:
             yield head
             yield from body()
 
+        # threads of its own: those of blake3.AUTO are gone in a forked process, which would wait for them for ever
         everything, size = blake3(max_threads=threads), 0
         for chunk in chunks():
             everything.update(chunk)
