@@ -249,3 +249,38 @@ def test_a_failed_put_ends_its_upload_and_a_killed_one_shows_no_object(seaweed: 
         assert writer.stdout.readline() == b"half way\n"
         writer.kill()
     assert list(store.list()) == []
+
+
+def test_a_fork_of_a_process_that_used_a_bucket_is_refused(tmp_path: Path) -> None:
+    """The client's threads are in the other process, and a request would wait for them for ever."""
+    code = """
+import os
+from deltawire.core.errors import ObjectNotFound, StoreError, Unsupported
+from deltawire.store import ObjectStore
+
+store = ObjectStore.from_url("s3://bucket/run", retries=0)
+
+def request():
+    try:
+        store.get("run.json")
+    except Unsupported:
+        return 5
+    except (StoreError, ObjectNotFound):
+        return 6
+
+child = os.fork()
+if not child:
+    os._exit(request())
+before = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert request() == 6
+child = os.fork()
+if not child:
+    os._exit(request())
+print(before, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    nobody = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
+    environment = (
+        os.environ | nobody | {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "HOME": str(tmp_path)}
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert found.stdout.split() == ["6", "5"], found.stderr

@@ -17,7 +17,7 @@ import obstore
 from obstore.exceptions import BaseError, NotModifiedError
 from obstore.store import MemoryStore
 
-from deltawire.core.errors import ObjectNotFound, StoreUnavailable, TruncatedFile
+from deltawire.core.errors import ObjectNotFound, StoreUnavailable, TruncatedFile, Unsupported
 from deltawire.store.address import SCHEMES, connect, parse
 from deltawire.store.base import (
     Chunks,
@@ -83,14 +83,14 @@ class ObjectStore:
 
     def get(self, key: str, *, limit: int | None = None) -> Fetched:
         path = self._path(key)
-        with _translated(self._where(key)):
+        with _request(self._where(key)):
             return self._read(key, obstore.get(self._client, path), limit)
 
     def get_if_changed(self, key: str, etag: str | None, *, limit: int | None = None) -> Fetched | None:
         if not etag:
             return self.get(key, limit=limit)
         path = self._path(key)
-        with _translated(self._where(key)):
+        with _request(self._where(key)):
             try:
                 result = obstore.get(self._client, path, options={"if_none_match": etag})
             except NotModifiedError:
@@ -105,7 +105,7 @@ class ObjectStore:
             if start + length > self.head(key).size:
                 raise TruncatedFile(f"{self._where(key)} ends before byte {start + length}")
             return b""
-        with _translated(self._where(key)):
+        with _request(self._where(key)):
             data = obstore.get_range(self._client, path, start=start, length=length).to_bytes()
         if len(data) != length:  # past the end, a server sends what there is
             raise TruncatedFile(f"{self._where(key)} ends at byte {start + len(data)}, before byte {start + length}")
@@ -113,18 +113,18 @@ class ObjectStore:
 
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with _translated(self._where(key)):
+        with _request(self._where(key)):
             return self._info(obstore.head(self._client, path))
 
     def put(self, key: str, data: bytes | Chunks) -> None:
         path = self._path(key)
         if not callable(data):
-            with _translated(self._where(key)):
+            with _request(self._where(key)):
                 self._upload(path, self._payload(data))
             return
         source = _Source(data)
         try:
-            with _translated(self._where(key)):
+            with _request(self._where(key)):
                 self._stream(path, source)
         except Exception:
             # A producer's error must reach the caller as it is; some, like FileNotFoundError, look like the client's.
@@ -134,13 +134,13 @@ class ObjectStore:
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         path = self._path(key)
-        with _translated(self._where(key)):
+        with _request(self._where(key)):
             obstore.put(self._creator, path, self._payload(data), mode="create")
 
     def list(self, prefix: str = "", after: str | None = None) -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix)
         # The client matches prefixes by whole path parts, not by text; so ask for the folder and compare here.
-        with _translated(self.url):
+        with _request(self.url):
             found: list[ObjectInfo] = []
             for page in obstore.list(self._client, (self._root + folder) or None, chunk_size=1000):
                 found += map(self._info, page)
@@ -151,7 +151,7 @@ class ObjectStore:
 
     def folders(self, prefix: str = "") -> Level:
         folder = check_prefix(prefix)
-        with _translated(self.url):
+        with _request(self.url):
             found = obstore.list_with_delimiter(self._client, (self._root + folder) or None)
             names = [name.rstrip("/")[len(self._root) :] for name in found["common_prefixes"]]
             objects = [self._info(meta) for meta in found["objects"]]
@@ -159,7 +159,7 @@ class ObjectStore:
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with contextlib.suppress(ObjectNotFound), _translated(self._where(key)):
+        with contextlib.suppress(ObjectNotFound), _request(self._where(key)):
             obstore.delete(self._client, path)
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,6 +231,25 @@ class _Source:
         except BaseException as error:
             self.failure = error
             raise
+
+
+_process = 0
+"""The process that made the first request."""
+
+
+@contextlib.contextmanager
+def _request(where: str) -> Iterator[None]:
+    """Translate errors, and raise Unsupported in a process that was forked after the client's threads had started."""
+    global _process
+    if not where.startswith("memory:"):
+        _process = _process or os.getpid()
+        if _process != os.getpid():
+            raise Unsupported(
+                f"{where} cannot be reached: this process was forked from one that had used a bucket, and has none of "
+                'its threads; start processes with multiprocessing.get_context("spawn")'
+            )
+    with _translated(where):
+        yield
 
 
 @contextlib.contextmanager
