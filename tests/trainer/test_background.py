@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,6 +117,58 @@ def test_a_fork_refuses_what_only_the_first_process_can_do(store: Store) -> None
             os._exit(refused)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         assert publisher.publish(second).result(WAIT).version == 1
+
+
+def publish_anew(folder: str) -> None:
+    with Publisher(folder) as publisher:
+        publisher.publish(model(rows=4096), wait=True)
+
+
+def test_a_fork_publishes_and_follows_with_objects_of_its_own(tmp_path: Path) -> None:
+    """Threads that hash are those of one process: a fork that waited for its parent's would wait for ever."""
+    publish_anew(str(tmp_path / "first"))
+    child = multiprocessing.get_context("fork").Process(target=publish_anew, args=[str(tmp_path / "second")])
+    child.start()
+    child.join(WAIT)
+    if child.is_alive():
+        child.kill()
+    assert child.exitcode == 0
+
+
+ENDS = """
+import numpy as np, sys, time
+from deltawire import Publisher
+from deltawire.store import LocalStore
+
+class Slow(LocalStore):
+    def put_if_absent(self, key, data):
+        if key.startswith("versions/"):
+            time.sleep(3600)
+        super().put_if_absent(key, data)
+
+class Trainer:
+    def __init__(self, store):
+        self.publisher, self.weights = Publisher(store), {"w": np.zeros(9, np.float32)}
+
+    def __del__(self):
+        self.publisher.publish(self.weights, wait=True)
+
+run, how = sys.argv[1:]
+if how == "finalizer":
+    trainer = Trainer(run)
+    trainer.itself = trainer
+else:
+    Publisher(Slow(run)).publish({"w": np.zeros(9, np.float32)})
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("finalizer", "PublishFailed: the program has ended"), ("unfinished", "is not in file:")]
+)
+def test_a_program_that_ends_says_what_is_lost_and_waits_for_no_thread(how: str, said: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS, str(tmp_path / "run"), how]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=WAIT, check=True)
+    assert said in " ".join(found.stderr.split())
 
 
 class Gates:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from weakref import WeakSet
 
 from ..core.errors import (
     DeltawireError,
@@ -68,6 +71,7 @@ class Background:
         """Whether all that was published is in the bucket, or has failed for good."""
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
+        _here.add(self)
 
     @property
     def depth(self) -> int:
@@ -167,11 +171,17 @@ class Background:
         return True
 
     def refuse_own_thread(self) -> None:
-        """Raise PublishFailed on the background thread, which would wait for itself, and in a forked process."""
+        """Raise PublishFailed on the background thread, which would wait for itself, in a forked process, and where
+        the interpreter has ended its threads (`__del__`)."""
         if os.getpid() != self._process:
             raise PublishFailed(
                 f"this publisher of {self._where} was made before this process was forked, and its thread is in the "
                 "other one; make a publisher in the process that publishes"
+            )
+        if sys.is_finalizing():
+            raise PublishFailed(
+                f"the program has ended, and with it the thread that publishes to {self._where}: call `close` before, "
+                "or publish within `with Publisher(…)`"
             )
         if self._is_own_thread():
             raise PublishFailed(
@@ -236,3 +246,21 @@ class Background:
                 self._leave()
             except BaseException as error:
                 self._failures.append(error)
+
+
+# ── this process ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_here: WeakSet[Background] = WeakSet()
+"""Those of this process, or of the one that it was forked from."""
+
+
+@atexit.register
+def _tell_of_the_rest() -> None:
+    """A program that ends without waiting loses what is not in the bucket by then."""
+    for background in [*_here]:
+        if background.depth and background._process == os.getpid():
+            log.error(
+                "the program ends, and what it published last is not in %s yet: call `close` before, or publish within "
+                "`with Publisher(…)`",
+                background._where,
+            )
