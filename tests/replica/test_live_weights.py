@@ -38,6 +38,18 @@ def test_a_weight_changed_behind_its_back(store: Store, anchor: bool) -> None:
     assert same(live, versions[3])
 
 
+def test_a_sync_to_the_version_that_the_weights_were_looks_at_them(store: Store) -> None:
+    """As people sync again to undo what they tried."""
+    versions = history(3)
+    publish(store, versions, anchor_ratio=1e9)
+    live = copy(versions[1])
+    replica = Replica(store, heartbeat=0)
+    assert replica.sync(live, 1) == 1
+    live["layer.weight"][0, 0] += 1
+    assert replica.sync(live, 1) == 1
+    assert same(live, versions[1])
+
+
 @pytest.mark.parametrize("prove", [False, True])
 def test_a_weight_that_the_delta_changes_was_changed_already(store: Store, prove: bool) -> None:
     """Found before a weight is touched, with or without the proof afterwards."""

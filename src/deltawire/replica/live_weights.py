@@ -38,7 +38,10 @@ class LiveWeights:
         self._id, self._pause, self._on_name = id, pause, on_name
 
     def bind(self, target: AnyTarget, run: Run, want: int) -> None:
-        """Locate the weights and identify their version, if they have one; `want` is looked at first."""
+        """Locate the weights and identify their version, if they have one; `want` is looked at first.
+
+        Weights that are `want` already are looked at again: nothing else would find that something wrote to them.
+        """
         known = target is self.target
         self.target = _UNBOUND
         try:
@@ -54,6 +57,8 @@ class LiveWeights:
             self._be(run.identify(self.digest, want))
             if self.version is not None:
                 log.info("%s: the weights are version %d already", self._id, self.version)
+        elif self.version == want:
+            self.have_strayed()
 
     def start(self, want: int) -> int | None:
         """The version to go on from. None also where clients do not get `want` although the weights are that version:

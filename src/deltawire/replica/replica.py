@@ -213,6 +213,8 @@ class Replica:
     ) -> int:
         """Bring the model's weights to a version (the newest by default), verify them, and return the version.
 
+        Weights that are this version already are verified too: if something else wrote to them, they are loaded anew.
+
         `version` is a number, or text as on the command line: "v41", "latest", "-2", or a tag.
         On failure the weights are those of `replica.version`, as before, or None where they were lost.
         """
