@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
         pytest.param(0.75, 1.5, 12, marks=pytest.mark.slow, id="a minute"),
     ],
 )
-def test_nothing_is_wrong_after_faults(tmp_path: Path, minutes: float, pace: float, replicas: int) -> None:
+def test_faults(tmp_path: Path, minutes: float, pace: float, replicas: int) -> None:
     done = forks.run(
         [sys.executable, "-m", "soak", "--minutes", str(minutes), "--pace", str(pace), "--replicas", str(replicas),
          "--seed", "20261115",

@@ -56,9 +56,9 @@ def test_an_unknown_version_names_the_range(run: Path, tmp_path: Path) -> None:
     [("", None), ("@latest", None), ("@v2", 2), ("@77", 77), ("@-2", 2), ("@best", 1)],
 )
 def test_what_serve_stays_at(run: Path, text: str, expected: int | None) -> None:
-    from deltawire.cli.serve import _pin
+    from deltawire.cli.serve import _followed
 
     invoke("tag", f"{run}@1", "best")
-    assert _pin(f"{run}{text}") == (str(run), expected)
+    assert _followed(f"{run}{text}") == {"run": str(run), "pin": expected}
     # a number needs no run yet: the server waits for it
-    assert _pin("/nowhere@v3") == ("/nowhere", 3)
+    assert _followed("/nowhere@v3") == {"run": "/nowhere", "pin": 3}
