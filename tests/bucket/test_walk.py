@@ -23,6 +23,7 @@ from deltawire.core.manifest import Blob, Link
 from deltawire.store import Store
 from deltawire.trainer import Publisher
 from deltawire_wordle.counting import CountingStore
+from interrupting import Interrupted, raising_at_each_line
 from support import history, publish
 
 
@@ -73,24 +74,51 @@ def test_a_manifest_that_was_replaced_excuses_its_link_once(run: Run, store: Sto
     assert not walker.renew(step)
 
 
+class Slow(CountingStore):
+    """Holds back version 3."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.release, self.started = threading.Event(), threading.Event()
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        if "step_000003" in key:
+            self.started.set()
+            self.release.wait(120)
+        return super().get_range(key, start, length)
+
+
 def test_dropped_half_way_it_does_not_wait_for_what_is_being_fetched(store: Store) -> None:
     publish(store, history(6), anchor_ratio=1e6)
-    release, started = threading.Event(), threading.Event()
-
-    class Slow(CountingStore):
-        def get_range(self, key: str, start: int, length: int) -> bytes:
-            if "step_000003" in key:
-                started.set()
-                release.wait(120)
-            return super().get_range(key, start, length)
-
-    run = Run.open(Slow(store))
+    slow = Slow(store)
+    run = Run.open(slow)
     coming: Any = prefetch(run, chain.plan(None, 5, run.timeline(5)))
     assert next(coming)[1].result().manifest.version == 0
-    assert started.wait(120)
+    assert slow.started.wait(120)
     coming.close()
-    assert not release.is_set()
-    release.set()
+    assert not slow.release.is_set()
+    slow.release.set()
+
+
+def test_interrupted_where_it_is_dropped_its_threads_end(store: Store) -> None:
+    """With a lock of the standard library left taken, a process would wait for them when it ends."""
+    publish(store, history(6), anchor_ratio=1e6)
+
+    def operation(interrupted: Interrupted) -> None:
+        slow = Slow(store)
+        run = Run.open(slow)
+        coming: Any = prefetch(run, chain.plan(None, 5, run.timeline(5)))
+        while next(coming)[0].version != 3:
+            pass
+        assert slow.started.wait(120)
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("deltawire-prefetch")]
+        interrupted(coming.close)
+        slow.release.set()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+    raising_at_each_line([threading.Condition.__enter__], operation)
 
 
 def test_a_link_that_fails_leaves_no_open_file(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +136,8 @@ def test_a_link_that_fails_leaves_no_open_file(store: Store, monkeypatch: pytest
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         [(_, failed)] = [(step, pending) for step, pending in prefetch(run, [Step(0, "anchor", None, 8000)])]
-        assert isinstance(failed.exception(), ObjectNotFound)
+        with pytest.raises(ObjectNotFound):
+            failed.result()
     # the other threads may end after the one that failed
     end = time.monotonic() + 120
     while len(os.listdir("/proc/self/fd")) > before:

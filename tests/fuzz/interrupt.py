@@ -471,10 +471,14 @@ HISTORY = history()
 
 
 def prepare(folder: Path) -> None:
-    """Runs to begin with. What cases need is compiled and loaded here, once."""
+    """Runs to begin with. What cases need is compiled and loaded here, once: numba cannot go on where that was
+    interrupted."""
     lease.SETTLE_S = 0.0
     for encoding in ENCODINGS:
         publish(LocalStore(folder / encoding), HISTORY, encoding=encoding, anchor_ratio=1e9)
+        live = {name: t.float() if t.dtype == torch.bfloat16 else t.clone() for name, t in HISTORY[0].items()}
+        for version in (0, 1):
+            Replica(LocalStore(folder / encoding), heartbeat=0).sync(live, version)
         for kind in ("host", *DEVICE):
             trainer = Trainer(kind, LocalStore(folder / f"{encoding} {kind}"), encoding=encoding)
             for wait in (False, True):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -26,7 +26,7 @@ from ..core.errors import (
     StoreUnavailable,
 )
 from ..core.manifest import Blob, Link, Manifest, Summary
-from ..core.parallel import ordered_map
+from ..core.parallel import Later, Workers, ordered_map
 from ..core.sparse import DeltaClaim, DeltaFile, open_delta
 from .fetch import CONNECTIONS, FetchedObject, Progress, fetch
 from .references import Resolve, reference_source
@@ -71,7 +71,7 @@ class Walker:
         *,
         begin: Callable[[list[Step]], bool] = lambda steps: True,
         progress: Progress | None = None,
-    ) -> Iterator[tuple[Step, Future[FetchedLink]]]:
+    ) -> Iterator[tuple[Step, Later[FetchedLink]]]:
         """Yield the steps to `want` with their objects, until `have()` is `want`.
 
         The caller applies a link before it asks for the next one, and calls `reject` or `plan_again` where that fails.
@@ -221,27 +221,44 @@ class FetchedLink:
 
 def prefetch(
     run: Run, steps: Sequence[Step], progress: Progress | None = None, *, shared: bool = True
-) -> Iterator[tuple[Step, Future[FetchedLink]]]:
+) -> Iterator[tuple[Step, Later[FetchedLink]]]:
     """Yield the steps of a plan in order, and fetch the objects of the next ones meanwhile.
 
-    The future raises what went wrong with the step's manifest or objects. A link is closed when the next is asked for.
+    The result raises what went wrong with the step's manifest or objects. A link is closed when the next is asked for.
     `shared` as in `fetch`.
     """
-    waiting: deque[tuple[Step, Future[FetchedLink]]] = deque()
-    todo = deque(steps)
-    pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="deltawire-prefetch")
+    waiting: deque[tuple[int, Later[FetchedLink]]] = deque()
+    todo = deque(range(len(steps)))
+    workers = Workers(CONNECTIONS, "deltawire-prefetch")
+    fetched: dict[int, FetchedLink] = {}
+    """Links to be closed, by whoever takes them out of here."""
+    done: set[int] = set()
+
+    def fetch_ahead(number: int) -> FetchedLink:
+        fetched[number] = link = _fetch_step(run, steps[number], progress, shared)
+        if number in done or workers.closed:
+            close(number)
+        return link
+
+    def close(number: int) -> None:
+        if (link := fetched.pop(number, None)) is not None:
+            link.close()
+
     try:
         while todo or waiting:
-            while todo and (not waiting or sum(s.bytes for s, _ in waiting) + todo[0].bytes <= PREFETCH_BYTES):
-                step = todo.popleft()
-                waiting.append((step, pool.submit(_fetch_step, run, step, progress, shared)))
-            yield waiting[0]
-            _discard(waiting.popleft()[1])
+            while todo and (not waiting or sum(steps[n].bytes for n in [*dict(waiting), todo[0]]) <= PREFETCH_BYTES):
+                number = todo.popleft()
+                waiting.append((number, workers.submit(partial(fetch_ahead, number))))
+            number, pending = waiting[0]
+            yield steps[number], pending
+            waiting.popleft()
+            done.add(number)
+            close(number)
     finally:
-        for _, pending in waiting:
-            _discard(pending)
         # no waiting: this may run in the garbage collector, in a thread that holds a lock the workers need
-        pool.shutdown(wait=False)
+        workers.close(wait=False)
+        for number in [*fetched]:
+            close(number)
 
 
 def _fetch_step(run: Run, step: Step, progress: Progress | None, shared: bool) -> FetchedLink:
@@ -271,14 +288,3 @@ def fetch_link(
         # all are there; else also those are closed that other threads had opened when one failed
         opened.pop_all()
     return found
-
-
-def _discard(pending: Future[FetchedLink]) -> None:
-    """Close the link, now or as soon as it is there."""
-
-    def close(done: Future[FetchedLink]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            done.result().close()
-
-    if not pending.cancel():
-        pending.add_done_callback(close)
