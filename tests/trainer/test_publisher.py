@@ -814,6 +814,17 @@ if __name__ == "__main__":
 """
 
 
+HELD = """
+with dw.Publisher(sys.argv[1], takeover=TAKEOVER) as publisher:
+    publisher.publish({"w": np.full(4, 1, np.float32)}, wait=True)
+    child = multiprocessing.get_context("spawn").Process(target=print, args=("the child ran",))
+    child.start()
+    child.join()
+    publisher.publish({"w": np.full(4, 2, np.float32)}, wait=True)
+print("exit code", child.exitcode)
+"""
+
+
 @pytest.mark.parametrize(
     "main, said, newest", [(UNGUARDED, "exit code 1", 0), (GUARDED, "exit code 0", 1)], ids=["not", "guarded"]
 )
@@ -827,3 +838,14 @@ def test_a_child_that_runs_the_script_again_publishes_nothing(
     assert done.stdout.splitlines() == [said]
     assert ("Guard your script" in done.stderr) == (main == UNGUARDED), done.stderr
     assert Run.open(tmp_path / "run").newest() == newest
+
+
+@pytest.mark.parametrize("takeover", [False, True])
+def test_a_child_that_runs_the_script_again_leaves_the_run_to_its_parent(tmp_path: Path, takeover: bool) -> None:
+    publish(LocalStore(tmp_path / "run"), [{"w": np.zeros(4, np.float32)}])
+    script = tmp_path / "train.py"
+    script.write_text(PUBLISHES + HELD.replace("TAKEOVER", str(takeover)))
+    done = subprocess.run([sys.executable, script, tmp_path / "run"], capture_output=True, text=True, timeout=WAIT)
+    assert done.stdout.splitlines() == ["exit code 1"], done.stderr
+    assert "Guard your script" in done.stderr
+    assert Run.open(tmp_path / "run").newest() == 2

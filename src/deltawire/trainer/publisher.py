@@ -130,6 +130,8 @@ class Publisher:
         trust: KeysLike = (),
         on_version: Callable[[Published], object] | None = None,
     ) -> None:
+        # first: what follows takes the run, from the parent where takeover=True
+        _refuse_second_script()
         # an optimizer has a detector of its own
         compares = detector.detector() if detector is not None and hasattr(detector, "detector") else detector
         if view is not None:
@@ -284,7 +286,6 @@ class Publisher:
 
     def _in_turn(self, work: Callable[[], T]) -> T:
         """Do work, one thread at a time. OutOfStep for a second one where ranks publish together."""
-        _refuse_second_script()
         self._pipeline.background.refuse_own_thread()
         overlaps = self._busy
         # not `acquire`: an interrupt between that and the `try` would leave the lock taken
