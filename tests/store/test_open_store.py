@@ -44,9 +44,12 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for where, root in {
         "run": "run",
         "./a b/c:d": "a b/c:d",
+        "s3": "s3",
+        "./s3//run": "s3/run",
         "~/run": "home/run",
         str(tmp_path / "x"): "x",
         f"file://{tmp_path}/a%20b%23": "a b#",
+        f"file://{tmp_path}/a%2C/b,c": "a,/b,c",
         f"FILE://localhost{tmp_path}/y": "y",
     }.items():
         store = open_store(where, retry=False)
@@ -91,6 +94,10 @@ def test_bucket_urls_open_without_contact(monkeypatch: pytest.MonkeyPatch) -> No
         ("ftp://run", r"no store speaks ftp://; use one of az://, file://, gs://, hf://, memory://, s3:// or a path"),
         ("http://host/run", r"no store speaks http://"),
         ("s3:/bucket/run", "two slashes"),
+        ("s3//bucket/run", r"write s3://…, or \./s3/… for a folder"),
+        ("HF//buckets/me/b/run", r"write HF://…, or \./HF/… for a folder"),
+        ("/a,/b", "each is a URL, a folder file:///path"),
+        ("s3://bucket/run,/b", "%2C"),
         ("s3://", "no bucket"),
         ("s3:///run", "no bucket"),
         ("memory://", "no bucket"),

@@ -66,10 +66,18 @@ def open_store(where: str | os.PathLike[str] | Store, *, retry: bool = True) -> 
 
 
 def _open(where: str) -> Store:
+    if ",/" in where:
+        raise BadURL(
+            "an address with ',/' in it: of several addresses each is a URL, a folder file:///path; where the comma "
+            "belongs to a name, write it as %2C in a URL"
+        )
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", where)
     if scheme is None:
         if not where:
             raise BadURL(f"an empty address; {_known()}")
+        name, slashes, _ = where.partition("//")
+        if slashes and name.lower() in _SCHEMES:
+            raise BadURL(f"a colon is missing: write {name}://…, or ./{name}/… for a folder")
         return LocalStore(Path(where).expanduser())
     name = scheme[1].lower()
     if name not in _SCHEMES:
