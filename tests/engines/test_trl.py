@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,14 +43,21 @@ class Regression(torch.nn.Module):
 
 
 def trained(
-    folder: Path, callbacks: list[Any], steps: int = 6, model: torch.nn.Module | None = None, **attached: Any
+    folder: Path,
+    callbacks: list[Any],
+    steps: int = 6,
+    model: torch.nn.Module | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **attached: Any,
 ) -> Trainer:
     data = [{"x": torch.randn(8), "labels": torch.tensor(1.0)} for _ in range(32)]
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, learning_rate=0.01, logging_steps=1,
-        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        report_to=[], use_cpu=True, disable_tqdm=True, **{"save_strategy": "no", **options},
     )  # fmt: skip
-    trainer = Trainer(model=model or Regression(), args=arguments, train_dataset=data, callbacks=callbacks)
+    trainer = Trainer(
+        model=model or Regression(), args=arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks
+    )
     for callback in attached.values():
         callback.attach(trainer)
     trainer.train()
@@ -94,6 +102,22 @@ def test_a_trainer_publishes_its_steps(store: Store, tmp_path: Path, every: int,
     trainer = trained(tmp_path, [callback, Unhurried(callback)])
     assert newest(store) == bits(trainer.model)
     assert [Run.open(store).manifest(v).step for v in Run.open(store).listed()] == expected
+
+
+def test_the_best_weights_are_published_where_the_trainer_ends_with_them(store: Store, tmp_path: Path) -> None:
+    class Best(TrainerCallback):
+        """The first evaluation is the best one."""
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+            metrics["eval_loss"] = float(state.global_step)
+
+    options = {
+        "save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2, "eval_steps": 2,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False,
+    }  # fmt: skip
+    trainer = trained(tmp_path / "out", [DeltaSyncCallback(store), Best()], options=options)
+    assert trainer.state.best_global_step == 2
+    assert newest(store) == bits(trainer.model)
 
 
 def test_the_tokenizer_of_the_trainer_is_published(store: Store, tmp_path: Path) -> None:

@@ -248,7 +248,9 @@ class DeltaSyncCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **around: Any) -> None:
         if self._publisher is None:
             return
-        if state.global_step % self._every:
+        # the trainer has put the best weights back, of whichever step
+        best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        if best or state.global_step % self._every:
             self._publish(self._publisher, around["model"], state)
         self._publisher.close()
         self._publisher = None
