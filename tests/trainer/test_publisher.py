@@ -473,10 +473,31 @@ def test_a_failure_nobody_asked_about_is_raised_by_close(store: Store) -> None:
     publisher.publish(versions[0]).result(WAIT)
     broken.down = True
     publisher.publish(versions[1])
-    with pytest.raises(PublishFailed):
+    with pytest.raises(PublishFailed, match="is not in the bucket: publish it again with a new Publisher"):
         publisher.close()
     publisher.close()  # a second time there is nothing to say
     verified(store, versions[:1])
+
+
+def test_close_says_that_a_later_version_carries_what_failed(store: Store) -> None:
+    reached, fails = threading.Event(), threading.Event()
+
+    def hook(when: str, verb: str, key: str) -> None:
+        if PLACES["before-the-delta"](when, verb, key) and not reached.is_set():
+            reached.set()
+            assert fails.wait(WAIT)
+            raise StoreUnavailable("once")
+
+    versions = history(3)
+    publisher = Publisher(HookedStore(store, hook))
+    publisher.publish(versions[0]).result(WAIT)
+    publisher.publish(versions[1])
+    assert reached.wait(WAIT)
+    publisher.publish(versions[2])
+    fails.set()
+    with pytest.raises(PublishFailed, match="a later version carries what this one should have"):
+        publisher.close()
+    verified(store, [versions[0], versions[2]])
 
 
 def test_the_with_block_raises_it_too_but_not_over_another_error(store: Store) -> None:
@@ -502,7 +523,7 @@ def test_close_does_not_pretend_that_a_lost_change_was_published(store: Store) -
     publisher.publish(versions[1])
     with pytest.raises(PublishFailed):
         publisher.flush(WAIT)
-    with pytest.raises(PublishFailed, match="never published"):
+    with pytest.raises(PublishFailed, match="What was published last is not in the bucket"):
         publisher.close()
 
 

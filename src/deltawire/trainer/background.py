@@ -35,6 +35,8 @@ _LASTING = (WriterConflict, RankLost, OutOfStep, RunNotFound, RunReplaced)
 
 CapturedVersion = PendingVersion[Capture]
 
+LAST_IS_MISSING = "What was published last is not in the bucket: publish it again with a new Publisher"
+
 _INTERVAL = 0.5
 _LAST_MESSAGE = 10.0
 """Seconds that `close` waits for the last message to other ranks: all that was published here is in the bucket then."""
@@ -65,6 +67,8 @@ class Background:
         """What the thread is writing as one version."""
         self._failures: deque[BaseException] = deque(maxlen=1)
         """The last failure, until it is raised."""
+        self._behind = False
+        """Whether the last version to be written has failed."""
         self._ending = False
         """No further publish will come."""
         self.closed = False
@@ -216,10 +220,11 @@ class Background:
             failure = self._failures.pop()
         except IndexError:
             return
-        raise PublishFailed(
-            f"publishing to {self._where} failed in the background: {failure}. "
-            "Nothing is lost: the next publish carries what this one should have"
-        ) from failure
+        then = LAST_IS_MISSING
+        if not (self._ending and self._behind):
+            carries = "a later version" if self._ending else "the next publish"
+            then = f"Nothing is lost: {carries} carries what this one should have"
+        raise PublishFailed(f"publishing to {self._where} failed in the background: {failure}. {then}") from failure
 
     def _loop(self) -> None:
         while (pending := self.next()) is not None:
@@ -231,8 +236,10 @@ class Background:
             except BaseException as error:
                 log.error("publish failed: %s", error)
                 self._failures.append(error)
+                self._behind = True
                 finish = partial(pending.fail, error)
             else:
+                self._behind = False
                 if self._leave is not None:
                     self._failures.clear()
                 finish = partial(pending.succeed, published)

@@ -39,7 +39,7 @@ from ..core.state import State
 from ..models import Model
 from ..store import Store
 from .adapters import Adapter
-from .background import Background, CapturedVersion
+from .background import LAST_IS_MISSING, Background, CapturedVersion
 from .captures import Captures, Stream, counted
 from .claim import Claim
 from .collective import LAST_WAIT, RESTART, Group, Lockstep, Ranks
@@ -159,7 +159,7 @@ class Pipeline:
         try:
             closed = self.background.close(timeout, self._lockstep.overdue(patience))
             if closed and session is not None and session.captures.pending:
-                raise PublishFailed(f"the last changes were never published to {self._store.url}: that failed")
+                raise PublishFailed(f"publishing to {self._store.url} failed before. {LAST_IS_MISSING}")
         finally:
             # else uploads go on, and another `close` waits for them
             if self.background.closed:
