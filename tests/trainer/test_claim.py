@@ -225,6 +225,8 @@ def test_a_written_claim() -> None:
         b'{"epoch":3,"writer":"00ff","host":"gpu-7","pid":4121,"program":"train.py","held_s":11520.5,"renews_s":10.0}'
     )
     assert str(running) == "train.py on gpu-7 (process 4121, for 3 h 12 min)"
+    assert str(replace(running, held_s=59.9)) == "train.py on gpu-7 (process 4121, for 59 s)"
+    assert str(replace(running, held_s=60.0)) == "train.py on gpu-7 (process 4121, for 1 min)"
     hostile = replace(running, host="\x1b[2Jgpu" + "x" * 200, program="", held_s=1e6)
     assert str(hostile) == f"a program on \N{REPLACEMENT CHARACTER}[2Jgpu{'x' * 73} (process 4121, for 11 d 13 h)"
 

@@ -32,7 +32,7 @@ from deltawire.core.state import State
 from deltawire.models import ModelView
 from deltawire.replica import Replica
 from deltawire.store import LocalStore, Store
-from deltawire.trainer import Publisher
+from deltawire.trainer import Publisher, claim
 from deltawire.trainer.captures import Capture, Captures, Weights
 from deltawire.trainer.claim import Claim
 from deltawire.trainer.detectors import HostDetector
@@ -529,17 +529,22 @@ def test_any_pending_state_can_be_read_from_the_one_copy(
     assert captures.digest == newest.digest()
 
 
-def test_continuing_a_run_by_accident_is_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_continuing_a_run_by_accident_is_logged(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     versions = history(3)
     publish(store, versions[:2])
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
     publish(store, [versions[1], versions[2]])  # starts from what is there: a training that goes on
     publish(store, [trained(versions[2], 5)], continues=True)
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    publish(store, history(2, seed=8))  # by a publisher of this process, as in a notebook
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    monkeypatch.setattr(claim, "_marks", set())
     publish(store, history(2, seed=9))
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(said) == 1
-    assert "is at version 4" in said[0]
+    assert "is at version 6" in said[0]
     assert "an address of its own" in said[0]
 
 

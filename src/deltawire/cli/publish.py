@@ -231,7 +231,8 @@ def _report(opened: Run, published: Published, fetched: int, left_out: dict[str,
         parent = f" ← v{before.version} ({ui.age(before.created)} old)" if before else ""
         share = ui.percent(published.changed, opened.schema.elements)
         kinds = " + ".join(published.kinds)
-        out.print(f"v{published.version}{parent}  {kinds}  {share} changed  {ui.size(published.bytes)} uploaded")
+        sent = f"{share} changed  {ui.size(published.bytes)} uploaded to {opened.store.url}"
+        out.print(f"v{published.version}{parent}  {kinds}  {sent}", soft_wrap=True, markup=False)
         if delta:
             out.print(f"  the delta is {ui.times(full, delta)} smaller than the full {ui.size(full)}")
         if fetched and not opened.store.url.startswith("file:"):

@@ -313,9 +313,11 @@ class Writer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether the publisher was closed."""
 
     def __str__(self) -> str:
-        hours, minutes = divmod(int(self.held_s) // 60, 60)
+        minutes, seconds = divmod(int(self.held_s), 60)
+        hours, minutes = divmod(minutes, 60)
         days, hours = divmod(hours, 24)
-        held = f"{days} d {hours} h" if days else f"{hours} h {minutes} min" if hours else f"{minutes} min"
+        held = f"{minutes} min" if minutes else f"{seconds} s"
+        held = f"{days} d {hours} h" if days else f"{hours} h {minutes} min" if hours else held
         host, program = (
             "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:80])
             for text in (self.host, self.program)

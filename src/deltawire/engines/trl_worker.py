@@ -147,7 +147,8 @@ def wait_for_server(
             if said >= 0:
                 log.warning("the server at %s is ready after %.0f s", url, waited)
             return
-        state = f"it {missing}; {publisher.url} is at version {publisher.version}"
+        version = "has no version yet" if publisher.version is None else f"is at version {publisher.version}"
+        state = f"it {missing}; {publisher.url} {version}"
         if waited >= timeout:
             start = f"`deltawire serve {publisher.url}`"
             if adapter_name is not None:

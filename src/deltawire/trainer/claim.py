@@ -101,6 +101,8 @@ class Claim:
         """Whether the store keeps two writers from creating one manifest."""
         self._etag: str | None = None
         """Of writer.json, where it was read as ours."""
+        self.follows_own = False
+        """Whether the publisher before was of this process too."""
         self._lost = ""
         """How another publisher took the run."""
         self._first: tuple[str, bytes, str | None] | None = None
@@ -122,9 +124,11 @@ class Claim:
         while True:
             found, settled = self._until_free()
             self._began, epoch = time.monotonic(), found.writer.epoch + 1 if found.writer else 1
+            self.follows_own = found.writer is not None and (found.writer.writer, os.getpid()) in _marks
             self._mine = mine = Writer(epoch, mark, host[:80], os.getpid(), program[:80], 0.0, renews_s)
             # after an interrupt this object takes the run from itself
             _here[mark] = self
+            _marks.add((mark, os.getpid()))
             self._lost, self._etag, self._first = "", None, None
             if found.there or not self.excludes:
                 run.store.put(keys.WRITER, dump(mine))
@@ -361,6 +365,9 @@ class Claim:
 
 _here: WeakValueDictionary[str, Claim] = WeakValueDictionary()
 """Claims that were taken by this process, or by the one that it was forked from, by their marks."""
+
+_marks: set[tuple[str, int]] = set()
+"""Marks of all claims that were ever taken by this process, with its id: a forked one has another."""
 
 
 def _of_this_process(mark: str) -> Claim | None:

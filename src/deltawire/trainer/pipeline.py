@@ -326,7 +326,7 @@ class Pipeline:
             return False
         if must_match:
             raise group.agreed(DivergedRun(group.on_rank_0(message)))
-        if self._warn and group.rank == 0:
+        if self._warn and group.rank == 0 and not self._claim.follows_own:
             log.warning(
                 "%s is at version %d, published %s, and these weights are other ones: continuing after it. "
                 "If this is another training, stop it and give it an address of its own",

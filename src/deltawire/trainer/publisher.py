@@ -93,7 +93,7 @@ class Publisher:
     base           a checkpoint folder that may hold a version of the run, found by its digest: then only what came
                    after that version is fetched when a run is continued
     continues      True if other weights than the run's newest version are meant to follow it. By default a warning is
-                   logged then: they may be another training's
+                   logged then, unless this process wrote that version: they may be another training's
     takeover       True to replace the publisher that writes to the run, wherever it runs, instead of waiting for it to
                    end: it stops with WriterConflict
 
