@@ -134,6 +134,8 @@ clean:  ## remove caches and build outputs (the virtual environment stays)
 
 # torch goes first and alone: resolved together with others, pip may choose a build of several GB.
 # The build back end is pinned too, hence no build isolation.
+# Triton's interpreter runs the kernels in tests. It is not in constraints.txt, and comes without dependencies: builds of
+# torch for CUDA name another version, whose interpreter rounds a multiply-add twice.
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "deltawire needs Python 3.10 or newer, and '$(PYTHON)' was not found; try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { echo "deltawire needs Python 3.10 or newer, and '$(PYTHON)' is not ($$($(PYTHON) -V 2>&1 | head -n 1)); try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
@@ -142,5 +144,6 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) -c constraints.txt torch==2.13.0
 	@$(PIP) -c constraints.txt hatchling
 	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(PIP) --no-deps 'triton==3.9.0; python_version >= "3.11"' 'triton==3.8.0; python_version < "3.11"'
 	@$(BIN)/python tests/precompile.py
 	@touch $@
