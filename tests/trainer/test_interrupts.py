@@ -6,6 +6,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -138,6 +139,25 @@ def test_a_publish_that_waits_at_every_line() -> None:
     assert len(raising_at_each_line([*TRAINER, pending, version_writer, commit], streamed_publishes())) > 200
 
 
+def test_close_after_a_publish_that_was_interrupted_at_every_line() -> None:
+    """Nothing is published in between, which would make up for it."""
+
+    def operation(interrupted: Interrupted) -> None:
+        store, weights = memory(), history(2, changes=9)
+        publisher = Publisher(store)
+        interrupted(lambda: publisher.publish(weights[0]))
+        with suppress(PublishFailed):
+            publisher.close(WAIT)
+        publisher.close(WAIT)
+        with Publisher(store, continues=True) as after:
+            after.publish(weights[1])
+        assert Run.open(store).manifest(Run.open(store).newest() or 0).digest == str(
+            full.digest_of(ModelView(weights[1]))
+        )
+
+    raising_at_each_line([background.Background.submit, background.Background._start], operation)
+
+
 def test_flush_and_close_at_every_line() -> None:
     def operation(interrupted: Interrupted) -> None:
         store, weights = memory(), history(3, changes=9)
@@ -243,7 +263,8 @@ def test_a_handler_that_publishes_within_a_publish_is_refused() -> None:
     publisher.publish(weights[0]).result(WAIT)
 
     def handler(*_: Any) -> None:
-        for call in (lambda: publisher.publish(weights[2]), publisher.close, lambda: publisher.resume(weights[1])):
+        calls = (lambda: publisher.publish(weights[2]), publisher.close, publisher.flush)
+        for call in (*calls, lambda: publisher.resume(weights[1])):
             with pytest.raises(PublishFailed, match="Set a flag"):
                 call()
             refused.append(call)
@@ -259,7 +280,7 @@ def test_a_handler_that_publishes_within_a_publish_is_refused() -> None:
         assert publisher.publish(Signalling(weights[1])).result(WAIT).version == 1
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert len(refused) == 3
+    assert len(refused) == 4
     publisher.publish(weights[2])
     publisher.close(WAIT)
     assert_published(store, weights)

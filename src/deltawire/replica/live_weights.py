@@ -46,12 +46,13 @@ class LiveWeights:
         self.target = _UNBOUND
         try:
             has_moved = target.bind(run)
+            if has_moved or not known:
+                # before the target: no weights have the name of others
+                self._be(None)
         except BaseException:
             self._be(None)
             raise
         self.target = target
-        if has_moved or not known:
-            self._be(None)
         if self.version is None:
             self.digest = target.digest()
             self._be(run.identify(self.digest, want))

@@ -165,7 +165,8 @@ class Background:
             self._work.notify_all()
         try:
             self.flush(timeout, overdue)
-            if self._thread is not None:
+            # one that was interrupted before it began has nothing to end
+            if self._thread is not None and self._thread.ident is not None:
                 self._thread.join(_LAST_MESSAGE)
             self._raise_failure()
         except DeltawireError:

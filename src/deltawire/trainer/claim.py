@@ -140,9 +140,11 @@ class Claim:
         if not (settled and self.excludes):
             self._settle(found)
         self._stop = queue.SimpleQueue()
-        thread = threading.Thread(target=self._keep, args=(self._stop, mine), name="deltawire-writer", daemon=True)
-        thread.start()
-        self._thread = thread
+        # first: `release` finds it, wherever this is interrupted
+        self._thread = threading.Thread(
+            target=self._keep, args=(self._stop, mine), name="deltawire-writer", daemon=True
+        )
+        self._thread.start()
 
     def check(self) -> None:
         """Before a commit. Raises WriterConflict, RunNotFound or RunReplaced if this publisher may not commit."""
@@ -174,7 +176,8 @@ class Claim:
         thread = self._thread
         if thread is not None and self._process == os.getpid():
             self.drop()
-            thread.join(timeout)
+            if thread.ident is not None:
+                thread.join(timeout)
             self._thread = None
 
     def drop(self) -> None:

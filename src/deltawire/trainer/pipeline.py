@@ -163,9 +163,11 @@ class Pipeline:
         finally:
             # else uploads go on, and another `close` waits for them
             if self.background.closed:
-                if session is not None:
-                    session.captures.detector.close()
-                self._claim.release()
+                try:
+                    if session is not None:
+                        session.captures.detector.close()
+                finally:
+                    self._claim.release()
         # a closed publisher holds no copy of the model, perhaps on a GPU
         self._session = None
 

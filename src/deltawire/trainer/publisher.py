@@ -163,8 +163,8 @@ class Publisher:
         )
         self._turn = threading.RLock()
         """Held by the thread that captures or closes. Reentrant, so that a signal handler does not wait for itself."""
-        self._busy = False
-        """Whether a thread captures or closes right now."""
+        self._busy: int | None = None
+        """The thread that captures or closes right now."""
         self._group = group
         # not closed but forgotten: the thread that renews the claim must not keep this object
         weakref.finalize(self, claim.drop).atexit = False
@@ -227,6 +227,11 @@ class Publisher:
 
         Raises PublishFailed for a background failure, or TimeoutError after `timeout` seconds.
         """
+        if self._busy == threading.get_ident():
+            raise PublishFailed(
+                "`flush` was called within `publish`, `resume` or `close`, by a signal handler or `on_version`: it "
+                "would wait for itself. Set a flag there instead, and flush in the training loop when it is set"
+            )
         self._pipeline.background.flush(timeout)
 
     def close(self, timeout: float | None = None) -> None:
@@ -306,13 +311,13 @@ class Publisher:
             )
         try:
             try:
-                self._busy = True
+                self._busy = threading.get_ident()
                 return work()
             finally:
-                self._busy = False
+                self._busy = None
         finally:
             # once more: an interrupt may have come before the line above
-            self._busy = False
+            self._busy = None
 
     def _pipeline_for(self, model: Model) -> Pipeline:
         """The pipeline of this process alone or, from the first publish of a model that several ranks hold, of all.
