@@ -227,11 +227,7 @@ class Publisher:
 
         Raises PublishFailed for a background failure, or TimeoutError after `timeout` seconds.
         """
-        if self._busy == threading.get_ident():
-            raise PublishFailed(
-                "`flush` was called within `publish`, `resume` or `close`, by a signal handler or `on_version`: it "
-                "would wait for itself. Set a flag there instead, and flush in the training loop when it is set"
-            )
+        self._refuse_within()
         self._pipeline.background.flush(timeout)
 
     def close(self, timeout: float | None = None) -> None:
@@ -304,11 +300,7 @@ class Publisher:
 
     def _uninterrupted(self, work: Callable[[], T]) -> T:
         """Do work in this thread's turn. PublishFailed in a signal handler that has interrupted such work."""
-        if self._busy:
-            raise PublishFailed(
-                "`publish`, `resume` or `close` was called within one of them, by a signal handler or `on_version`: "
-                "nothing was done. Set a flag there instead, and publish in the training loop when it is set"
-            )
+        self._refuse_within()
         try:
             try:
                 self._busy = threading.get_ident()
@@ -318,6 +310,14 @@ class Publisher:
         finally:
             # once more: an interrupt may have come before the line above
             self._busy = None
+
+    def _refuse_within(self) -> None:
+        """Raise PublishFailed where this thread was interrupted while it captures or closes."""
+        if self._busy == threading.get_ident():
+            raise PublishFailed(
+                "`publish`, `resume`, `flush` or `close` was called within one of them, by a signal handler or "
+                "`on_version`: nothing was done. Set a flag there, and call it in the training loop when it is set"
+            )
 
     def _pipeline_for(self, model: Model) -> Pipeline:
         """The pipeline of this process alone or, from the first publish of a model that several ranks hold, of all.
