@@ -11,6 +11,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+from . import settings
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -143,11 +145,9 @@ class Workers:
 
 def default_threads() -> int:
     """DELTAWIRE_THREADS, or the cores this process may use."""
-    configured = os.environ.get("DELTAWIRE_THREADS")
-    if configured:
-        return max(1, int(configured))
     # only Linux tells which cores a process may use
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return settings.count("DELTAWIRE_THREADS", cores)
 
 
 def threads_for(units: int, threads: int | None = None) -> int:

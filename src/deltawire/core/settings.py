@@ -19,6 +19,18 @@ def gigabytes(variable: str, default: float) -> int:
     return found
 
 
+def count(variable: str, default: int) -> int:
+    """A number of things, at least 1."""
+    text = os.environ.get(variable) or str(default)
+    try:
+        found = int(text)
+    except ValueError:
+        found = 0
+    if found < 1:
+        raise Misconfigured(f"{variable} is {text[:40]!r}; it is a whole number, 1 or more")
+    return found
+
+
 def switch(variable: str) -> bool:
     """Whether a variable is 1; 0 and nothing are off."""
     text = os.environ.get(variable) or "0"
